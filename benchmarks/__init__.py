@@ -1,0 +1,1 @@
+"""Benchmarks: what each variant costs, measured side by side."""

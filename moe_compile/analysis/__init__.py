@@ -1,0 +1,1 @@
+"""What a graph means for MoE training: regions and proofs. Reads, never edits."""

@@ -1,0 +1,193 @@
+"""What the user may set: one frozen dataclass, read from `options=`, a TOML table and the environment.
+
+Contract
+    A `MegaMoEConfig` that exists is valid; every field is one of the documented options.
+    Precedence: `options=` over the TOML table over `MEGAMOE_*` variables over the defaults.
+    A value whose pass is not built yet is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.errors import InvalidConfig, nearest
+
+PREFIX: Final = "megamoe."
+ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
+
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "chunk_by": ("auto", "experts", "tokens", "batch"),
+    "dispatch_wire": ("same", "fp8", "auto"),
+    "combine_wire": ("same", "fp8", "auto"),
+    "dispatch": ("all_to_all", "all_gather", "auto"),
+    "recompute": ("model", "save_exchanges", "recompute_exchanges"),
+    "codegen": ("inductor", "fx"),
+}
+"""Values each closed option takes."""
+
+NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
+    "chunk_by": ("tokens", "batch"),
+    "dispatch_wire": ("fp8", "auto"),
+    "combine_wire": ("fp8", "auto"),
+    "dispatch": ("all_gather", "auto"),
+}
+"""Documented values whose pass this version does not have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegaMoEConfig:
+    """The options of `torch.compile(..., backend="megamoe")`; names and defaults as documented."""
+
+    chunks: int | str = "auto"
+    """Chunks per MoE region, or "auto": min(2, local experts) until a planner chooses."""
+    chunk_by: str = "auto"
+    """The axis a region is chunked along; "auto" takes experts, which changes no bit."""
+    dispatch_wire: str = "same"
+    """Number format of the dispatch exchange, forward and backward."""
+    combine_wire: str = "same"
+    """Number format of the combine exchange, forward and backward."""
+    dispatch: str = "all_to_all"
+    """Collective that moves tokens to experts."""
+    schedule: bool = True
+    """Whether to reorder launches, waits and compute so that exchanges run under compute."""
+    recompute: str = "save_exchanges"
+    """What activation checkpointing does with exchanges: obey the model, save, or recompute."""
+    max_memory_increase: float = 0.30
+    """Largest rise of a graph's peak of live bytes that scheduling may cause, as a fraction."""
+    hardware: str = "detect"
+    """Rates for time estimates: "detect" asks NVML; else a profile's name or a TOML path."""
+    codegen: str = "inductor"
+    """Who runs the graph: Inductor, or "fx" to run it node by node in our order."""
+    strict: bool = False
+    """Raise when a pass fails or a matched region cannot be proven safe to transform."""
+    disable_passes: tuple[str, ...] = ()
+    """Names of passes to leave out."""
+    report: str = ""
+    """Path the JSON report is written to, "" for none."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidConfig for a value no documented option takes."""
+        _check_chunks(self.chunks)
+        for name, choices in CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        for name in ("schedule", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(
+                    f"megamoe.{name} is {getattr(self, name)!r}; write true or false"
+                )
+        share = self.max_memory_increase
+        if isinstance(share, bool) or not isinstance(share, int | float) or share < 0:
+            raise InvalidConfig(
+                f"megamoe.max_memory_increase is {share!r}; write a fraction of at least 0, as 0.05"
+            )
+        for name in ("hardware", "report"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidConfig(f"megamoe.{name} is {getattr(self, name)!r}; write a string")
+        if isinstance(self.disable_passes, str) or not all(
+            isinstance(name, str) for name in self.disable_passes
+        ):
+            raise InvalidConfig(
+                f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
+            )
+
+    def digest_text(self) -> str:
+        """Return what this configuration contributes to cache keys: all but the report's path."""
+        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "report"])
+
+
+OPTION_NAMES: Final = tuple(f.name for f in fields(MegaMoEConfig))
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split `options=` of torch.compile into (megamoe's, without the prefix; Inductor's).
+
+    Raises InvalidConfig for an unknown `megamoe.` name.
+    """
+    ours = {k.removeprefix(PREFIX): v for k, v in options.items() if k.startswith(PREFIX)}
+    for name in ours:
+        check_name(name, where="options=")
+    return ours, {k: v for k, v in options.items() if not k.startswith(PREFIX)}
+
+
+def check_name(name: str, *, where: str, known: tuple[str, ...] = OPTION_NAMES) -> None:
+    """Raise InvalidConfig unless `name` is a documented option; `where` says who wrote it."""
+    if name not in known:
+        raise InvalidConfig(f"{where}: megamoe has no option {name!r}.{nearest(name, known)}")
+
+
+def from_sources(
+    *,
+    options: Mapping[str, Any] | None = None,
+    table: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> MegaMoEConfig:
+    """Return the configuration of `options=` (no prefix), a TOML table and `MEGAMOE_*` variables.
+
+    Raises InvalidConfig for an unknown name or an impossible value.
+    """
+    values = _from_environment(environment or {})
+    for where, source in (("[megamoe]", table or {}), ("options=", options or {})):
+        for name, value in source.items():
+            check_name(name, where=where)
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return MegaMoEConfig(**values)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        check_name(name, where=variable)
+        values[name] = _parse(variable, name, environment[variable])
+    return values
+
+
+def _parse(variable: str, name: str, text: str) -> Any:
+    default = MegaMoEConfig.__dataclass_fields__[name].default
+    if isinstance(default, bool):
+        words = {"1": True, "true": True, "0": False, "false": False}
+        if text.lower() not in words:
+            raise InvalidConfig(f"{variable} is {text!r}; write 1 or 0")
+        return words[text.lower()]
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name == "chunks":
+        return int(text) if text.lstrip("-").isdigit() else text
+    if isinstance(default, float):
+        try:
+            return float(text)
+        except ValueError:
+            raise InvalidConfig(f"{variable} is {text!r}; write a number") from None
+    return text
+
+
+def _check_chunks(chunks: object) -> None:
+    whole = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
+    if not whole and chunks != "auto":
+        raise InvalidConfig(
+            f'megamoe.chunks is {chunks!r}; write "auto" or a whole number of at least 1'
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidConfig(
+            f"megamoe.{name} is {value!r}; write one of {', '.join(choices)}."
+            + (nearest(value, choices) if isinstance(value, str) else "")
+        )
+    if value in NOT_BUILT.get(name, ()):
+        built = [c for c in choices if c not in NOT_BUILT[name]]
+        raise InvalidConfig(
+            f"megamoe.{name} = {value!r} is not available in this version; "
+            f"write one of {', '.join(built)}"
+        )
+
+
+def default_report_path() -> Path:
+    """Return where recipes put the JSON report when the TOML names no other place."""
+    return Path("outputs") / "report.json"

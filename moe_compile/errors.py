@@ -1,0 +1,33 @@
+"""Every error megamoe raises on purpose."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MegaMoEError(Exception):
+    """Base of all of them; catch this to catch megamoe."""
+
+
+class InvalidConfig(MegaMoEError, ValueError):
+    """The user asked for something impossible. Names the field and the fix."""
+
+
+class ContractViolation(MegaMoEError):
+    """megamoe broke its own rule: a bug. Names the pass and the node."""
+
+
+class RegionRefused(MegaMoEError):
+    """`strict=True` and a matched region could not be transformed. Names the region and why."""
+
+
+class RankDisagreement(MegaMoEError):
+    """Ranks compiled different orders of collectives; running them would corrupt data silently."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest of `known`, or the list when none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."

@@ -1,0 +1,114 @@
+"""Questions about nodes: is it a launch, a wait, of which group, what does it produce. The only copy.
+
+Contract
+    Answers hold for Dynamo graphs (targets are overload packets, values under `example_value`)
+    and for AOTAutograd graphs (targets are overloads, values under `val`) alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+
+C10D: Final = torch.ops._c10d_functional
+WAIT: Final = C10D.wait_tensor.default
+ALL_TO_ALL: Final = C10D.all_to_all_single.default
+NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+
+
+def overload_name(node: fx.Node) -> str:
+    """Return `namespace::op` of an operator node, "" for anything else."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    return ""
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a collective."""
+    return overload_name(node) == "_c10d_functional::wait_tensor"
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Whether the node launches an asynchronous collective."""
+    namespace, _, op = overload_name(node).partition("::")
+    return namespace in NAMESPACES and op != "wait_tensor" and not op.startswith("_wrap")
+
+
+def is_all_to_all(node: fx.Node) -> bool:
+    """Whether the node launches an all-to-all."""
+    return is_launch(node) and overload_name(node).endswith("::all_to_all_single")
+
+
+def is_all_gather(node: fx.Node) -> bool:
+    """Whether the node launches an all-gather."""
+    return is_launch(node) and "::all_gather_into_tensor" in overload_name(node)
+
+
+def group_name(launch: fx.Node) -> str:
+    """Return the name of the process group a collective runs on: its last string argument."""
+    names = [a for a in (*launch.args, *launch.kwargs.values()) if isinstance(a, str)]
+    return names[-1] if names else ""
+
+
+def wait_of(launch: fx.Node) -> fx.Node | None:
+    """Return the first wait for `launch`, or None."""
+    return next((user for user in launch.users if is_wait(user)), None)
+
+
+def launch_of(wait: fx.Node) -> fx.Node | None:
+    """Return the collective `wait` waits for, through repeated waits; None for a graph input."""
+    source = wait.args[0]
+    while isinstance(source, fx.Node) and is_wait(source):
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and is_launch(source) else None
+
+
+def output_splits(exchange: fx.Node) -> list[Any]:
+    """Return the rows an all-to-all receives from each rank; [] when the split is even."""
+    return _splits(exchange, 1)
+
+
+def input_splits(exchange: fx.Node) -> list[Any]:
+    """Return the rows an all-to-all sends to each rank; [] when the split is even."""
+    return _splits(exchange, 2)
+
+
+def _splits(exchange: fx.Node, position: int) -> list[Any]:
+    value = exchange.args[position]
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def has_dynamic_splits(exchange: fx.Node) -> bool:
+    """Whether a split list holds sizes known only at run time."""
+    return any(isinstance(s, fx.Node) for s in (*output_splits(exchange), *input_splits(exchange)))
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return the fake value the tracer stored, or None."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """Return the fake tensor the node produces, or None when it is no tensor."""
+    value = value_of(node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_integer(node: fx.Node) -> bool:
+    """Whether the node is a tensor of integers."""
+    tensor = tensor_of(node)
+    return tensor is not None and not (
+        tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool
+    )
+
+
+def in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return `nodes` in the order they stand in `graph`."""
+    wanted = set(nodes)
+    return [node for node in graph.nodes if node in wanted]

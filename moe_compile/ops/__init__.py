@@ -1,0 +1,1 @@
+"""Runtime operators that compiled graphs call."""

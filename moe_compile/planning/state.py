@@ -1,0 +1,44 @@
+"""What passes hand to one another during one compilation.
+
+Contract
+    One state per call of the backend; the forward and the backward graph of that call share it.
+    A field speaks of the graph the last Dynamo-level pass left, and is refilled when stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.config import MegaMoEConfig
+from moe_compile.hardware import HardwareProfile
+
+
+@dataclass(kw_only=True, slots=True)
+class RegionPlan:
+    """What to do with one region."""
+
+    region: MoERegion
+    proof: RowProof | Refused
+    num_chunks: int
+    """Chunks the region runs in; 1 leaves it whole."""
+    remark: str = ""
+    """Why `num_chunks` is not what was asked for, "" when it is."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileState:
+    """The analyses and decisions of one compilation."""
+
+    config: MegaMoEConfig
+    hardware: HardwareProfile
+    plans: list[RegionPlan] = field(default_factory=list)
+    """One per region of the Dynamo graph at hand."""
+    decoys: list[Refused] = field(default_factory=list)
+    """Exchanges of the Dynamo graph at hand that are no region."""
+    family: str = ""
+    """Where in the user's source the compiled code stands; the same on every rank."""
+    is_backward: bool = False
+    """Which AOTAutograd graph is at hand."""
+    nominal_sizes: dict[str, int] = field(default_factory=dict)
+    """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""

@@ -1,0 +1,1 @@
+"""What was done, in tables and JSON."""

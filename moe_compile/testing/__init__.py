@@ -1,0 +1,1 @@
+"""Property-test strategies and equivalence checks, public for users' own layers."""

@@ -1,0 +1,54 @@
+"""Imports point left: each room may import only its own layer and those before it."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAYERS = (  # left to right; longest prefix wins
+    ("moe_compile.errors", "moe_compile.config", "moe_compile.hardware"),
+    ("moe_compile.ops",),
+    ("moe_compile.graph",),
+    ("moe_compile.analysis",),
+    ("moe_compile.planning",),
+    ("passes",),
+    ("moe_compile.report",),
+    ("moe_compile.backend",),
+    ("moe_compile.testing",),
+    ("torchtitan_integration",),
+    ("moe_compile.cli",),
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+SOURCES = [
+    path
+    for folder in ("moe_compile", "passes", "torchtitan_integration")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+def room(module):
+    names = [n for n in RANK if module == n or module.startswith(n + ".")]
+    return max(names, key=len, default=None)
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports"
+            yield node.module
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_left(path):
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    if path.name == "__init__.py":
+        assert not list(imports(path)), f"{path} must import nothing"
+        return
+    mine = room(module)
+    assert mine, f"{module} stands in no layer: add it to LAYERS"
+    for name in imports(path):
+        if theirs := room(name):
+            assert RANK[theirs] <= RANK[mine], f"{mine} must not import {theirs}"

@@ -1,0 +1,1 @@
+"""megamoe inside torchtitan: a train spec, a TOML table, a launcher."""
