@@ -1,4 +1,4 @@
-"""Questions about nodes: is it a launch, a wait, of which group, what does it produce. The only copy.
+"""Questions about nodes: a launch, a wait, of which group, what does it produce. The only copy.
 
 Contract
     Answers hold for Dynamo graphs (targets are overload packets, values under `example_value`)

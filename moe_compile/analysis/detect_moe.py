@@ -1,0 +1,235 @@
+"""Find MoE regions by data flow alone: no names, no annotations.
+
+Contract
+    Every launch of the graph ends in a region or gets a refusal; the graph is not edited.
+    The answer is a function of the graph's structure, the same on every rank.
+
+Pseudo-code
+    for each all-to-all with split sizes known only at run time (a dispatch):
+        combine = the first all-to-all below it, same group, the two split lists swapped
+        count exchange = the nearest exchange of integers above the split sizes
+        body = what depends on counts or dispatch, and the combine depends on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.regions import MoERegion, Refusal, Refused
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.query import (
+    group_name,
+    has_dynamic_splits,
+    input_splits,
+    is_all_gather,
+    is_all_to_all,
+    is_integer,
+    is_launch,
+    is_wait,
+    output_splits,
+    tensor_of,
+    value_of,
+)
+
+VALUE_KEEPING: Final = frozenset(
+    {"to", "int", "long", "view", "reshape", "flatten", "contiguous", "clone", "detach", "alias"}
+)
+"""Methods that change the form of a tensor of counts, not its values or their flat order."""
+
+
+def find_moe_regions(graph: fx.Graph) -> tuple[list[MoERegion], list[Refused]]:
+    """Return the regions of a Dynamo graph in graph order, and a refusal per other launch."""
+    dependence = Dependence(graph)
+    launches = [node for node in graph.nodes if is_launch(node)]
+    regions: list[MoERegion] = []
+    refused: dict[fx.Node, Refused] = {}
+    used: set[fx.Node] = set()
+    for launch in launches:
+        if launch in used:
+            continue
+        found = _match(launch, launches, used, dependence, f"region {len(regions)}")
+        if isinstance(found, MoERegion):
+            regions.append(found)
+            used |= {found.count_exchange, found.dispatch, found.combine}
+            used |= {node for node in found.body if is_launch(node)}
+        else:
+            refused[launch] = found
+    return regions, [r for launch, r in refused.items() if launch not in used]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A dispatch, its combine and the exchange its split sizes come from."""
+
+    dispatch: fx.Node
+    combine: fx.Node
+    result: fx.Node
+    count_exchange: fx.Node
+
+
+def _match(
+    dispatch: fx.Node,
+    launches: list[fx.Node],
+    used: set[fx.Node],
+    dependence: Dependence,
+    name: str,
+) -> MoERegion | Refused:
+    if not is_all_to_all(dispatch):
+        return Refused(candidate=dispatch.name, reason=Refusal.NOT_ALL_TO_ALL)
+    if not has_dynamic_splits(dispatch) or is_integer(dispatch):
+        return Refused(candidate=dispatch.name, reason=Refusal.EVEN_SPLITS)
+    below = dependence.below([dispatch])
+    combines = [c for c in launches if c in below and c not in used and _swapped(dispatch, c)]
+    results = [r for c in combines[:1] if (r := _last_wait(c)) is not None]
+    if not results:
+        return Refused(candidate=dispatch.name, reason=Refusal.NO_COMBINE)
+    splits = [s for s in (*output_splits(dispatch), *input_splits(dispatch))]
+    above = dependence.above(s for s in splits if isinstance(s, fx.Node))
+    counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
+    if not counts:
+        return Refused(candidate=dispatch.name, reason=Refusal.NO_COUNT_EXCHANGE)
+    pair = _Pair(dispatch, combines[0], results[0], counts[-1])
+    return _region(pair, dependence, name)
+
+
+def _is_count_exchange(launch: fx.Node) -> bool:
+    return is_all_gather(launch) or (is_all_to_all(launch) and not has_dynamic_splits(launch))
+
+
+def _swapped(dispatch: fx.Node, combine: fx.Node) -> bool:
+    if combine is dispatch or not is_all_to_all(combine):
+        return False
+    return (
+        group_name(combine) == group_name(dispatch)
+        and _same_sizes(output_splits(combine), input_splits(dispatch))
+        and _same_sizes(input_splits(combine), output_splits(dispatch))
+    )
+
+
+def _same_sizes(left: list[object], right: list[object]) -> bool:
+    return len(left) == len(right) and all(
+        _size(a) == _size(b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _size(size: object) -> object:
+    """Return what two equal sizes share: the number, or the symbolic expression."""
+    value = value_of(size) if isinstance(size, fx.Node) else size
+    return value.node.expr if isinstance(value, torch.SymInt) else value
+
+
+def _last_wait(launch: fx.Node) -> fx.Node | None:
+    """Return the last of a chain of waits on `launch`."""
+    node = next((user for user in launch.users if is_wait(user)), None)
+    while node is not None:
+        following = next((user for user in node.users if is_wait(user)), None)
+        if following is None:
+            return node
+        node = following
+    return None
+
+
+def _root_of_counts(exchange: fx.Node) -> fx.Node:
+    """Return where the counts come from, before changes of form only."""
+    node = exchange.args[0]
+    assert isinstance(node, fx.Node)
+    while (
+        node.op == "call_method"
+        and node.target in VALUE_KEEPING
+        and isinstance(node.args[0], fx.Node)
+        and is_integer(node.args[0])
+    ):
+        node = node.args[0]
+    return node
+
+
+def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refused:
+    def refuse(reason: Refusal, detail: str = "") -> Refused:
+        return Refused(candidate=name, reason=reason, detail=detail)
+
+    received = _last_wait(pair.count_exchange)
+    counts = _root_of_counts(pair.count_exchange)
+    rows = pair.dispatch.args[0]
+    num_ranks = len(output_splits(pair.dispatch))
+    tensor = tensor_of(counts)
+    if received is None or not isinstance(rows, fx.Node) or tensor is None:
+        return refuse(Refusal.NO_COUNT_EXCHANGE)
+    num_experts = tensor.numel()
+    if not isinstance(num_experts, int) or num_experts % num_ranks or not num_experts:
+        return refuse(Refusal.UNEVEN_EXPERTS, f"{num_experts} counts for {num_ranks} ranks")
+
+    inputs = {rows, counts, received}
+    down = dependence.below([counts, received, pair.dispatch])
+    up = dependence.above([pair.result], stops=inputs)
+    body = sorted((up & down) - inputs, key=dependence.position.__getitem__)
+    if pair.count_exchange in body:
+        return refuse(Refusal.COMMUNICATES, "the received counts are read before their last wait")
+    inside = set(body)
+    on_rows = dependence.below([pair.dispatch])
+    region = MoERegion(
+        name=name,
+        rows=rows,
+        counts=counts,
+        count_exchange=pair.count_exchange,
+        received_counts=received,
+        dispatch=pair.dispatch,
+        combine=pair.combine,
+        result=pair.result,
+        body=tuple(body),
+        count_side=tuple(node for node in body if node not in on_rows),
+        others=tuple(
+            dict.fromkeys(
+                i for n in body for i in n.all_input_nodes if i not in inside and i not in inputs
+            )
+        ),
+        group=group_name(pair.dispatch),
+        num_ranks=num_ranks,
+        num_local_experts=num_experts // num_ranks,
+    )
+    return _check_surroundings(region, dependence) or region
+
+
+def _check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | None:
+    """Refuse what replaying the body later, on parts of the rows, would change outside it."""
+
+    def refuse(reason: Refusal, node: fx.Node) -> Refused:
+        return Refused(candidate=region.name, reason=reason, detail=node.name)
+
+    inside = set(region.body)
+    splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
+    for size in splits:
+        if isinstance(size, fx.Node) and size not in inside:
+            return refuse(Refusal.NO_COUNT_EXCHANGE, size)
+    for node in region.row_side:
+        if is_launch(node) and node not in (region.dispatch, region.combine):
+            return refuse(Refusal.COMMUNICATES, node)
+        if node.op == "call_method" and node.target in ("item", "tolist"):
+            return refuse(Refusal.HOST_READ_OF_ROWS, node)
+    return _check_writes(region, dependence, inside)
+
+
+def _check_writes(
+    region: MoERegion, dependence: Dependence, inside: set[fx.Node]
+) -> Refused | None:
+    outside = frozenset(
+        s
+        for node in (region.rows, region.counts, region.received_counts, *region.others)
+        for s in storages(node)
+    )
+    first = dependence.position[region.body[0]]
+    last = dependence.position[region.result]
+    for writer, written in dependence.writes.items():
+        if writer in inside and written & outside:
+            return Refused(
+                candidate=region.name, reason=Refusal.MUTATES_OUTSIDE, detail=writer.name
+            )
+        between = first < dependence.position[writer] < last
+        if between and writer not in inside and written & outside:
+            return Refused(
+                candidate=region.name, reason=Refusal.MUTATED_MEANWHILE, detail=writer.name
+            )
+    return None

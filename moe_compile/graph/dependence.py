@@ -1,0 +1,127 @@
+"""What must come before what: data, and writes in place seen through aliases.
+
+Contract
+    Works on graphs that are not functional, as Dynamo's. Two tensors alias when the fake values
+    the tracer stored share storage. A writer precedes every later reader of what it wrote.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.query import value_of
+
+IN_PLACE_OPERATORS: Final = frozenset(
+    {
+        operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+        operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior,
+        operator.ixor,
+    }
+)  # fmt: skip
+
+
+def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the arguments whose tensors `node` writes in place."""
+    if node.op == "call_method":
+        name = str(node.target)
+        writes = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+        return _nodes(node.args[:1]) if writes else ()
+    if node.op != "call_function":
+        return ()
+    target: Any = node.target
+    if target in IN_PLACE_OPERATORS:
+        return _nodes(node.args[:1])
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _nodes([node.args, node.kwargs]) if "mutation" in target.name() else ()
+    name = getattr(target, "__name__", "")
+    if node.kwargs.get("inplace") or (name.endswith("_") and not name.startswith("_")):
+        return _nodes(node.args[:1])
+    return _nodes([node.kwargs.get("out")])
+
+
+def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
+    if str(target._schema.name) == "_c10d_functional::wait_tensor":
+        return ()  # declared as writing its input; it only makes the launched value readable
+    written: list[Any] = []
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    return _nodes(written)
+
+
+def _nodes(arguments: Any) -> tuple[fx.Node, ...]:
+    return tuple(a for a in pytree.tree_leaves(arguments) if isinstance(a, fx.Node))
+
+
+def storages(node: fx.Node) -> frozenset[int]:
+    """Return the identities of the storages of the tensors `node` produces."""
+    return frozenset(
+        leaf.untyped_storage()._cdata
+        for leaf in pytree.tree_leaves(value_of(node))
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+class Dependence:
+    """Who needs whom in one graph; stale once the graph is edited."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Read `graph`: one pass over its nodes, in order."""
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.writes = {
+            node: frozenset(s for a in written for s in storages(a))
+            for node in graph.nodes
+            if (written := written_arguments(node))
+        }
+        self._later: dict[fx.Node, list[fx.Node]] = {}
+        self._earlier: dict[fx.Node, list[fx.Node]] = {}
+        for writer, written in self.writes.items():
+            for node in graph.nodes:
+                if self.position[node] > self.position[writer] and self.reads(node) & written:
+                    self._later.setdefault(writer, []).append(node)
+                    self._earlier.setdefault(node, []).append(writer)
+
+    def reads(self, node: fx.Node) -> frozenset[int]:
+        """Return the storages of the tensors `node` takes as arguments."""
+        return frozenset(s for a in node.all_input_nodes for s in storages(a))
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """Return what needs `node`: its users, and later readers of what it wrote."""
+        return [*node.users, *self._later.get(node, ())]
+
+    def needs(self, node: fx.Node) -> list[fx.Node]:
+        """Return what `node` needs: its inputs, and earlier writers of what it reads."""
+        return [*node.all_input_nodes, *self._earlier.get(node, ())]
+
+    def below(self, starts: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return `starts` and everything that depends on them."""
+        return _reach(starts, self.readers, frozenset())
+
+    def above(self, starts: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> set[fx.Node]:
+        """Return `starts` and everything they depend on, not looking beyond `stops`."""
+        return _reach(starts, self.needs, stops)
+
+
+def _reach(
+    starts: Iterable[fx.Node],
+    edges: Callable[[fx.Node], Iterable[fx.Node]],
+    stops: Container[fx.Node],
+) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stops:
+            todo.extend(edges(node))
+    return seen
