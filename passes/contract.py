@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
+from moe_compile.analysis.regions import Refused
 from moe_compile.planning.state import CompileState
 
 
@@ -23,6 +24,7 @@ class Fact(enum.Enum):
 
     WAITS_VISIBLE = "every exchange is a launch and a wait of `_c10d_functional`"
     REGIONS_FOUND = "every MoE region of the graph is known, with its proof or its refusal"
+    PLANNED = "every region has a number of chunks"
     CHUNKED = "every chosen region runs as chunks"
     FUNCTIONAL = "no op writes its inputs, but for copies back into graph inputs"
     SCHEDULED = "launches, waits and compute stand in the order that runs"
@@ -42,6 +44,11 @@ class Verdict:
         """Return `candidate: reason (detail)`."""
         extra = f" ({self.detail})" if self.detail else ""
         return f"{self.candidate}: {self.reason.value}{extra}"
+
+
+def verdict(refused: Refused) -> Verdict:
+    """Return a refusal of the analysis as a pass's verdict."""
+    return Verdict(candidate=refused.candidate, reason=refused.reason, detail=refused.detail)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""MoE layers in the styles people write, each over one process group, functional collectives only."""
+"""MoE layers in the styles people write, over one process group, functional collectives only."""
 
 import torch
 import torch.distributed as dist

@@ -36,6 +36,7 @@ class Refusal(enum.Enum):
     COMMUNICATES = "the experts communicate between dispatch and combine"
     MUTATES_OUTSIDE = "the experts write a tensor from outside the region"
     MUTATED_MEANWHILE = "a tensor the region reads is written between dispatch and combine"
+    STATE_CHANGES = "grad mode or autocast changes between dispatch and combine"
     ROWS_ESCAPE = "rows inside the region are read outside it"
 
 

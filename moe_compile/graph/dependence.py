@@ -83,9 +83,9 @@ class Dependence:
         }
         self._later: dict[fx.Node, list[fx.Node]] = {}
         self._earlier: dict[fx.Node, list[fx.Node]] = {}
-        for writer, written in self.writes.items():
+        for writer, storage in self.writes.items():
             for node in graph.nodes:
-                if self.position[node] > self.position[writer] and self.reads(node) & written:
+                if self.position[node] > self.position[writer] and self.reads(node) & storage:
                     self._later.setdefault(writer, []).append(node)
                     self._earlier.setdefault(node, []).append(writer)
 

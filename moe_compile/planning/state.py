@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
+from moe_compile.planning.plan import Remark
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,8 +23,8 @@ class RegionPlan:
     proof: RowProof | Refused
     num_chunks: int
     """Chunks the region runs in; 1 leaves it whole."""
-    remark: str = ""
-    """Why `num_chunks` is not what was asked for, "" when it is."""
+    remark: Remark | None = None
+    """Why `num_chunks` is not what was asked for, None when it is."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,6 +39,10 @@ class CompileState:
     """Exchanges of the Dynamo graph at hand that are no region."""
     family: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
+    plan_digest: str = ""
+    """Hash of what the Dynamo-level passes decided."""
+    measures: dict[str, float] = field(default_factory=dict)
+    """Figures of the passes that ran on the AOTAutograd graph at hand."""
     is_backward: bool = False
     """Which AOTAutograd graph is at hand."""
     nominal_sizes: dict[str, int] = field(default_factory=dict)

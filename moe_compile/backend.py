@@ -1,0 +1,90 @@
+"""The door: `torch.compile(model, backend="megamoe")`.
+
+Contract
+    Without a MoE region the graph goes to Inductor as it came: same code, same cache keys.
+    torch's configuration is changed only inside our own compilations, with one exception made
+    at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
+    the graph at the split sizes before any backend sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch._dynamo
+import torch._inductor
+import torch.fx as fx
+
+from moe_compile.analysis.regions import Refused
+from moe_compile.codegen import compile_with_fx, compile_with_inductor
+from moe_compile.config import MegaMoEConfig, from_sources, split_options
+from moe_compile.errors import InvalidConfig, RegionRefused
+from moe_compile.hardware import load_profile
+from moe_compile.planning.state import CompileState
+from moe_compile.report.compilations import COMPILATIONS, describe
+from passes.pipeline import DYNAMO, check_names, run_level
+
+LOG: Final = logging.getLogger("megamoe")
+
+torch._dynamo.config.capture_scalar_outputs = True
+
+
+def megamoe(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph; the entry point `torch_dynamo_backends` names this function.
+
+    `options` with the prefix `megamoe.` are ours, all others go to Inductor, as `mode` does.
+    Raises InvalidConfig for an unknown option or value; RegionRefused when `strict` and a region
+    could not be transformed.
+    """
+    ours, inductor = split_options(options or {})
+    config = from_sources(options=ours, environment=os.environ)
+    check_names(config.disable_passes)
+    patches = {**_mode_patches(mode), **inductor}
+    state = CompileState(config=config, hardware=load_profile(config.hardware))
+    compilation = describe(gm, state)
+    for module in _graph_modules(gm):
+        compilation.add_level(run_level(DYNAMO, module.graph, state), state)
+        module.recompile()
+        _refuse_if_strict(config, state)
+    state.family = compilation.family
+    state.plan_digest = compilation.plan_digest()
+    if compilation.regions:
+        COMPILATIONS.add(compilation)
+    compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
+    return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
+
+
+def _graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return `gm` and the bodies of its higher-order operators, as those of checkpointing."""
+    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    try:
+        return dict(torch._inductor.list_mode_options(mode))
+    except (RuntimeError, KeyError) as error:
+        raise InvalidConfig(f"torch.compile mode {mode!r}: {error}") from None
+
+
+def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
+    if not config.strict or config.chunks == 1:
+        return
+    for plan in state.plans:
+        if isinstance(plan.proof, Refused):
+            raise RegionRefused(
+                f"{plan.region.name} at {plan.region.dispatch.name} is not chunked: "
+                f"{plan.proof.reason.value} ({plan.proof.detail}). Set megamoe.strict = False to "
+                "run it as it is"
+            )

@@ -1,0 +1,124 @@
+"""Hand a Dynamo graph to Inductor, or run it node by node, with our later passes on the way.
+
+Contract
+    Passes already registered on Inductor's hooks, in `options=` or in its configuration, run
+    before ours; none is lost.
+    The identity of our passes in cache keys covers every source file, the options and the
+    hardware profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch._inductor.config as inductor_config
+import torch.fx as fx
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from moe_compile.graph.pinning import pinning_patches
+from moe_compile.planning.state import CompileState
+from passes.contract import GraphPass
+from passes.pipeline import JOINT, POST_GRAD, run_level
+
+ROOT: Final = Path(__file__).parent.parent
+SOURCES: Final = tuple(
+    str(path)
+    for folder in ("moe_compile", "passes")
+    for pattern in ("*.py", "*.toml")
+    for path in sorted((ROOT / folder).rglob(pattern))
+)
+"""Every file whose change may change compiled code."""
+
+HOOKS: Final = {
+    "joint_custom_post_pass": JOINT,
+    "post_grad_custom_post_pass": POST_GRAD,
+}
+
+
+class LevelPass(CustomGraphPass):
+    """One level of our pipeline on one of Inductor's hooks, after what stood there."""
+
+    def __init__(
+        self, level: tuple[GraphPass, ...], state: CompileState, before: CustomGraphPass | None
+    ) -> None:
+        """Run `before` first, then `level` with `state`."""
+        self._level = level
+        self._state = state
+        self._before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run on `graph` in place."""
+        if self._before is not None:
+            self._before(graph)
+        run_on_aot_graph(self._level, graph, self._state)
+
+    def uuid(self) -> Any:
+        """Return what identifies this pass in cache keys; None when it cannot be identified."""
+        mine = get_hash_for_files(SOURCES, _identity(self._state))
+        if self._before is None:
+            return mine
+        uuid = getattr(self._before, "uuid", None)
+        theirs = uuid() if callable(uuid) else None
+        return None if theirs is None else (theirs, mine)
+
+
+def _identity(state: CompileState) -> str:
+    return f"{state.config.digest_text()} {state.hardware} {state.family} {state.plan_digest}"
+
+
+def run_on_aot_graph(level: tuple[GraphPass, ...], graph: fx.Graph, state: CompileState) -> None:
+    """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
+    inputs = graph.find_nodes(op="placeholder")
+    state.is_backward = any(node.name.startswith("tangents") for node in inputs)
+    state.measures = {}
+    run_level(level, graph, state)
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: CompileState,
+    patches: Mapping[str, Any],
+    *,
+    has_regions: bool,
+) -> Callable[..., Any]:
+    """Compile by Inductor; a graph without regions exactly as Inductor alone does."""
+    ours: dict[str, Any] = {}
+    if has_regions:
+        ours = dict(pinning_patches()) if state.config.schedule else {}
+        for hook, level in HOOKS.items():
+            before = patches.get(hook, getattr(inductor_config, hook))
+            ours[hook] = LevelPass(level, state, before)
+    return compile_fx(gm, list(example_inputs), config_patches={**patches, **ours})
+
+
+def compile_with_fx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: CompileState,
+    patches: Mapping[str, Any],
+    *,
+    has_regions: bool,
+) -> Callable[..., Any]:
+    """Run AOTAutograd's graphs node by node in our order: eager's bits, for tests."""
+    del patches  # Inductor's: nothing of it runs
+
+    def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        del inputs
+        if has_regions:
+            run_on_aot_graph(POST_GRAD, graph_module.graph, state)
+            graph_module.recompile()
+        return make_boxed_func(graph_module.forward)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
+        if has_regions:
+            run_on_aot_graph(JOINT, joint.graph, state)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+
+    aot = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
+    return aot(gm, list(example_inputs))

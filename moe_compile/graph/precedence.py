@@ -1,0 +1,171 @@
+"""Which nodes of a post-grad graph must come before which, whatever the schedule.
+
+Contract
+    Every edge goes from an earlier to a later node of the graph as it stands, so that the graph's
+    own order is one of the orders allowed.
+    Edges: data; writes in place against reads and writes of the same storage; random ops among
+    themselves; nodes without users among themselves; copies into inputs after earlier waits; a
+    sent tensor is not overwritten before its wait; and launches never cross a host read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
+
+HOST_READ: Final = "aten::_local_scalar_dense"
+RANDOM_TAG: Final = torch.Tag.nondeterministic_seeded
+
+
+def awaited(wait: fx.Node) -> fx.Node | None:
+    """Return the launch `wait` waits for, through repeated waits, list items and views."""
+    source: Any = wait.args[0]
+    while isinstance(source, fx.Node) and not is_launch(source):
+        if not (is_wait(source) or source.target is operator.getitem or is_view(source)):
+            return None
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only looks at its input: its schema says so."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
+
+
+def is_size_query(node: fx.Node) -> bool:
+    """Whether the node asks a tensor for a size or a stride, and so reads none of its data."""
+    return overload_name(node).startswith("aten::sym_")
+
+
+def is_host_read(node: fx.Node) -> bool:
+    """Whether the host waits for a value of the device: reading a scalar, or a copy to the host."""
+    if overload_name(node) == HOST_READ:
+        return True
+    result = tensor_of(node)
+    if result is None or result.device.type != "cpu" or node.op != "call_function":
+        return False
+    inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
+    return any(t.device.type not in ("cpu", "meta") for t in inputs) and not is_wait(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers or moves a generator's state."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return RANDOM_TAG in target.tags or "inductor_seed" in target._schema.name
+    return isinstance(target, torch._ops.HigherOrderOperator) and "rng" in target.name()
+
+
+def find_predecessors(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Return, for each node, the nodes that must come before it, in graph order."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    hazards = _Hazards.of(graph)
+    chains = _Chains()
+    return {
+        node: tuple(
+            sorted(
+                {*node.all_input_nodes, *hazards.visit(node), *chains.visit(node)},
+                key=position.__getitem__,
+            )
+        )
+        for node in graph.nodes
+    }
+
+
+@dataclass(slots=True)
+class _Hazards:
+    """Reads and writes of the storages that some node of the graph writes in place."""
+
+    watched: frozenset[int]
+    written: dict[fx.Node, frozenset[int]]
+    last_writer: dict[int, fx.Node] = field(default_factory=dict)
+    readers: dict[int, list[fx.Node]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Hazards:
+        written = {
+            node: frozenset(s for a in arguments for s in storages(a))
+            for node in graph.nodes
+            if (arguments := written_arguments(node))
+        }
+        for wait in graph.nodes:  # a launch that writes its input goes on writing until the wait
+            if is_wait(wait) and (launch := awaited(wait)) in written and launch is not None:
+                written[wait] = written[launch]
+        return cls(watched=frozenset().union(*written.values()), written=written)
+
+    def visit(self, node: fx.Node) -> Iterator[fx.Node]:
+        if not self.watched or node.op in ("placeholder", "get_attr"):
+            return
+        writes = self.written.get(node, frozenset())
+        for storage in self._touched(node) & self.watched:
+            if storage in self.last_writer:
+                yield self.last_writer[storage]
+            if storage in writes:
+                yield from self.readers.pop(storage, ())
+                self.last_writer[storage] = node
+            else:
+                self.readers.setdefault(storage, []).append(node)
+
+    def _touched(self, node: fx.Node) -> frozenset[int]:
+        """Return the storages the node uses; a wait still uses what its launch sends."""
+        users = [node]
+        if is_wait(node) and (launch := awaited(node)) is not None:
+            users.append(launch)
+        return frozenset(s for u in users for a in u.all_input_nodes for s in storages(a))
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Kinds of nodes that keep their order among themselves."""
+
+    last: dict[str, fx.Node] = field(default_factory=dict)
+    launches: list[fx.Node] = field(default_factory=list)
+    """Since the last host read."""
+    waits: list[fx.Node] = field(default_factory=list)
+    """Since the last copy into an input."""
+
+    def visit(self, node: fx.Node) -> Iterator[fx.Node]:
+        if node.op != "call_function":
+            return
+        if is_wait(node):
+            self.waits.append(node)
+        elif is_launch(node):
+            self.launches.append(node)
+            if "host read" in self.last:
+                yield self.last["host read"]
+        elif not node.users:
+            yield from self._link("effect", node)
+            if _copies_into_input(node):
+                yield from self._drain(self.waits)
+        if is_random(node):
+            yield from self._link("random", node)
+        if is_host_read(node):
+            yield from self._link("host read", node)
+            yield from self._drain(self.launches)
+
+    def _link(self, chain: str, node: fx.Node) -> Iterator[fx.Node]:
+        if chain in self.last:
+            yield self.last[chain]
+        self.last[chain] = node
+
+    def _drain(self, nodes: list[fx.Node]) -> Iterator[fx.Node]:
+        yield from nodes
+        nodes.clear()
+
+
+def _copies_into_input(node: fx.Node) -> bool:
+    target = node.args[0] if node.args else None
+    return (
+        overload_name(node) == "aten::copy_"
+        and isinstance(target, fx.Node)
+        and target.op == "placeholder"
+    )

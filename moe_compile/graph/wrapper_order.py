@@ -1,0 +1,80 @@
+"""The order of exchanges and matrix products in the code Inductor generated.
+
+Contract
+    Reads the Python text of a wrapper (CPU or CUDA): one event per call, in the order of calls.
+    Only `def call` and the methods of a `Runner` are read; definitions of kernels are not.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Final
+
+
+class EventKind(enum.Enum):
+    """What a line of generated code does. Values are the letters of `event_letters`."""
+
+    LAUNCH = "L"
+    WAIT = "W"
+    GEMM = "m"
+    KERNEL = "k"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of generated code."""
+
+    kind: EventKind
+    op: str
+    """Operator or kernel name."""
+    group: str = ""
+    """Process group of a launch."""
+
+
+COLLECTIVE: Final = re.compile(r"torch\.ops\._c10d_functional\.(\w+?)(?:\.default)?\((.*)")
+MATMUL: Final = re.compile(
+    r"\b(extern_kernels\.\w*mm"
+    r"|torch\.ops\.(?:aten|mkldnn|mkl)\.\w*(?:mm|linear)\w*"
+    r"|aten\.\w*mm"
+    r"|cpp_\w*gemm\w*|triton_tem_\w*)"
+    r"(?:\.\w+)?\("
+)
+KERNEL: Final = re.compile(r"\b((?:cpp|triton)_\w+)(?:\.run)?\(")
+GROUP: Final = re.compile(r"'([^']*)'\s*\)?\s*$")
+DEFINITION: Final = re.compile(r"^\s*def (\w+)\(")
+BODIES: Final = ("call", "partition_")
+
+
+def wrapper_events(source: str) -> tuple[Event, ...]:
+    """Return the launches, waits, matrix products and other kernels in the order they run."""
+    events: list[Event] = []
+    inside = False
+    for line in source.splitlines():
+        if definition := DEFINITION.match(line):
+            inside = definition[1].startswith(BODIES)
+        elif line and not line[0].isspace():
+            inside = False
+        elif inside and not line.lstrip().startswith(("#", "assert")):
+            events.extend(_event(line))
+    return tuple(events)
+
+
+def event_letters(events: tuple[Event, ...], kinds: str = "LWm") -> str:
+    """Return one letter per event of the kinds asked for: L launch, W wait, m gemm, k kernel."""
+    return "".join(e.kind.value for e in events if e.kind.value in kinds)
+
+
+def _event(line: str) -> list[Event]:
+    if found := COLLECTIVE.search(line):
+        op, arguments = found.groups()
+        if op == "wait_tensor":
+            return [Event(EventKind.WAIT, op)]
+        group = GROUP.search(arguments)
+        return [Event(EventKind.LAUNCH, op, group[1] if group else "")]
+    if found := MATMUL.search(line):
+        return [Event(EventKind.GEMM, found[1].rpartition(".")[2])]
+    if found := KERNEL.search(line):
+        return [Event(EventKind.KERNEL, found[1])]
+    return []

@@ -1,0 +1,153 @@
+"""Estimated time of each node: on the compute stream, and of an exchange on its link.
+
+Contract
+    Pure arithmetic on nominal sizes and the rates of a hardware profile; nothing is measured.
+    Compute is max(operations / matmul rate, bytes / memory rate) plus a fixed cost per operator;
+    an exchange is latency plus bytes / link rate; a wait costs no compute.
+    Between elementwise nodes nothing is read or written: a compiler fuses them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.precedence import is_view
+from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of, value_of
+from moe_compile.hardware import HardwareProfile
+from moe_compile.planning.sizes import NominalSizes
+
+MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
+US_PER_S: Final = 1e6
+BACKWARD_OVER_FORWARD: Final = 2.5
+"""Operations of attention's backward over its forward: five matrix products instead of two."""
+PASSES_OF: Final = {"all_reduce": 2}
+"""Times the payload crosses the link, where not once: reduce-scatter, then all-gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds one node takes on the compute stream and on a link."""
+
+    compute_us: float = 0.0
+    link_us: float = 0.0
+
+
+def estimate_costs(
+    graph: fx.Graph, sizes: NominalSizes, hardware: HardwareProfile
+) -> dict[fx.Node, Cost]:
+    """Return the estimated cost of every node."""
+    estimator = _Estimator(sizes, hardware)
+    return {node: estimator.cost(node) for node in graph.nodes}
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    if is_wait(node) or is_view(node):
+        return True
+    value = value_of(node)
+    return not isinstance(value, torch.Tensor | tuple | list)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether a compiler would fuse the node with its neighbours: one output per element."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags or target._schema.name in (
+        "aten::_to_copy",
+        "prims::convert_element_type",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimator:
+    sizes: NominalSizes
+    hardware: HardwareProfile
+
+    def cost(self, node: fx.Node) -> Cost:
+        if is_free(node):
+            return Cost()
+        if is_launch(node):
+            return Cost(self.hardware.op_overhead_us, self._link_us(node))
+        return Cost(self._compute_us(node))
+
+    def _link_us(self, launch: fx.Node) -> float:
+        sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
+        received = self.sizes.nbytes(value_of(launch))
+        op = overload_name(launch).rpartition("::")[2]
+        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1)
+        return self.hardware.link_latency_us + crossing / (self.hardware.link_gb_per_s * 1e9) * (
+            US_PER_S
+        )
+
+    def _compute_us(self, node: fx.Node) -> float:
+        module = _called_module(node)
+        if module is not None:
+            return sum(self.cost(inner).compute_us for inner in module.graph.nodes)
+        compute = self._operations(node) / (self.hardware.matmul_tflops * 1e12)
+        moved, materialised = self._bytes_moved(node)
+        memory = moved / (self.hardware.memory_gb_per_s * 1e9)
+        overhead = self.hardware.op_overhead_us if materialised else 0.0
+        return overhead + max(compute, memory) * US_PER_S
+
+    def _bytes_moved(self, node: fx.Node) -> tuple[int, bool]:
+        """Return bytes read and written, and whether the node writes anything at all."""
+        fused = is_elementwise(node)
+        inputs = [a for a in node.all_input_nodes if not (fused and is_elementwise(a))]
+        written = not fused or not all(is_elementwise(user) for user in node.users)
+        read = sum(self.sizes.nbytes(value_of(a)) for a in inputs)
+        return read + (self.sizes.nbytes(value_of(node)) if written else 0), written
+
+    def _operations(self, node: fx.Node) -> float:
+        op = overload_name(node).rpartition("::")[2]
+        if op in MATMULS:
+            return self._matmul_operations(node)
+        if "attention" in op:
+            return self._attention_operations(node, is_backward="backward" in op)
+        return 0.0
+
+    def _matmul_operations(self, node: fx.Node) -> float:
+        factors = [self.sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
+        if len(factors) < 2:
+            return 0.0
+        left, right = factors[-2:] if "addbmm" in overload_name(node) else factors[:2]
+        if overload_name(node) == "aten::addmm":
+            left, right = factors[-2:]
+        groups = left[0] if len(left) == 3 and len(right) == 2 else 1
+        return 2.0 * math.prod(left) * right[-1] / groups
+
+    def _attention_operations(self, node: fx.Node, *, is_backward: bool) -> float:
+        """Two products of queries x keys x head size, forward; causal masks are not looked for."""
+        shapes = [self.sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
+        if is_backward:
+            shapes = shapes[1:]  # the first is the gradient of the output
+        if len(shapes) < 2:
+            return 0.0
+        query, key = shapes[:2]
+        forward = 4.0 * math.prod(query) * key[-2]
+        return forward * BACKWARD_OVER_FORWARD if is_backward else forward
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
+
+
+def _called_module(node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph a higher-order operator calls, if it calls one."""
+    owner = node.graph.owning_module
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or owner is None:
+        return None
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            module = getattr(owner, str(argument.target), None)
+            if isinstance(module, fx.GraphModule):
+                return module
+    return None

@@ -1,0 +1,82 @@
+"""Peak of live bytes of a graph, for any order of its nodes.
+
+Contract
+    Views share their base's storage and a wait its launch's; graph inputs are the caller's and
+    do not count; what a launch sends lives until its wait; outputs live to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.precedence import awaited, is_size_query
+from moe_compile.graph.query import is_wait, value_of
+from moe_compile.planning.sizes import NominalSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """What each node allocates and uses, by index of the node."""
+
+    allocates: tuple[tuple[tuple[int, int], ...], ...]
+    """(storage, bytes) of storages the node makes."""
+    uses: tuple[tuple[int, ...], ...]
+    """Storages that must be alive when the node runs."""
+
+    @classmethod
+    def of(cls, nodes: Sequence[fx.Node], sizes: NominalSizes) -> Liveness:
+        """Read the nodes of a graph, in its order."""
+        made: dict[int, int] = {}  # identity -> dense number; graph inputs excluded
+        inputs = {s for n in nodes if n.op in ("placeholder", "get_attr") for s in _storages(n)}
+        allocates: list[tuple[tuple[int, int], ...]] = []
+        uses: list[tuple[int, ...]] = []
+        produced: dict[fx.Node, tuple[int, ...]] = {}
+        for node in nodes:
+            mine: list[tuple[int, int]] = []
+            for identity, size in _storages(node).items():
+                if identity not in inputs and identity not in made:
+                    made[identity] = len(made)
+                    mine.append((made[identity], sizes.nbytes(size)))
+            allocates.append(tuple(mine))
+            produced[node] = tuple(made[s] for s in _storages(node) if s in made)
+            needed = [] if is_size_query(node) else [*node.all_input_nodes, *_sent(node)]
+            uses.append(tuple({s for a in needed for s in produced[a]} | set(produced[node])))
+        return cls(tuple(allocates), tuple(uses))
+
+    def peak_bytes(self, order: Sequence[int]) -> int:
+        """Return the largest sum of live bytes when nodes run in `order`."""
+        last: dict[int, int] = {}
+        for step, node in enumerate(order):
+            for storage in self.uses[node]:
+                last[storage] = step
+        size: dict[int, int] = {}
+        live = peak = 0
+        for step, node in enumerate(order):
+            for storage, nbytes in self.allocates[node]:
+                size[storage] = nbytes
+                live += nbytes
+            peak = max(peak, live)
+            for storage in self.uses[node]:
+                if last[storage] == step:
+                    live -= size.get(storage, 0)
+        return peak
+
+
+def _storages(node: fx.Node) -> dict[int, Any]:
+    """Return identity -> tensor of the storages of what the node produces."""
+    return {
+        leaf.untyped_storage()._cdata: leaf
+        for leaf in pytree.tree_leaves(value_of(node))
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _sent(node: fx.Node) -> tuple[fx.Node, ...]:
+    launch = awaited(node) if is_wait(node) else None
+    return tuple(launch.all_input_nodes) if launch is not None else ()

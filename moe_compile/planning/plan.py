@@ -1,0 +1,36 @@
+"""How many chunks a region runs in.
+
+Contract
+    A function of the options and of static facts of the region: the same on every rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from moe_compile.analysis.regions import MoERegion
+from moe_compile.config import MegaMoEConfig
+
+AUTO_CHUNKS: Final = 2
+"""What "auto" asks for: with a second chunk one exchange always runs beside compute."""
+
+
+class Remark(enum.Enum):
+    """Why a region runs in another number of chunks than asked, or in one."""
+
+    ONE_CHUNK = "one chunk asked for"
+    ONE_EXPERT = "one local expert: nothing to split by"
+    CLAMPED = "more chunks asked for than there are local experts"
+
+
+def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Remark | None]:
+    """Return the number of chunks for `region`, and a remark when it is not what was asked."""
+    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
+    num_chunks = min(asked, region.num_local_experts)
+    if asked == 1:
+        return 1, Remark.ONE_CHUNK
+    if region.num_local_experts == 1:
+        return 1, Remark.ONE_EXPERT
+    clamped = num_chunks < asked and config.chunks != "auto"
+    return num_chunks, Remark.CLAMPED if clamped else None

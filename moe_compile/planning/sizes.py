@@ -1,0 +1,149 @@
+"""Numbers for sizes the compiler only knows as symbols, so that costs can be estimated.
+
+Contract
+    Estimates only: no decision that ranks must agree on may read them.
+    A backed symbol is worth its hint. An unbacked one is worth its balanced share: an all-to-all
+    receives as many rows as it sends, and rows that are split are split evenly.
+    What the forward graph taught is kept in the dictionary given, for the backward graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import sympy
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.query import (
+    input_splits,
+    is_all_to_all,
+    output_splits,
+    overload_name,
+    tensor_of,
+    value_of,
+)
+
+ROUNDS: Final = 3
+"""Passes over the graph while one solved size may still solve another."""
+SPLITS: Final = ("aten::split_with_sizes", "aten::split_with_sizes_copy")
+
+
+class NominalSizes:
+    """Symbol -> nominal value, and what follows from it."""
+
+    def __init__(self, known: dict[str, int]) -> None:
+        """Share `known`: it is read, and filled by `learn`."""
+        self.known = known
+        self._cache: dict[Any, int] = {}
+
+    def learn(self, graph: fx.Graph) -> None:
+        """Find a value for every symbol of the graph."""
+        for symbol, env in _symbols(graph):
+            if (hint := _hint(symbol, env)) is not None:
+                self.known.setdefault(str(symbol), max(1, hint))
+        exchanges = [n for n in graph.nodes if is_all_to_all(n) or overload_name(n) in SPLITS]
+        for _ in range(ROUNDS):
+            for node in exchanges:
+                self._learn_from(node)
+        self._guess_the_rest(graph)
+        self._cache.clear()
+
+    def size(self, size: Any) -> int:
+        """Return the nominal value of an integer or symbolic integer."""
+        if isinstance(size, int) and not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        if expr not in self._cache:
+            values = {s: self.known.get(str(s), 1) for s in expr.free_symbols}
+            self._cache[expr] = int(expr.xreplace(_as_sympy(values)))
+        return self._cache[expr]
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the nominal shape."""
+        return tuple(self.size(s) for s in tensor.shape)
+
+    def nbytes(self, value: Any) -> int:
+        """Return the nominal bytes of all tensors in `value`."""
+        return sum(
+            math.prod(self.shape(leaf)) * leaf.element_size()
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    def _learn_from(self, node: fx.Node) -> None:
+        source = tensor_of(node.all_input_nodes[0])
+        if source is None or not source.dim():
+            return
+        if is_all_to_all(node):
+            rows = source.shape[0]
+            self._share(rows, input_splits(node))
+            self._share(rows, output_splits(node))
+            return
+        dim = node.args[2] if len(node.args) > 2 else 0
+        sizes: Any = node.args[1]
+        self._share(source.shape[dim], sizes)
+
+    def _share(self, total: Any, parts: Sequence[Any]) -> None:
+        """Give the unsolved `parts` even shares of what the solved ones leave of `total`."""
+        if self._unsolved(total):
+            return
+        values = [value_of(p) if isinstance(p, fx.Node) else p for p in parts]
+        open_parts = [v for v in values if self._unsolved(v)]
+        left = self.size(total) - sum(self.size(v) for v in values if not self._unsolved(v))
+        for part in open_parts:
+            self._solve(part, max(1, left // len(open_parts)))
+
+    def _solve(self, part: torch.SymInt, value: int) -> None:
+        """Spread `value` over the unsolved symbols of a sum."""
+        symbols = self._unsolved(part)
+        solved = {s: self.known.get(str(s), 0) for s in part.node.expr.free_symbols}
+        rest = value - int(part.node.expr.xreplace(_as_sympy(solved)))
+        for symbol in symbols:
+            self.known[str(symbol)] = max(1, rest // len(symbols))
+
+    def _unsolved(self, size: Any) -> list[Any]:
+        if not isinstance(size, torch.SymInt):
+            return []
+        symbols = [s for s in size.node.expr.free_symbols if str(s) not in self.known]
+        return sorted(symbols, key=str)
+
+    def _guess_the_rest(self, graph: fx.Graph) -> None:
+        """A size that nothing explains is worth the rows of the largest input of its maker."""
+        for node in graph.nodes:
+            for leaf in _sizes(value_of(node)):
+                for symbol in self._unsolved(leaf):
+                    inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
+                    rows = [self.size(t.shape[0]) for t in inputs if t.dim()]
+                    self.known[str(symbol)] = max(rows, default=1)
+
+
+def _as_sympy(values: dict[Any, int]) -> dict[Any, Any]:
+    return {symbol: sympy.Integer(value) for symbol, value in values.items()}
+
+
+def _sizes(value: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.SymInt):
+            yield leaf
+        elif isinstance(leaf, torch.Tensor):
+            yield from (s for s in leaf.shape if isinstance(s, torch.SymInt))
+
+
+def _symbols(graph: fx.Graph) -> Iterator[tuple[Any, Any]]:
+    seen: set[Any] = set()
+    for node in graph.nodes:
+        for size in _sizes(value_of(node)):
+            for symbol in size.node.expr.free_symbols - seen:
+                seen.add(symbol)
+                yield symbol, size.node.shape_env
+
+
+def _hint(symbol: Any, env: Any) -> int | None:
+    values = getattr(env, "backed_var_to_val", None)
+    if values is None:
+        values = getattr(env, "var_to_val", {})
+    return int(values[symbol]) if symbol in values else None

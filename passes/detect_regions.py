@@ -1,0 +1,44 @@
+"""Find the MoE regions of a graph and prove which may be replayed.
+
+Contract
+    Requires  WAITS_VISIBLE.
+    Provides  REGIONS_FOUND.
+    Keeps     the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+from moe_compile.analysis.row_proof import prove_rows_independent
+
+from moe_compile.analysis.detect_moe import find_moe_regions
+from moe_compile.analysis.regions import Refused
+from moe_compile.planning.state import CompileState, RegionPlan
+from passes.contract import Fact, GraphPass, PassReport, verdict
+
+
+@dataclass(frozen=True)
+class DetectRegions(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "detect_regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Fill `state.plans` with a plan of one chunk per region, `state.decoys` with the rest."""
+        regions, decoys = find_moe_regions(graph)
+        state.plans = [
+            RegionPlan(region=r, proof=prove_rows_independent(r), num_chunks=1) for r in regions
+        ]
+        state.decoys = decoys
+        refused = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
+        names = {r.candidate for r in refused}
+        return PassReport(
+            pass_name=self.name,
+            applied=tuple(r.name for r in regions if r.name not in names),
+            skipped=tuple(verdict(r) for r in (*refused, *decoys)),
+        )

@@ -1,0 +1,78 @@
+"""Give every exchange the one form the passes know: a launch and a wait of `_c10d_functional`.
+
+Contract
+    Provides  WAITS_VISIBLE.
+    Keeps     values and gradients: `_c10d_functional` collectives carry their own autograd.
+
+Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
+whose wait hides in the body of an `autograd_function_apply` operator.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import C10D, is_launch, overload_name
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+
+class Left(enum.Enum):
+    """Why a launch keeps its form."""
+
+    ALREADY_DONE = "already in the wanted form"
+    UNKNOWN_FORM = "its wait is in no form this version knows"
+
+
+@dataclass(frozen=True)
+class NormalizeExchanges(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "normalize_exchanges"
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Rewrite each launch of the autograd namespace together with what hides its wait."""
+        del state
+        found: list[tuple[fx.Node, fx.Node]] = []
+        skipped: list[Verdict] = []
+        for launch in [node for node in graph.nodes if is_launch(node)]:
+            if not overload_name(launch).startswith("_c10d_functional_autograd::"):
+                skipped.append(Verdict(candidate=launch.name, reason=Left.ALREADY_DONE))
+            elif (hiding := _hides_wait(launch)) is None:
+                skipped.append(Verdict(candidate=launch.name, reason=Left.UNKNOWN_FORM))
+            else:
+                found.append((launch, hiding))
+        applied = tuple(launch.name for launch, _ in found)
+        for launch, hiding in found:
+            _rewrite(launch, hiding)
+        return PassReport(pass_name=self.name, applied=applied, skipped=tuple(skipped))
+
+
+def _hides_wait(launch: fx.Node) -> fx.Node | None:
+    """Return the operator that waits for `launch` inside its body, when nothing else reads it."""
+    readers = [u for u in launch.users if "autograd_function_apply" in str(u.target)]
+    return readers[0] if len(readers) == 1 and len(launch.users) == 1 else None
+
+
+def _rewrite(launch: fx.Node, hiding: fx.Node) -> None:
+    emit = Emitter(hiding)
+    op = overload_name(launch).partition("::")[2]
+    plain = emit.call(getattr(C10D, op), *launch.args, **launch.kwargs)
+    wait = emit.call(C10D.wait_tensor, plain)
+    value = launch.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        plain.meta["example_value"] = wait.meta["example_value"] = value
+    for reader in list(hiding.users):
+        if isinstance(reader.meta.get("example_value"), torch.Tensor):
+            plain.meta["example_value"] = wait.meta["example_value"] = reader.meta["example_value"]
+        reader.replace_all_uses_with(wait)
+        reader.graph.erase_node(reader)
+    launch.graph.erase_node(hiding)
+    launch.graph.erase_node(launch)

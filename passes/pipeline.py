@@ -1,0 +1,127 @@
+"""The passes of each level, in the order they run, and the one runner.
+
+Contract
+    The tuples below are the whole order; configuration selects from them, never reorders.
+    A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
+    What needs a fact that a dropped pass owed is left out as well, and the report says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
+from moe_compile.graph.snapshot import Snapshot
+from moe_compile.planning.state import CompileState
+from passes.chunk_regions import ChunkRegions
+from passes.contract import Fact, GraphPass, PassReport
+from passes.detect_regions import DetectRegions
+from passes.normalize_exchanges import NormalizeExchanges
+from passes.plan_chunks import PlanChunks
+from passes.record_order import RecordOrder
+from passes.save_exchanges import SaveExchanges
+from passes.schedule_exchanges import ScheduleExchanges
+from passes.verify_schedule import VerifySchedule
+
+LOG: Final = logging.getLogger("megamoe")
+
+DYNAMO: Final[tuple[GraphPass, ...]] = (
+    NormalizeExchanges(),
+    DetectRegions(),
+    PlanChunks(),
+    ChunkRegions(),
+)
+"""On the Dynamo graph, before AOTAutograd derives the backward."""
+
+JOINT: Final[tuple[GraphPass, ...]] = (SaveExchanges(),)
+"""On the joint graph, before it is partitioned."""
+
+POST_GRAD: Final[tuple[GraphPass, ...]] = (
+    ScheduleExchanges(),
+    VerifySchedule(),
+    RecordOrder(),
+)
+"""On the forward and the backward graph apart, before Inductor lowers them."""
+
+GIVEN: Final = {
+    DYNAMO: frozenset[Fact](),
+    JOINT: frozenset({Fact.FUNCTIONAL}),
+    POST_GRAD: frozenset({Fact.FUNCTIONAL}),
+}
+"""What the tracer promises of each level's graph."""
+
+NAMES: Final = tuple(p.name for p in (*DYNAMO, *JOINT, *POST_GRAD))
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A pass that did not run to its end, and why."""
+
+    pass_name: str
+    reason: str
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise InvalidConfig for a name in `disable_passes` that no pass has."""
+    for name in names:
+        if name not in NAMES:
+            raise InvalidConfig(f"megamoe.disable_passes: no pass {name!r}.{nearest(name, NAMES)}")
+
+
+def check_order(passes: Sequence[GraphPass], given: frozenset[Fact]) -> None:
+    """Raise ContractViolation if a pass needs a fact no earlier pass left standing."""
+    known = given
+    for p in passes:
+        if missing := p.requires - known:
+            raise ContractViolation(f"{p.name} needs {_names(missing)}, not yet provided")
+        known = (known - p.invalidates) | p.provides
+
+
+def run_level(
+    level: tuple[GraphPass, ...], graph: fx.Graph, state: CompileState
+) -> list[PassReport | Dropped]:
+    """Run one level's enabled passes in order on `graph`; return what became of each.
+
+    Raises what a failing pass raised when `state.config.strict`.
+    """
+    results: list[PassReport | Dropped] = []
+    known = GIVEN[level]
+    for p in level:
+        if p.name in state.config.disable_passes:
+            results.append(Dropped(p.name, "disabled by disable_passes"))
+        elif missing := p.requires - known:
+            results.append(Dropped(p.name, f"needs {_names(missing)}, not provided"))
+        else:
+            result = _run_one(p, graph, state)
+            results.append(result)
+            if isinstance(result, PassReport):
+                known = (known - p.invalidates) | p.provides
+                state.measures.update(result.measures)
+    return results
+
+
+def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport | Dropped:
+    before = Snapshot(graph)
+    try:
+        report = p.run(graph, state)
+        graph.lint()
+    except Exception as error:
+        if state.config.strict:
+            raise
+        before.restore(graph)
+        reason = f"{type(error).__name__}: {error}"
+        LOG.warning("megamoe: pass %s failed and is left out for this graph: %s", p.name, reason)
+        known = isinstance(error, MegaMoEError)
+        LOG.debug("%s", reason if known else traceback.format_exc())
+        return Dropped(p.name, reason)
+    return report
+
+
+def _names(facts: frozenset[Fact]) -> str:
+    return ", ".join(sorted(f.name for f in facts))

@@ -1,0 +1,43 @@
+"""Choose the number of chunks of every region.
+
+Contract
+    Requires  REGIONS_FOUND.
+    Provides  PLANNED.
+    Keeps     the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from moe_compile.analysis.regions import Refused
+from moe_compile.planning.plan import plan_num_chunks
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
+
+
+@dataclass(frozen=True)
+class PlanChunks(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "plan_chunks"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Write `num_chunks` and `remark` into every plan."""
+        del graph
+        applied, skipped = [], []
+        for plan in state.plans:
+            if isinstance(plan.proof, Refused):
+                skipped.append(verdict(plan.proof))
+                continue
+            plan.num_chunks, plan.remark = plan_num_chunks(state.config, plan.region)
+            if plan.remark is None:
+                applied.append(plan.region.name)
+            else:
+                skipped.append(Verdict(candidate=plan.region.name, reason=plan.remark))
+        return PassReport(pass_name=self.name, applied=tuple(applied), skipped=tuple(skipped))

@@ -1,0 +1,81 @@
+"""Put into the graph what ranks must agree on, and what the schedule is worth.
+
+Contract
+    Requires  FUNCTIONAL.
+    Provides  RECORDED.
+    Keeps     every value; adds one host-side call at the head of a graph that launches anything.
+
+The record travels inside the compiled graph, so a graph from a cache brings its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.fx as fx
+
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.launch_order import collective_order
+from moe_compile.graph.query import is_launch, tensor_of
+from moe_compile.ops.agreement import AGREE_ON_ORDER
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+
+class Left(enum.Enum):
+    """Why a graph carries no record."""
+
+    NO_COLLECTIVE = "it launches no collective"
+
+
+@dataclass(frozen=True)
+class RecordOrder(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "record_order"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RECORDED})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Emit the call before the first node that computes."""
+        if not any(is_launch(node) for node in graph.nodes):
+            nothing = Verdict(candidate="graph", reason=Left.NO_COLLECTIVE)
+            return PassReport(pass_name=self.name, skipped=(nothing,))
+        text = json.dumps(_record(graph, state), sort_keys=True)
+        _emit(graph, text)
+        return PassReport(pass_name=self.name, applied=("graph",))
+
+
+def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
+    order = collective_order(graph)
+    return {
+        "family": state.family,
+        "phase": "backward" if state.is_backward else "forward",
+        "digests": {
+            group: hashlib.sha256(f"{state.plan_digest} {launches}".encode()).hexdigest()
+            for group, launches in sorted(order.items())
+        },
+        "launches": {group: list(launches) for group, launches in sorted(order.items())},
+        "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},
+    }
+
+
+def _emit(graph: fx.Graph, record: str) -> None:
+    computing = (n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    first = next(computing)
+    example = next((t for n in graph.nodes if (t := tensor_of(n)) is not None), None)
+    mode = getattr(example, "fake_mode", None)
+    if mode is None:
+        raise ContractViolation("record_order: the graph holds no fake tensor")
+    settings = {"dtype": torch.uint8, "device": torch.device("cpu")}
+    with graph.inserting_before(first):
+        token = graph.call_function(torch.ops.aten.empty.memory_format, ([1],), settings)
+        with mode:
+            token.meta["val"] = torch.empty([1], dtype=torch.uint8, device="cpu")
+        call = graph.call_function(AGREE_ON_ORDER, (token, record))
+        call.meta["val"] = None

@@ -1,0 +1,224 @@
+"""Run a MoE region N times, each time on the rows and counts of one chunk of its experts.
+
+Contract
+    Requires  a proof that the region's experts treat rows independently given the counts.
+    Keeps     every value the graph has outside the region, bit for bit; every side effect.
+    Order     all counts first, then one bulk host read, then all dispatch launches, then per
+              chunk: wait, experts, combine.
+
+A region is f(rows, counts). The same nodes run once per chunk on the chunk's rows and on counts
+zeroed for the other chunks' experts; a correct region is right for any counts, so nothing need
+be known about the experts. Exchanging counts and zeroing them commute (a mask speaks of local
+experts, alike on every rank), so the one count exchange serves all chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.regions import MoERegion, RowProof
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import tensor_of
+from moe_compile.ops.permute import PERMUTE_ROWS
+from passes.replay.host_reads import BulkRead, is_host_read, is_move_to_host
+from passes.replay.prune import Pruned, prune_other_experts
+from passes.replay.row_order import emit_row_order
+
+
+@dataclass(slots=True)
+class Replay:
+    """One chunk: what each node of the region became in it."""
+
+    experts: range
+    env: dict[fx.Node, fx.Node]
+    """Node of the region -> its copy for this chunk; inputs of the region included."""
+    pruned: Pruned = field(default_factory=Pruned)
+
+
+def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
+    """Return the local experts of each chunk; sizes differ by at most one.
+
+    Expert e belongs to chunk `e * num_chunks // num_local_experts`.
+    """
+    edges = [-(-c * num_local_experts // num_chunks) for c in range(num_chunks + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def emit_chunks(
+    region: MoERegion, proof: RowProof, num_chunks: int, kept: Iterable[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Emit the region in `num_chunks` chunks before its result, and turn the result into theirs.
+
+    `kept` are host reads (`item` nodes) of the region whose value the graph needs outside it:
+    they join the bulk read. Returns what to read instead of each.
+    """
+    emit = Emitter(region.result)
+    bounds = chunk_bounds(region.num_local_experts, num_chunks)
+    chunk_of = _chunk_of_expert(emit, region, num_chunks)
+    replays = [_start(emit, region, proof, chunk_of, c, b) for c, b in enumerate(bounds)]
+    whole = Replay(range(region.num_local_experts), {})
+    rows_per_chunk = _emit_reads(emit, region, whole, replays, list(kept))
+
+    order, inverse = emit_row_order(emit, region, chunk_of, rows_per_chunk)
+    sorted_rows = emit.call(PERMUTE_ROWS, region.rows, order, inverse)
+    parts = emit.call(torch.split, sorted_rows, rows_per_chunk)
+    weights = _split_weights(emit, proof, bounds)
+    for c, replay in enumerate(replays):
+        replay.env[region.rows] = emit.call(operator.getitem, parts, c)
+        _emit_rest(emit, region.count_side, replay)
+    for replay in replays:
+        replay.env[region.dispatch] = emit.copy(region.dispatch, replay.env)
+    for c, replay in enumerate(replays):
+        for gemm in proof.sliceable:
+            _slice_to_chunk(emit, gemm, weights, c, replay)
+        _emit_rest(emit, region.row_side, replay)
+
+    together = emit.call(torch.cat, [replay.env[region.result] for replay in replays])
+    region.result.target = PERMUTE_ROWS
+    region.result.args = (together, inverse, order)
+    region.result.kwargs = {}
+    return {node: whole.env[node] for node in kept}
+
+
+def _start(
+    emit: Emitter,
+    region: MoERegion,
+    proof: RowProof,
+    chunk_of: fx.Node,
+    chunk: int,
+    experts: range,
+) -> Replay:
+    inputs = _masked_inputs(emit, region, chunk_of, chunk)
+    return Replay(experts, inputs, prune_other_experts(region, proof, experts))
+
+
+def _emit_reads(
+    emit: Emitter,
+    region: MoERegion,
+    whole: Replay,
+    replays: list[Replay],
+    kept: list[fx.Node],
+) -> list[fx.Node]:
+    """Emit all that the host must know, in one read; return the rows of each chunk."""
+    reads = BulkRead(emit)
+    for replay in replays:
+        reads.add(emit.method("sum", replay.env[region.counts]))
+    _emit_until_reads(emit, region, whole, reads, _needed_for(kept, region))
+    for replay in replays:
+        _emit_until_reads(emit, region, replay, reads, set(region.count_side))
+    values = reads.finish()
+    for replay in (whole, *replays):
+        replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
+    return values[: len(replays)]
+
+
+def _chunk_of_expert(emit: Emitter, region: MoERegion, num_chunks: int) -> fx.Node:
+    """Emit `[num_ranks * num_local_experts]`: the chunk of each expert, rank-major."""
+    local = region.num_local_experts
+    counts = tensor_of(region.counts)
+    assert counts is not None
+    experts = emit.call(torch.arange, local * region.num_ranks, device=counts.device)
+    scaled = emit.call(operator.mul, emit.call(operator.mod, experts, local), num_chunks)
+    return emit.call(operator.floordiv, scaled, local)
+
+
+def _masked_inputs(
+    emit: Emitter, region: MoERegion, chunk_of: fx.Node, chunk: int
+) -> dict[fx.Node, fx.Node]:
+    """Emit counts, as sent and as received, zeroed for the experts of other chunks."""
+    mask = emit.call(operator.eq, chunk_of, chunk)
+    env = {}
+    for node in (region.counts, region.received_counts):
+        tensor = tensor_of(node)
+        assert tensor is not None
+        size = region.num_ranks * region.num_local_experts
+        repeats = tensor.numel() // size  # all-gathered counts hold every rank's vector
+        flat = mask if repeats == 1 else emit.method("repeat", mask, repeats)
+        shaped = emit.method("to", emit.method("view", flat, *tensor.shape), tensor.dtype)
+        env[node] = emit.call(operator.mul, node, shaped)
+    return env
+
+
+def _needed_for(kept: Iterable[fx.Node], region: MoERegion) -> set[fx.Node]:
+    """Return the nodes of the region that the host reads in `kept` depend on, and those reads."""
+    inside, needed, todo = set(region.count_side), set(), list(kept)
+    while todo:
+        node = todo.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            todo.extend(node.all_input_nodes)
+    return needed
+
+
+def _emit_until_reads(
+    emit: Emitter, region: MoERegion, replay: Replay, reads: BulkRead, wanted: set[fx.Node]
+) -> None:
+    """Emit what the host reads of one chunk depend on; ask for each read's value."""
+    after_read: set[fx.Node] = set()
+    for node in region.count_side:
+        if node not in wanted or node in replay.pruned.nodes:
+            continue
+        if any(i in after_read for i in node.all_input_nodes):
+            after_read.add(node)
+        elif is_host_read(node):
+            after_read.add(node)
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            reads.ask(replay, node, replay.env.get(source, source))
+        elif is_move_to_host(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            replay.env[node] = replay.env.get(source, source)
+        else:
+            replay.env[node] = emit.copy(node, replay.env)
+
+
+def _split_weights(
+    emit: Emitter, proof: RowProof, bounds: list[range]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Emit each weight of a sliceable grouped GEMM in one piece per chunk.
+
+    One split per weight: its gradient is one concatenation, not a sum of padded pieces.
+    """
+    pieces: dict[fx.Node, list[fx.Node]] = {}
+    for gemm in proof.sliceable:
+        weight = gemm.args[1]
+        assert isinstance(weight, fx.Node)
+        if weight not in pieces:
+            parts = emit.call(torch.split, weight, [len(b) for b in bounds])
+            pieces[weight] = [emit.call(operator.getitem, parts, c) for c in range(len(bounds))]
+    return pieces
+
+
+def _slice_to_chunk(
+    emit: Emitter,
+    gemm: fx.Node,
+    weights: dict[fx.Node, list[fx.Node]],
+    chunk: int,
+    replay: Replay,
+) -> None:
+    """Give a grouped GEMM of one chunk the weights and offsets of the chunk's experts only."""
+    offsets, weight = gemm.kwargs["offs"], gemm.args[1]
+    assert isinstance(offsets, fx.Node) and isinstance(weight, fx.Node)
+    experts = slice(replay.experts.start, replay.experts.stop)
+    sliced = emit.call(operator.getitem, replay.env[offsets], experts)
+    replay.pruned.inputs[gemm] = {offsets: sliced, weight: weights[weight][chunk]}
+
+
+def _emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
+    """Emit the nodes this chunk does not have yet, without those it does not need."""
+    for node in nodes:
+        if node in replay.env or node in replay.pruned.nodes:
+            continue
+        env = {**replay.env, **replay.pruned.inputs.get(node, {})}
+        copied = emit.copy(node, env)
+        if dropped := replay.pruned.dropped_from.get(node):
+            pieces = [env.get(a, a) for a in node.args[0] if a not in dropped]
+            copied.args = (pieces, *copied.args[1:])
+        replay.env[node] = copied

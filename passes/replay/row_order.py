@@ -1,0 +1,61 @@
+"""Where each row goes when rows sorted by expert are sorted by chunk of experts instead.
+
+Contract
+    Stable: rows of one expert stay together and in order. Computed from the counts by two
+    searches in sorted ends of runs; no sort of the rows.
+
+Worked example: counts [2, 1, 1, 2] of experts 0..3, two ranks of two, chunks [0, 1, 0, 1].
+Runs start at [0, 2, 3, 4]; by chunk the experts stand as [0, 2, 1, 3], their runs start at
+[0, 2, 3, 4] with lengths [2, 1, 1, 2]; order = [0, 1, 3, 2, 4, 5].
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.regions import MoERegion
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import tensor_of
+
+
+def emit_row_order(
+    emit: Emitter, region: MoERegion, chunk_of: fx.Node, rows_per_chunk: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """Emit the stable order of the rows by chunk, and its inverse, each `[R]`."""
+    counts = tensor_of(region.counts)
+    assert counts is not None
+    num_rows = emit.method("size", region.rows, 0)
+    total = emit.call(torch.sym_sum, rows_per_chunk)
+    emit.call(torch._check, emit.call(operator.eq, total, num_rows))
+    rows = emit.call(torch.arange, num_rows, device=counts.device)
+    by_chunk = emit.call(torch.argsort, chunk_of, stable=True)
+    ends = _runs(emit, emit.method("reshape", region.counts, -1))
+    moved = _runs(emit, emit.call(operator.getitem, ends.counts, by_chunk))
+    back = emit.call(operator.getitem, moved.starts, emit.call(torch.argsort, by_chunk))
+    there = emit.call(operator.getitem, ends.starts, by_chunk)
+    order = _shifted(emit, rows, moved, emit.call(operator.sub, there, moved.starts))
+    return order, _shifted(emit, rows, ends, emit.call(operator.sub, back, ends.starts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Rows that lie in one run per expert: how many, where each run starts and ends."""
+
+    counts: fx.Node
+    starts: fx.Node
+    ends: fx.Node
+
+
+def _runs(emit: Emitter, counts: fx.Node) -> _Runs:
+    ends = emit.call(torch.cumsum, counts, 0)
+    return _Runs(counts, emit.call(operator.sub, ends, counts), ends)
+
+
+def _shifted(emit: Emitter, rows: fx.Node, runs: _Runs, shifts: fx.Node) -> fx.Node:
+    """Emit each row's index plus the shift of the run the row lies in."""
+    run = emit.call(torch.searchsorted, runs.ends, rows, right=True)
+    return emit.call(operator.add, rows, emit.call(operator.getitem, shifts, run))

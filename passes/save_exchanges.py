@@ -1,0 +1,63 @@
+"""Keep the results of exchanges for the backward pass, whatever activation checkpointing says.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     values: only the choice between saving and recomputing is written, as `recompute`.
+
+Inside a checkpointed function torch recomputes every collective in the backward pass. With
+`recompute = "save_exchanges"` the waits of forward collectives must be saved instead; with
+"recompute_exchanges" they must be recomputed; "model" leaves the model's own policy.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+
+class Left(enum.Enum):
+    """Why an exchange keeps the policy it has."""
+
+    MODEL = "the option recompute leaves it to the model"
+    NOT_CHECKPOINTED = "not inside a checkpointed function: saved anyway"
+
+
+@dataclass(frozen=True)
+class SaveExchanges(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "save_exchanges"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Write the policy on the launches and waits of checkpointed forward exchanges."""
+        nodes = [n for n in graph.nodes if is_wait(n) or is_launch(n)]
+        forward = [n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"]
+        if state.config.recompute == "model":
+            return _all_left(self.name, forward, Left.MODEL)
+        checkpointed = [n for n in forward if "recompute" in n.meta]
+        saves = state.config.recompute == "save_exchanges"
+        policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
+        for node in checkpointed:
+            node.meta["recompute"] = policy
+        left = _all_left(
+            self.name, [n for n in forward if n not in checkpointed], Left.NOT_CHECKPOINTED
+        )
+        return PassReport(
+            pass_name=self.name,
+            applied=tuple(n.name for n in checkpointed),
+            skipped=left.skipped,
+        )
+
+
+def _all_left(name: str, nodes: list[fx.Node], reason: Left) -> PassReport:
+    skipped = tuple(Verdict(candidate=n.name, reason=reason) for n in nodes)
+    return PassReport(pass_name=name, skipped=skipped)

@@ -1,0 +1,140 @@
+"""Reorder a post-grad graph so that exchanges run under compute that does not need them.
+
+Contract
+    Requires  FUNCTIONAL.
+    Provides  SCHEDULED.
+    Keeps     every node and edge; whatever must precede what (`graph/precedence.py`).
+    The order of collectives depends on the graph's structure alone, the same on every rank; which
+    compute fills the time between is chosen by estimated time, within `max_memory_increase`.
+
+Pseudo-code
+    costs = estimates at nominal sizes
+    order of launches = by level of dependence
+    order of nodes = the fastest list schedule that memory allows
+    move the nodes
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from moe_compile.graph.launch_order import record_launch_order
+from moe_compile.graph.query import is_launch, overload_name
+from moe_compile.planning.choose_schedule import Choice, choose_schedule
+from moe_compile.planning.cost_model import estimate_costs
+from moe_compile.planning.liveness import Liveness
+from moe_compile.planning.schedule_problem import ScheduleProblem
+from moe_compile.planning.simulate import simulate
+from moe_compile.planning.sizes import NominalSizes
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+
+class Skip(enum.Enum):
+    """Why an exchange was left where it stood. Values are what reports print."""
+
+    ALREADY_HIDDEN = "as much compute as is useful already runs between launch and wait"
+    NO_INDEPENDENT_COMPUTE = "no compute is independent of the exchange at that point"
+    MEMORY_CAP = "hiding it would raise the peak of live bytes beyond max_memory_increase"
+    USER_STREAMS = "the graph switches streams itself; its order is not ours to change"
+
+
+@dataclass(frozen=True)
+class ScheduleExchanges(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "schedule_exchanges"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Choose the order, move the nodes, report each exchange."""
+        launches = [node for node in graph.nodes if is_launch(node)]
+        if not state.config.schedule or not launches:
+            return PassReport(pass_name=self.name)
+        if any(overload_name(node).startswith("streams::") for node in graph.nodes):
+            skipped = tuple(_skipped(n, Skip.USER_STREAMS) for n in launches)
+            return PassReport(pass_name=self.name, skipped=skipped)
+        sizes = NominalSizes(state.nominal_sizes)
+        sizes.learn(graph)
+        problem = ScheduleProblem.of(graph, estimate_costs(graph, sizes, state.hardware))
+        liveness = Liveness.of(problem.nodes, sizes)
+        choice = choose_schedule(problem, liveness, state.config.max_memory_increase)
+
+        _apply(graph, [problem.nodes[i] for i in choice.chosen.order])
+        record_launch_order(problem.nodes[i] for i in problem.launches)
+        graph.lint()
+        applied, skipped = _verdicts(problem, choice)
+        return PassReport(
+            pass_name=self.name,
+            applied=applied,
+            skipped=skipped,
+            measures=_measures(problem, choice),
+        )
+
+
+def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    for node, following in itertools.pairwise(order):
+        node.append(following)
+
+
+def _verdicts(
+    problem: ScheduleProblem, choice: Choice
+) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
+    """An exchange counts as moved when it overlaps other compute than before."""
+    before = _overlapped(problem, choice.as_it_came.order)
+    after = _overlapped(problem, choice.chosen.order)
+    applied: list[str] = []
+    skipped: list[Verdict] = []
+    for launch in problem.launches:
+        node = problem.nodes[launch]
+        if before[launch] != after[launch]:
+            applied.append(node.name)
+        elif after[launch]:
+            skipped.append(_skipped(node, Skip.ALREADY_HIDDEN))
+        elif choice.is_capped:
+            skipped.append(_skipped(node, Skip.MEMORY_CAP))
+        else:
+            skipped.append(_skipped(node, Skip.NO_INDEPENDENT_COMPUTE))
+    return tuple(applied), tuple(skipped)
+
+
+def _skipped(launch: fx.Node, reason: Skip) -> Verdict:
+    return Verdict(candidate=launch.name, reason=reason)
+
+
+def _overlapped(problem: ScheduleProblem, order: Sequence[int]) -> dict[int, frozenset[int]]:
+    """Return, per launch, the compute that runs between it and its wait."""
+    wait_of = {launch: wait for wait, launch in reversed(list(problem.awaits.items()))}
+    position = {node: i for i, node in enumerate(order)}
+    return {
+        launch: frozenset(
+            node
+            for node in order[position[launch] + 1 : position[wait_of[launch]]]
+            if problem.compute_us[node] and node not in problem.group_of
+        )
+        if launch in wait_of
+        else frozenset()
+        for launch in problem.launches
+    }
+
+
+def _measures(problem: ScheduleProblem, choice: Choice) -> dict[str, float]:
+    before = simulate(problem, choice.as_it_came.order)
+    after = simulate(problem, choice.chosen.order)
+    return {
+        "compute_us": after.compute_us,
+        "exchange_us": after.exchange_us,
+        "exposed_us_before": before.exposed_us,
+        "exposed_us": after.exposed_us,
+        "step_us": after.step_us,
+        "peak_bytes_before": float(choice.as_it_came.peak_bytes),
+        "peak_bytes": float(choice.chosen.peak_bytes),
+        "num_launches": float(len(problem.launches)),
+    }

@@ -1,0 +1,133 @@
+"""Check the order a graph is about to run in: exchanges are awaited, and untouched in flight.
+
+Contract
+    Provides  VERIFIED.
+    Keeps     the graph: nothing is edited, a violation raises ContractViolation.
+    Each collective has one wait per tensor it produces (a wait for a wait is the same one), unless
+    it is returned unawaited; between launch and wait nothing reads or writes what it receives nor
+    writes what it sends, through views too; collectives stand in the planned order if one was
+    planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch.fx as fx
+
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.launch_order import LAUNCH_RANK
+from moe_compile.graph.precedence import awaited, is_size_query, is_view
+from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport
+
+NAME = "verify_schedule"
+
+
+@dataclass(frozen=True)
+class VerifySchedule(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = NAME
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.VERIFIED})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:  # noqa: ARG002
+        """Raise ContractViolation naming the node that breaks a rule."""
+        launches = [node for node in graph.nodes if is_launch(node)]
+        for launch in launches:
+            _check_waits(launch)
+        _check_order(launches)
+        flights = _Flights()
+        for node in graph.nodes:
+            flights.visit(node)
+        return PassReport(pass_name=NAME, measures={"num_verified_launches": float(len(launches))})
+
+
+def _violation(node: fx.Node, what: str) -> ContractViolation:
+    return ContractViolation(f"{NAME}: {node.name}: {what}")
+
+
+def _check_waits(launch: fx.Node) -> None:
+    """Each tensor a launch produces is waited for once, or returned."""
+    results = [u for u in launch.users if u.target is operator.getitem] or [launch]
+    for result in results:
+        readers = _through_views(result)
+        waits = [reader for reader in readers if is_wait(reader)]
+        if len(waits) > 1:
+            raise _violation(launch, f"waited for {len(waits)} times: {waits}")
+        if not waits and not any(reader.op == "output" for reader in readers):
+            raise _violation(launch, "launched and never waited for")
+
+
+def _through_views(result: fx.Node) -> list[fx.Node]:
+    """Return the readers of a tensor, views looked through."""
+    readers: list[fx.Node] = []
+    for user in result.users:
+        readers.extend(_through_views(user) if is_view(user) else [user])
+    return readers
+
+
+def _check_order(launches: list[fx.Node]) -> None:
+    planned = [n for n in launches if LAUNCH_RANK in n.meta]
+    for earlier, later in itertools.pairwise(planned):
+        if earlier.meta[LAUNCH_RANK] >= later.meta[LAUNCH_RANK]:
+            raise _violation(later, f"launched after {earlier.name}, planned before it")
+
+
+@dataclass(slots=True)
+class _Flights:
+    """Which storages are being received into or sent from, while nodes run in order."""
+
+    receiving: dict[int, fx.Node] = field(default_factory=dict)
+    sending: dict[int, dict[fx.Node, None]] = field(default_factory=dict)
+    """Storage -> the launches that send it."""
+
+    def visit(self, node: fx.Node) -> None:
+        """Check what one node touches, then what it starts or ends."""
+        if is_wait(node):
+            self._land(node)
+        elif not _reads_no_data(node):
+            self._check(node)
+        if is_launch(node):
+            for storage in storages(node):
+                self.receiving[storage] = node
+            for storage in _sent(node):
+                self.sending.setdefault(storage, {})[node] = None
+
+    def _check(self, node: fx.Node) -> None:
+        for argument in node.all_input_nodes:
+            for storage in storages(argument):
+                if storage in self.receiving:
+                    launch = self.receiving[storage]
+                    raise _violation(node, f"reads {argument.name} before the wait for {launch}")
+        for argument in written_arguments(node):
+            for storage in storages(argument):
+                for launch in self.sending.get(storage, ()):
+                    raise _violation(node, f"writes {argument.name} while {launch} sends it")
+
+    def _land(self, wait: fx.Node) -> None:
+        launch = awaited(wait)
+        if launch is None:
+            return
+        for storage in storages(wait):
+            self.receiving.pop(storage, None)
+        for storage in _sent(launch):
+            self.sending.get(storage, {}).pop(launch, None)
+
+
+def _reads_no_data(node: fx.Node) -> bool:
+    return (
+        node.op == "output"
+        or is_view(node)
+        or is_size_query(node)
+        or node.target is operator.getitem
+    )
+
+
+def _sent(launch: fx.Node) -> frozenset[int]:
+    return frozenset(s for a in launch.all_input_nodes for s in storages(a))
