@@ -67,7 +67,7 @@ class ScheduleExchanges(GraphPass):
         liveness = Liveness.of(problem.nodes, sizes)
         choice = choose_schedule(problem, liveness, state.config.max_memory_increase)
 
-        _apply(graph, [problem.nodes[i] for i in choice.chosen.order])
+        _apply([problem.nodes[i] for i in choice.chosen.order])
         record_launch_order(problem.nodes[i] for i in problem.launches)
         graph.lint()
         applied, skipped = _verdicts(problem, choice)
@@ -79,7 +79,7 @@ class ScheduleExchanges(GraphPass):
         )
 
 
-def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+def _apply(order: Sequence[fx.Node]) -> None:
     for node, following in itertools.pairwise(order):
         node.append(following)
 

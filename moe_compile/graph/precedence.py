@@ -143,9 +143,15 @@ class _Chains:
             if "host read" in self.last:
                 yield self.last["host read"]
         elif not node.users:
-            yield from self._link("effect", node)
-            if _copies_into_input(node):
-                yield from self._drain(self.waits)
+            yield from self._after_effects(node)
+        yield from self._after_own_kind(node)
+
+    def _after_effects(self, node: fx.Node) -> Iterator[fx.Node]:
+        yield from self._link("effect", node)
+        if _copies_into_input(node):
+            yield from self._drain(self.waits)
+
+    def _after_own_kind(self, node: fx.Node) -> Iterator[fx.Node]:
         if is_random(node):
             yield from self._link("random", node)
         if is_host_read(node):
