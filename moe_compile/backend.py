@@ -25,7 +25,8 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.hardware import load_profile
 from moe_compile.planning.state import CompileState
-from moe_compile.report.compilations import COMPILATIONS, describe
+from moe_compile.report.compilations import describe
+from moe_compile.report.process_report import REPORT
 from passes.pipeline import DYNAMO, check_names, run_level
 
 LOG: Final = logging.getLogger("megamoe")
@@ -59,7 +60,7 @@ def megamoe(
     state.family = compilation.family
     state.plan_digest = compilation.plan_digest()
     if compilation.regions:
-        COMPILATIONS.add(compilation)
+        REPORT.add(compilation, config.report, state.hardware.name)
     compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
     return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -35,6 +35,7 @@ class _Agreement:
 
     def __init__(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
+        self.listeners: list[Callable[[], None]] = []
         self._digests: dict[str, list[str]] = {}
 
     def check(self, record: str) -> None:
@@ -44,6 +45,8 @@ class _Agreement:
         for group, digest in sorted(content["digests"].items()):
             self._compare(f"{content['family']} {content['phase']}", group, digest)
         self.records[record] = content
+        for listener in self.listeners:
+            listener()
 
     def _compare(self, family: str, group: str, digest: str) -> None:
         ranks = _ranks_to_ask(group)
@@ -64,6 +67,11 @@ _AGREEMENT = _Agreement()
 def executed_records() -> list[Mapping[str, Any]]:
     """Return the records of all compiled graphs this process has run, in order of first run."""
     return list(_AGREEMENT.records.values())
+
+
+def on_first_execution(listener: Callable[[], None]) -> None:
+    """Call `listener` after each compiled graph's first run was agreed on."""
+    _AGREEMENT.listeners.append(listener)
 
 
 def _ranks_to_ask(group: str) -> list[int]:

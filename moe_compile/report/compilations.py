@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Final
 
+import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, Refused
@@ -50,6 +51,8 @@ class Compilation:
     left_alone: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     settings: str = ""
+    is_recompile: bool = False
+    """Whether Dynamo had compiled this code before, for other shapes or values."""
 
     def add_level(self, results: Iterable[PassReport | Dropped], state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
@@ -70,25 +73,22 @@ class Compilation:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-class _Compilations:
-    """All compilations of this process, in order."""
-
-    def __init__(self) -> None:
-        self.all: list[Compilation] = []
-
-    def add(self, compilation: Compilation) -> None:
-        self.all.append(compilation)
-
-
-COMPILATIONS: Final = _Compilations()
-
-
 def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     """Return an empty description of the compilation of `gm`."""
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     launches = [n for graph in graphs for n in graph.nodes if is_launch(n)]
     places = list(dict.fromkeys(where(node) for node in launches))
-    return Compilation(family="; ".join(places[:1]), settings=state.config.digest_text())
+    return Compilation(
+        family="; ".join(places[:1]),
+        settings=state.config.digest_text(),
+        is_recompile=_is_recompile(),
+    )
+
+
+def _is_recompile() -> bool:
+    context = torch._guards.CompileContext.try_get()
+    compile_id = getattr(context, "compile_id", None)
+    return bool(getattr(compile_id, "frame_compile_id", 0))
 
 
 def where(node: fx.Node) -> str:

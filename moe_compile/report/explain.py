@@ -1,0 +1,74 @@
+"""Print a report for a person.
+
+Contract
+    Reads the JSON data of `moe_compile.report.process_report`; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print regions, schedule and what was left alone, as tables."""
+    console = console or Console()
+    console.print(_regions(report))
+    if report["graphs"]:
+        console.print(_graphs(report))
+    for title, key in (("Left alone", "left_alone"), ("Passes left out", "dropped_passes")):
+        for line in report[key]:
+            console.print(f"{title}: {line}", highlight=False)
+    console.print(
+        f"{report['compilations']} compilations with MoE regions, of these "
+        f"{report['recompiles']} recompiles. Times are predicted for hardware profile "
+        f"{report['hardware']!r}, not measured.",
+        highlight=False,
+    )
+
+
+def _regions(report: Mapping[str, Any]) -> Table:
+    table = Table(title="MoE regions")
+    for heading in ("where", "ranks", "local experts", "chunks", "host reads", "verdict"):
+        table.add_column(heading)
+    for region in report["regions"]:
+        remarks = "".join(f"\n{remark}" for remark in region["remarks"])
+        table.add_row(
+            f"{region['where']} ({region['name']})",
+            str(region["num_ranks"]),
+            str(region["num_local_experts"]),
+            str(region["num_chunks"]),
+            str(region["num_host_reads"]),
+            region["verdict"] + remarks,
+        )
+    return table
+
+
+def _graphs(report: Mapping[str, Any]) -> Table:
+    table = Table(title="Compiled graphs, predicted")
+    for heading in ("where", "phase", "launches", "compute ms", "exchanges ms", "hidden ms"):
+        table.add_column(heading)
+    table.add_column("exposed ms\nbefore -> after")
+    table.add_column("peak MB\nbefore -> after")
+    for graph in report["graphs"]:
+        launches = sum(len(order) for order in graph["launches"].values())
+        table.add_row(
+            graph["where"],
+            graph["phase"],
+            str(launches),
+            *(_scaled(graph.get(key), 1e3) for key in ("compute_us", "exchange_us", "hidden_us")),
+            _change(graph, "exposed_us", 1e3),
+            _change(graph, "peak_bytes", 1e6),
+        )
+    return table
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:.2f}"
+
+
+def _change(graph: Mapping[str, Any], key: str, unit: float) -> str:
+    return f"{_scaled(graph.get(key + '_before'), unit)} -> {_scaled(graph.get(key), unit)}"

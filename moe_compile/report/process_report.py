@@ -1,0 +1,101 @@
+"""The report of one process: every compilation and every compiled graph it ran, as JSON.
+
+Contract
+    `as_dict` is plain JSON data; times are predicted from the hardware profile, never measured.
+    The file is replaced whole, so that a reader never sees half of it. Rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from moe_compile.ops.agreement import executed_records, on_first_execution
+from moe_compile.report.compilations import Compilation
+
+
+FIGURES: Final = (
+    "compute_us",
+    "exchange_us",
+    "exposed_us_before",
+    "exposed_us",
+    "peak_bytes_before",
+    "peak_bytes",
+)
+"""Measures of scheduling that the report shows."""
+
+
+class ProcessReport:
+    """Collects what one process compiled and ran."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.compilations: list[Compilation] = []
+        self.paths: set[Path] = set()
+        self._hardware = ""
+
+    def add(self, compilation: Compilation, path: str, hardware: str) -> None:
+        """Take in one compilation; `path` is where the user wants the report, "" for nowhere."""
+        self.compilations.append(compilation)
+        self._hardware = hardware
+        if path:
+            self.paths.add(Path(path).absolute())
+        self.write()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole report."""
+        regions = [dataclasses.asdict(r) for c in self.compilations for r in c.regions]
+        graphs = executed_records()
+        return {
+            "versions": {"megamoe": _version(), "torch": torch.__version__},
+            "hardware": self._hardware,
+            "regions": regions,
+            "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
+            "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
+            "graphs": [
+                {"where": g["family"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
+                for g in graphs
+            ],
+            "compilations": len(self.compilations),
+            "recompiles": sum(c.is_recompile for c in self.compilations),
+        }
+
+    def write(self) -> None:
+        """Write the JSON file of every path asked for, on rank 0."""
+        if _rank() != 0:
+            return
+        for path in self.paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+            partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+            partial.replace(path)
+
+
+def figures(record: Any) -> dict[str, float]:
+    """Return the predicted times of one compiled graph, microseconds, and its memory, bytes."""
+    found = {key: value for key, value in record["measures"].items() if key in FIGURES}
+    if "exchange_us" in found and "exposed_us" in found:
+        found["hidden_us"] = max(0.0, round(found["exchange_us"] - found["exposed_us"], 3))
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("megamoe")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+REPORT: Final = ProcessReport()
+on_first_execution(REPORT.write)

@@ -1,0 +1,130 @@
+"""Several ranks as processes of this machine, kept alive between calls.
+
+Contract
+    `run` calls one function on every rank and returns their results in rank order; a failure on
+    any rank raises here with that rank's traceback; a rank that hangs is ended after the timeout.
+    Leaving the context ends every process it started, and no other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+START_TIMEOUT_S: Final = 120.0
+
+
+class RankFailure(AssertionError):
+    """A function failed on a rank; carries that rank's traceback."""
+
+
+class RankPool:
+    """`num_ranks` processes joined by a gloo group; use as a context manager."""
+
+    def __init__(self, num_ranks: int, *, timeout_s: float = 300.0) -> None:
+        """Prepare; processes start on entry. `timeout_s` bounds one call of `run`."""
+        self.num_ranks = num_ranks
+        self.timeout_s = timeout_s
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> RankPool:
+        """Start the ranks and wait until they have joined."""
+        context = mp.get_context("spawn")
+        port = _free_port()
+        for rank in range(self.num_ranks):
+            here, there = context.Pipe()
+            arguments = (rank, self.num_ranks, port, there, self.timeout_s)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._collect(START_TIMEOUT_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(rank, *args)` on every rank; it and its results must pickle."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(self.timeout_s)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        """Return all ranks' results; a rank that failed is told before one that hangs for it."""
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        while len(results) < self.num_ranks:
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self.num_ranks)) - set(results))
+                raise RankFailure(f"ranks {missing} did not answer within {timeout_s} s")
+            for rank, pipe in enumerate(self._pipes):
+                if rank not in results and pipe.poll(0.01):
+                    results[rank] = _receive(rank, pipe)
+        failed = {r: text for r, (ok, text) in sorted(results.items()) if not ok}
+        if failed:
+            raise RankFailure("\n".join(f"rank {r}:\n{text}" for r, text in failed.items()))
+        return [results[rank][1] for rank in range(self.num_ranks)]
+
+
+def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+    except EOFError:
+        return False, f"process of rank {rank} ended"
+    return answer
+
+
+def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, timeout_s: float) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    pipe.send((True, None))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, function(rank, *args)))
+        except Exception:  # noqa: BLE001  (whatever it was, the caller is told)
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
