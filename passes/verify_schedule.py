@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.launch_order import LAUNCH_RANK
 from moe_compile.graph.precedence import awaited, is_size_query, is_view
 from moe_compile.graph.query import is_launch, is_wait
@@ -42,7 +43,7 @@ class VerifySchedule(GraphPass):
         for launch in launches:
             _check_waits(launch)
         _check_order(launches)
-        flights = _Flights()
+        flights = _Flights(AliasClasses(graph.nodes))
         for node in graph.nodes:
             flights.visit(node)
         return PassReport(pass_name=NAME, measures={"num_verified_launches": float(len(launches))})
@@ -83,9 +84,10 @@ def _check_order(launches: list[fx.Node]) -> None:
 class _Flights:
     """Which storages are being received into or sent from, while nodes run in order."""
 
+    classes: AliasClasses
     receiving: dict[int, fx.Node] = field(default_factory=dict)
     sending: dict[int, dict[fx.Node, None]] = field(default_factory=dict)
-    """Storage -> the launches that send it."""
+    """Class of tensors -> the launches that send it."""
 
     def visit(self, node: fx.Node) -> None:
         """Check what one node touches, then what it starts or ends."""
@@ -94,30 +96,32 @@ class _Flights:
         elif not _reads_no_data(node):
             self._check(node)
         if is_launch(node):
-            for storage in storages(node):
-                self.receiving[storage] = node
-            for storage in _sent(node):
-                self.sending.setdefault(storage, {})[node] = None
+            for memory in self.classes.of(node):
+                self.receiving[memory] = node
+            for memory in self._sent(node):
+                self.sending.setdefault(memory, {})[node] = None
 
     def _check(self, node: fx.Node) -> None:
         for argument in node.all_input_nodes:
-            for storage in storages(argument):
-                if storage in self.receiving:
-                    launch = self.receiving[storage]
-                    raise _violation(node, f"reads {argument.name} before the wait for {launch}")
+            for memory in self.classes.of(argument) & self.receiving.keys():
+                launch = self.receiving[memory]
+                raise _violation(node, f"reads {argument.name} before the wait for {launch}")
         for argument in written_arguments(node):
-            for storage in storages(argument):
-                for launch in self.sending.get(storage, ()):
+            for memory in self.classes.of(argument):
+                for launch in self.sending.get(memory, ()):
                     raise _violation(node, f"writes {argument.name} while {launch} sends it")
 
     def _land(self, wait: fx.Node) -> None:
         launch = awaited(wait)
         if launch is None:
             return
-        for storage in storages(wait):
-            self.receiving.pop(storage, None)
-        for storage in _sent(launch):
-            self.sending.get(storage, {}).pop(launch, None)
+        for memory in self.classes.of(wait):
+            self.receiving.pop(memory, None)
+        for memory in self._sent(launch):
+            self.sending.get(memory, {}).pop(launch, None)
+
+    def _sent(self, launch: fx.Node) -> frozenset[int]:
+        return self.classes.of(*launch.all_input_nodes)
 
 
 def _reads_no_data(node: fx.Node) -> bool:
@@ -127,7 +131,3 @@ def _reads_no_data(node: fx.Node) -> bool:
         or is_size_query(node)
         or node.target is operator.getitem
     )
-
-
-def _sent(launch: fx.Node) -> frozenset[int]:
-    return frozenset(s for a in launch.all_input_nodes for s in storages(a))

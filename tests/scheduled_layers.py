@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -72,13 +72,19 @@ class ChunkedMoE(nn.Module):
         return torch.zeros_like(y).index_copy(0, perm, y)
 
 
-def post_grad_graphs(layer, x, dynamic=None):
-    """Return the forward and the backward GraphModule of AOTAutograd for `layer(x).sum()`."""
+def run_layer(layer, x, dynamic=None, edit=None):
+    """Compile by AOTAutograd, run, and return (y, gradients, [forward graph, backward graph]).
+
+    `edit(graph)` is called on each graph before it first runs, as Inductor's last hook would.
+    """
     found = []
 
     def keep(gm, example_inputs):
+        if edit is not None:
+            edit(gm.graph)
+            gm.recompile()
         found.append(gm)
-        return gm.forward
+        return make_boxed_func(gm.forward)
 
     backend = aot_autograd(
         fw_compiler=keep,
@@ -88,6 +94,11 @@ def post_grad_graphs(layer, x, dynamic=None):
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
-        compiled(x).float().sum().backward()
-    return tuple(found)
+        y = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)(x)
+        gradients = torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+    return y, gradients, found
+
+
+def post_grad_graphs(layer, x, dynamic=None):
+    """Return the forward and the backward GraphModule of AOTAutograd for `layer(x)`."""
+    return run_layer(layer, x, dynamic)[2]

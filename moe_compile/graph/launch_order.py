@@ -123,9 +123,13 @@ def collective_order(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
 
 
 def signature(launch: fx.Node) -> str:
-    """Return operator, dtype and row length of what is sent; never how many rows."""
+    """Return name, operator, dtype and row length of what is sent; never how many rows.
+
+    The tracer numbers names in the order of the user's program, so that two exchanges of equal
+    tensors are told apart.
+    """
     sent = [t for a in launch.all_input_nodes if (t := tensor_of(a)) is not None]
-    return f"{overload_name(launch)}({', '.join(_row(t) for t in sent)})"
+    return f"{launch.name} = {overload_name(launch)}({', '.join(_row(t) for t in sent)})"
 
 
 def _row(tensor: torch.Tensor) -> str:

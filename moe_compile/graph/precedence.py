@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
 
 HOST_READ: Final = "aten::_local_scalar_dense"
@@ -85,6 +86,7 @@ def find_predecessors(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 class _Hazards:
     """Reads and writes of the storages that some node of the graph writes in place."""
 
+    classes: AliasClasses
     watched: frozenset[int]
     written: dict[fx.Node, frozenset[int]]
     last_writer: dict[int, fx.Node] = field(default_factory=dict)
@@ -92,15 +94,17 @@ class _Hazards:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> _Hazards:
+        classes = AliasClasses(graph.nodes)
         written = {
-            node: frozenset(s for a in arguments for s in storages(a))
+            node: classes.of(*arguments)
             for node in graph.nodes
             if (arguments := written_arguments(node))
         }
         for wait in graph.nodes:  # a launch that writes its input goes on writing until the wait
             if is_wait(wait) and (launch := awaited(wait)) in written and launch is not None:
                 written[wait] = written[launch]
-        return cls(watched=frozenset().union(*written.values()), written=written)
+        watched = frozenset[int]().union(*written.values())
+        return cls(classes=classes, watched=watched, written=written)
 
     def visit(self, node: fx.Node) -> Iterator[fx.Node]:
         if not self.watched or node.op in ("placeholder", "get_attr"):
@@ -117,10 +121,9 @@ class _Hazards:
 
     def _touched(self, node: fx.Node) -> frozenset[int]:
         """Return the storages the node uses; a wait still uses what its launch sends."""
-        users = [node]
-        if is_wait(node) and (launch := awaited(node)) is not None:
-            users.append(launch)
-        return frozenset(s for u in users for a in u.all_input_nodes for s in storages(a))
+        launch = awaited(node) if is_wait(node) else None
+        sent = () if launch is None else launch.all_input_nodes
+        return self.classes.of(*node.all_input_nodes, *sent)
 
 
 @dataclass(slots=True)

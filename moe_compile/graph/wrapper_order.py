@@ -42,7 +42,7 @@ MATMUL: Final = re.compile(
     r"(?:\.\w+)?\("
 )
 KERNEL: Final = re.compile(r"\b((?:cpp|triton)_\w+)(?:\.run)?\(")
-GROUP: Final = re.compile(r"'([^']*)'\s*\)?\s*$")
+STRING: Final = re.compile(r"'([^']*)'")
 DEFINITION: Final = re.compile(r"^\s*def (\w+)\(")
 BODIES: Final = ("call", "partition_")
 
@@ -71,8 +71,8 @@ def _event(line: str) -> list[Event]:
         op, arguments = found.groups()
         if op == "wait_tensor":
             return [Event(EventKind.WAIT, op)]
-        group = GROUP.search(arguments)
-        return [Event(EventKind.LAUNCH, op, group[1] if group else "")]
+        strings = STRING.findall(arguments)
+        return [Event(EventKind.LAUNCH, op, strings[-1] if strings else "")]
     if found := MATMUL.search(line):
         return [Event(EventKind.GEMM, found[1].rpartition(".")[2])]
     if found := KERNEL.search(line):

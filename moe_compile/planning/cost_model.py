@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of, value_of
@@ -26,6 +27,16 @@ MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_sc
 US_PER_S: Final = 1e6
 BACKWARD_OVER_FORWARD: Final = 2.5
 """Operations of attention's backward over its forward: five matrix products instead of two."""
+FUSED: Final = frozenset(
+    {
+        "aten::_to_copy",
+        "aten::constant_pad_nd",
+        "aten::select_scatter",
+        "aten::slice_scatter",
+        "prims::convert_element_type",
+    }
+)
+"""Elementwise to a compiler, though not tagged so."""
 PASSES_OF: Final = {"all_reduce": 2}
 """Times the payload crosses the link, where not once: reduce-scatter, then all-gather."""
 
@@ -61,10 +72,7 @@ def is_elementwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    return torch.Tag.pointwise in target.tags or target._schema.name in (
-        "aten::_to_copy",
-        "prims::convert_element_type",
-    )
+    return torch.Tag.pointwise in target.tags or target._schema.name in FUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +126,8 @@ class _Estimator:
         factors = [self.sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
         if len(factors) < 2:
             return 0.0
-        left, right = factors[-2:] if "addbmm" in overload_name(node) else factors[:2]
-        if overload_name(node) == "aten::addmm":
-            left, right = factors[-2:]
+        has_addend = overload_name(node) in ("aten::addmm", "aten::baddbmm")
+        left, right = factors[-2:] if has_addend else factors[:2]
         groups = left[0] if len(left) == 3 and len(right) == 2 else 1
         return 2.0 * math.prod(left) * right[-1] / groups
 
@@ -137,7 +144,10 @@ class _Estimator:
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
+    """Return the tensors among the arguments, in order; one given twice is there twice."""
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    values = (tensor_of(a) for a in arguments if isinstance(a, fx.Node))
+    return [t for t in values if t is not None]
 
 
 def _called_module(node: fx.Node) -> fx.GraphModule | None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
+from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.precedence import awaited, is_size_query
 from moe_compile.graph.query import is_wait, value_of
 from moe_compile.planning.sizes import NominalSizes
@@ -25,28 +23,26 @@ class Liveness:
     """What each node allocates and uses, by index of the node."""
 
     allocates: tuple[tuple[tuple[int, int], ...], ...]
-    """(storage, bytes) of storages the node makes."""
+    """(storage, bytes) of storages the node makes; several share its bytes evenly."""
     uses: tuple[tuple[int, ...], ...]
     """Storages that must be alive when the node runs."""
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node], sizes: NominalSizes) -> Liveness:
         """Read the nodes of a graph, in its order."""
-        made: dict[int, int] = {}  # identity -> dense number; graph inputs excluded
-        inputs = {s for n in nodes if n.op in ("placeholder", "get_attr") for s in _storages(n)}
+        classes = AliasClasses(nodes)
+        held = classes.of(*(n for n in nodes if n.op in ("placeholder", "get_attr")))
+        made: set[int] = set()
         allocates: list[tuple[tuple[int, int], ...]] = []
         uses: list[tuple[int, ...]] = []
-        produced: dict[fx.Node, tuple[int, ...]] = {}
         for node in nodes:
-            mine: list[tuple[int, int]] = []
-            for identity, size in _storages(node).items():
-                if identity not in inputs and identity not in made:
-                    made[identity] = len(made)
-                    mine.append((made[identity], sizes.nbytes(size)))
-            allocates.append(tuple(mine))
-            produced[node] = tuple(made[s] for s in _storages(node) if s in made)
-            needed = [] if is_size_query(node) else [*node.all_input_nodes, *_sent(node)]
-            uses.append(tuple({s for a in needed for s in produced[a]} | set(produced[node])))
+            produced = classes.of(node) - held
+            mine = produced - made
+            made |= mine
+            size = sizes.nbytes(value_of(node)) // max(1, len(produced))
+            allocates.append(tuple((memory, size) for memory in sorted(mine)))
+            needed = () if is_size_query(node) else (*node.all_input_nodes, *_sent(node))
+            uses.append(tuple(sorted((classes.of(*needed) - held) | produced)))
         return cls(tuple(allocates), tuple(uses))
 
     def peak_bytes(self, order: Sequence[int]) -> int:
@@ -66,15 +62,6 @@ class Liveness:
                 if last[storage] == step:
                     live -= size.get(storage, 0)
         return peak
-
-
-def _storages(node: fx.Node) -> dict[int, Any]:
-    """Return identity -> tensor of the storages of what the node produces."""
-    return {
-        leaf.untyped_storage()._cdata: leaf
-        for leaf in pytree.tree_leaves(value_of(node))
-        if isinstance(leaf, torch.Tensor)
-    }
 
 
 def _sent(node: fx.Node) -> tuple[fx.Node, ...]:

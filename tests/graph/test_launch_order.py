@@ -1,0 +1,97 @@
+"""The structural order of collectives, rule by rule."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.graph.launch_order import collective_order, plan_launch_order
+from moe_compile.graph.precedence import find_predecessors
+from tests.scheduled_layers import c10d, one_rank_group
+
+ROWS = [8]
+
+
+def exchange(x):
+    return c10d.wait_tensor(c10d.all_to_all_single(x, ROWS, ROWS, one_rank_group()))
+
+
+def gather(x):
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 1, one_rank_group()))
+
+
+def reduce(x):
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 1, one_rank_group()))
+
+
+def order(program, *inputs):
+    """Return the planned order as indices into the order of the program."""
+    one_rank_group()
+    graph = make_fx(program, tracing_mode="fake")(*inputs).graph
+    planned = plan_launch_order(graph.nodes, find_predecessors(graph))
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    traced = sorted(planned, key=position.__getitem__)
+    return [traced.index(launch) for launch in planned]
+
+
+X = torch.ones(8, 8)
+
+
+def test_all_dispatches_come_before_all_combines():
+    def program(x):
+        return sum(exchange(exchange(x + c) @ x) for c in range(3))
+
+    assert order(program, X) == [0, 2, 4, 1, 3, 5]
+
+
+def test_combines_follow_the_order_of_what_they_wait_for():
+    """Traced the other way round: the chunk that arrives first is sent back first."""
+
+    def program(x):
+        first, second = exchange(x), exchange(x + 1)
+        back_second = exchange(second @ x)
+        return exchange(first @ x) + back_second
+
+    assert order(program, X) == [0, 1, 3, 2]
+
+
+def test_a_gather_of_weights_is_launched_one_level_before_it_is_needed():
+    """Not at the front with everything else that depends on inputs alone."""
+
+    def program(x, shard):
+        there = exchange(exchange(exchange(x) @ x) @ x)
+        return exchange(there @ gather(shard))
+
+    assert order(program, X, X + 1) == [0, 1, 3, 2, 4]
+
+
+def test_a_gradient_reduction_does_not_hold_up_the_exchanges_below():
+    """Its gradient is filler: the next layer's exchange is not to wait for it."""
+
+    def program(x):
+        upper = exchange(x)
+        gradient = reduce(upper.t() @ x)
+        lower = exchange(upper @ x)
+        return exchange(lower @ x), gradient
+
+    assert order(program, X) == [0, 2, 1, 3]
+
+
+def test_a_launch_tied_to_no_other_stays_near_its_place():
+    def program(x, shard):
+        there = exchange(exchange(x) @ x)
+        return there + gather(shard), exchange(there @ x)
+
+    assert order(program, X, X + 1) == [0, 2, 1, 3]
+
+
+def test_signatures_hold_no_number_of_rows():
+    def graph_of(rows):
+        def program(x):
+            return c10d.wait_tensor(c10d.all_to_all_single(x, [rows], [rows], one_rank_group()))
+
+        return make_fx(program, tracing_mode="fake")(torch.ones(rows, 3)).graph
+
+    one_rank_group()
+    few, many = collective_order(graph_of(2)), collective_order(graph_of(64))
+    assert few == many
+    (group,) = few
+    assert few[group] == ("all_to_all_single = _c10d_functional::all_to_all_single(float32[3])",)

@@ -1,0 +1,316 @@
+"""Exchanges run under compute, values stay, the order of collectives is structure alone."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.fx as fx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.launch_order import collective_order
+from moe_compile.graph.query import is_launch, is_wait, overload_name
+from moe_compile.hardware import load_profile
+from moe_compile.planning.state import CompileState
+from passes.schedule_exchanges import ScheduleExchanges, Skip
+from passes.verify_schedule import VerifySchedule
+from tests.scheduled_layers import ChunkedMoE, c10d, one_rank_group, post_grad_graphs, run_layer
+
+CPU = load_profile("cpu")
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def group():
+    return one_rank_group()
+
+
+def state(hardware=CPU, **options):
+    return CompileState(config=MegaMoEConfig(**options), hardware=hardware)
+
+
+def schedule(graph, compile_state=None):
+    compile_state = compile_state or state()
+    report = ScheduleExchanges().run(graph, compile_state)
+    VerifySchedule().run(graph, compile_state)
+    return report
+
+
+def letters(graph):
+    """L launch, W wait, m matrix product, in graph order."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    kinds = ["L" if is_launch(n) else "W" if is_wait(n) else overload_name(n) for n in calls]
+    return "".join("m" if k.endswith("mm") else k for k in kinds if k in "LW" or k.endswith("mm"))
+
+
+def layer_graphs(group, chunks, tokens=256, shared=256, dynamic=None, experts=8):
+    torch.manual_seed(0)
+    layer = ChunkedMoE(128, 256, experts, 2, group, chunks, shared=shared)
+    x = torch.randn(tokens, 128, dtype=torch.bfloat16, requires_grad=True)
+    return post_grad_graphs(layer, x, dynamic)
+
+
+# --- what it is for ---------------------------------------------------------------------------
+
+
+def test_exposed_time_falls_forward_and_backward_for_two_chunks(group):
+    shared_state = state(max_memory_increase=1.0)
+    for gm in layer_graphs(group, chunks=2):
+        measures = schedule(gm.graph, shared_state).measures
+        assert measures["exposed_us"] < 0.25 * measures["exposed_us_before"]
+        assert measures["step_us"] >= 0.999 * measures["compute_us"]
+
+
+def test_launches_go_first_and_weight_gradients_fill_the_last_waits(group):
+    """The order of the layer's backward, as text: both combines, then experts chunk by chunk."""
+    _, backward = layer_graphs(group, chunks=2, shared=0)
+    assert letters(backward.graph).startswith("LWmm")
+    schedule(backward.graph)
+    assert letters(backward.graph).startswith("LLWmmmLWmmmL")
+    assert letters(backward.graph).endswith("mmmWWmm")
+
+
+RATIOS = {2.0: 1.08, 1.0: 1.25, 0.5: 1.10}
+"""Compute over exchanges -> the longest step allowed, over the larger of the two."""
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_four_chunks_and_a_shared_expert_come_near_the_bound(group, ratio):
+    """Forward and backward together, exchanges scaled to `ratio` by the link's bandwidth."""
+    graphs = layer_graphs(group, chunks=4, tokens=1024, experts=16)
+    fast = dataclasses.replace(CPU, op_overhead_us=1.0, link_latency_us=1.0)
+    probe = state(fast, schedule=True)
+    reports = [schedule(gm.graph, probe) for gm in graphs]
+    compute = sum(r.measures["compute_us"] for r in reports)
+    links = sum(r.measures["exchange_us"] for r in reports)
+    slow = dataclasses.replace(fast, link_gb_per_s=fast.link_gb_per_s * links * ratio / compute)
+    again = state(slow)
+    steps = sum(schedule(gm.graph, again).measures["step_us"] for gm in graphs)
+    assert steps <= RATIOS[ratio] * max(compute, compute / ratio)
+
+
+# --- what it keeps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_layer_computes_the_same_bits(group, chunks):
+    torch.manual_seed(0)
+    layer = ChunkedMoE(64, 64, 8, 2, group, chunks, shared=64)
+    x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    y, gradients, _ = run_layer(layer, x)
+    compile_state = state(max_memory_increase=9.0)
+    y_scheduled, scheduled, graphs = run_layer(
+        layer, x, edit=lambda graph: schedule(graph, compile_state)
+    )
+    assert letters(graphs[1].graph).startswith("L" * chunks)
+    assert torch.equal(y, y_scheduled)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, scheduled, strict=True))
+
+
+class Pool:
+    """The tensors of a random program; nothing writes what is in flight."""
+
+    def __init__(self, x, weight, group):
+        self.x, self.weight, self.group = x, weight, group
+        self.tensors, self.flights = [x + 1, x + 2], []
+
+    def send(self, a, b):
+        rows = [a.shape[0]]
+        self.flights.append((a, c10d.all_to_all_single(a, rows, rows, self.group)))
+
+    def receive(self, a, b):
+        if self.flights:
+            self.tensors.append(c10d.wait_tensor(self.flights.pop(0)[1]))
+
+    def matmul(self, a, b):
+        self.tensors.append(torch.remainder(a @ self.weight, 7))
+
+    def scale(self, a, b):
+        self.tensors.append(torch.remainder(a * 3 + b, 11))
+
+    def view(self, a, b):
+        self.tensors.append(a.view(-1).view(a.shape))
+
+    def write(self, a, b):
+        storage = a.untyped_storage()._cdata
+        if all(sent.untyped_storage()._cdata != storage for sent, _ in self.flights):
+            a.add_(b)
+
+    def random(self, a, b):
+        self.tensors.append(torch.randint_like(a, 5) + b)
+
+    def host(self, a, b):
+        self.tensors.append(a + torch.remainder(b.sum().to(torch.int64), 5).item())
+
+    def store(self, a, b):
+        self.x.copy_(b)
+
+    def load(self, a, b):
+        self.tensors.append(self.x + b)
+
+    def run(self, steps):
+        for kind, i, j in steps:
+            getattr(self, kind)(*(self.tensors[-1 - k % len(self.tensors)] for k in (i, j)))
+        self.tensors.extend(c10d.wait_tensor(flying) for _, flying in self.flights)
+        return [torch.remainder(t, 1009) for t in self.tensors]
+
+
+KINDS = ["send", "receive", "matmul", "scale", "view", "write", "random", "host", "store", "load"]
+STEP = st.tuples(st.sampled_from(KINDS), st.integers(0, 7), st.integers(0, 7))
+LINKS = st.sampled_from([1e-6, 1e-3, 1.0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(STEP, min_size=4, max_size=30), link=LINKS)
+def test_any_program_of_exchanges_and_compute_computes_the_same(steps, link):
+    """In-place writes, views, random numbers, host reads and writes into the input included."""
+    group = one_rank_group()
+    x = torch.arange(32, dtype=torch.float64).view(8, 4)  # small integers: every sum is exact
+    weight = torch.arange(16, dtype=torch.float64).view(4, 4)
+
+    def program(x, weight):
+        return Pool(x, weight, group).run(steps)
+
+    gm = make_fx(program, tracing_mode="symbolic")(x, weight)
+    torch.manual_seed(3)
+    untouched = x.clone()
+    expected = gm(untouched, weight)
+
+    compile_state = state(dataclasses.replace(CPU, link_gb_per_s=link), max_memory_increase=9.0)
+    schedule(gm.graph, compile_state)
+    gm.recompile()
+    order = [n.name for n in gm.graph.nodes if is_launch(n)]
+    torch.manual_seed(3)
+    written = x.clone()
+    for got, want in zip(gm(written, weight), expected, strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(written, untouched)
+
+    schedule(gm.graph, compile_state)
+    assert [n.name for n in gm.graph.nodes if is_launch(n)] == order
+
+
+# --- one order on all ranks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_order_of_collectives_is_the_same_for_any_token_count(group, chunks):
+    """One rank may hold a static graph, another a dynamic one, another one of a single token."""
+    orders = []
+    for tokens, dynamic in ((64, False), (64, True), (1, False), (48, None)):
+        compile_state = state()
+        graphs = layer_graphs(group, chunks, tokens=tokens, dynamic=dynamic)
+        for gm in graphs:
+            schedule(gm.graph, compile_state)
+        orders.append([collective_order(gm.graph) for gm in graphs])
+    assert all(order == orders[0] for order in orders)
+    assert len(orders[0][0][group]) == 1 + 2 * chunks
+
+
+def test_the_order_of_collectives_does_not_depend_on_rates_or_memory(group):
+    orders = []
+    for link, cap in ((1e-4, 0.0), (1.0, 0.3), (1e3, 9.0)):
+        compile_state = state(dataclasses.replace(CPU, link_gb_per_s=link), max_memory_increase=cap)
+        names = []
+        for gm in layer_graphs(group, chunks=2):
+            schedule(gm.graph, compile_state)
+            names.append([n.name for n in gm.graph.nodes if is_launch(n)])
+        orders.append(names)
+    assert orders[0] == orders[1] == orders[2]
+
+
+# --- reasons ----------------------------------------------------------------------------------
+
+
+def test_no_memory_to_spare_keeps_the_peak(group):
+    for cap in (0.0, 0.05, 0.3):
+        for gm in layer_graphs(group, chunks=4):
+            measures = schedule(gm.graph, state(max_memory_increase=cap)).measures
+            assert measures["peak_bytes"] <= (1 + cap) * measures["peak_bytes_before"]
+
+
+def traced(program, *inputs):
+    return make_fx(program, tracing_mode="symbolic")(*inputs)
+
+
+def test_an_exchange_with_nothing_to_run_meanwhile_is_left_alone(group):
+    x = torch.randn(64, 64)
+    gm = traced(lambda x: c10d.wait_tensor(c10d.all_to_all_single(x, [64], [64], group)) @ x, x)
+    before = letters(gm.graph)
+    report = schedule(gm.graph)
+    assert [v.reason for v in report.skipped] == [Skip.NO_INDEPENDENT_COMPUTE]
+    assert not report.changed
+    assert letters(gm.graph) == before
+
+
+def sent_early(x, group):
+    flying = c10d.all_to_all_single(x, [64], [64], group)
+    meanwhile = x @ x
+    return c10d.wait_tensor(flying) @ meanwhile
+
+
+def test_an_exchange_already_hidden_is_left_alone(group):
+    gm = traced(lambda x: sent_early(x, group), torch.randn(64, 64))
+    report = schedule(gm.graph)
+    assert [v.reason for v in report.skipped] == [Skip.ALREADY_HIDDEN]
+
+
+def test_without_memory_an_exchange_stays_exposed_and_the_report_says_so(group):
+    """Hiding the exchange would keep `big` alive while the product is made."""
+
+    def program(x, w):
+        big = torch.cat([x] * 8)
+        total = big.sum(0, keepdim=True)
+        received = c10d.wait_tensor(c10d.all_to_all_single(x, [64], [64], group))
+        return received + total, torch.cat([w @ w, w])
+
+    gm = traced(program, torch.randn(64, 64), torch.randn(64, 64))
+    report = schedule(gm.graph, state(max_memory_increase=0.0))
+    measures = report.measures
+    assert measures["peak_bytes"] <= measures["peak_bytes_before"]
+    assert report.applied or [v.reason for v in report.skipped] == [Skip.MEMORY_CAP]
+
+
+def test_schedule_off_leaves_the_graph_alone(group):
+    gm = traced(lambda x: sent_early(x, group), torch.randn(64, 64))
+    report = schedule(gm.graph, state(schedule=False))
+    assert not report.applied
+    assert not report.skipped
+
+
+# --- size -------------------------------------------------------------------------------------
+
+
+def synthetic(num_layers, group):
+    """A chain of layers of 40 nodes: exchange, compute that needs it, compute that does not."""
+    graph = fx.Graph()
+
+    def node(target, *args):
+        made = graph.call_function(target, args)
+        made.meta["val"] = torch.empty(64, 64, device="meta")
+        return made
+
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(64, 64, device="meta")
+    grads = []
+    for _ in range(num_layers):
+        sent = node(c10d.all_to_all_single.default, x, [64], [64], group)
+        received = node(c10d.wait_tensor.default, sent)
+        y = received
+        for _ in range(18):
+            y = node(aten.relu.default, node(aten.mm.default, y, x))
+        grads.append(node(aten.mm.default, received, received))
+        x = y
+    graph.output((x, *grads))
+    return fx.GraphModule({}, graph)
+
+
+def test_five_thousand_nodes_take_seconds(group):
+    gm = synthetic(125, group)
+    assert len(gm.graph.nodes) > 4800
+    start = time.process_time()
+    schedule(gm.graph)
+    assert time.process_time() - start < 10

@@ -1,0 +1,121 @@
+"""Every rule of verify_schedule: kept by good graphs, and each violation named."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.launch_order import record_launch_order
+from moe_compile.graph.query import is_launch
+from moe_compile.hardware import load_profile
+from moe_compile.planning.state import CompileState
+from passes.verify_schedule import VerifySchedule
+from tests.scheduled_layers import c10d, one_rank_group
+
+STATE = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
+
+
+def send(x):
+    return c10d.all_to_all_single(x, [4], [4], one_rank_group())
+
+
+def traced(program):
+    one_rank_group()
+    return make_fx(program, tracing_mode="fake")(torch.ones(4, 3)).graph
+
+
+def verify(graph):
+    return VerifySchedule().run(graph, STATE)
+
+
+def violation(program):
+    with pytest.raises(ContractViolation, match=r"^verify_schedule: ") as raised:
+        verify(traced(program))
+    return str(raised.value)
+
+
+def test_a_launch_with_one_wait_is_accepted():
+    report = verify(traced(lambda x: c10d.wait_tensor(send(x)) + x))
+    assert report.measures["num_verified_launches"] == 1
+    assert not report.changed
+
+
+def test_a_wait_for_a_wait_counts_as_the_same_wait():
+    verify(traced(lambda x: c10d.wait_tensor(c10d.wait_tensor(send(x))) + x))
+
+
+def test_a_launch_may_be_returned_unawaited():
+    verify(traced(lambda x: (send(x), x + 1)))
+
+
+def test_sizes_may_be_asked_of_a_tensor_in_flight():
+    def program(x):
+        flying = send(x)
+        return x + torch.ops.aten.sym_size.int(flying, 0), c10d.wait_tensor(flying)
+
+    verify(traced(program))
+
+
+def test_a_launch_nobody_waits_for_is_a_violation():
+    graph = traced(lambda x: c10d.wait_tensor(send(x)) + x)
+    (wait,) = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    wait.replace_all_uses_with(next(iter(graph.nodes)))
+    graph.erase_node(wait)
+    with pytest.raises(ContractViolation, match="launched and never waited for"):
+        verify(graph)
+
+
+def test_two_waits_for_one_launch_are_a_violation():
+    def program(x):
+        flying = send(x)
+        return c10d.wait_tensor(flying) + c10d.wait_tensor(flying)
+
+    assert "waited for 2 times" in violation(program)
+
+
+def test_reading_what_is_in_flight_is_a_violation():
+    def program(x):
+        flying = send(x)
+        return flying + 1, c10d.wait_tensor(flying)
+
+    assert "add: reads all_to_all_single before the wait" in violation(program)
+
+
+def test_reading_a_view_of_what_is_in_flight_is_a_violation():
+    def program(x):
+        flying = send(x)
+        seen = flying.view(-1)[:2] * 2
+        return seen, c10d.wait_tensor(flying)
+
+    assert "before the wait" in violation(program)
+
+
+def test_writing_what_is_being_sent_is_a_violation():
+    def program(x):
+        sent = x + 1
+        flying = send(sent)
+        sent.view(-1)[:2].zero_()
+        return c10d.wait_tensor(flying), sent
+
+    assert "zero_: writes" in violation(program)
+
+
+def test_writing_after_the_wait_is_accepted():
+    def program(x):
+        sent = x + 1
+        received = c10d.wait_tensor(send(sent))
+        sent.zero_()
+        return received + sent
+
+    verify(traced(program))
+
+
+def test_collectives_out_of_the_planned_order_are_a_violation():
+    graph = traced(lambda x: c10d.wait_tensor(send(x)) + c10d.wait_tensor(send(x + 1)))
+    launches = [node for node in graph.nodes if is_launch(node)]
+    record_launch_order(launches)
+    verify(graph)
+    record_launch_order(reversed(launches))
+    with pytest.raises(ContractViolation, match="planned before it"):
+        verify(graph)
