@@ -1,0 +1,84 @@
+"""What is measured: layers, ratios of compute to communication, variants, rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One layer on some ranks; sizes as in benchmarks/layer.py, tokens per rank."""
+
+    name: str
+    num_ranks: int
+    tokens: int
+    experts: int
+    width: int = 512
+    hidden: int = 512
+    top_k: int = 2
+    shared_expert: bool = False
+
+
+ROUTED: Final = Case(name="routed", num_ranks=2, tokens=2048, experts=8)
+SHARED: Final = Case(name="shared", num_ranks=2, tokens=2048, experts=8, shared_expert=True)
+FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
+
+RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5}
+"""Compute over communication, as plain Inductor's layer has them."""
+NO_LINK_RATIO: Final = "inf"
+"""Name of the control in results: infinite bandwidth, no latency."""
+
+LATENCY_S: Final = 50e-6
+"""Of one exchange; a small all-to-all between nodes takes tens of microseconds."""
+
+BASELINE: Final = "inductor"
+REORDERED: Final = "inductor reorder"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """One run of the benchmark."""
+
+    cases: tuple[Case, ...]
+    variants: tuple[str, ...]
+    """Names in benchmarks/variants.py; the baseline must be among them."""
+    control_rounds: int
+    """Rounds at infinite bandwidth; at least 20, since every bar leans on this ratio."""
+    rounds: int
+    """Rounds at each ratio."""
+    timeout_s: float
+    """Of one case, compilation included."""
+
+    def __post_init__(self) -> None:
+        """Refuse a preset without the baseline that everything is divided by."""
+        if BASELINE not in self.variants:
+            raise ValueError(f"variants must include {BASELINE!r}")
+
+
+PRESETS: Final[Mapping[str, Preset]] = {
+    "quick": Preset(
+        cases=(ROUTED,),
+        variants=(BASELINE, REORDERED, "megamoe N=2"),
+        control_rounds=24,
+        rounds=15,
+        timeout_s=600.0,
+    ),
+    "full": Preset(
+        cases=(ROUTED, SHARED, FOUR_RANKS),
+        variants=(
+            "eager",
+            BASELINE,
+            REORDERED,
+            "token halves reorder",
+            "token halves in our order",
+            "megamoe N=1",
+            "megamoe N=2",
+            "megamoe N=4",
+        ),
+        control_rounds=30,
+        rounds=15,
+        timeout_s=3600.0,
+    ),
+}

@@ -1,0 +1,215 @@
+"""Measure one case on this rank: compile every variant, then run them in turn at every ratio.
+
+Contract
+    Every rank calls `measure_case` with the same job and makes the same steps.
+    A variant that fails to compile, or computes something else than eager does, is left out of
+    the rounds and its error told.
+    Within a round every variant makes one step; the order rotates from round to round.
+
+Pseudo-code
+    compile the baseline, run it without a link -> compute time, bytes -> rates of the links
+    compile the others, told the rate at 1:1
+    rounds without a link; then rounds at each ratio
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from benchmarks.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS, Case, Preset
+from benchmarks.clocks import CLOCKS
+from benchmarks.compile_turns import CompileTurns
+from benchmarks.emulated_link import NO_LINK, LinkRate, make_emulated_group
+from benchmarks.layer import MoELayer
+from benchmarks.machine import measure_profile, write_profile
+from benchmarks.post_board import PostBoard
+from benchmarks.step import Forward, Sample, Stepper, Values, relative_error
+from benchmarks.variants import Variant, named_variants
+from moe_compile.errors import MegaMoEError
+
+MAX_ERROR: Final = 0.02
+"""Relative, against eager: bfloat16 keeps 8 bits, and compilers round at other places."""
+WARM_UP: Final = 3
+ESTIMATE_STEPS: Final = 10
+"""Steps that estimate compute before the profile is written."""
+MAX_GRAPHS: Final = 64
+"""All variants share one `forward`; Dynamo would stop at 8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What all ranks are told."""
+
+    case: Case
+    preset: Preset
+    clock: str
+    folder: Path
+    """Empty, of this run: board and turns."""
+    profile: Path
+    """Kept from run to run, so that compiled code is found again."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What one variant did."""
+
+    compile_s: float = 0.0
+    error: str = ""
+    relative_error: float = 0.0
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    """By ratio, one per round."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CaseResult:
+    """What rank 0 returns; times are seconds."""
+
+    compute_s: float
+    rates: dict[str, LinkRate]
+    comm_s: dict[str, float]
+    wire_bytes: float
+    num_exchanges: int
+    profile: str
+    outcomes: dict[str, Outcome]
+
+
+def measure_case(rank: int, job: Job) -> CaseResult | None:
+    """Run the job; None on all ranks but 0."""
+    run = _Run(rank, job)
+    run.compile((BASELINE,))
+    if BASELINE not in run.forwards:
+        raise RuntimeError(f"{BASELINE} failed: {run.outcomes[BASELINE].error}")
+    run.write_profile()
+    run.compile([name for name in job.preset.variants if name != BASELINE])
+    _pin(rank, job.case.num_ranks)
+    run.rounds(NO_LINK_RATIO, NO_LINK, job.preset.control_rounds)
+    result = run.settle()
+    for ratio, rate in result.rates.items():
+        run.rounds(ratio, rate, job.preset.rounds)
+    return result if rank == 0 else None
+
+
+class _Run:
+    def __init__(self, rank: int, job: Job) -> None:
+        torch.set_num_threads(1)
+        torch._dynamo.config.capture_scalar_outputs = True
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        self._rank, self._job = rank, job
+        clock = CLOCKS[job.clock]()
+        board = PostBoard(job.folder / "posts", rank, job.case.num_ranks)
+        link = make_emulated_group(board, clock)
+        self._layer = MoELayer(job.case, link)
+        self._stepper = Stepper(self._layer, link, clock)
+        self._turns = CompileTurns(job.folder, job.preset.timeout_s)
+        self._expected = self._stepper.values(self._layer)
+        self.forwards: dict[str, Forward] = {}
+        self.outcomes: dict[str, Outcome] = {}
+
+    def compile(self, names: Sequence[str]) -> None:
+        for variant in named_variants(tuple(names)):
+            self._say(f"compiling {variant.name}")
+            outcome = self._attempt(variant)
+            self.outcomes[variant.name] = outcome
+            if outcome.error:
+                self._say(f"{variant.name} failed: {outcome.error}")
+
+    def _attempt(self, variant: Variant) -> Outcome:
+        """Compile and check one variant; all ranks return the same verdict."""
+        forward = variant.build(self._layer, self._job.profile)
+        mine = Outcome()
+        try:
+            mine.relative_error = relative_error(self._first(variant, forward), self._expected)
+            mine.compile_s = self._turns.seconds if variant.backend else 0.0
+        except (RuntimeError, MegaMoEError, AssertionError, TypeError) as error:
+            mine.error = f"{type(error).__name__}: {error}"
+        outcome = _worst_of_all_ranks(mine)
+        if not outcome.error:
+            self.forwards[variant.name] = forward
+            for _ in range(WARM_UP):
+                self._stepper.run(forward)
+        return outcome
+
+    def _first(self, variant: Variant, forward: Forward) -> Values:
+        if variant.backend is None:
+            return self._stepper.values(forward)
+        with self._turns.turn():
+            return self._stepper.values(forward)
+
+    def write_profile(self) -> None:
+        baseline = self.forwards[BASELINE]
+        steps = [self._stepper.timed(baseline, NO_LINK) for _ in range(ESTIMATE_STEPS)]
+        compute_s = statistics.median(s.elapsed_s for s in steps)
+        rate = _rate(steps[-1], compute_s, RATIOS["1:1"])
+        if self._rank == 0 and not self._job.profile.exists():
+            profile = measure_profile(self._job.case, rate.bytes_per_s)
+            write_profile(profile, self._job.profile)
+        dist.barrier()
+
+    def rounds(self, ratio: str, rate: LinkRate, num_rounds: int) -> None:
+        self._say(f"{ratio}: {num_rounds} rounds of {len(self.forwards)} variants")
+        names = list(self.forwards)
+        gc.collect()
+        gc.disable()
+        for _ in range(num_rounds):
+            names = [*names[1:], names[0]]
+            for name in names:
+                sample = self._stepper.timed(self.forwards[name], rate)
+                self.outcomes[name].samples.setdefault(ratio, []).append(sample)
+        gc.enable()
+
+    def settle(self) -> CaseResult:
+        """Set the links' rates from what the baseline took without a link."""
+        control = self.outcomes[BASELINE].samples[NO_LINK_RATIO]
+        compute_s = statistics.median(s.elapsed_s for s in control)
+        traffic = control[-1].traffic
+        rates = {name: _rate(control[-1], compute_s, ratio) for name, ratio in RATIOS.items()}
+        return CaseResult(
+            compute_s=compute_s,
+            rates=rates,
+            comm_s={name: traffic.alone_s(rate) for name, rate in rates.items()},
+            wire_bytes=traffic.wire_bytes,
+            num_exchanges=traffic.num_exchanges,
+            profile=self._job.profile.read_text(),
+            outcomes=self.outcomes,
+        )
+
+    def _say(self, what: str) -> None:
+        if self._rank == 0:
+            sys.stderr.write(f"  {self._job.case.name}: {what}\n")
+            sys.stderr.flush()
+
+
+def _rate(sample: Sample, compute_s: float, ratio: float) -> LinkRate:
+    """Return the link on which this step's exchanges alone take compute / ratio."""
+    moving_s = compute_s / ratio - sample.traffic.num_exchanges * LATENCY_S
+    return LinkRate(latency_s=LATENCY_S, bytes_per_s=sample.traffic.wire_bytes / moving_s)
+
+
+def _worst_of_all_ranks(mine: Outcome) -> Outcome:
+    """Return rank 0's outcome with the largest error of all ranks, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    outcomes: list[Outcome] = gathered
+    worst = max(o.relative_error for o in outcomes)
+    error = next((o.error for o in outcomes if o.error), "")
+    if not error and not worst <= MAX_ERROR:
+        error = f"differs from eager by {worst:.3g}, relative"
+    return Outcome(compile_s=outcomes[0].compile_s, relative_error=worst, error=error)
+
+
+def _pin(rank: int, num_ranks: int) -> None:
+    """Keep the calling thread on a core of its own, where there is one for each rank."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= num_ranks:
+        os.sched_setaffinity(0, {cores[rank]})

@@ -1,0 +1,141 @@
+"""What was measured, as the rows people read and the JSON that is kept.
+
+Terms
+    bound_ms       max(compute, comm): what a step takes at best when all that can overlap does.
+    compute        plain Inductor's step on a link that takes no time.
+    comm           its exchanges one after the other on the modelled link, no compute at all.
+    vs_*           median over rounds of this variant's time / that one's, in the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from benchmarks.cases import BASELINE, NO_LINK_RATIO, RATIOS, REORDERED
+from benchmarks.measure import CaseResult, Job, Outcome
+from benchmarks.paired import Estimate, ratio
+from benchmarks.step import Sample
+
+LEAST_CONTROL: Final = 0.95
+"""Below this ratio without a link a variant saves compute, or the machine was busy: part of what
+it gains elsewhere is then not overlap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One variant at one ratio; times in milliseconds, None where it failed."""
+
+    case: str
+    ranks: int
+    ratio: str
+    variant: str
+    ms: float | None = None
+    ms_quartiles: tuple[float, float] | None = None
+    vs_inductor: float | None = None
+    vs_inductor_interval: tuple[float, float] | None = None
+    vs_inductor_reorder: float | None = None
+    bound_ms: float | None = None
+    bound_fraction: float | None = None
+    inf_bandwidth_ratio: float | None = None
+    inf_bandwidth_interval: tuple[float, float] | None = None
+    inf_bandwidth_pairs: int | None = None
+    waited_ms: float | None = None
+    """Added by waits: exposed communication and waiting for slower ranks."""
+    link_host_ms: float | None = None
+    """CPU time of the emulator itself, part of `ms`."""
+    exchanges: int | None = None
+    page_faults: float | None = None
+    compile_s: float | None = None
+    relative_error: float | None = None
+    error: str = ""
+
+
+def rows_of(job: Job, result: CaseResult) -> list[Row]:
+    """Return a row for every variant at every ratio, the control first."""
+    return [
+        _row(job, result, name, outcome, ratio_name)
+        for ratio_name in (NO_LINK_RATIO, *RATIOS)
+        for name, outcome in result.outcomes.items()
+    ]
+
+
+def warnings_of(rows: list[Row]) -> list[str]:
+    """Return what a reader must know before believing the ratios."""
+    return [
+        f"{row.case}, {row.variant}: {row.inf_bandwidth_ratio:.2f} of {BASELINE} without a link; "
+        "part of its gain is compute saved or noise, not overlap"
+        for row in rows
+        if row.ratio == NO_LINK_RATIO
+        and row.inf_bandwidth_ratio is not None
+        and row.inf_bandwidth_ratio < LEAST_CONTROL
+    ]
+
+
+def header_of_case(job: Job, result: CaseResult) -> dict[str, Any]:
+    """Return what the rows of one case were measured with."""
+    return {
+        **asdict(job.case),
+        "clock": job.clock,
+        "compute_ms": result.compute_s * 1e3,
+        "comm_ms": {name: seconds * 1e3 for name, seconds in result.comm_s.items()},
+        "wire_bytes_per_step": result.wire_bytes,
+        "exchanges_per_step": result.num_exchanges,
+        "links": {
+            name: {"latency_us": rate.latency_s * 1e6, "mb_per_s": rate.bytes_per_s / 1e6}
+            for name, rate in result.rates.items()
+        },
+        "megamoe_profile": result.profile,
+    }
+
+
+def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: str) -> Row:
+    place = {
+        "case": job.case.name,
+        "ranks": job.case.num_ranks,
+        "ratio": ratio_name,
+        "variant": name,
+    }
+    if outcome.error:
+        return Row(**place, error=outcome.error)
+    samples = outcome.samples[ratio_name]
+    times = [s.elapsed_s * 1e3 for s in samples]
+    ms = statistics.median(times)
+    bound_ms = 1e3 * max(result.compute_s, result.comm_s.get(ratio_name, 0.0))
+    control = _against(result, name, BASELINE, NO_LINK_RATIO)
+    here = _against(result, name, BASELINE, ratio_name)
+    reordered = _against(result, name, REORDERED, ratio_name)
+    low, _, high = statistics.quantiles(times, n=4)
+    return Row(
+        **place,
+        ms=ms,
+        ms_quartiles=(low, high),
+        vs_inductor=here and here.median,
+        vs_inductor_interval=here and (here.low, here.high),
+        vs_inductor_reorder=reordered and reordered.median,
+        bound_ms=bound_ms,
+        bound_fraction=bound_ms / ms,
+        inf_bandwidth_ratio=control and control.median,
+        inf_bandwidth_interval=control and (control.low, control.high),
+        inf_bandwidth_pairs=control and control.num_pairs,
+        compile_s=outcome.compile_s,
+        relative_error=outcome.relative_error,
+        **_medians(samples),
+    )
+
+
+def _medians(samples: list[Sample]) -> dict[str, Any]:
+    return {
+        "waited_ms": 1e3 * statistics.median(s.traffic.waited_s for s in samples),
+        "link_host_ms": 1e3 * statistics.median(s.traffic.host_s for s in samples),
+        "exchanges": samples[-1].traffic.num_exchanges,
+        "page_faults": statistics.median(s.page_faults for s in samples),
+    }
+
+
+def _against(result: CaseResult, name: str, other: str, ratio_name: str) -> Estimate | None:
+    if other not in result.outcomes or result.outcomes[other].error:
+        return None
+    times = [[s.elapsed_s for s in result.outcomes[n].samples[ratio_name]] for n in (name, other)]
+    return ratio(*times)

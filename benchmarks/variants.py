@@ -1,0 +1,72 @@
+"""The ways a layer is run: eagerly, by Inductor, by the rival's token halves, by megamoe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from benchmarks.cases import BASELINE, REORDERED
+from benchmarks.layer import TokenHalves
+
+REORDER_PASSES: Final[Mapping[str, Any]] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_compute_for_overlap",
+        "sink_waits",
+        "raise_comms",
+    ],
+}
+"""Inductor's own overlap: the flag alone does nothing, and of its passes these gain the most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way; `backend` None means eager."""
+
+    name: str
+    backend: str | None = "inductor"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    in_token_halves: bool = False
+
+    def build(self, layer: nn.Module, profile: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the layer run this way; it compiles at its first call.
+
+        megamoe is told the rates in `profile`, Inductor's own passes estimate by themselves.
+        """
+        module = TokenHalves(layer) if self.in_token_halves else layer
+        if self.backend is None:
+            return module
+        options = dict(self.options)
+        if self.backend == "megamoe":
+            options["megamoe.hardware"] = str(profile)
+        return torch.compile(module, backend=self.backend, fullgraph=True, options=options)
+
+
+VARIANTS: Final = (
+    Variant(name="eager", backend=None),
+    Variant(name=BASELINE),
+    Variant(name=REORDERED, options=REORDER_PASSES),
+    Variant(name="token halves reorder", options=REORDER_PASSES, in_token_halves=True),
+    Variant(
+        name="token halves in our order",
+        backend="megamoe",
+        options={"megamoe.chunks": 1},
+        in_token_halves=True,
+    ),
+    Variant(name="megamoe N=1", backend="megamoe", options={"megamoe.chunks": 1}),
+    Variant(name="megamoe N=2", backend="megamoe", options={"megamoe.chunks": 2}),
+    Variant(name="megamoe N=4", backend="megamoe", options={"megamoe.chunks": 4}),
+)
+
+
+def named_variants(names: tuple[str, ...]) -> tuple[Variant, ...]:
+    """Return the variants called `names`, in that order."""
+    known = {variant.name: variant for variant in VARIANTS}
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"no variant {unknown}; known: {', '.join(known)}")
+    return tuple(known[name] for name in names)

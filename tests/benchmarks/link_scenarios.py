@@ -1,0 +1,153 @@
+"""What two ranks do on an emulated link whose clock is set by hand; each returns plain numbers."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from benchmarks.clocks import VirtualClock, WallClock
+from benchmarks.emulated_link import LinkRate, Traffic, make_emulated_group
+from benchmarks.post_board import PostBoard
+from benchmarks.step import largest
+
+LAUNCH = torch.ops._c10d_functional.all_to_all_single
+WAIT = torch.ops._c10d_functional.wait_tensor
+STATE = {}
+
+
+class HandClock:
+    """Moves only when told."""
+
+    name = "hand"
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+    def wait_until(self, moment):
+        self.time = max(self.time, moment)
+
+    def align(self, moment):
+        self.time = moment
+
+
+def open_link(rank, path):
+    board = PostBoard(Path(path), rank, dist.get_world_size())
+    STATE["link"] = make_emulated_group(board, HandClock())
+
+
+def run(rank, scenario, latency_s, bytes_per_s):
+    """Run a scenario below; returns (its result, time it took, bytes, exchanges)."""
+    link = STATE["link"]
+    link.rate = LinkRate(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    link.traffic = Traffic()
+    began = largest(link.clock.now())
+    link.clock.align(began)
+    result = scenario(rank, link, began)
+    took = link.clock.now() - began
+    return result, took, link.traffic.wire_bytes, link.traffic.num_exchanges
+
+
+def _exchange(link, rows, width=4):
+    """Every rank sends `rows` rows of `width` bytes to each rank."""
+    x = torch.zeros(rows * link.size(), width, dtype=torch.uint8)
+    splits = [rows] * link.size()
+    return LAUNCH(x, splits, splits, link.group_name)
+
+
+def one_exchange(rank, link, began):
+    WAIT(_exchange(link, 25))
+
+
+def two_exchanges(rank, link, began):
+    first, second = _exchange(link, 25), _exchange(link, 25)
+    WAIT(first)
+    after_first = link.clock.now() - began
+    WAIT(second)
+    return after_first
+
+
+def two_waited_backwards(rank, link, began):
+    first, second = _exchange(link, 25), _exchange(link, 25)
+    WAIT(second)
+    after_second = link.clock.now() - began
+    WAIT(first)
+    return after_second
+
+
+def compute_between(rank, link, began):
+    sent = _exchange(link, 25)
+    link.clock.time += 0.75
+    WAIT(sent)
+
+
+def long_compute_between(rank, link, began):
+    sent = _exchange(link, 25)
+    link.clock.time += 5.0
+    WAIT(sent)
+
+
+def late_rank(rank, link, began):
+    link.clock.time += 3.0 * rank
+    WAIT(_exchange(link, 25))
+
+
+def uneven(rank, link, began):
+    """Rank 0 keeps 7 rows and sends 100 of 4 bytes; rank 1 keeps 50 and sends 10."""
+    sends = [[7, 100], [10, 50]]
+    gets = [sends[r][rank] for r in range(2)]
+    x = torch.full((sum(sends[rank]), 4), rank, dtype=torch.uint8)
+    x[:, 1] = torch.arange(len(x)) % 256
+    got = WAIT(LAUNCH(x, gets, sends[rank], link.group_name))
+    return got.tolist()
+
+
+def empty(rank, link, began):
+    x = torch.zeros(0, 4)
+    return len(WAIT(LAUNCH(x, [0, 0], [0, 0], link.group_name)))
+
+
+def even_by_default(rank, link, began):
+    x = torch.arange(8, dtype=torch.uint8) + 100 * rank
+    return WAIT(LAUNCH(x, [4, 4], [4, 4], link.group_name)).tolist()
+
+
+def gradient(rank, link, began):
+    x = torch.ones(3, 2, requires_grad=True)
+    splits = [[1, 2], [2, 1]]
+    got = all_to_all_single_autograd(x, splits[rank], splits[rank], link)
+    (got * (rank + 1)).sum().backward()
+    return x.grad.tolist()
+
+
+def events(rank, link, began):
+    link.events = []
+    sent = _exchange(link, 25)
+    link.clock.time += 0.5
+    WAIT(sent)
+    seen, link.events = link.events, None
+    return [(e.kind, e.time_s - began) for e in seen]
+
+
+def virtual_clock_counts_work_not_sleep(rank):
+    clock = VirtualClock()
+    began = clock.now()
+    time.sleep(0.05)
+    slept = clock.now() - began
+    work_until = time.thread_time() + 0.02
+    while time.thread_time() < work_until:
+        pass
+    worked = clock.now() - began
+    clock.wait_until(clock.now() + 10.0)
+    return slept, worked, clock.now() - began
+
+
+def wall_clock_sleeps(rank):
+    clock = WallClock()
+    began = clock.now()
+    clock.wait_until(began + 0.05)
+    return clock.now() - began

@@ -1,0 +1,116 @@
+"""The link takes the time it states, hides what it should, and moves the right bytes."""
+
+import math
+
+import pytest
+
+from benchmarks.post_board import SLOTS, Post, PostBoard, create_board
+from tests.benchmarks import link_scenarios as scenarios
+
+ALPHA, BANDWIDTH = 0.5, 100.0
+"""One exchange of 25 rows of 4 bytes to the other rank: 100 bytes, 1 s, 0.5 s of latency."""
+
+
+@pytest.fixture(scope="module")
+def ranks(two_ranks, tmp_path_factory):
+    path = tmp_path_factory.mktemp("board") / "posts"
+    create_board(path, 2)
+    two_ranks.run(scenarios.open_link, str(path))
+    return two_ranks
+
+
+def play(ranks, scenario, alpha=ALPHA, bandwidth=BANDWIDTH):
+    return ranks.run(scenarios.run, scenario, alpha, bandwidth)
+
+
+def times(results):
+    return [time for _, time, _, _ in results]
+
+
+def test_one_exchange_takes_latency_plus_bytes_over_bandwidth(ranks):
+    results = play(ranks, scenarios.one_exchange)
+    assert times(results) == [1.5, 1.5]
+    assert results[0][2:] == (100, 1)
+
+
+def test_two_exchanges_follow_one_another(ranks):
+    results = play(ranks, scenarios.two_exchanges)
+    assert times(results) == [3.0, 3.0]
+    assert [first for first, *_ in results] == [1.5, 1.5]
+
+
+def test_waiting_in_another_order_changes_nothing(ranks):
+    results = play(ranks, scenarios.two_waited_backwards)
+    assert times(results) == [3.0, 3.0]
+    assert [second for second, *_ in results] == [3.0, 3.0]
+
+
+def test_compute_between_launch_and_wait_is_hidden(ranks):
+    assert times(play(ranks, scenarios.compute_between)) == [1.5, 1.5]
+
+
+def test_compute_longer_than_the_exchange_hides_it_all(ranks):
+    assert times(play(ranks, scenarios.long_compute_between)) == [5.0, 5.0]
+
+
+def test_an_exchange_starts_when_the_last_rank_posts(ranks):
+    assert times(play(ranks, scenarios.late_rank)) == [4.5, 4.5]
+
+
+def test_an_infinite_link_takes_no_time(ranks):
+    assert times(play(ranks, scenarios.two_exchanges, 0.0, math.inf)) == [0.0, 0.0]
+
+
+def test_what_a_rank_keeps_is_free_and_directions_do_not_add(ranks):
+    results = play(ranks, scenarios.uneven)
+    assert times(results) == [4.5, 4.5]  # 400 bytes one way; 40 the other way beside them
+
+
+def test_uneven_rows_arrive_where_they_belong(ranks):
+    results = play(ranks, scenarios.uneven)
+    assert results[0][0] == [[0, i, 0, 0] for i in range(7)] + [[1, i, 1, 1] for i in range(10)]
+    assert results[1][0] == [[0, 7 + i, 0, 0] for i in range(100)] + [
+        [1, 10 + i, 1, 1] for i in range(50)
+    ]
+
+
+def test_even_rows_arrive_where_they_belong(ranks):
+    results = play(ranks, scenarios.even_by_default)
+    assert results[0][0] == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
+def test_an_empty_exchange_costs_latency(ranks):
+    assert times(play(ranks, scenarios.empty)) == [0.5, 0.5]
+
+
+def test_gradients_cross_the_link_too(ranks):
+    results = play(ranks, scenarios.gradient)
+    assert results[0][0] == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    assert results[0][3] == 2
+
+
+def test_events_tell_launch_wait_and_resume(ranks):
+    results = play(ranks, scenarios.events)
+    assert results[0][0] == [("launch", 0.0), ("wait", 0.5), ("resume", 1.5)]
+
+
+def test_virtual_time_is_work_plus_modelled_waits(ranks):
+    for slept, worked, waited in ranks.run(scenarios.virtual_clock_counts_work_not_sleep):
+        assert slept < 0.01
+        assert 0.02 <= worked < 0.04
+        assert 10.0 <= waited - worked < 10.01
+
+
+def test_wall_time_passes_while_waiting(ranks):
+    for waited in ranks.run(scenarios.wall_clock_sleeps):
+        assert waited >= 0.05
+
+
+def test_a_board_that_was_lapped_says_so(tmp_path):
+    create_board(tmp_path / "posts", 1)
+    board = PostBoard(tmp_path / "posts", 0, 1)
+    for ordinal in (1, 1 + SLOTS):
+        board.write(ordinal, Post(0.0, 0.0))
+    assert board.read(1 + SLOTS) == [Post(0.0, 0.0)]
+    with pytest.raises(RuntimeError, match="overwritten"):
+        board.read(1)

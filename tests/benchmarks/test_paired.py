@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.paired import estimate, ratio
+
+TIMES = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=40)
+
+
+def test_what_slows_a_whole_round_cancels():
+    baseline = [10.0, 10.0, 30.0, 10.0, 50.0]
+    measured = [8.0, 8.0, 24.0, 8.0, 40.0]
+    result = ratio(measured, baseline)
+    assert (result.median, result.low, result.high) == (0.8, 0.8, 0.8)
+    assert result.num_pairs == 5
+
+
+def test_rounds_must_pair_up():
+    with pytest.raises(ValueError):
+        ratio([1.0, 2.0], [1.0])
+
+
+def test_no_measurement_is_an_error():
+    with pytest.raises(ValueError, match="no measurement"):
+        estimate([])
+
+
+def test_one_outlier_among_many_does_not_move_the_median():
+    result = estimate([1.0] * 20 + [100.0])
+    assert (result.median, result.high) == (1.0, 1.0)
+
+
+def test_spread_widens_the_interval():
+    narrow = estimate([1.0 + 0.001 * i for i in range(21)])
+    wide = estimate([1.0 + 0.1 * i for i in range(21)])
+    assert wide.high - wide.low > 10 * (narrow.high - narrow.low)
+
+
+def test_a_known_sample_gives_an_interval_as_wide_as_order_statistics_say():
+    """95 % for the median of 1..21: ranks 6 and 16 by the binomial; the bootstrap is within one."""
+    result = estimate([float(i) for i in range(1, 22)])
+    assert result.median == 11.0
+    assert abs(result.low - 6.0) <= 1.0
+    assert abs(result.high - 16.0) <= 1.0
+
+
+@given(values=TIMES)
+def test_the_interval_holds_the_median_and_repeats(values):
+    result = estimate(values)
+    assert min(values) <= result.low <= result.median <= result.high <= max(values)
+    assert estimate(values) == result

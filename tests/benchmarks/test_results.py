@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import PRESETS, RATIOS, ROUTED, Preset
+from benchmarks.emulated_link import LinkRate, Traffic
+from benchmarks.measure import CaseResult, Job, Outcome
+from benchmarks.results import rows_of, warnings_of
+from benchmarks.step import Sample
+from benchmarks.variants import VARIANTS, named_variants
+
+JOB = Job(
+    case=ROUTED, preset=PRESETS["quick"], clock="virtual", folder=Path(), profile=Path("p.toml")
+)
+LATENCY, BYTES = 0.5, 100.0
+
+
+def outcome(control_s, **ratios_s):
+    """Two rounds of the same time at every ratio."""
+    times = {"inf": control_s, **{name: ratios_s["linked"] for name in RATIOS}}
+    sample = {
+        name: [Sample(elapsed_s=t, traffic=Traffic(2, BYTES), page_faults=0)] * 2
+        for name, t in times.items()
+    }
+    return Outcome(samples=sample)
+
+
+def result(**outcomes):
+    rates = {name: LinkRate(latency_s=LATENCY, bytes_per_s=BYTES * r) for name, r in RATIOS.items()}
+    return CaseResult(
+        compute_s=2.0,
+        rates=rates,
+        comm_s={name: Traffic(2, BYTES).alone_s(rate) for name, rate in rates.items()},
+        wire_bytes=BYTES,
+        num_exchanges=2,
+        profile="",
+        outcomes=outcomes,
+    )
+
+
+def rows(**outcomes):
+    return {(r.variant, r.ratio): r for r in rows_of(JOB, result(**outcomes))}
+
+
+def test_the_bound_is_the_longer_of_compute_and_communication():
+    row = rows(inductor=outcome(2.0, linked=4.0))
+    assert row["inductor", "1:2"].bound_ms == 3000.0  # two latencies, 100 bytes at 50 a second
+    assert row["inductor", "2:1"].bound_ms == 2000.0  # compute
+    assert row["inductor", "2:1"].bound_fraction == 0.5
+    assert row["inductor", "inf"].bound_ms == 2000.0
+
+
+def test_ratios_are_against_the_same_rounds_of_the_baselines():
+    both = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": outcome(2.0, linked=3.0)}
+    row = rows(**both, other=outcome(2.2, linked=2.4))["other", "1:1"]
+    assert row.vs_inductor == pytest.approx(0.6)
+    assert row.vs_inductor_reorder == pytest.approx(0.8)
+    assert row.inf_bandwidth_ratio == pytest.approx(1.1)
+    assert row.inf_bandwidth_pairs == 2
+
+
+def test_a_failed_variant_has_rows_that_say_why():
+    row = rows(inductor=outcome(2.0, linked=4.0), other=Outcome(error="no compiler"))
+    assert row["other", "1:1"].error == "no compiler"
+    assert row["other", "1:1"].ms is None
+
+
+def test_a_failed_reordered_baseline_leaves_its_ratio_empty():
+    failed = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": Outcome(error="no")}
+    assert rows(**failed)["inductor", "1:1"].vs_inductor_reorder is None
+
+
+def test_saved_compute_is_not_taken_for_overlap():
+    measured = {"inductor": outcome(2.0, linked=4.0), "other": outcome(1.8, linked=2.0)}
+    (warning,) = warnings_of(rows_of(JOB, result(**measured)))
+    assert "other" in warning
+    measured["other"] = outcome(1.95, linked=2.0)
+    assert warnings_of(rows_of(JOB, result(**measured))) == []
+
+
+def test_every_preset_names_variants_that_exist():
+    for preset in PRESETS.values():
+        assert len(named_variants(preset.variants)) == len(preset.variants)
+        assert preset.control_rounds >= 20
+
+
+def test_an_unknown_variant_is_named():
+    with pytest.raises(ValueError, match="'no such'"):
+        named_variants(("no such",))
+    assert len({v.name for v in VARIANTS}) == len(VARIANTS)
+
+
+def test_a_preset_without_the_baseline_is_refused():
+    with pytest.raises(ValueError, match="inductor"):
+        Preset(cases=(), variants=("eager",), control_rounds=20, rounds=1, timeout_s=1.0)
