@@ -8,6 +8,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+from moe_compile.graph.query import is_launch, is_wait, overload_name
+
 c10d = torch.ops._c10d_functional
 
 
@@ -20,6 +22,13 @@ def one_rank_group():
 
 def exchange(x, outs, ins, group):
     return c10d.wait_tensor(c10d.all_to_all_single(x, outs, ins, group))
+
+
+def letters(graph):
+    """L launch, W wait, m matrix product, in graph order."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    kinds = ["L" if is_launch(n) else "W" if is_wait(n) else overload_name(n) for n in calls]
+    return "".join("m" if k.endswith("mm") else k for k in kinds if k in "LW" or k.endswith("mm"))
 
 
 class ChunkedMoE(nn.Module):

@@ -39,8 +39,9 @@ def pinning_patches() -> dict[str, object]:
 def pin_order(graph: fx.Graph) -> bool:
     """Make each launch, wait and matrix product depend on the one before; return whether it did.
 
-    Stronger than the settings: fusion cannot pull a wait before compute it stands after. To be
-    the last edit of a graph, as the nodes end up inside a higher-order operator.
+    The settings alone do not hold where a kernel of before a wait is fused with one of after it:
+    the wait moves up with them. To be the last edit of a graph: the nodes end up inside a
+    higher-order operator, where no launch or wait is found any more.
     """
     try:
         control = importlib.import_module("torch._inductor.fx_passes.control_dependencies")

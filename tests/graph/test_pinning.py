@@ -1,27 +1,20 @@
-"""Inductor runs a scheduled layer in the order the pass left, forward and backward."""
+"""Inductor runs a scheduled graph in the order the pass left, forward and backward."""
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.pinning import pin_order, pinning_patches
-from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.graph.wrapper_order import event_letters, wrapper_events
 from moe_compile.hardware import load_profile
 from moe_compile.planning.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
-from tests.scheduled_layers import ChunkedMoE, one_rank_group
-
-
-def letters(graph):
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    kinds = ["L" if is_launch(n) else "W" if is_wait(n) else overload_name(n) for n in calls]
-    return "".join("m" if k.endswith("mm") else k for k in kinds if k in "LW" or k.endswith("mm"))
+from tests.scheduled_layers import ChunkedMoE, exchange, letters, one_rank_group
 
 
 class Scheduling(CustomGraphPass):
@@ -29,7 +22,9 @@ class Scheduling(CustomGraphPass):
 
     def __init__(self, pin):
         self.pin, self.orders = pin, []
-        self.state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
+        self.state = CompileState(
+            config=MegaMoEConfig(max_memory_increase=9.0), hardware=load_profile("cpu")
+        )
 
     def __call__(self, graph):
         ScheduleExchanges().run(graph, self.state)
@@ -47,27 +42,48 @@ def test_pinning_patches_name_only_settings_this_torch_has():
         assert inductor_config.reorder_for_peak_memory is False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("patched", "pinned"), [(True, False), (False, True)], ids=["settings", "control_deps"]
-)
-def test_the_generated_wrapper_keeps_the_order(patched, pinned):
-    """Either means alone suffices; without both, Inductor undoes the schedule."""
-    scheduling = Scheduling(pinned)
-    patches = {"post_grad_custom_post_pass": scheduling, "force_disable_caches": True}
-    patches |= pinning_patches() if patched else {}
+def patches(scheduling):
+    return {
+        "post_grad_custom_post_pass": scheduling,
+        "force_disable_caches": True,
+        **pinning_patches(),
+    }
+
+
+def test_fusion_does_not_pull_a_wait_over_compute():
+    """`relu(x)` and `received + 2 * x` read x both: fused, the product would follow the wait."""
+    group, scheduling, weight = one_rank_group(), Scheduling(pin=True), torch.randn(64, 64)
+
+    def program(x):
+        received = exchange(x, [64], [64], group)
+        return received + x * 2, torch.relu(x) @ weight @ weight
 
     def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches)
+        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
+    assert scheduling.orders == ["LmmW"]
+    assert event_letters(wrapper_events(source)) == "LmmW"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_generated_wrapper_keeps_the_order(chunks):
+    scheduling = Scheduling(pin=True)
+
+    def backend(gm, example_inputs):
+        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = ChunkedMoE(64, 64, 8, 2, one_rank_group(), 2, shared=64)
+    layer = ChunkedMoE(64, 64, 8, 2, one_rank_group(), chunks, shared=64)
     x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(layer, backend=backend, fullgraph=True)
         _, sources = run_fw_bw_and_get_code(lambda: compiled(x))
     forward, backward = scheduling.orders
-    assert forward.startswith("mLWLL")
-    assert backward.startswith("LL")
+    assert forward.startswith("mLWL" + "L" * (chunks - 1))
+    assert backward.startswith("L" * chunks)
     assert [event_letters(wrapper_events(source)) for source in sources] == [forward, backward]

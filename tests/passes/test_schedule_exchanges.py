@@ -1,6 +1,7 @@
 """Exchanges run under compute, values stay, the order of collectives is structure alone."""
 
 import dataclasses
+import importlib
 import time
 
 import pytest
@@ -12,12 +13,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import collective_order
-from moe_compile.graph.query import is_launch, is_wait, overload_name
+from moe_compile.graph.query import is_launch
 from moe_compile.hardware import load_profile
 from moe_compile.planning.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges, Skip
 from passes.verify_schedule import VerifySchedule
-from tests.scheduled_layers import ChunkedMoE, c10d, one_rank_group, post_grad_graphs, run_layer
+from tests.scheduled_layers import (
+    ChunkedMoE,
+    c10d,
+    letters,
+    one_rank_group,
+    post_grad_graphs,
+    run_layer,
+)
 
 CPU = load_profile("cpu")
 aten = torch.ops.aten
@@ -37,13 +45,6 @@ def schedule(graph, compile_state=None):
     report = ScheduleExchanges().run(graph, compile_state)
     VerifySchedule().run(graph, compile_state)
     return report
-
-
-def letters(graph):
-    """L launch, W wait, m matrix product, in graph order."""
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    kinds = ["L" if is_launch(n) else "W" if is_wait(n) else overload_name(n) for n in calls]
-    return "".join("m" if k.endswith("mm") else k for k in kinds if k in "LW" or k.endswith("mm"))
 
 
 def layer_graphs(group, chunks, tokens=256, shared=256, dynamic=None, experts=8):
@@ -258,20 +259,31 @@ def test_an_exchange_already_hidden_is_left_alone(group):
     assert [v.reason for v in report.skipped] == [Skip.ALREADY_HIDDEN]
 
 
-def test_without_memory_an_exchange_stays_exposed_and_the_report_says_so(group):
-    """Hiding the exchange would keep `big` alive while the product is made."""
+def test_an_exchange_stays_exposed_where_memory_forbids_more(group):
+    """Both buffers of the exchange would be alive beside the product."""
 
     def program(x, w):
-        big = torch.cat([x] * 8)
-        total = big.sum(0, keepdim=True)
-        received = c10d.wait_tensor(c10d.all_to_all_single(x, [64], [64], group))
-        return received + total, torch.cat([w @ w, w])
+        received = c10d.wait_tensor(c10d.all_to_all_single(x + 1, [64], [64], group))
+        return received.sum(0), w @ w
 
     gm = traced(program, torch.randn(64, 64), torch.randn(64, 64))
-    report = schedule(gm.graph, state(max_memory_increase=0.0))
-    measures = report.measures
-    assert measures["peak_bytes"] <= measures["peak_bytes_before"]
-    assert report.applied or [v.reason for v in report.skipped] == [Skip.MEMORY_CAP]
+    report = schedule(gm.graph, state(max_memory_increase=0.3))
+    assert [v.reason for v in report.skipped] == [Skip.MEMORY_CAP]
+    assert report.measures["peak_bytes"] == report.measures["peak_bytes_before"]
+    report = schedule(gm.graph, state(max_memory_increase=0.6))
+    assert report.applied
+    assert letters(gm.graph) == "LmW"
+
+
+def test_a_graph_that_switches_streams_is_left_alone(group):
+    gm = traced(lambda x: sent_early(x, group), torch.randn(64, 64))
+    before = letters(gm.graph)
+    importlib.import_module("torch._dynamo.variables.streams")  # registers the operators
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes)).next):
+        gm.graph.call_function(torch.ops.streams.record_event.default, (0, 0))
+    report = schedule(gm.graph)
+    assert [v.reason for v in report.skipped] == [Skip.USER_STREAMS]
+    assert letters(gm.graph) == before
 
 
 def test_schedule_off_leaves_the_graph_alone(group):
