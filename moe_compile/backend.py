@@ -54,9 +54,10 @@ def megamoe(
     state = CompileState(config=config, hardware=load_profile(config.hardware))
     compilation = describe(gm, state)
     for module in _graph_modules(gm):
-        compilation.add_level(run_level(DYNAMO, module.graph, state), state)
-        module.recompile()
+        results = run_level(DYNAMO, module.graph, state)
         _refuse_if_strict(config, state)
+        compilation.add_level(results, state)
+        module.recompile()
     state.family = compilation.family
     state.plan_digest = compilation.plan_digest()
     if compilation.regions:
@@ -82,10 +83,9 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
     if not config.strict or config.chunks == 1:
         return
-    for plan in state.plans:
-        if isinstance(plan.proof, Refused):
-            raise RegionRefused(
-                f"{plan.region.name} at {plan.region.dispatch.name} is not chunked: "
-                f"{plan.proof.reason.value} ({plan.proof.detail}). Set megamoe.strict = False to "
-                "run it as it is"
-            )
+    unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
+    for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):
+        raise RegionRefused(
+            f"{refused.candidate} is not chunked: {refused.reason.value} ({refused.detail}). "
+            "Set megamoe.strict = False to run it as it is"
+        )

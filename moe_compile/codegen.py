@@ -22,8 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from moe_compile.graph.pinning import pinning_patches
 from moe_compile.planning.state import CompileState
-from passes.contract import GraphPass
-from passes.pipeline import JOINT, POST_GRAD, run_level
+from passes.pipeline import JOINT, POST_GRAD, Level, run_level
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCES: Final = tuple(
@@ -43,9 +42,7 @@ HOOKS: Final = {
 class LevelPass(CustomGraphPass):
     """One level of our pipeline on one of Inductor's hooks, after what stood there."""
 
-    def __init__(
-        self, level: tuple[GraphPass, ...], state: CompileState, before: CustomGraphPass | None
-    ) -> None:
+    def __init__(self, level: Level, state: CompileState, before: CustomGraphPass | None) -> None:
         """Run `before` first, then `level` with `state`."""
         self._level = level
         self._state = state
@@ -71,7 +68,7 @@ def _identity(state: CompileState) -> str:
     return f"{state.config.digest_text()} {state.hardware} {state.family} {state.plan_digest}"
 
 
-def run_on_aot_graph(level: tuple[GraphPass, ...], graph: fx.Graph, state: CompileState) -> None:
+def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None:
     """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
     inputs = graph.find_nodes(op="placeholder")
     state.is_backward = any(node.name.startswith("tangents") for node in inputs)

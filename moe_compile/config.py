@@ -1,4 +1,4 @@
-"""What the user may set: one frozen dataclass, read from `options=`, a TOML table and the environment.
+"""What the user may set: one frozen dataclass, from `options=`, a TOML table, the environment.
 
 Contract
     A `MegaMoEConfig` that exists is valid; every field is one of the documented options.

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.fx as fx
-from moe_compile.analysis.row_proof import prove_rows_independent
 
 from moe_compile.analysis.detect_moe import find_moe_regions
+from moe_compile.analysis.host_reads import count_host_reads
 from moe_compile.analysis.regions import Refused
+from moe_compile.analysis.row_proof import prove_rows_independent
+from moe_compile.graph.query import source_place
 from moe_compile.planning.state import CompileState, RegionPlan
 from passes.contract import Fact, GraphPass, PassReport, verdict
 
@@ -32,7 +34,13 @@ class DetectRegions(GraphPass):
         """Fill `state.plans` with a plan of one chunk per region, `state.decoys` with the rest."""
         regions, decoys = find_moe_regions(graph)
         state.plans = [
-            RegionPlan(region=r, proof=prove_rows_independent(r), num_chunks=1) for r in regions
+            RegionPlan(
+                region=region,
+                proof=prove_rows_independent(region),
+                where=source_place(region.dispatch),
+                num_host_reads=count_host_reads(region),
+            )
+            for region in regions
         ]
         state.decoys = decoys
         refused = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,32 +31,28 @@ from passes.verify_schedule import VerifySchedule
 
 LOG: Final = logging.getLogger("megamoe")
 
-DYNAMO: Final[tuple[GraphPass, ...]] = (
-    NormalizeExchanges(),
-    DetectRegions(),
-    PlanChunks(),
-    ChunkRegions(),
-)
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The passes that run on one kind of graph, in order."""
+
+    passes: tuple[GraphPass, ...]
+    given: frozenset[Fact] = frozenset()
+    """What the tracer promises of the level's graphs."""
+
+
+DYNAMO: Final = Level((NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions()))
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
-JOINT: Final[tuple[GraphPass, ...]] = (SaveExchanges(),)
+JOINT: Final = Level((SaveExchanges(),), frozenset({Fact.FUNCTIONAL}))
 """On the joint graph, before it is partitioned."""
 
-POST_GRAD: Final[tuple[GraphPass, ...]] = (
-    ScheduleExchanges(),
-    VerifySchedule(),
-    RecordOrder(),
+POST_GRAD: Final = Level(
+    (ScheduleExchanges(), VerifySchedule(), RecordOrder()), frozenset({Fact.FUNCTIONAL})
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""
 
-GIVEN: Final = {
-    DYNAMO: frozenset[Fact](),
-    JOINT: frozenset({Fact.FUNCTIONAL}),
-    POST_GRAD: frozenset({Fact.FUNCTIONAL}),
-}
-"""What the tracer promises of each level's graph."""
-
-NAMES: Final = tuple(p.name for p in (*DYNAMO, *JOINT, *POST_GRAD))
+NAMES: Final = tuple(p.name for level in (DYNAMO, JOINT, POST_GRAD) for p in level.passes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +70,23 @@ def check_names(names: Iterable[str]) -> None:
             raise InvalidConfig(f"megamoe.disable_passes: no pass {name!r}.{nearest(name, NAMES)}")
 
 
-def check_order(passes: Sequence[GraphPass], given: frozenset[Fact]) -> None:
+def check_order(level: Level) -> None:
     """Raise ContractViolation if a pass needs a fact no earlier pass left standing."""
-    known = given
-    for p in passes:
+    known = level.given
+    for p in level.passes:
         if missing := p.requires - known:
             raise ContractViolation(f"{p.name} needs {_names(missing)}, not yet provided")
         known = (known - p.invalidates) | p.provides
 
 
-def run_level(
-    level: tuple[GraphPass, ...], graph: fx.Graph, state: CompileState
-) -> list[PassReport | Dropped]:
+def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassReport | Dropped]:
     """Run one level's enabled passes in order on `graph`; return what became of each.
 
     Raises what a failing pass raised when `state.config.strict`.
     """
     results: list[PassReport | Dropped] = []
-    known = GIVEN[level]
-    for p in level:
+    known = level.given
+    for p in level.passes:
         if p.name in state.config.disable_passes:
             results.append(Dropped(p.name, "disabled by disable_passes"))
         elif missing := p.requires - known:

@@ -51,14 +51,19 @@ def find_moe_regions(graph: fx.Graph) -> tuple[list[MoERegion], list[Refused]]:
     for launch in launches:
         if launch in used:
             continue
-        found = _match(launch, launches, used, dependence, f"region {len(regions)}")
-        if isinstance(found, MoERegion):
-            regions.append(found)
-            used |= {found.count_exchange, found.dispatch, found.combine}
-            used |= {node for node in found.body if is_launch(node)}
+        pair = _match(launch, launches, used, dependence)
+        if isinstance(pair, Refused):
+            refused[launch] = pair
+            continue
+        used |= {pair.count_exchange, pair.dispatch, pair.combine}
+        num_matched = len(regions) + sum(r.is_region for r in refused.values())
+        region = _region(pair, dependence, f"region {num_matched}")
+        if isinstance(region, MoERegion):
+            regions.append(region)
         else:
-            refused[launch] = found
-    return regions, [r for launch, r in refused.items() if launch not in used]
+            refused[launch] = region
+    decoys = [r for launch, r in refused.items() if r.is_region or launch not in used]
+    return regions, decoys
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +77,14 @@ class _Pair:
 
 
 def _match(
-    dispatch: fx.Node,
-    launches: list[fx.Node],
-    used: set[fx.Node],
-    dependence: Dependence,
-    name: str,
-) -> MoERegion | Refused:
+    dispatch: fx.Node, launches: list[fx.Node], used: set[fx.Node], dependence: Dependence
+) -> _Pair | Refused:
     if not is_all_to_all(dispatch):
         return Refused(candidate=dispatch.name, reason=Refusal.NOT_ALL_TO_ALL)
-    if not has_dynamic_splits(dispatch) or is_integer(dispatch):
+    if not has_dynamic_splits(dispatch):
         return Refused(candidate=dispatch.name, reason=Refusal.EVEN_SPLITS)
+    if is_integer(dispatch):
+        return Refused(candidate=dispatch.name, reason=Refusal.INTEGER_PAYLOAD)
     below = dependence.below([dispatch])
     combines = [c for c in launches if c in below and c not in used and _swapped(dispatch, c)]
     results = [r for c in combines[:1] if (r := _last_wait(c)) is not None]
@@ -92,8 +95,7 @@ def _match(
     counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
     if not counts:
         return Refused(candidate=dispatch.name, reason=Refusal.NO_COUNT_EXCHANGE)
-    pair = _Pair(dispatch, combines[0], results[0], counts[-1])
-    return _region(pair, dependence, name)
+    return _Pair(dispatch, combines[0], results[0], counts[-1])
 
 
 def _is_count_exchange(launch: fx.Node) -> bool:
@@ -149,7 +151,7 @@ def _root_of_counts(exchange: fx.Node) -> fx.Node:
 
 def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refused:
     def refuse(reason: Refusal, detail: str = "") -> Refused:
-        return Refused(candidate=name, reason=reason, detail=detail)
+        return Refused(candidate=name, reason=reason, detail=detail, is_region=True)
 
     received = _last_wait(pair.count_exchange)
     counts = _root_of_counts(pair.count_exchange)
@@ -195,21 +197,21 @@ def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refus
 
 def _check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | None:
     """Refuse what replaying the body later, on parts of the rows, would change outside it."""
-
-    def refuse(reason: Refusal, node: fx.Node) -> Refused:
-        return Refused(candidate=region.name, reason=reason, detail=node.name)
-
     inside = set(region.body)
     splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
     for size in splits:
         if isinstance(size, fx.Node) and size not in inside:
-            return refuse(Refusal.NO_COUNT_EXCHANGE, size)
+            return _refused(region, Refusal.NO_COUNT_EXCHANGE, size)
     for node in region.row_side:
         if is_launch(node) and node not in (region.dispatch, region.combine):
-            return refuse(Refusal.COMMUNICATES, node)
+            return _refused(region, Refusal.COMMUNICATES, node)
         if node.op == "call_method" and node.target in ("item", "tolist"):
-            return refuse(Refusal.HOST_READ_OF_ROWS, node)
+            return _refused(region, Refusal.HOST_READ_OF_ROWS, node)
     return _check_writes(region, dependence, inside)
+
+
+def _refused(region: MoERegion, reason: Refusal, node: fx.Node) -> Refused:
+    return Refused(candidate=region.name, reason=reason, detail=node.name, is_region=True)
 
 
 def _check_writes(
@@ -224,12 +226,8 @@ def _check_writes(
     last = dependence.position[region.result]
     for writer, written in dependence.writes.items():
         if writer in inside and written & outside:
-            return Refused(
-                candidate=region.name, reason=Refusal.MUTATES_OUTSIDE, detail=writer.name
-            )
+            return _refused(region, Refusal.MUTATES_OUTSIDE, writer)
         between = first < dependence.position[writer] < last
         if between and writer not in inside and written & outside:
-            return Refused(
-                candidate=region.name, reason=Refusal.MUTATED_MEANWHILE, detail=writer.name
-            )
+            return _refused(region, Refusal.MUTATED_MEANWHILE, writer)
     return None

@@ -19,6 +19,7 @@ class Refusal(enum.Enum):
     """Why an exchange, or a matched region, is left as it is. Values are what reports print."""
 
     EVEN_SPLITS = "its split sizes are static: not an expert dispatch"
+    INTEGER_PAYLOAD = "it carries integers, not rows of activations"
     NO_COMBINE = "no exchange with the split lists swapped is reachable from it"
     NO_COUNT_EXCHANGE = "its split sizes do not come from an exchange of integers"
     COUNT_EXCHANGE = "it carries the counts of a region"
@@ -92,6 +93,8 @@ class Refused:
     candidate: str
     reason: Refusal
     detail: str = ""
+    is_region: bool = False
+    """Whether a dispatch, its combine and its counts were matched: a region, not a decoy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,9 @@ Contract
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,7 @@ import torch.fx as fx
 C10D: Final = torch.ops._c10d_functional
 WAIT: Final = C10D.wait_tensor.default
 ALL_TO_ALL: Final = C10D.all_to_all_single.default
+SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -106,6 +109,16 @@ def is_integer(node: fx.Node) -> bool:
     return tensor is not None and not (
         tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool
     )
+
+
+def source_place(node: fx.Node) -> str:
+    """Return `file.py:line in function`, the user's line that made `node`; "" when unknown."""
+    frames = SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "_functional_collectives.py" not in frame[0]]
+    if not own:
+        return ""
+    path, line, function = own[-1]
+    return f"{PurePath(path).name}:{line} in {function}"
 
 
 def in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:

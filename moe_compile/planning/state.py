@@ -21,7 +21,11 @@ class RegionPlan:
 
     region: MoERegion
     proof: RowProof | Refused
-    num_chunks: int
+    where: str
+    """The user's line that dispatches: `file.py:line in function`."""
+    num_host_reads: int
+    """Times the host waits for integers of the region, as the model is written."""
+    num_chunks: int = 1
     """Chunks the region runs in; 1 leaves it whole."""
     remark: Remark | None = None
     """Why `num_chunks` is not what was asked for, None when it is."""

@@ -7,22 +7,17 @@ Contract
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Final
 
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refused
-from moe_compile.graph.query import is_launch
+from moe_compile.analysis.regions import Refused
+from moe_compile.graph.query import is_launch, source_place
 from moe_compile.planning.state import CompileState, RegionPlan
-from passes.contract import PassReport
+from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
-
-SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +58,7 @@ class Compilation:
             elif result.pass_name == "chunk_regions":
                 chunked |= set(result.applied)
         self.regions += [_region_report(plan, plan.region.name in chunked) for plan in state.plans]
-        self.left_alone += [f"{d.candidate}: {d.reason.value}" for d in state.decoys]
+        self.left_alone += [str(verdict(decoy)) for decoy in state.decoys]
         state.plans, state.decoys = [], []
 
     def plan_digest(self) -> str:
@@ -77,7 +72,7 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     """Return an empty description of the compilation of `gm`."""
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     launches = [n for graph in graphs for n in graph.nodes if is_launch(n)]
-    places = list(dict.fromkeys(where(node) for node in launches))
+    places = list(dict.fromkeys(source_place(node) for node in launches))
     return Compilation(
         family="; ".join(places[:1]),
         settings=state.config.digest_text(),
@@ -91,31 +86,21 @@ def _is_recompile() -> bool:
     return bool(getattr(compile_id, "frame_compile_id", 0))
 
 
-def where(node: fx.Node) -> str:
-    """Return `file.py:line in function`, the user's line that made `node`; "" when unknown."""
-    frames = SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in frames if "_functional_collectives.py" not in f[0]]
-    if not own:
-        return ""
-    path, line, function = own[-1]
-    return f"{PurePath(path).name}:{line} in {function}"
-
-
 def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
     region = plan.region
     refused = plan.proof if isinstance(plan.proof, Refused) else None
-    unchunked = refused.reason.value if refused else "one chunk"
+    unchunked = refused.reason.value if refused else "left whole"
     detail = f" ({refused.detail})" if refused and refused.detail else ""
     remarks = [plan.remark.value] if plan.remark else []
     if refused is None and chunked:
         remarks += [f"weights not sliced: {why}" for why in _unsliced(plan)]
     return RegionReport(
         name=region.name,
-        where=where(region.dispatch) if not chunked else where(region.result),
+        where=plan.where,
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
         num_chunks=plan.num_chunks if chunked else 1,
-        num_host_reads=1 if chunked else _host_reads(region),
+        num_host_reads=1 if chunked else plan.num_host_reads,
         verdict="chunked" if chunked else unchunked + detail,
         remarks=tuple(remarks),
     )
@@ -124,27 +109,3 @@ def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
 def _unsliced(plan: RegionPlan) -> list[str]:
     pairs = [] if isinstance(plan.proof, Refused) else list(plan.proof.unsliceable)
     return list(dict.fromkeys(reason for _, reason in pairs))
-
-
-def _host_reads(region: MoERegion) -> int:
-    """Return how often the host waits for integers of the region, as the model wrote it.
-
-    Values read one by one from one tensor on the host cost the one copy that brought it there.
-    """
-    sources = set()
-    for node in region.count_side:
-        if node.op == "call_method" and node.target == "item":
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            tensor = source.args[0] if source.args else None
-            sources.add(tensor if _is_on_host(tensor) else node)
-    return len(sources)
-
-
-def _is_on_host(tensor: object) -> bool:
-    """Whether `tensor` was brought to the host whole."""
-    return (
-        isinstance(tensor, fx.Node)
-        and tensor.op == "call_method"
-        and tensor.target in ("to", "cpu")
-    )

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from moe_compile.ops.agreement import executed_records, on_first_execution
 from moe_compile.report.compilations import Compilation
 
-
 FIGURES: Final = (
     "compute_us",
     "exchange_us",

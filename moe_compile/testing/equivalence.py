@@ -21,9 +21,10 @@ def differing_tensors(
 ) -> list[str]:
     """Return what differs between `build()` run eagerly and compiled with `options`.
 
-    `build` is called twice and must give equal layers. `inputs` holds one pair per step: the layer's input and the gradient of its output.
-    `options` are those of `torch.compile(..., backend="megamoe")`; `codegen` is "fx" unless it
-    says otherwise, since Inductor rounds differently from eager. Names come as `step 0: output`.
+    `build` is called twice and must give equal layers. `inputs` holds one pair per step: the
+    layer's input and the gradient of its output. `options` are those of
+    `torch.compile(..., backend="megamoe")`; `codegen` is "fx" unless they say otherwise, since
+    Inductor rounds differently from eager. Names come as `step 0: output`.
     """
     eager, other = build(), build()
     settings = {"megamoe.codegen": "fx", **options}

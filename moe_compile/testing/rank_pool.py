@@ -82,14 +82,19 @@ class RankPool:
         while len(results) < self.num_ranks:
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self.num_ranks)) - set(results))
-                raise RankFailure(f"ranks {missing} did not answer within {timeout_s} s")
+                late = f"ranks {missing} did not answer within {timeout_s} s"
+                raise RankFailure(f"{late}\n{_failures(results)}")
             for rank, pipe in enumerate(self._pipes):
                 if rank not in results and pipe.poll(0.01):
                     results[rank] = _receive(rank, pipe)
-        failed = {r: text for r, (ok, text) in sorted(results.items()) if not ok}
-        if failed:
-            raise RankFailure("\n".join(f"rank {r}:\n{text}" for r, text in failed.items()))
+        if failures := _failures(results):
+            raise RankFailure(failures)
         return [results[rank][1] for rank in range(self.num_ranks)]
+
+
+def _failures(results: dict[int, Any]) -> str:
+    failed = {r: text for r, (ok, text) in sorted(results.items()) if not ok}
+    return "\n".join(f"rank {r}:\n{text}" for r, text in failed.items())
 
 
 def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:

@@ -14,7 +14,7 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.planning",),
     ("passes",),
     ("moe_compile.report",),
-    ("moe_compile.backend",),
+    ("moe_compile.codegen", "moe_compile.backend"),
     ("moe_compile.testing",),
     ("torchtitan_integration",),
     ("moe_compile.cli",),

@@ -1,0 +1,71 @@
+"""A pass that fails is left out, with one warning, and the graph is as if it were absent."""
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.contract import Fact, GraphPass, PassReport
+from passes.pipeline import Dropped, Level, run_level
+from tests.capture import state
+
+
+@dataclass(frozen=True)
+class FailsHalfway(GraphPass):
+    name: ClassVar[str] = "fails_halfway"
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
+
+    def run(self, graph, state):
+        node = next(n for n in graph.nodes if n.op == "call_function")
+        node.target = torch.ops.aten.mul.Tensor
+        raise RuntimeError("half of the edit is done")
+
+
+@dataclass(frozen=True)
+class NeedsRegions(GraphPass):
+    name: ClassVar[str] = "needs_regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
+
+    def run(self, graph, state):
+        return PassReport(pass_name=self.name, applied=("something",))
+
+
+LEVEL = Level((FailsHalfway(), NeedsRegions()))
+
+
+def program(x):
+    return x + x
+
+
+def test_the_graph_is_restored_and_what_needs_the_pass_is_left_out(caplog):
+    gm = make_fx(program)(torch.ones(3))
+    before = str(gm.graph)
+    with caplog.at_level(logging.WARNING, logger="megamoe"):
+        results = run_level(LEVEL, gm.graph, state())
+    gm.recompile()
+    assert str(gm.graph) == before
+    assert torch.equal(gm(torch.ones(3)), torch.full((3,), 2.0))
+    assert results == [
+        Dropped("fails_halfway", "RuntimeError: half of the edit is done"),
+        Dropped("needs_regions", "needs REGIONS_FOUND, not provided"),
+    ]
+    assert [r.message for r in caplog.records] == [
+        "megamoe: pass fails_halfway failed and is left out for this graph: "
+        "RuntimeError: half of the edit is done"
+    ]
+
+
+def test_strict_raises_instead():
+    gm = make_fx(program)(torch.ones(3))
+    with pytest.raises(RuntimeError, match="half of the edit"):
+        run_level(LEVEL, gm.graph, state(strict=True))
+
+
+def test_a_disabled_pass_is_left_out():
+    gm = make_fx(program)(torch.ones(3))
+    level = Level((NeedsRegions(),), frozenset({Fact.REGIONS_FOUND}))
+    (result,) = run_level(level, gm.graph, state(disable_passes=("needs_regions",)))
+    assert result == Dropped("needs_regions", "disabled by disable_passes")

@@ -1,0 +1,87 @@
+"""Options: defaults, precedence, and errors that say what to write instead."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_compile.config import MegaMoEConfig, from_sources, split_options
+from moe_compile.errors import InvalidConfig
+from moe_compile.hardware import PROFILES, load_profile
+
+
+def test_options_win_over_the_table_and_the_table_over_the_environment():
+    environment = {"MEGAMOE_CHUNKS": "2", "MEGAMOE_STRICT": "1", "MEGAMOE_CODEGEN": "fx"}
+    table = {"chunks": 3, "codegen": "inductor"}
+    config = from_sources(options={"chunks": 4}, table=table, environment=environment)
+    assert (config.chunks, config.codegen, config.strict) == (4, "inductor", True)
+
+
+def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
+    ours, inductor = split_options({"megamoe.chunks": 2, "max_autotune": True})
+    assert (ours, inductor) == ({"chunks": 2}, {"max_autotune": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": 2}, "no option 'chunk'. Did you mean 'chunks'?"),
+        ({"chunks": 0}, 'write "auto" or a whole number of at least 1'),
+        ({"chunks": True}, "megamoe.chunks is True"),
+        ({"codegen": "inducto"}, "Did you mean 'inductor'?"),
+        ({"dispatch_wire": "fp8"}, "not available in this version; write one of same"),
+        ({"chunk_by": "tokens"}, "not available in this version; write one of auto, experts"),
+        ({"schedule": "yes"}, "write true or false"),
+        ({"max_memory_increase": -0.1}, "fraction of at least 0"),
+        ({"disable_passes": "chunk_regions"}, "write a list of pass names"),
+    ],
+)
+def test_a_wrong_option_says_what_to_write_instead(options, message):
+    with pytest.raises(InvalidConfig) as caught:
+        from_sources(options=options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("MEGAMOE_CHUNKZ", "2", "MEGAMOE_CHUNKZ: megamoe has no option 'chunkz'"),
+        ("MEGAMOE_STRICT", "maybe", "write 1 or 0"),
+        ("MEGAMOE_CHUNKS", "two", "megamoe.chunks is 'two'"),
+        ("MEGAMOE_MAX_MEMORY_INCREASE", "much", "write a number"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable, text, message):
+    with pytest.raises(InvalidConfig) as caught:
+        from_sources(environment={variable: text})
+    assert message in str(caught.value)
+
+
+@given(name=st.text(min_size=1, max_size=12))
+def test_any_unknown_name_is_refused(name):
+    if name in MegaMoEConfig.__dataclass_fields__:
+        return
+    with pytest.raises(InvalidConfig):
+        from_sources(options={name: 1})
+
+
+def test_the_report_path_is_no_part_of_the_cache_identity():
+    assert MegaMoEConfig(report="a").digest_text() == MegaMoEConfig(report="b").digest_text()
+    assert MegaMoEConfig(chunks=2).digest_text() != MegaMoEConfig(chunks=3).digest_text()
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_profile_loads(path):
+    assert load_profile(path.stem).name == path.stem
+    assert load_profile(str(path)) == load_profile(path.stem)
+
+
+def test_an_unknown_profile_names_the_nearest():
+    with pytest.raises(InvalidConfig, match="Did you mean 'h200'"):
+        load_profile("h20")
+
+
+def test_a_profile_with_a_missing_rate_is_refused(tmp_path):
+    path = tmp_path / "slow.toml"
+    path.write_text('name = "slow"\nmatmul_tflops = 1.0\n')
+    with pytest.raises(InvalidConfig, match="memory_gb_per_s"):
+        load_profile(str(path))
