@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig, nearest
@@ -35,6 +34,12 @@ NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "dispatch": ("all_gather", "auto"),
 }
 """Documented values whose pass this version does not have."""
+
+TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
+    "attention": ("tensor",),
+    "gradient_wire": ("same",),
+}
+"""Options of the TOML table that a recipe acts on, and the values this version has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +136,9 @@ def from_sources(
     values = _from_environment(environment or {})
     for where, source in (("[megamoe]", table or {}), ("options=", options or {})):
         for name, value in source.items():
+            if source is table and name in TABLE_ONLY:
+                _check_table_only(name, value)
+                continue
             check_name(name, where=where)
             values[name] = tuple(value) if isinstance(value, list) else value
     return MegaMoEConfig(**values)
@@ -166,6 +174,14 @@ def _parse(variable: str, name: str, text: str) -> Any:
     return text
 
 
+def _check_table_only(name: str, value: object) -> None:
+    if value not in TABLE_ONLY[name]:
+        raise InvalidConfig(
+            f"[megamoe] {name} = {value!r} is not available in this version; "
+            f"write one of {', '.join(TABLE_ONLY[name])}"
+        )
+
+
 def _check_chunks(chunks: object) -> None:
     whole = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
     if not whole and chunks != "auto":
@@ -186,8 +202,3 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
             f"megamoe.{name} = {value!r} is not available in this version; "
             f"write one of {', '.join(built)}"
         )
-
-
-def default_report_path() -> Path:
-    """Return where recipes put the JSON report when the TOML names no other place."""
-    return Path("outputs") / "report.json"

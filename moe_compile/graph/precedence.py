@@ -145,13 +145,15 @@ class _Chains:
             self.launches.append(node)
             if "host read" in self.last:
                 yield self.last["host read"]
-        elif not node.users:
+        else:
             yield from self._after_effects(node)
         yield from self._after_own_kind(node)
 
     def _after_effects(self, node: fx.Node) -> Iterator[fx.Node]:
-        yield from self._link("effect", node)
-        if _copies_into_input(node):
+        is_copy = _copies_into_input(node)
+        if is_copy or not node.users:
+            yield from self._link("effect", node)
+        if is_copy:
             yield from self._drain(self.waits)
 
     def _after_own_kind(self, node: fx.Node) -> Iterator[fx.Node]:

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
@@ -46,8 +45,6 @@ class Compilation:
     left_alone: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     settings: str = ""
-    is_recompile: bool = False
-    """Whether Dynamo had compiled this code before, for other shapes or values."""
 
     def add_level(self, results: Iterable[PassReport | Dropped], state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
@@ -73,17 +70,7 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     launches = [n for graph in graphs for n in graph.nodes if is_launch(n)]
     places = list(dict.fromkeys(source_place(node) for node in launches))
-    return Compilation(
-        family="; ".join(places[:1]),
-        settings=state.config.digest_text(),
-        is_recompile=_is_recompile(),
-    )
-
-
-def _is_recompile() -> bool:
-    context = torch._guards.CompileContext.try_get()
-    compile_id = getattr(context, "compile_id", None)
-    return bool(getattr(compile_id, "frame_compile_id", 0))
+    return Compilation(family="; ".join(places[:1]), settings=state.config.digest_text())
 
 
 def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:

@@ -52,6 +52,7 @@ class ProcessReport:
         """Return the whole report."""
         regions = [dataclasses.asdict(r) for c in self.compilations for r in c.regions]
         graphs = executed_records()
+        places = {(c.family, c.settings) for c in self.compilations}
         return {
             "versions": {"megamoe": _version(), "torch": torch.__version__},
             "hardware": self._hardware,
@@ -63,7 +64,7 @@ class ProcessReport:
                 for g in graphs
             ],
             "compilations": len(self.compilations),
-            "recompiles": sum(c.is_recompile for c in self.compilations),
+            "recompiles": len(self.compilations) - len(places),
         }
 
     def write(self) -> None:

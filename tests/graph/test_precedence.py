@@ -1,0 +1,131 @@
+"""What must come before what, one kind of edge at a time."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.graph.precedence import find_predecessors
+from moe_compile.graph.query import is_launch, is_wait, overload_name
+from tests.scheduled_layers import c10d, one_rank_group
+
+
+def send(x):
+    return c10d.all_to_all_single(x, [4], [4], one_rank_group())
+
+
+def edges(program, tracing_mode="fake"):
+    """Return the calls of the graph in order, and who precedes whom."""
+    one_rank_group()
+    graph = make_fx(program, tracing_mode=tracing_mode)(torch.ones(4, 3)).graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return calls, find_predecessors(graph)
+
+
+def named(calls, op):
+    return [node for node in calls if overload_name(node) == op]
+
+
+def test_a_view_is_read_after_a_write_to_its_base():
+    def program(x):
+        base = x + 1
+        view = base.view(-1)
+        base.add_(1)
+        return view * 2, base
+
+    calls, before = edges(program)
+    (write,), (read,) = named(calls, "aten::add_"), named(calls, "aten::mul")
+    assert write in before[read]
+
+
+def test_a_base_is_written_after_reads_of_its_view():
+    def program(x):
+        base = x + 1
+        read = base.view(-1) * 2
+        base.add_(1)
+        return read, base
+
+    calls, before = edges(program)
+    (write,), (read,) = named(calls, "aten::add_"), named(calls, "aten::mul")
+    assert read in before[write]
+
+
+def test_two_writes_keep_their_order():
+    def program(x):
+        base = x + 1
+        views = base.view(-1), base.view(3, 4)
+        views[0].mul_(2)
+        views[1].add_(1)
+        return base
+
+    calls, before = edges(program)
+    (first,), (second,) = named(calls, "aten::mul_"), named(calls, "aten::add_")
+    assert first in before[second]
+
+
+def test_what_is_sent_is_written_after_the_wait():
+    def program(x):
+        sent = x + 1
+        received = c10d.wait_tensor(send(sent))
+        sent.zero_()
+        return received, sent
+
+    calls, before = edges(program)
+    (wait,), (write,) = filter(is_wait, calls), named(calls, "aten::zero_")
+    assert wait in before[write]
+
+
+def test_the_results_of_two_waits_for_one_launch_are_one_tensor():
+    def program(x):
+        first = c10d.wait_tensor(send(x))
+        second = c10d.wait_tensor(first)
+        read = second * 2
+        first.add_(1)
+        return read, first
+
+    calls, before = edges(program)
+    (write,), (read,) = named(calls, "aten::add_"), named(calls, "aten::mul")
+    assert read in before[write]
+
+
+def test_random_ops_keep_their_order():
+    calls, before = edges(lambda x: (torch.rand_like(x), torch.randn_like(x)))
+    assert calls[0] in before[calls[1]]
+
+
+def test_copies_into_inputs_follow_each_other_and_earlier_waits():
+    def program(x):
+        received = c10d.wait_tensor(send(x + 1))
+        x.copy_(torch.zeros(4, 3))
+        x.view(-1).copy_(torch.ones(12))
+        return received
+
+    calls, before = edges(program)
+    (wait,), (first, second) = filter(is_wait, calls), named(calls, "aten::copy_")
+    assert wait in before[first]
+    assert first in before[second]
+
+
+def test_no_launch_crosses_a_host_read():
+    def program(x):
+        early = send(x)
+        number = x.sum().to(torch.int64).item()
+        late = send(x + 1)
+        return c10d.wait_tensor(early) + number, c10d.wait_tensor(late)
+
+    calls, before = edges(program, tracing_mode="symbolic")
+    early, late = filter(is_launch, calls)
+    (read,) = named(calls, "aten::_local_scalar_dense")
+    assert early in before[read]
+    assert read in before[late]
+
+
+def test_every_edge_follows_the_graph():
+    def program(x):
+        base = x + torch.rand_like(x)
+        received = c10d.wait_tensor(send(base))
+        base.add_(received)
+        x.copy_(base)
+        return received
+
+    calls, before = edges(program)
+    place = {node: i for i, node in enumerate(calls)}
+    assert all(place.get(p, -1) < place[n] for n in calls for p in before[n])

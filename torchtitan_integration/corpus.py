@@ -1,0 +1,98 @@
+"""Real text that every machine has: the Python standard library's own sources, and a tokenizer.
+
+Contract
+    The same Python gives the same text and the same tokenizer. Made at first use, then cached;
+    processes that start together make it once; a reader never sees half of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+DATASET: Final = "python_stdlib"
+"""Value of `training.dataset` that asks for this text."""
+MAX_BYTES: Final = 6_000_000
+"""Text taken, in bytes: a minute of training needs far less, and BPE training takes seconds."""
+SKIPPED: Final = frozenset({"test", "tests", "idlelib", "site-packages", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Where the text and the tokenizer lie."""
+
+    text: Path
+    """Folder with one `train.jsonl`, one object `{"text": ...}` per source file."""
+    tokenizer: Path
+    """Folder with `tokenizer.json` and `tokenizer_config.json`."""
+
+
+def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
+    """Return the corpus with a tokenizer of at most `vocab_size` entries, made if need be."""
+    cache = cache or _cache_folder()
+    folder = cache / f"{DATASET}-{platform.python_version()}-{vocab_size}"
+    corpus = Corpus(folder / "text", folder / "tokenizer")
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            _make(partial, vocab_size)
+            partial.rename(folder)
+    return corpus
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megamoe"
+
+
+def _make(folder: Path, vocab_size: int) -> None:
+    (folder / "text").mkdir(parents=True)
+    (folder / "tokenizer").mkdir()
+    texts = list(_sources(Path(sysconfig.get_path("stdlib"))))
+    lines = (json.dumps({"text": text}) for text in texts)
+    (folder / "text" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    _train_tokenizer(texts, vocab_size).save(str(folder / "tokenizer" / "tokenizer.json"))
+    settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _sources(root: Path) -> Iterator[str]:
+    """Yield source files in sorted order until MAX_BYTES are reached."""
+    total = 0
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED & set(path.relative_to(root).parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        total += len(text)
+        if total > MAX_BYTES:
+            return
+        if text.strip():
+            yield text
+
+
+def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer: no text is out of its vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|bos|>", "<|eos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -1,0 +1,139 @@
+"""torchtitan's training loop on a machine without a GPU; `torchrun -m` runs this module.
+
+Contract
+    Every CPU work-around of this project stands here and nowhere else, each with its reason.
+    With a GPU use `torchrun -m torchtitan.train`; nothing here is needed.
+
+Each work-around is in place before the torchtitan module that would fail is imported:
+    device      torchtitan takes "no accelerator" for CUDA, and asks the device for its name, its
+                memory and to be selected: `CpuDevice` answers for the CPU
+    permute     expert permutation calls a Triton kernel, which needs a driver: the same indices
+                computed by torch operators
+    histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import types
+from typing import Any
+
+import torch
+import torch._utils
+
+
+class CpuDevice(types.ModuleType):
+    """`torch.cpu` with the calls torchtitan makes on `torch.cuda`."""
+
+    def __init__(self) -> None:
+        """Stand in for a device module."""
+        super().__init__("megamoe_cpu_device")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what `torch.cpu` has under `name`."""
+        return getattr(torch.cpu, name)
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: there is one CPU."""
+
+    def current_device(self) -> int:
+        """Return 0: there is one CPU."""
+        return 0
+
+    def get_device_name(self, device: Any = None) -> str:
+        """Return the name torchtitan logs."""
+        del device
+        return "cpu"
+
+    def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
+        """Return the machine's memory as the device's."""
+        del device
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return types.SimpleNamespace(total_memory=total)
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Do nothing: the peak of resident memory cannot be reset."""
+
+    def empty_cache(self) -> None:
+        """Do nothing: there is no caching allocator."""
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """Return the peak of resident memory under the names torchtitan reads."""
+        del device
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+
+def generate_permute_indices(
+    tokens_per_expert_group: torch.Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    max_len: int,
+    alignment: int,
+    use_cpu: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return torchtitan's permutation to expert-major order with aligned groups.
+
+    Shapes: `tokens_per_expert_group` `[num_ranks * experts_per_rank]`, rank-major. Returns
+    indices `[max_len]` into the received rows, -1 for padding; group sizes and their ends
+    `[experts_per_rank]`, int32. Groups are padded to `alignment` rows, at least one alignment.
+    """
+    del use_cpu
+    counts = tokens_per_expert_group.view(num_ranks, experts_per_rank)
+    starts = torch.cumsum(tokens_per_expert_group, 0) - tokens_per_expert_group
+    totals = torch.clamp_min(counts.sum(0), alignment)
+    sizes = (totals + alignment - 1) // alignment * alignment
+    ends = torch.cumsum(sizes, 0)
+    placed = (ends - sizes)[:, None] + (torch.cumsum(counts, 0) - counts).t()
+    runs = placed.reshape(-1)  # where each (expert, rank) run starts, ascending
+    slots = torch.arange(max_len, device=counts.device)
+    run = torch.searchsorted(runs, slots, right=True) - 1
+    within = slots - runs[run]
+    source = starts.view(num_ranks, experts_per_rank).t().reshape(-1)[run] + within
+    used = within < counts.t().reshape(-1)[run]
+    indices = torch.where(used, source, torch.full_like(source, -1))
+    return indices.to(torch.int32), sizes.to(torch.int32), ends.to(torch.int32)
+
+
+def _histc(
+    input: torch.Tensor,
+    bins: int = 100,
+    min: float = 0,
+    max: float = 0,
+) -> torch.Tensor:
+    """Count integers in [0, bins); for floats what torch does."""
+    if input.is_floating_point():
+        return torch.ops.aten.histc(input, bins, min, max)
+    flat = input.reshape(-1)
+    return flat.new_zeros(bins).scatter_add(0, flat, torch.ones_like(flat))
+
+
+def prepare_torch() -> None:
+    """Put the work-arounds in place; call before anything of torchtitan is imported."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the text is local: ask no hub about it
+    torch.histc = _histc
+    kernels = types.ModuleType("torchtitan.models.moe.kernels")
+    kernels.generate_permute_indices = generate_permute_indices  # type: ignore[attr-defined]
+    sys.modules["torchtitan.models.moe.kernels"] = kernels
+
+    original = (torch._utils._get_available_device_type, torch._utils._get_device_module)
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda _: CpuDevice()
+    import torchtitan.tools.utils  # noqa: F401, PLC0415  (asks for the device once, at import)
+
+    torch._utils._get_available_device_type, torch._utils._get_device_module = original
+
+
+def main() -> None:
+    """Train as `torchtitan.train` does, with torchtitan's own arguments."""
+    prepare_torch()
+    from torchtitan.train import Trainer  # noqa: PLC0415  (after the work-arounds)
+    from torchtitan.train import main as train  # noqa: PLC0415
+
+    train(Trainer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The `[megamoe]` table as torchtitan sees it: `job.custom_config_module` names this module.
+
+Contract
+    One field per option of `moe_compile.config.MegaMoEConfig`, with its name, type and default;
+    but for `max_memory_increase`, which is tighter in a training job that knows its whole step.
+    Annotations here are types, not strings: torchtitan builds its own class from them.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from typing import Any, Final, get_type_hints
+
+from moe_compile.config import ENVIRONMENT_PREFIX, PREFIX, TABLE_ONLY, MegaMoEConfig, from_sources
+
+RECIPE_DEFAULTS: Final = {"max_memory_increase": 0.05}
+"""Where the recipe's default differs from that of torch.compile."""
+
+_HINTS: Final = get_type_hints(MegaMoEConfig)
+
+
+def _field(name: str, default: Any) -> tuple[str, Any, Any]:
+    default = RECIPE_DEFAULTS.get(name, default)
+    if isinstance(default, tuple):  # TOML has lists
+        return name, list[str], field(default_factory=lambda: list(default))
+    return name, _HINTS.get(name, str), field(default=default)
+
+
+MegaMoE = make_dataclass(
+    "MegaMoE",
+    [_field(f.name, f.default) for f in fields(MegaMoEConfig)]
+    + [_field(name, choices[0]) for name, choices in TABLE_ONLY.items()],
+)
+"""The table `[megamoe]`."""
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan merges into its own JobConfig."""
+
+    megamoe: MegaMoE = field(default_factory=MegaMoE)  # type: ignore[valid-type]
+
+
+def compile_options(table: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the `options=` of torch.compile for the table of a job.
+
+    A key the TOML leaves at its default may still come from a `MEGAMOE_*` variable. Raises
+    InvalidConfig for a wrong value.
+    """
+    standard = asdict(MegaMoE())
+    written = {k: v for k, v in asdict(table).items() if v != standard[k]}
+    from_sources(table=written, environment=environment)
+    recipe = {
+        name: value
+        for name, value in RECIPE_DEFAULTS.items()
+        if ENVIRONMENT_PREFIX + name.upper() not in environment
+    }
+    chosen = {**recipe, **{k: v for k, v in written.items() if k not in TABLE_ONLY}}
+    return {PREFIX + name: value for name, value in chosen.items()}
