@@ -91,6 +91,17 @@ def test_random_ops_keep_their_order():
     assert calls[0] in before[calls[1]]
 
 
+def test_checks_that_nothing_reads_keep_their_order():
+    def program(x):
+        torch.ops.aten._assert_async.msg(x.sum() > 0, "first")
+        torch.ops.aten._assert_async.msg(x.max() > 0, "second")
+        return x + 1
+
+    calls, before = edges(program)
+    first, second = named(calls, "aten::_assert_async")
+    assert first in before[second]
+
+
 def test_copies_into_inputs_follow_each_other_and_earlier_waits():
     def program(x):
         received = c10d.wait_tensor(send(x + 1))
