@@ -13,6 +13,7 @@ compiled code starts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +148,7 @@ def _prefetch(model: nn.Module) -> None:
     """Gather the next block's parameters while this one runs, in both directions."""
     blocks = [_fsdp_modules(block) for block in model.layers.values()]
     order = [[model.tok_embeddings], *blocks, [model.norm, model.output]]
-    for here, following in zip(order, order[1:], strict=False):
+    for here, following in itertools.pairwise(order):
         here[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(here)
 

@@ -29,7 +29,10 @@ class Refusal(enum.Enum):
     ROWS_MIXED = "an operator of the experts mixes rows"
     ROWS_OUT_OF_ORDER = "the rows sent back are not proven to be in the order received"
     VALUE_FROM_COUNTS = "a value computed from the counts enters the arithmetic of the rows"
-    SHARED_PARAMETER = "a parameter is read by rows of several experts: its gradient would be summed in another order"
+    SHARED_PARAMETER = (
+        "a parameter is read by rows of several experts: "
+        "its gradient would be summed in another order"
+    )
     ROWS_FROM_OUTSIDE = "a tensor from outside the region is combined with rows, row by row"
     UNKNOWN_OPERATOR = "an operator whose effect on rows is not known"
     RANDOM = "an operator of the experts draws random numbers"

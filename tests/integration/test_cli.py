@@ -1,0 +1,70 @@
+"""`megamoe train` says what is wrong with a file before it starts anything."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from moe_compile.cli import load_job, main, num_ranks
+from moe_compile.errors import InvalidConfig
+
+
+def write(folder, text):
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[megamoe]\nchunkz = 2\n", "no option 'chunkz'. Did you mean 'chunks'?"),
+        ('[megamoe]\ncodegen = "fxx"\n', "megamoe.codegen is 'fxx'"),
+        ('[megamoe]\nattention = "ulysses"\n', "not available in this version"),
+        ('[megamoe]\ndispatch_wire = "fp8"\n', "not available in this version"),
+        ("megamoe = 3\n", "must be a table"),
+        ("[megamoe\n", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, message):
+    path = write(tmp_path, text)
+    assert main(["train", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_missing_file_is_said(capsys):
+    assert main(["train", "nowhere.toml"]) == 2
+    assert "nowhere.toml: No such file" in capsys.readouterr().err
+
+
+def test_without_torchtitan_the_user_is_told_what_to_install(tmp_path):
+    path = write(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2\n")
+    code = (
+        "import importlib.util as u, sys; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torchtitan' else find(name, *a)\n"
+        f"from moe_compile.cli import main; sys.exit(main(['train', {str(path)!r}]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 2
+    assert "pip install 'megamoe[titan]'" in run.stderr
+
+
+def test_ranks_are_the_product_of_the_degrees_and_overrides_win(tmp_path):
+    text = "[parallelism]\ndata_parallel_shard_degree = 2\ntensor_parallel_degree = 2\n"
+    path = write(tmp_path, text)
+    job = load_job(path)
+    assert num_ranks(job, [], path) == 4
+    assert num_ranks(job, ["--parallelism.data_parallel_shard_degree", "4"], path) == 8
+    assert num_ranks(job, ["--parallelism.tensor-parallel-degree=1"], path) == 2
+
+
+def test_a_degree_left_open_asks_for_nproc(tmp_path):
+    path = write(tmp_path, "[parallelism]\nexpert_parallel_degree = 2\n")
+    with pytest.raises(InvalidConfig, match=re.escape("--nproc N")):
+        num_ranks(load_job(path), [], path)
