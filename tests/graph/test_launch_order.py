@@ -77,10 +77,10 @@ def test_a_gradient_reduction_does_not_hold_up_the_exchanges_below():
 
 def test_a_launch_tied_to_no_other_stays_near_its_place():
     def program(x, shard):
-        there = exchange(exchange(x) @ x)
+        there = exchange(exchange(exchange(x) @ x) @ x)
         return there + gather(shard), exchange(there @ x)
 
-    assert order(program, X, X + 1) == [0, 2, 1, 3]
+    assert order(program, X, X + 1) == [0, 1, 3, 2, 4]
 
 
 def test_signatures_hold_no_number_of_rows():

@@ -94,12 +94,29 @@ def test_a_chain_of_elementwise_ops_stays_with_its_reader():
     def program(x):
         scaled = (x * 2 + 1).relu()
         received = exchange(x @ x)
-        return received @ scaled
+        return received @ scaled, x @ x.t()
 
     problem, _ = traced(program, X)
     order = list_schedule(problem, Policy(key=nearest_launch))
-    tail = [problem.nodes[i].name for i in order[-6:-1]]
-    assert tail == ["mul", "add", "relu", "wait_tensor", "mm_1"]
+    tail = [problem.nodes[i].name for i in order[-8:-1]]
+    assert tail == ["t", "mm_2", "mul", "add", "relu", "wait_tensor", "mm_1"]
+
+
+def test_a_window_bounds_how_far_compute_may_overtake():
+    """The last product may fill the exchange only where the window reaches it."""
+
+    def program(x):
+        y = exchange(x)
+        for _ in range(10):
+            y = y @ x
+        return y, x @ x
+
+    problem, _ = traced(program, X)
+    orders = (list_schedule(problem, Policy(key=nearest_launch, window=w)) for w in (None, 4))
+    assert [letters(problem, order) for order in orders] == [
+        "LmW" + "m" * 10,
+        "LW" + "m" * 11,
+    ]
 
 
 def test_a_wait_stands_before_its_first_reader_however_early_its_exchange_is_over():
