@@ -42,6 +42,17 @@ TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
 """Options of the TOML table that a recipe acts on, and the values this version has."""
 
 
+TYPES: Final[Mapping[str, tuple[type, str]]] = {
+    "schedule": (bool, "true or false"),
+    "strict": (bool, "true or false"),
+    "step_peak_bytes": (int, "a number of bytes"),
+    "hardware": (str, "a string"),
+    "report": (str, "a string"),
+    "disable_passes": (tuple, "a list of pass names"),
+}
+"""Types of the open options, and what to write."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegaMoEConfig:
     """The options of `torch.compile(..., backend="megamoe")`; names and defaults as documented."""
@@ -61,7 +72,11 @@ class MegaMoEConfig:
     recompute: str = "save_exchanges"
     """What activation checkpointing does with exchanges: obey the model, save, or recompute."""
     max_memory_increase: float = 0.30
-    """Largest rise of a graph's peak of live bytes that scheduling may cause, as a fraction."""
+    """Largest rise of a graph's peak of live bytes that scheduling may cause, as a fraction of
+    `step_peak_bytes`, or of that peak where it is larger."""
+    step_peak_bytes: int = 0
+    """Peak of a whole training step (parameters, gradients, optimizer, saved activations), bytes;
+    0 when unknown. The torchtitan recipe fills it in with what it knows of it."""
     hardware: str = "detect"
     """Rates for time estimates: "detect" asks NVML; else a profile's name or a TOML path."""
     codegen: str = "inductor"
@@ -78,22 +93,12 @@ class MegaMoEConfig:
         _check_chunks(self.chunks)
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        for name in ("schedule", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidConfig(
-                    f"megamoe.{name} is {getattr(self, name)!r}; write true or false"
-                )
-        share = self.max_memory_increase
-        if isinstance(share, bool) or not isinstance(share, int | float) or share < 0:
-            raise InvalidConfig(
-                f"megamoe.max_memory_increase is {share!r}; write a fraction of at least 0, as 0.05"
-            )
-        for name in ("hardware", "report"):
-            if not isinstance(getattr(self, name), str):
-                raise InvalidConfig(f"megamoe.{name} is {getattr(self, name)!r}; write a string")
-        if isinstance(self.disable_passes, str) or not all(
-            isinstance(name, str) for name in self.disable_passes
-        ):
+        _check_share(self.max_memory_increase)
+        for name, (kind, what) in TYPES.items():
+            value = getattr(self, name)
+            if type(value) is not kind:
+                raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what}")
+        if not all(isinstance(name, str) for name in self.disable_passes):
             raise InvalidConfig(
                 f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
             )
@@ -164,7 +169,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return words[text.lower()]
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name == "chunks":
+    if name in ("chunks", "step_peak_bytes"):
         return int(text) if text.lstrip("-").isdigit() else text
     if isinstance(default, float):
         try:
@@ -187,6 +192,13 @@ def _check_chunks(chunks: object) -> None:
     if not whole and chunks != "auto":
         raise InvalidConfig(
             f'megamoe.chunks is {chunks!r}; write "auto" or a whole number of at least 1'
+        )
+
+
+def _check_share(share: object) -> None:
+    if isinstance(share, bool) or not isinstance(share, int | float) or share < 0:
+        raise InvalidConfig(
+            f"megamoe.max_memory_increase is {share!r}; write a fraction of at least 0, as 0.05"
         )
 
 

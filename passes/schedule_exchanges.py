@@ -65,7 +65,10 @@ class ScheduleExchanges(GraphPass):
         sizes.learn(graph)
         problem = ScheduleProblem.of(graph, estimate_costs(graph, sizes, state.hardware))
         liveness = Liveness.of(problem.nodes, sizes)
-        choice = choose_schedule(problem, liveness, state.config.max_memory_increase)
+        config = state.config
+        choice = choose_schedule(
+            problem, liveness, config.max_memory_increase, config.step_peak_bytes
+        )
 
         _apply([problem.nodes[i] for i in choice.chosen.order])
         record_launch_order(problem.nodes[i] for i in problem.launches)

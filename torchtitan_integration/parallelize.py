@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
+from moe_compile.config import PREFIX
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_config import compile_options
+
+COPIES_OF_PARAMETERS: Final = 4
+"""A parameter, its gradient, and AdamW's two moments."""
 
 
 class ExpertCarrier(nn.Module):
@@ -75,8 +79,9 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
             ep_etp_mesh=None,
         )
     compiles = job.compile.enable and "model" in job.compile.components
+    held = _bytes_held(model, dims)
     for block in model.layers.values():
-        forward = _compiled(block.forward, job) if compiles else block.forward
+        forward = _compiled(block.forward, job, held) if compiles else block.forward
         if block.moe_enabled and dims.ep_enabled:
             block.expert_carrier = ExpertCarrier(block.moe.experts, forward)
             block.forward = block.expert_carrier.__call__
@@ -102,9 +107,21 @@ def _check_layout(dims: ParallelDims, job: JobConfig) -> None:
             )
 
 
-def _compiled(forward: Callable[..., Any], job: JobConfig) -> Callable[..., Any]:
+def _bytes_held(model: nn.Module, dims: ParallelDims) -> int:
+    """Return the bytes of parameters, gradients and two optimizer states on one rank.
+
+    A lower bound of the step's peak: saved activations come on top.
+    """
+    shards = max(1, dims.dp_shard * dims.cp)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return COPIES_OF_PARAMETERS * total // shards
+
+
+def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callable[..., Any]:
     backend = job.compile.backend
-    options = compile_options(job.megamoe) if backend == "megamoe" else None
+    options = None
+    if backend == "megamoe":
+        options = {PREFIX + "step_peak_bytes": held, **compile_options(job.megamoe)}
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's own apply_compile
     return torch.compile(forward, backend=backend, fullgraph=True, options=options)
 

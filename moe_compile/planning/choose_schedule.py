@@ -68,12 +68,19 @@ class Choice:
 
 
 def choose_schedule(
-    problem: ScheduleProblem, liveness: Liveness, max_memory_increase: float
+    problem: ScheduleProblem,
+    liveness: Liveness,
+    max_memory_increase: float,
+    step_peak_bytes: int = 0,
 ) -> Choice:
-    """Return the fastest schedule whose peak is at most (1 + increase) times the graph's own."""
+    """Return the fastest schedule whose peak rises by at most the allowed fraction.
+
+    The fraction is of `step_peak_bytes`, the peak of a whole training step, where that is known
+    and larger; else of the graph's own peak.
+    """
     came = _candidate(problem, liveness, tuple(range(len(problem.nodes))))
     baseline = _candidate(problem, liveness, incoming_order(problem))
-    allowed = came.peak_bytes * (1.0 + max_memory_increase)
+    allowed = came.peak_bytes + max_memory_increase * max(came.peak_bytes, step_peak_bytes)
     is_capped = False
     for window in _windows(len(problem.nodes)):
         candidates = [baseline, *_scheduled(problem, liveness, window)]

@@ -7,15 +7,21 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+LOG_WIDTH: Final = 120
+"""Columns when the output is no terminal but a file."""
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
     """Print regions, schedule and what was left alone, as tables."""
     console = console or Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
     console.print(_regions(report))
     if report["graphs"]:
         console.print(_graphs(report))
@@ -23,21 +29,23 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         for line in report[key]:
             console.print(f"{title}: {line}", highlight=False)
     console.print(
-        f"{report['compilations']} compilations with MoE regions, of these "
-        f"{report['recompiles']} recompiles. Times are predicted for hardware profile "
+        f"Compilations with MoE regions: {report['compilations']}, of these recompiles: "
+        f"{report['recompiles']}. Times are predicted for hardware profile "
         f"{report['hardware']!r}, not measured.",
         highlight=False,
     )
 
 
 def _regions(report: Mapping[str, Any]) -> Table:
-    table = Table(title="MoE regions")
-    for heading in ("where", "ranks", "local experts", "chunks", "host reads", "verdict"):
-        table.add_column(heading)
+    table = Table(title="MoE regions", box=SIMPLE_HEAD)
+    table.add_column("where", no_wrap=True)
+    for heading in ("ranks", "local\nexperts", "chunks", "host reads\nper pass"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
     for region in report["regions"]:
         remarks = "".join(f"\n{remark}" for remark in region["remarks"])
         table.add_row(
-            f"{region['where']} ({region['name']})",
+            _place(region["where"]),
             str(region["num_ranks"]),
             str(region["num_local_experts"]),
             str(region["num_chunks"]),
@@ -48,15 +56,22 @@ def _regions(report: Mapping[str, Any]) -> Table:
 
 
 def _graphs(report: Mapping[str, Any]) -> Table:
-    table = Table(title="Compiled graphs, predicted")
-    for heading in ("where", "phase", "launches", "compute ms", "exchanges ms", "hidden ms"):
-        table.add_column(heading)
-    table.add_column("exposed ms\nbefore -> after")
-    table.add_column("peak MB\nbefore -> after")
+    table = Table(title="Compiled graphs: predicted times in ms, memory in MB", box=SIMPLE_HEAD)
+    table.add_column("where", no_wrap=True)
+    table.add_column("phase", no_wrap=True)
+    for heading in (
+        "launches",
+        "compute",
+        "exchanges",
+        "hidden",
+        "exposed\nunscheduled -> now",
+        "peak\nunscheduled -> now",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
     for graph in report["graphs"]:
         launches = sum(len(order) for order in graph["launches"].values())
         table.add_row(
-            graph["where"],
+            _place(graph["where"]),
             graph["phase"],
             str(launches),
             *(_scaled(graph.get(key), 1e3) for key in ("compute_us", "exchange_us", "hidden_us")),
@@ -64,6 +79,11 @@ def _graphs(report: Mapping[str, Any]) -> Table:
             _change(graph, "peak_bytes", 1e6),
         )
     return table
+
+
+def _place(where: str) -> str:
+    """Return `file.py:line` of `file.py:line in function`."""
+    return where.partition(" in ")[0]
 
 
 def _scaled(value: float | None, unit: float) -> str:
