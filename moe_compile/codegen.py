@@ -9,6 +9,8 @@ Contract
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +20,7 @@ import torch.fx as fx
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_compile.graph.pinning import pinning_patches
 from moe_compile.planning.state import CompileState
@@ -26,7 +28,7 @@ from passes.pipeline import JOINT, POST_GRAD, Level, run_level
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCES: Final = tuple(
-    str(path)
+    path
     for folder in ("moe_compile", "passes")
     for pattern in ("*.py", "*.toml")
     for path in sorted((ROOT / folder).rglob(pattern))
@@ -56,12 +58,22 @@ class LevelPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
-        mine = get_hash_for_files(SOURCES, _identity(self._state))
+        mine = f"{_hash_of_sources()} {_identity(self._state)}"
         if self._before is None:
             return mine
         uuid = getattr(self._before, "uuid", None)
         theirs = uuid() if callable(uuid) else None
         return None if theirs is None else (theirs, mine)
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    """Hash names and contents, not where they are installed: machines may share a cache."""
+    digest = hashlib.sha256()
+    for path in SOURCES:
+        digest.update(str(path.relative_to(ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _identity(state: CompileState) -> str:

@@ -64,8 +64,8 @@ def _graphs(report: Mapping[str, Any]) -> Table:
         "compute",
         "exchanges",
         "hidden",
-        "exposed\nunscheduled -> now",
-        "peak\nunscheduled -> now",
+        "exposed\nbefore -> now",
+        "peak\nbefore -> now",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for graph in report["graphs"]:

@@ -1,6 +1,8 @@
 """Programs the Inductor tests run in processes of their own; prints one JSON object."""
 
+import difflib
 import json
+import re
 import sys
 
 import torch
@@ -8,6 +10,9 @@ import torch.distributed as dist
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 from tests.layers import GroupedExperts
+
+
+NUMBERED = re.compile(r"# AOT ID: .*")  # counts the compilations of the process
 
 
 def counters():
@@ -34,7 +39,9 @@ def without_regions(options):
         with torch._inductor.config.patch(force_disable_caches=True):
             x = torch.randn(4, 8, requires_grad=True)
             codes.append(run_fw_bw_and_get_code(lambda f=compiled, x=x: f(x))[1])
-    return {"equal": codes[0] == codes[1], "graphs": len(codes[0])}
+    plain, ours = ([NUMBERED.sub("", code) for code in both] for both in codes)
+    lines = difflib.unified_diff("".join(plain).splitlines(), "".join(ours).splitlines(), n=0)
+    return {"difference": list(lines), "graphs": len(plain)}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+"""What the counts say: which expert a size belongs to, and when it is zero.
+
+Contract
+    Every size is a formula in the counts, one symbol per count. What is not known to be one
+    belongs to no expert, and is never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Max
+
+from moe_compile.analysis.regions import Refusal
+from moe_compile.analysis.row_domain import Order, Segment, Unproven, is_padding, is_selected
+
+
+class CountFacts:
+    """The counts of one region as symbols, and the sizes the host computed from them."""
+
+    def __init__(self, num_ranks: int, num_local_experts: int, num_received: int) -> None:
+        """Name one symbol per received count; expert `k % num_local_experts` has count k."""
+        self.num_ranks, self.num_local_experts = num_ranks, num_local_experts
+        self.received = self._symbols("received", num_received)
+        self.sent = self._symbols("sent", num_ranks * num_local_experts)
+        self.root: Order = ()
+        """The rows as received; empty until the dispatch was seen."""
+        self._expert = {s: k % num_local_experts for k, s in enumerate(self.received)}
+        self._expert |= {s: k % num_local_experts for k, s in enumerate(self.sent)}
+        self._formula: dict[sympy.Symbol, sympy.Expr] = {}
+        self._outside: frozenset[sympy.Symbol] = frozenset()
+
+    @staticmethod
+    def _symbols(name: str, count: int) -> tuple[sympy.Symbol, ...]:
+        options = {"integer": True, "nonnegative": True}
+        return tuple(sympy.Symbol(f"{name}_{k}", **options) for k in range(count))
+
+    def set_outside(self, sizes: Sequence[Any]) -> None:
+        """Note sizes that are the same whatever the counts."""
+        symbols = (s for size in sizes for s in _expression(size).free_symbols)
+        self._outside = frozenset(symbols)
+
+    def read_on_host(self, size: Any, formula: sympy.Expr) -> None:
+        """Note that the host read `size`, whose value is `formula`."""
+        raw = size.node._expr if isinstance(size, torch.SymInt) else None
+        if isinstance(raw, sympy.Symbol):
+            self._formula.setdefault(raw, formula)
+
+    def formula(self, size: Any) -> sympy.Expr:
+        """Return an integer or symbolic size as a formula in the counts."""
+        return _expression(size).xreplace(self._formula)
+
+    def depends_on_counts(self, size: Any) -> bool:
+        """Whether the value may differ between chunks."""
+        return bool(self.formula(size).free_symbols - self._outside)
+
+    def experts_of(self, formula: sympy.Expr) -> frozenset[int | None]:
+        """Return the experts whose counts `formula` reads; None among them for what is unknown."""
+        symbols = formula.free_symbols - self._outside
+        return frozenset(self._expert.get(symbol) for symbol in symbols)
+
+    def vanishes_without(self, formula: sympy.Expr, expert: int) -> bool:
+        """Whether `formula` is 0 whenever the counts of `expert` are."""
+        zeros = {s: sympy.S.Zero for s, e in self._expert.items() if e == expert}
+        return bool(formula.subs(zeros) == 0)
+
+    def rows_of(self, expert: int) -> sympy.Expr:
+        """Return how many rows of `expert` were received."""
+        return sympy.Add(*(s.length for s in self.root if s.expert == expert))
+
+    def run(self, count: sympy.Expr) -> Segment:
+        """Return the rows that the received `count` counts."""
+        return Segment(("received", count), count, self._expert[count])
+
+    def runs(self, size: sympy.Expr) -> Order | None:
+        """Return the runs whose counts add up to `size`, by rank; None when it is no such sum."""
+        terms = size.as_coefficients_dict()
+        if any(t not in self.received or c != 1 for t, c in terms.items()):
+            return None
+        return tuple(self.run(t) for t in self.received if t in terms)
+
+    def set_root(self, received: Sequence[Any], sent: Sequence[Any]) -> None:
+        """Read the order of received rows off the split sizes of the dispatch.
+
+        Raises Unproven unless each rank's size is the sum of its counts, one per local expert.
+        """
+        runs = self._runs_per_rank(received, self.received)
+        self._runs_per_rank(sent, self.sent)
+        self.root = tuple(self.run(count) for per_rank in runs for count in per_rank)
+
+    def _runs_per_rank(
+        self, sizes: Sequence[Any], counts: tuple[sympy.Symbol, ...]
+    ) -> list[list[sympy.Symbol]]:
+        per_rank = len(counts) // self.num_ranks
+        found = []
+        for rank, size in enumerate(sizes):
+            terms = self.formula(size).as_coefficients_dict()
+            mine = [c for c in counts[rank * per_rank : (rank + 1) * per_rank] if c in terms]
+            mine.sort(key=self._expert.__getitem__)
+            experts = [self._expert[c] for c in mine]
+            whole = len(terms) == len(mine) and all(terms[c] == 1 for c in mine)
+            if not whole or experts != list(range(self.num_local_experts)):
+                raise Unproven(Refusal.NO_COUNT_EXCHANGE, f"rank {rank}: {size} rows")
+            found.append(mine)
+        return found
+
+    def expert_of(self, order: Order) -> int | None:
+        """Return the one expert all rows of `order` belong to, padding aside; None when several."""
+        experts = {self._expert_of_segment(s) for s in order if not is_padding(s)}
+        return experts.pop() if len(experts) == 1 else None
+
+    def _expert_of_segment(self, segment: Segment) -> int | None:
+        """Return the expert of a segment.
+
+        Rows that an index not followed chose: a stretch whose length follows from one expert's
+        counts alone and has room for all its rows, behind stretches that are not its own, holds
+        them: the index and the sizes are two answers of one body to the same counts.
+        """
+        if not is_selected(segment):
+            return segment.expert
+        experts = self.experts_of(segment.length)
+        expert = next(iter(experts)) if len(experts) == 1 else None
+        if expert is None or expert in self.experts_of(segment.start):
+            return None
+        return expert if self.has_room_for(segment.length, expert) else None
+
+    def has_room_for(self, size: sympy.Expr, expert: int) -> bool:
+        """Whether `size` is at least the number of rows of `expert`, by its form."""
+        return _is_at_least(size, self.rows_of(expert))
+
+    def is_rows_of_one(self, order: Order) -> int | None:
+        """Return the expert of `order` when without its counts there would be no row at all."""
+        expert = self.expert_of(order)
+        total = sympy.Add(*(segment.length for segment in order))
+        empty = expert is not None and self.vanishes_without(total, expert)
+        return expert if empty else None
+
+
+def _expression(size: Any) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+
+
+def _is_at_least(size: sympy.Expr, rows: sympy.Expr) -> bool:
+    """Whether `size >= rows >= 0` by form: max, added constants, rounding up to a multiple."""
+    if size == rows:
+        return True
+    if isinstance(size, Max | sympy.Max):
+        return any(_is_at_least(a, rows) for a in size.args)
+    constant, rest = size.as_coeff_Add()
+    if constant > 0:
+        return _is_at_least(rest, rows)
+    multiple, inner = size.as_coeff_Mul()
+    if multiple.is_Integer and multiple > 0 and isinstance(inner, FloorDiv):
+        numerator, divisor = inner.args
+        return multiple == divisor and _is_at_least(numerator - (divisor - 1), rows)
+    return False

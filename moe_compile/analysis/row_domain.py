@@ -1,0 +1,227 @@
+"""What is known of a tensor between dispatch and combine: which rows, in which order, from where.
+
+Contract
+    An order names rows exactly: two tensors of equal order hold the same row at each position.
+    Segments stay whole: an order is never cut inside rows that must stay together.
+
+A received row belongs to one run: the rows one rank sent for one expert. An order is a tuple of
+segments: runs, runs shuffled together by an unstable sort, padding, or part of what an index
+computed from the counts selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.regions import Refusal
+from moe_compile.graph.query import tensor_of
+
+
+class Unproven(Exception):
+    """The proof ends here. Names the reason; the prover adds the node."""
+
+    def __init__(self, reason: Refusal, detail: str = "") -> None:
+        """Keep `reason` and `detail`."""
+        super().__init__(reason.value, detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`length` rows that lie next to each other, from `start` on, of the rows called `rows`."""
+
+    rows: Hashable
+    length: sympy.Expr
+    expert: int | None
+    """The local expert of all its rows; None for padding and where sizes must tell."""
+    start: sympy.Expr = sympy.S.Zero
+
+
+Order = tuple[Segment, ...]
+
+PADDING = "padding"
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The rows that `index` gathered from rows in the order `parent`."""
+
+    index: Opaque
+    parent: Order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fixed:
+    """The same for any counts: made of constants alone."""
+
+    values: torch.Tensor | None = None
+    """Its integers where they are known."""
+    is_uniform: bool = False
+    """One value everywhere; only such a tensor may be as long as the counts say."""
+    is_uninitialised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """From parameters and buffers outside the region."""
+
+    nodes: frozenset[fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Formulas:
+    """Integers computed from the counts, one formula per element, in flat order."""
+
+    cells: tuple[sympy.Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """`[R]` integers from the counts, one value per segment of `order`: ids of experts, say."""
+
+    order: Order
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """`[R]` indices: gathering rows in order `source` by them gives rows in order `target`."""
+
+    source: Order
+    target: Order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opaque:
+    """Computed from the counts in a way not followed; equal only to itself."""
+
+    is_permutation: bool = False
+    inverse_of: Opaque | None = None
+    is_arange: bool = False
+    reads_outside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row i along `dim` depends on the i-th row of `order`, on no other row and no count."""
+
+    dim: int
+    order: Order
+
+
+Value = Fixed | Outside | Formulas | Labels | Permutation | Opaque | Rows
+FROM_COUNTS = (Formulas, Labels, Permutation, Opaque)
+
+
+def length(order: Order) -> sympy.Expr:
+    """Return the number of rows of `order`."""
+    return sympy.Add(*(segment.length for segment in order))
+
+
+def padding(rows: sympy.Expr) -> Segment:
+    """Return `rows` rows of padding."""
+    return Segment(PADDING, rows, None)
+
+
+def is_padding(segment: Segment) -> bool:
+    """Whether the segment holds constants instead of rows."""
+    return segment.rows == PADDING
+
+
+def is_selected(segment: Segment) -> bool:
+    """Whether an index not followed chose the segment's rows."""
+    return isinstance(segment.rows, Selected)
+
+
+def join(orders: Iterable[Order]) -> Order:
+    """Return the order of rows laid one after the other; neighbours that were cut grow together."""
+    joined: list[Segment] = []
+    for segment in (s for order in orders for s in order):
+        last = joined[-1] if joined else None
+        if last and last.rows == segment.rows and last.start + last.length == segment.start:
+            joined[-1] = Segment(last.rows, last.length + segment.length, last.expert, last.start)
+        elif segment.length != 0:
+            joined.append(segment)
+    return tuple(joined)
+
+
+def cut(order: Order, sizes: Sequence[sympy.Expr]) -> list[Order] | None:
+    """Return `order` in pieces of `sizes` rows, and a last piece with the rest.
+
+    None where a cut would fall inside rows that must stay together.
+    """
+    pieces: list[Order] = []
+    rest = order
+    for size in sizes:
+        taken = _take(rest, size)
+        if taken is None:
+            return None
+        pieces.append(taken[0])
+        rest = taken[1]
+    return [*pieces, rest]
+
+
+def _take(order: Order, size: sympy.Expr) -> tuple[Order, Order] | None:
+    head: list[Segment] = []
+    rest = list(order)
+    while size != 0:
+        if not rest:
+            return None
+        segment = rest.pop(0)
+        if _contains(size, segment.length):
+            head.append(segment)
+            size = size - segment.length
+        elif is_selected(segment) and not rest:
+            middle = segment.start + size
+            head.append(Segment(segment.rows, size, None, segment.start))
+            rest = [Segment(segment.rows, segment.length - size, None, middle)]
+            size = sympy.S.Zero
+        else:
+            return None
+    return tuple(head), tuple(rest)
+
+
+def _contains(size: sympy.Expr, part: sympy.Expr) -> bool:
+    """Whether `size` is `part` plus terms that are not negative: counts never are."""
+    terms = (size - part).as_coefficients_dict()
+    return all(coefficient >= 0 for coefficient in terms.values())
+
+
+@dataclass(slots=True)
+class Reads:
+    """Which expert's rows read which slice of each differentiable tensor from outside.
+
+    The gradient of a slice read by rows of one expert is computed by one chunk; the other chunks
+    add zeros. Read by rows of several, it would be summed in another order.
+    """
+
+    expert_of: dict[tuple[fx.Node, int | None], int] = field(default_factory=dict)
+
+    def add(self, outside: Outside, index: int | None, expert: int | None) -> None:
+        """Note that rows of `expert` read slice `index` along dim 0, or all of it for None."""
+        for node in sorted(outside.nodes):
+            if not is_differentiable(node):
+                continue
+            if expert is None or self._conflicts(node, index, expert):
+                raise Unproven(Refusal.SHARED_PARAMETER, node.name)
+            self.expert_of[node, index] = expert
+
+    def _conflicts(self, node: fx.Node, index: int | None, expert: int) -> bool:
+        return any(
+            n is node and (i is None or index is None or i == index) and e != expert
+            for (n, i), e in self.expert_of.items()
+        )
+
+
+def is_differentiable(node: fx.Node) -> bool:
+    """Whether a tensor from outside has a gradient, or might: where no input says, any float."""
+    value = tensor_of(node)
+    if value is None or not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return False
+    inputs = [tensor_of(n) for n in node.graph.nodes if n.op == "placeholder"]
+    return value.requires_grad or not any(t is not None and t.requires_grad for t in inputs)
