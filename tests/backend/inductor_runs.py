@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._inductor.utils import run_fw_bw_and_get_code
 
+from moe_compile.graph.wrapper_order import event_letters, wrapper_events
 from tests.layers import GroupedExperts
-
 
 NUMBERED = re.compile(r"# AOT ID: .*")  # counts the compilations of the process
 
@@ -27,6 +27,16 @@ def cached(options):
     x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
     compiled(x).sum().backward()
     return counters()
+
+
+def order(options):
+    """Return launches, waits and GEMMs of the forward and the backward wrapper, one letter each."""
+    layer = GroupedExperts(16, 24, 4, 2, dist.group.WORLD)
+    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
+    return [event_letters(wrapper_events(code)) for code in codes]
 
 
 def without_regions(options):
@@ -46,6 +56,6 @@ def without_regions(options):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    program = {"cached": cached, "without_regions": without_regions}[sys.argv[1]]
+    program = {"cached": cached, "order": order, "without_regions": without_regions}[sys.argv[1]]
     print("RESULT", json.dumps(program(json.loads(sys.argv[2]))))
     dist.destroy_process_group()

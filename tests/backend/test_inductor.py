@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def test_a_changed_source_file_misses(warm_cache, tmp_path):
     changed.write_text(changed.read_text() + "\n# changed\n")
     other = run("cached", {"megamoe.chunks": 2}, warm_cache, tmp_path)
     assert (other["hit"], other["miss"]) == (0, 2)
+
+
+def test_in_generated_code_each_chunks_exchange_runs_under_the_others_gemms(tmp_path):
+    """Repeated waits of the count exchange aside: forward dispatch 0, 1, then under 1 experts 0."""
+    forward, backward = run("order", {"megamoe.chunks": 2}, tmp_path)
+    assert re.search(r"LL.*W.*m+.*L.*W.*m+.*L", forward), forward
+    between = re.findall(r"L([Lm]*)W", backward)
+    assert backward.startswith("LL"), backward
+    assert any("m" in work for work in between), backward
 
 
 def test_without_regions_the_code_is_what_inductor_alone_generates(tmp_path):

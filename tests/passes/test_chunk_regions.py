@@ -1,0 +1,174 @@
+"""What the graph of a chunked region holds: exchanges, host reads, side effects, weights."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from moe_compile.analysis.regions import Refusal
+from moe_compile.graph.query import is_all_to_all, is_integer
+from passes.pipeline import DYNAMO, run_level
+from passes.replay.masked_replay import chunk_bounds
+from tests.capture import dynamo_graphs, state
+from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, SharedAndBias
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
+
+
+def chunked(program, chunks, **options):
+    """Return the Dynamo graph of `program` after our passes, and the report of chunk_regions."""
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    results = run_level(DYNAMO, gm.graph, state(chunks=chunks, strict=True, **options))
+    return gm.graph, results[-1]
+
+
+def layer(style, group):
+    return style(WIDTH, HIDDEN, EXPERTS, TOP_K, group)
+
+
+def launches(graph):
+    return [n for n in graph.nodes if is_all_to_all(n)]
+
+
+def host_copies(graph):
+    return [
+        n
+        for n in graph.nodes
+        if n.op == "call_method" and n.target == "to" and torch.device("cpu") in n.args
+    ]
+
+
+@given(experts=st.integers(1, 64), chunks=st.integers(1, 64))
+def test_bounds_cover_every_expert_once_with_sizes_that_differ_by_at_most_one(experts, chunks):
+    chunks = min(chunks, experts)
+    bounds = chunk_bounds(experts, chunks)
+    assert [e for b in bounds for e in b] == list(range(experts))
+    assert max(map(len, bounds)) - min(map(len, bounds)) <= 1
+    assert all(e * chunks // experts == c for c, b in enumerate(bounds) for e in b)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("style", [GroupedExperts, LoopExperts, FusedGateUp])
+def test_n_chunks_have_one_count_exchange_and_n_exchanges_each_way(fake_ranks, style, chunks):
+    graph, report = chunked(layer(style, fake_ranks), chunks)
+    assert report.applied == ("region 0",)
+    counts = [n for n in launches(graph) if n.meta.get("example_value") is not None]
+    assert len(launches(graph)) == 1 + 2 * chunks
+    assert [is_integer(n) for n in counts] == [True]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_the_host_reads_once_whatever_the_number_of_chunks(fake_ranks, chunks):
+    graph, report = chunked(layer(GroupedExperts, fake_ranks), chunks)
+    assert len(host_copies(graph)) == 1
+    assert report.measures["num_bulk_host_reads"] == 1
+    (copy,) = host_copies(graph)
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "item":
+            assert node.args[0].target is operator.getitem
+            assert node.args[0].args[0] is copy
+
+
+def test_all_dispatches_stand_before_the_first_expert(fake_ranks):
+    graph, _ = chunked(layer(GroupedExperts, fake_ranks), 4)
+    order = list(graph.nodes)
+    first_gemm = next(i for i, n in enumerate(order) if n.target is torch._grouped_mm)
+    _, *exchanges = launches(graph)
+    assert all(order.index(n) < first_gemm for n in exchanges[:4])
+
+
+def test_weights_of_grouped_gemms_are_sliced_to_the_chunk(fake_ranks):
+    graph, _ = chunked(layer(GroupedExperts, fake_ranks), 2)
+    gemms = [n for n in graph.nodes if n.target is torch._grouped_mm]
+    assert len(gemms) == 2 * 3
+    for gemm in gemms:
+        piece = gemm.args[1]
+        assert piece.target is operator.getitem and piece.args[0].target is torch.split
+        assert piece.args[0].args[1] == [2, 2]  # of four local experts
+
+
+def test_a_loop_runs_only_the_experts_of_the_chunk(fake_ranks):
+    whole, _ = chunked(layer(LoopExperts, fake_ranks), 1)
+    graph, _ = chunked(layer(LoopExperts, fake_ranks), 4)
+    products = [sum(n.target is operator.matmul for n in g.nodes) for g in (whole, graph)]
+    assert products[0] == products[1]  # router and three per expert; not four times as many
+
+
+def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
+    program = layer(GroupedExperts, fake_ranks)
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    before = str(gm.graph)
+    report = run_level(DYNAMO, gm.graph, state(chunks=1))[-1]
+    assert str(gm.graph) == before
+    assert [v.reason.value for v in report.skipped] == ["one chunk asked for"]
+
+
+def test_more_chunks_than_experts_are_clamped_with_a_remark(fake_ranks):
+    graph, report = chunked(layer(GroupedExperts, fake_ranks), 99)
+    assert report.applied == ("region 0",)
+    assert len(launches(graph)) == 1 + 2 * 4
+
+
+def test_buffers_are_still_updated_once(fake_ranks):
+    graph, _ = chunked(layer(SharedAndBias, fake_ranks), 2)
+    added = [n for n in graph.nodes if n.op == "call_method" and n.target == "add_"]
+    biased = [n for n in graph.nodes if n.target is operator.iadd]
+    assert (len(added), len(biased)) == (1, 1)
+
+
+class KeepsSplits(GroupedExperts):
+    """Stashes its split sizes on the module, as torchtitan does."""
+
+    def splits(self, counts, received):
+        self.sent, self.got = super().splits(counts, received)
+        return self.sent, self.got
+
+
+def test_stashed_sizes_join_the_one_host_read(fake_ranks):
+    graph, _ = chunked(layer(KeepsSplits, fake_ranks), 2)
+    assert len(host_copies(graph)) == 1
+    (output,) = graph.find_nodes(op="output")
+    stashed = [n for n in output.all_input_nodes if n.op == "call_method" and n.target == "item"]
+    assert len(stashed) == 4  # two ranks, there and back: of the whole region, not of a chunk
+    assert all(n.args[0].args[0] in host_copies(graph) for n in stashed)
+
+
+class LeaksRows(GroupedExperts):
+    """Gives out the rows it received, besides its result."""
+
+    def experts(self, rows, received):
+        self.received_rows = rows
+        return super().experts(rows, received)
+
+
+def test_rows_read_outside_are_a_reason_to_leave_the_region(fake_ranks):
+    program = layer(LeaksRows, fake_ranks)
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    before = str(gm.graph)
+    report = run_level(DYNAMO, gm.graph, state(chunks=2))[-1]
+    assert [v.reason for v in report.skipped] == [Refusal.ROWS_ESCAPE]
+    assert str(gm.graph) == before
+
+
+def test_two_regions_of_one_graph_are_both_chunked(fake_ranks):
+    first, second = (layer(GroupedExperts, fake_ranks) for _ in range(2))
+    graph, report = chunked(lambda x: second(first(x) + x), 2)
+    assert report.applied == ("region 0", "region 1")
+    assert len(launches(graph)) == 2 * 5
+
+
+def test_exchanges_that_are_no_region_are_left_alone(fake_ranks):
+    def program(x):
+        return all_to_all_single_autograd(x, [16, 16], [16, 16], fake_ranks) * 2
+
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    before = str(gm.graph)
+    run_level(DYNAMO, gm.graph, state(chunks=2))
+    assert str(gm.graph) == before
