@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from moe_compile.graph.pinning import pinning_patches
+from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.planning.state import CompileState
 from passes.pipeline import JOINT, POST_GRAD, Level, run_level
 
@@ -55,6 +55,8 @@ class LevelPass(CustomGraphPass):
         if self._before is not None:
             self._before(graph)
         run_on_aot_graph(self._level, graph, self._state)
+        if self._level is POST_GRAD and self._state.config.schedule:
+            pin_order(graph)  # last: it hides launches and waits inside a higher-order operator
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
