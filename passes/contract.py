@@ -74,6 +74,8 @@ class GraphPass(ABC):
     requires: ClassVar[frozenset[Fact]] = frozenset()
     provides: ClassVar[frozenset[Fact]] = frozenset()
     invalidates: ClassVar[frozenset[Fact]] = frozenset()
+    is_check: ClassVar[bool] = False
+    """Whether the pass only looks: its failure is never passed over, since the graph is wrong."""
 
     @abstractmethod
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

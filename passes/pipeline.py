@@ -82,7 +82,7 @@ def check_order(level: Level) -> None:
 def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassReport | Dropped]:
     """Run one level's enabled passes in order on `graph`; return what became of each.
 
-    Raises what a failing pass raised when `state.config.strict`.
+    Raises what a failing pass raised when `state.config.strict`, and what a check found.
     """
     results: list[PassReport | Dropped] = []
     known = level.given
@@ -106,7 +106,7 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
         report = p.run(graph, state)
         graph.lint()
     except Exception as error:
-        if state.config.strict:
+        if state.config.strict or p.is_check:
             raise
         before.restore(graph)
         reason = f"{type(error).__name__}: {error}"

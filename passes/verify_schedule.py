@@ -36,6 +36,7 @@ class VerifySchedule(GraphPass):
 
     name: ClassVar[str] = NAME
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.VERIFIED})
+    is_check: ClassVar[bool] = True
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:  # noqa: ARG002
         """Raise ContractViolation naming the node that breaks a rule."""

@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -16,9 +17,10 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.graph.query import is_launch, is_wait, value_of
 
-ASSERTIONS: Final = frozenset({torch._check, torch._assert, torch.ops.aten._assert_scalar.default})
+ASSERTIONS: Final = frozenset({torch.ops.aten._assert_scalar.default})
+"""What Dynamo adds about sizes; assertions a user wrote are readers like any other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +69,23 @@ def _refuse(region: MoERegion, reason: Refusal, detail: str) -> Refused:
 
 
 def _only_asserted(graph: fx.Graph) -> set[fx.Node]:
-    """Return assertions, and the nodes whose values end in assertions alone."""
+    """Return assertions, and the nodes whose values end in assertions alone, or nowhere.
+
+    The bodies of higher-order operators keep dead nodes: Dynamo cleans the top graph only.
+    """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        asserts = node.op == "call_function" and node.target in ASSERTIONS
-        if asserts or (node.users and _is_pure(node) and all(u in found for u in node.users)):
+        if node.op == "call_function" and node.target in ASSERTIONS:
             found.add(node)
+        elif _is_pure(node) and (node.users or _is_dead(node)):
+            found |= {node} if all(user in found for user in node.users) else set()
     return found
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Whether a pure node without readers only computes a value or asks for a size."""
+    asks = node.target is operator.getitem or node.target in ("size", "numel", "dim")
+    return asks or isinstance(value_of(node), torch.Tensor | torch.SymInt)
 
 
 def _is_pure(node: fx.Node) -> bool:

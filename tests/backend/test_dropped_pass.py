@@ -64,6 +64,18 @@ def test_strict_raises_instead():
         run_level(LEVEL, gm.graph, state(strict=True))
 
 
+@dataclass(frozen=True)
+class FindsTheGraphWrong(FailsHalfway):
+    name: ClassVar[str] = "finds_the_graph_wrong"
+    is_check: ClassVar[bool] = True
+
+
+def test_what_a_check_finds_is_never_passed_over():
+    gm = make_fx(program)(torch.ones(3))
+    with pytest.raises(RuntimeError, match="half of the edit"):
+        run_level(Level((FindsTheGraphWrong(),)), gm.graph, state())
+
+
 def test_a_disabled_pass_is_left_out():
     gm = make_fx(program)(torch.ones(3))
     level = Level((NeedsRegions(),), frozenset({Fact.REGIONS_FOUND}))
