@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,8 +56,13 @@ class Job:
     clock: str
     folder: Path
     """Empty, of this run: board and turns."""
-    profile: Path
-    """Kept from run to run, so that compiled code is found again."""
+    cache: Path
+    """Kept from run to run: compiled code, and megamoe's profile, which is part of its key."""
+
+    @property
+    def profile(self) -> Path:
+        """Return where megamoe's hardware profile for this case lies."""
+        return self.cache / f"{self.case.name}.toml"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +70,7 @@ class Outcome:
     """What one variant did."""
 
     compile_s: float = 0.0
+    is_from_cache: bool = False
     error: str = ""
     relative_error: float = 0.0
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -87,6 +93,7 @@ class CaseResult:
 def measure_case(rank: int, job: Job) -> CaseResult | None:
     """Run the job; None on all ranks but 0."""
     run = _Run(rank, job)
+    run.start()
     run.compile((BASELINE,))
     if BASELINE not in run.forwards:
         raise RuntimeError(f"{BASELINE} failed: {run.outcomes[BASELINE].error}")
@@ -111,10 +118,14 @@ class _Run:
         link = make_emulated_group(board, clock)
         self._layer = MoELayer(job.case, link)
         self._stepper = Stepper(self._layer, link, clock)
-        self._turns = CompileTurns(job.folder, job.preset.timeout_s)
-        self._expected = self._stepper.values(self._layer)
+        self._turns = CompileTurns(job.folder, job.cache, job.preset.timeout_s)
         self.forwards: dict[str, Forward] = {}
         self.outcomes: dict[str, Outcome] = {}
+
+    def start(self) -> None:
+        """Compute what all variants must, and get the compiler going."""
+        self._expected = self._stepper.values(self._layer)
+        self._turns.start_compiler()
 
     def compile(self, names: Sequence[str]) -> None:
         for variant in named_variants(tuple(names)):
@@ -130,7 +141,9 @@ class _Run:
         mine = Outcome()
         try:
             mine.relative_error = relative_error(self._first(variant, forward), self._expected)
-            mine.compile_s = self._turns.seconds if variant.backend else 0.0
+            if variant.backend:
+                mine.compile_s = self._turns.seconds
+                mine.is_from_cache = self._turns.is_from_cache
         except (RuntimeError, MegaMoEError, AssertionError, TypeError) as error:
             mine.error = f"{type(error).__name__}: {error}"
         outcome = _worst_of_all_ranks(mine)
@@ -143,7 +156,7 @@ class _Run:
     def _first(self, variant: Variant, forward: Forward) -> Values:
         if variant.backend is None:
             return self._stepper.values(forward)
-        with self._turns.turn():
+        with self._turns.turn(f"{self._job.case.name} {variant.name}"):
             return self._stepper.values(forward)
 
     def write_profile(self) -> None:
@@ -205,7 +218,7 @@ def _worst_of_all_ranks(mine: Outcome) -> Outcome:
     error = next((o.error for o in outcomes if o.error), "")
     if not error and not worst <= MAX_ERROR:
         error = f"differs from eager by {worst:.3g}, relative"
-    return Outcome(compile_s=outcomes[0].compile_s, relative_error=worst, error=error)
+    return replace(outcomes[0], relative_error=worst, error=error)
 
 
 def _pin(rank: int, num_ranks: int) -> None:

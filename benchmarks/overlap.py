@@ -30,6 +30,8 @@ from benchmarks.table import print_case, print_head
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 CACHE: Final = Path("outputs") / "benchmark_cache"
+WIDTH: Final = 150
+"""Columns of the table, whatever the terminal's."""
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "OMP_NUM_THREADS": "1",
@@ -45,8 +47,7 @@ def main() -> int:
     arguments = _arguments()
     preset = PRESETS[arguments.preset]
     os.environ.update(ENVIRONMENT)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((arguments.cache / "inductor").resolve())
-    console = Console(width=140)
+    console = Console(width=WIDTH)
     head = {
         "command": shlex.join(["python", "-m", "benchmarks.overlap", *sys.argv[1:]]),
         "clock": arguments.clock,
@@ -79,7 +80,7 @@ def _run_case(
             preset=preset,
             clock=arguments.clock,
             folder=Path(folder),
-            profile=(arguments.cache / "profiles" / f"{case.name}.toml").resolve(),
+            cache=arguments.cache.resolve(),
         )
         create_board(job.folder / "posts", case.num_ranks)
         try:

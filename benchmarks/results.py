@@ -48,6 +48,7 @@ class Row:
     exchanges: int | None = None
     page_faults: float | None = None
     compile_s: float | None = None
+    compile_from_cache: bool | None = None
     relative_error: float | None = None
     error: str = ""
 
@@ -120,6 +121,7 @@ def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: 
         inf_bandwidth_interval=control and (control.low, control.high),
         inf_bandwidth_pairs=control and control.num_pairs,
         compile_s=outcome.compile_s,
+        compile_from_cache=outcome.is_from_cache,
         relative_error=outcome.relative_error,
         **_medians(samples),
     )

@@ -40,7 +40,7 @@ def print_case(console: Console, head: dict[str, Any], rows: list[Row]) -> None:
 def _table(rows: list[Row]) -> Table:
     table = Table()
     for name in ("comp:comm", "variant"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in (
         "ms",
         "x bound",
@@ -68,8 +68,14 @@ def _cells(row: Row) -> list[str]:
         _with_interval(row.vs_inductor, row.vs_inductor_interval),
         _number(row.vs_inductor_reorder),
         _with_interval(row.inf_bandwidth_ratio, row.inf_bandwidth_interval),
-        _number(row.compile_s, digits=0),
+        _compile_seconds(row),
     ]
+
+
+def _compile_seconds(row: Row) -> str:
+    if not row.compile_s:
+        return ""
+    return f"{row.compile_s:.1f}{' cached' if row.compile_from_cache else ''}"
 
 
 def _number(value: float | None, *, digits: int = 2) -> str:

@@ -9,9 +9,7 @@ from benchmarks.results import rows_of, warnings_of
 from benchmarks.step import Sample
 from benchmarks.variants import VARIANTS, named_variants
 
-JOB = Job(
-    case=ROUTED, preset=PRESETS["quick"], clock="virtual", folder=Path(), profile=Path("p.toml")
-)
+JOB = Job(case=ROUTED, preset=PRESETS["quick"], clock="virtual", folder=Path(), cache=Path())
 LATENCY, BYTES = 0.5, 100.0
 
 
