@@ -15,7 +15,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.analysis.regions import Refusal
-from moe_compile.analysis.row_domain import Order, Segment, Unproven, is_padding, is_selected
+from moe_compile.analysis.row_domain import Order, Segment, Selected, Unproven, is_padding
 
 
 class CountFacts:
@@ -46,8 +46,14 @@ class CountFacts:
     def read_on_host(self, size: Any, formula: sympy.Expr) -> None:
         """Note that the host read `size`, whose value is `formula`."""
         raw = size.node._expr if isinstance(size, torch.SymInt) else None
-        if isinstance(raw, sympy.Symbol):
+        if isinstance(raw, sympy.Symbol) and raw not in self._outside:
             self._formula.setdefault(raw, formula)
+
+    def is_unknown(self, size: Any) -> bool:
+        """Whether `size` is a symbol of which nothing is known yet."""
+        raw = size.node._expr if isinstance(size, torch.SymInt) else None
+        known = raw in self._formula or raw in self._outside
+        return isinstance(raw, sympy.Symbol) and not known
 
     def formula(self, size: Any) -> sympy.Expr:
         """Return an integer or symbolic size as a formula in the counts."""
@@ -97,6 +103,9 @@ class CountFacts:
         per_rank = len(counts) // self.num_ranks
         found = []
         for rank, size in enumerate(sizes):
+            if self.num_ranks == 1 and not self.formula(size).free_symbols:
+                found.append(sorted(counts, key=self._expert.__getitem__))
+                continue  # all rows stay here: tracing found their number to be the input's
             terms = self.formula(size).as_coefficients_dict()
             mine = [c for c in counts[rank * per_rank : (rank + 1) * per_rank] if c in terms]
             mine.sort(key=self._expert.__getitem__)
@@ -119,17 +128,21 @@ class CountFacts:
         counts alone and has room for all its rows, behind stretches that are not its own, holds
         them: the index and the sizes are two answers of one body to the same counts.
         """
-        if not is_selected(segment):
+        if not isinstance(segment.rows, Selected):
             return segment.expert
         experts = self.experts_of(segment.length)
         expert = next(iter(experts)) if len(experts) == 1 else None
         if expert is None or expert in self.experts_of(segment.start):
             return None
-        return expert if self.has_room_for(segment.length, expert) else None
+        return expert if self.has_room_for(segment.length, expert, segment.rows) else None
 
-    def has_room_for(self, size: sympy.Expr, expert: int) -> bool:
-        """Whether `size` is at least the number of rows of `expert`, by its form."""
-        return _is_at_least(size, self.rows_of(expert))
+    def has_room_for(self, size: sympy.Expr, expert: int, rows: Selected) -> bool:
+        """Whether `size` is at least the number of rows of `expert`, by its form.
+
+        Where `rows` were permuted, none can be padding: then it must be that number.
+        """
+        needed = self.rows_of(expert)
+        return size == needed or (not rows.index.is_permutation and _is_at_least(size, needed))
 
     def is_rows_of_one(self, order: Order) -> int | None:
         """Return the expert of `order` when without its counts there would be no row at all."""
@@ -140,7 +153,8 @@ class CountFacts:
 
 
 def _expression(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node.expr if symbolic else sympy.sympify(size)
 
 
 def _is_at_least(size: sympy.Expr, rows: sympy.Expr) -> bool:

@@ -1,0 +1,206 @@
+"""Gathers and scatters: what they make of the order of rows.
+
+Contract
+    An index whose every entry follows from runs of rows moves an order exactly.
+    An index not followed is equal to itself only: a scatter by it undoes a gather by it, where
+    no row can have been left out. It can not when the index is a permutation, or when the rows
+    left out would be uninitialised memory, which no working program reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_compile.analysis.operator_call import Call, dim_of
+from moe_compile.analysis.regions import Refusal
+from moe_compile.analysis.row_domain import (
+    Fixed,
+    Labels,
+    Opaque,
+    Order,
+    Outside,
+    Permutation,
+    Rows,
+    Segment,
+    Selected,
+    Unproven,
+    Value,
+    is_padding,
+    length,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """`base` read or written along `dim` by the vector `index`."""
+
+    base: torch.Tensor
+    dim: int
+    index: torch.Tensor
+    source: torch.Tensor | None = None
+    adds: bool = False
+
+
+def indexing(call: Call) -> Indexing | None:
+    """Return the one-vector form of an indexing operator, or None when it has another form."""
+    base = call.inputs[0]
+    source = call.argument("values", call.argument("source"))
+    adds = bool(call.argument("accumulate", False)) or call.name == "index_add"
+    if call.argument("indices") is not None and call.name != "embedding":
+        given = list(call.argument("indices"))
+        where = [i for i, index in enumerate(given) if index is not None]
+        if len(where) != 1:
+            return None
+        dim, index = where[0], given[where[0]]
+    else:
+        index = call.argument("index", call.argument("indices"))
+        dim = dim_of(call.argument("dim", 0), base.dim())
+        if call.name == "gather" and base.dim() != 1:
+            return None
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        return None
+    return Indexing(base, dim, index, source, adds)
+
+
+def gather(call: Call) -> Value | list[Value] | None:
+    """Return what reading by an index gives; None when the general rules are to say."""
+    form = indexing(call)
+    if form is None:
+        _refuse_mask(call)
+        return None
+    base, index = call.value(form.base), call.value(form.index)
+    if isinstance(base, Rows):
+        return _gather_rows(call, form, base, index)
+    if isinstance(index, Labels):
+        return _by_label(call, form, base, index)
+    if isinstance(base, Outside):
+        per_row = call.facts.depends_on_counts(form.index.shape[0])
+        reason = Refusal.ROWS_FROM_OUTSIDE if per_row else Refusal.VALUE_FROM_COUNTS
+        raise Unproven(reason, call.name)
+    if isinstance(index, Permutation):
+        return _permuted(base, index)
+    return None
+
+
+def _refuse_mask(call: Call) -> None:
+    masks = [t for t in call.inputs[1:] if t.dtype is torch.bool]
+    if masks and isinstance(call.value(call.inputs[0]), Rows):
+        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
+
+
+def _permuted(base: Value, index: Permutation) -> Value | None:
+    """Return labels, or indices, read in another order."""
+    if isinstance(base, Permutation) and base.target == index.source:
+        return Permutation(base.source, index.target)
+    if isinstance(base, Labels) and base.order == index.source:
+        of_segment = dict(zip(base.order, base.values, strict=True))
+        if all(segment in of_segment for segment in index.target):
+            return Labels(index.target, tuple(of_segment[s] for s in index.target))
+    return None
+
+
+def _by_label(call: Call, form: Indexing, base: Value, index: Labels) -> Value | None:
+    """Return a table read by label: a bias per expert, spread over the expert's rows."""
+    if isinstance(base, Fixed) and base.values is not None and base.values.dim() == 1:
+        table = base.values.tolist()
+        return Labels(index.order, tuple(int(table[v]) for v in index.values))
+    if isinstance(base, Outside):
+        for segment, label in zip(index.order, index.values, strict=True):
+            slot = label if form.dim == 0 else None
+            call.known.reads.add(base, slot, call.facts.expert_of((segment,)))
+    if isinstance(base, Outside | Fixed):
+        return Rows(form.dim, index.order)
+    return None
+
+
+def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
+    if form.dim != rows.dim:
+        if isinstance(index, Fixed):
+            return rows
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    if isinstance(index, Permutation):
+        if rows.order != index.source:
+            raise Unproven(Refusal.ROWS_MIXED, f"{call.name} by indices of another order")
+        return Rows(rows.dim, index.target)
+    if not isinstance(index, Opaque):
+        raise Unproven(Refusal.ROWS_MIXED, call.name)
+    if index.reads_outside:
+        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+    return Rows(rows.dim, _select(call, form, rows.order, index))
+
+
+def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
+    total = call.shape(form.index)[0]
+    if index.is_arange and total == length(order):
+        return order
+    if index.inverse_of is not None:
+        undone = _undone(order, index.inverse_of)
+        if undone is None or length(order) != total:
+            raise Unproven(Refusal.ROWS_OUT_OF_ORDER, call.name)
+        return undone
+    if index.is_permutation and length(order) != total:
+        raise Unproven(Refusal.ROWS_MIXED, call.name)
+    return (Segment(Selected(index, order), total, None),)
+
+
+def _undone(order: Order, index: Opaque) -> Order | None:
+    """Return the order before a gather by all of `index`, when `order` is just what that gave."""
+    selected = order[0].rows if order else None
+    if not isinstance(selected, Selected) or selected.index is not index:
+        return None
+    whole = len(order) == 1 and order[0].start == 0
+    return selected.parent if whole else None
+
+
+def scatter(call: Call) -> Value | list[Value] | None:
+    """Return what writing rows by an index into a new tensor gives."""
+    form = indexing(call)
+    values = [call.value(t) for t in call.inputs]
+    has_rows = any(isinstance(v, Rows) for v in values)
+    if form is None or form.source is None:
+        if has_rows:
+            raise call.unknown()
+        return None
+    base, index = call.value(form.base), call.value(form.index)
+    source = call.value(form.source)
+    if not has_rows:
+        return _inverse(base, index, source)
+    if not isinstance(base, Fixed) or not base.is_uniform or not isinstance(source, Rows):
+        raise call.unknown()
+    same_form = source.dim == form.dim and form.source.dim() == form.base.dim()
+    if not same_form or (form.adds and base.is_uninitialised):
+        raise call.unknown()
+    return Rows(source.dim, _put_back(call, form, source.order, index, base))
+
+
+def _inverse(base: Value, index: Value, source: Value) -> Value | None:
+    """Return the inverse of an index: `inverse[index] = arange(n)`."""
+    counts_up = isinstance(source, Opaque) and source.is_arange and isinstance(base, Fixed)
+    if counts_up and isinstance(index, Permutation):
+        return Permutation(index.target, index.source)
+    if counts_up and isinstance(index, Opaque) and index.is_permutation:
+        return Opaque(is_permutation=True, inverse_of=index)
+    return None
+
+
+def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixed) -> Order:
+    rows = call.shape(form.base)[form.dim]
+    if isinstance(index, Permutation):
+        if order != index.target or length(index.source) != rows:
+            raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
+        return index.source
+    selected = order[0].rows if order else None
+    if not isinstance(index, Opaque) or not isinstance(selected, Selected):
+        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, call.name)
+    if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
+        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
+    if length(order) != call.shape(form.index)[0]:
+        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
+    if index.is_permutation and len(order) == 1:
+        return selected.parent
+    padded = all(is_padding(s) for s in order[1:])
+    if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
+        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+    return selected.parent

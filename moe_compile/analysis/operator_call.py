@@ -1,0 +1,159 @@
+"""One aten operator of a region's body, with what is known of its inputs.
+
+Contract
+    Arguments are read by the names of the operator's schema, defaults included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from moe_compile.analysis.count_facts import CountFacts
+from moe_compile.analysis.regions import Refusal
+from moe_compile.analysis.row_domain import Fixed, Reads, Unproven, Value
+
+SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+SAME_VALUES: Final = frozenset({"_to_copy", "clone", "alias", "detach", "lift_fresh", "copy"})
+"""Operators that only copy, cast or rename, beside those tagged pointwise."""
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """What the proof knows so far."""
+
+    facts: CountFacts
+    reads: Reads = field(default_factory=Reads)
+    grouped: dict[fx.Node, str | None] = field(default_factory=dict)
+    """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
+    _values: dict[int, tuple[torch.Tensor, Value | None]] = field(default_factory=dict)
+
+    def set(self, tensor: torch.Tensor, value: Value) -> None:
+        """Note the value of `tensor`, by identity."""
+        self._values[id(tensor)] = (tensor, value)
+
+    def forget_aliases(self, tensor: torch.Tensor) -> None:
+        """Forget what is known of all that shares memory with `tensor`, which is written."""
+        memory = _memory(tensor)
+        for key, (other, _) in self._values.items():
+            if _memory(other) == memory:
+                self._values[key] = (other, None)
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """Return what is known of `tensor`."""
+        if id(tensor) in self._values:
+            known = self._values[id(tensor)][1]
+            if known is None:
+                raise Unproven(Refusal.UNKNOWN_OPERATOR, "read after a write through another view")
+            return known
+        if isinstance(tensor, FakeTensor):
+            raise Unproven(Refusal.UNKNOWN_OPERATOR, "a tensor of unknown origin")
+        return Fixed(values=tensor if is_small_integer(tensor) else None)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the operator that computes what `func` writes in place; itself when it writes none.
+
+    None where there is no such operator, or `func` changes the form of a tensor in place.
+    """
+    if not func._schema.is_mutable:
+        return func
+    name = str(func._schema.name).removeprefix("aten::")
+    if torch.Tag.inplace_view in func.tags or not name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `func`, made by the graph's `node`."""
+
+    node: fx.Node
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    known: Knowledge
+
+    @property
+    def name(self) -> str:
+        """`mm` of `aten::mm`; other namespaces are kept."""
+        return str(self.func._schema.name).removeprefix("aten::")
+
+    @property
+    def facts(self) -> CountFacts:
+        """What is known of the counts."""
+        return self.known.facts
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether element i of the output reads only elements i of the inputs, broadcast."""
+        return torch.Tag.pointwise in self.func.tags or self.name in SAME_VALUES
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """Return the argument called `name` in the schema, or its default, or `default`."""
+        for i, declared in enumerate(self.func._schema.arguments):
+            if declared.name == name:
+                given = self.args[i] if i < len(self.args) else None
+                found = self.kwargs.get(name, given)
+                return declared.default_value if found is None else found
+        return default
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """Return what is known of an input."""
+        return self.known.value(tensor)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All arguments, lists flattened."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All tensor arguments, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """All tensors returned, in order."""
+        return [leaf for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
+
+    def shape(self, tensor: torch.Tensor) -> list[sympy.Expr]:
+        """Return the sizes of `tensor` as formulas in the counts."""
+        return [self.facts.formula(size) for size in tensor.shape]
+
+    def reads_counts(self) -> bool:
+        """Whether a number among the arguments may differ between chunks."""
+        return any(self.facts.depends_on_counts(a) for a in self.leaves if isinstance(a, SYMBOLIC))
+
+    def unknown(self) -> Unproven:
+        """Return the refusal of an operator that no rule covers."""
+        return Unproven(Refusal.UNKNOWN_OPERATOR, self.name)
+
+
+Rule = Callable[[Call], Value | list[Value]]
+
+
+def dim_of(dim: int, ndim: int) -> int:
+    """Return `dim` counted from the left."""
+    return dim + ndim if dim < 0 else dim
+
+
+def is_small_integer(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds integers, few enough to be looked at one by one."""
+    static = all(isinstance(size, int) for size in tensor.shape)
+    number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return static and not number and tensor.numel() <= 1 << 12

@@ -1,0 +1,211 @@
+"""Prove that a region's experts treat rows independently, so that chunks may run apart.
+
+Contract
+    A proof holds for any counts: running the body on the rows and the counts of some experts
+    gives the values, forward and backward, that running it on all gives for those rows. What is
+    not understood is refused, with the reason and the node.
+
+Rests on one premise about code that is not followed (kernels, arithmetic that makes an index):
+an index and the group sizes that one body computes from the same counts agree about which rows
+belong to which expert.
+
+Pseudo-code
+    run the body on fake tensors, noting aten operators
+    received rows = every run of rows in the order the dispatch's split sizes tell
+    for each operator: the value of its outputs follows from those of its inputs, or refuse
+    the combine must send the rows back in the order received
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.count_facts import CountFacts
+from moe_compile.analysis.operator_call import Call, Knowledge, functional
+from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
+from moe_compile.analysis.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Formulas,
+    Labels,
+    Opaque,
+    Outside,
+    Permutation,
+    Rows,
+    Unproven,
+    Value,
+    length,
+)
+from moe_compile.analysis.row_rules import apply
+from moe_compile.analysis.row_trace import (
+    UNTRACEABLE,
+    Dispatched,
+    HostRead,
+    NotFollowed,
+    Operator,
+    Produced,
+    Step,
+    Trace,
+    trace_body,
+)
+from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
+
+
+def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
+    """Return what chunking `region` may rely on, or why it must not be chunked."""
+    trace = trace_body(region)
+    if not isinstance(trace, Trace):
+        return _refused(region, *trace)
+    proof = _Proof(region, trace)
+    for step in trace.steps:
+        try:
+            proof.follow(step)
+        except Unproven as unproven:
+            return _refused(region, step.node, unproven)
+        except UNTRACEABLE as error:
+            covered = Unproven(Refusal.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
+            return _refused(region, step.node, covered)
+    try:
+        proof.check_combine()
+    except Unproven as unproven:
+        return _refused(region, region.combine, unproven)
+    return proof.result()
+
+
+class _Proof:
+    """The proof of one region, step by step."""
+
+    def __init__(self, region: MoERegion, trace: Trace) -> None:
+        received = tensor_of(region.received_counts)
+        assert received is not None
+        self.facts = CountFacts(region.num_ranks, region.num_local_experts, received.numel())
+        self.facts.set_outside(_sizes_outside(region))
+        self.region, self.known = region, Knowledge(self.facts)
+        self.produced: dict[fx.Node, torch.Tensor] = {}
+        self._rows: torch.Tensor | None = None
+        for given in trace.inputs:
+            self.produced[given.node] = given.tensor
+            self.known.set(given.tensor, self._input(given))
+
+    def _input(self, given: Produced) -> Value:
+        if given.node is self.region.received_counts:
+            return Formulas(self.facts.received)
+        if given.node is self.region.counts:
+            return Formulas(self.facts.sent)
+        if given.node in self.region.others:
+            return Outside(frozenset({given.node}))
+        self._rows = given.tensor
+        return Opaque()  # until the dispatch tells their order; nothing reads them before
+
+    def follow(self, step: Step) -> None:
+        """Note what `step` makes known; raise Unproven where the proof ends."""
+        if isinstance(step, Operator):
+            self._operator(step)
+        elif isinstance(step, Produced):
+            self.produced[step.node] = step.tensor
+        elif isinstance(step, HostRead):
+            self._host_read(step)
+        elif isinstance(step, NotFollowed):
+            self._not_followed(step)
+        elif isinstance(step, Dispatched) and self._rows is not None:
+            splits = output_splits(step.node), input_splits(step.node)
+            self.facts.set_root(*([_size(s) for s in side] for side in splits))
+            self.known.set(self._rows, Rows(0, self.facts.root))
+
+    def _operator(self, step: Operator) -> None:
+        func = functional(step.func)
+        if torch.Tag.nondeterministic_seeded in step.func.tags and step.node in self.region.body:
+            raise Unproven(Refusal.RANDOM, str(step.func))
+        if func is None:
+            raise Unproven(Refusal.UNKNOWN_OPERATOR, str(step.func))
+        call = Call(step.node, func, step.args, step.kwargs, step.out, self.known)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        results: Value | list[Value] = Fixed() if random else apply(call)
+        outputs = call.outputs
+        each = results if isinstance(results, list) else [results] * len(outputs)
+        if func is not step.func:
+            self.known.forget_aliases(call.inputs[0])
+        for tensor, value in zip(outputs, each, strict=True):
+            self.known.set(tensor, self._checked(tensor, value))
+
+    def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
+        """Return `value` when the sizes agree with it."""
+        if isinstance(value, Rows):
+            size, order = tensor.shape[value.dim], value.order
+        elif isinstance(value, Labels):
+            size, order = tensor.shape[0], value.order
+        elif isinstance(value, Permutation):
+            size, order = tensor.shape[0], value.source
+        else:
+            return value
+        if self.facts.is_unknown(size):
+            self.facts.read_on_host(size, length(order))
+        if self.facts.formula(size) != length(order):
+            raise Unproven(Refusal.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
+        return value
+
+    def _host_read(self, step: HostRead) -> None:
+        value = self.known.value(step.tensor)
+        if isinstance(value, Rows):
+            raise Unproven(Refusal.HOST_READ_OF_ROWS)
+        if isinstance(value, Formulas):
+            self.facts.read_on_host(value_of(step.node), value.cells[0])
+
+    def _not_followed(self, step: NotFollowed) -> None:
+        values = [self.known.value(t) for t in step.inputs]
+        if not all(isinstance(v, (*FROM_COUNTS, Fixed)) for v in values):
+            raise Unproven(Refusal.UNKNOWN_OPERATOR, str(step.node.target))
+        tainted = any(isinstance(v, Opaque) and v.reads_outside for v in values)
+        self.known.forget_aliases(step.tensor)
+        self.known.set(step.tensor, Opaque(reads_outside=tainted))
+
+    def check_combine(self) -> None:
+        """Raise Unproven unless the rows sent back stand in the order received."""
+        if self.known.value(self.produced[self.region.combine]) != Rows(0, self.facts.root):
+            raise Unproven(Refusal.ROWS_OUT_OF_ORDER)
+
+    def result(self) -> RowProof:
+        """Return the evidence gathered."""
+        unsliceable = [(n, why or _form(self.region, n)) for n, why in self.known.grouped.items()]
+        rows = [(n, self._only_expert(n)) for n in self.region.row_side]
+        return RowProof(
+            sliceable=tuple(n for n, why in unsliceable if why is None),
+            unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
+            expert_rows=tuple((n, e) for n, e in rows if e is not None),
+        )
+
+    def _only_expert(self, node: fx.Node) -> int | None:
+        tensor = self.produced.get(node)
+        value = self.known.value(tensor) if tensor is not None else None
+        return self.facts.is_rows_of_one(value.order) if isinstance(value, Rows) else None
+
+
+def _size(size: object) -> object:
+    return value_of(size) if isinstance(size, fx.Node) else size
+
+
+def _sizes_outside(region: MoERegion) -> list[object]:
+    sizes: list[object] = []
+    for node in region.others:
+        value = value_of(node)
+        sizes += value.shape if isinstance(value, torch.Tensor) else [value]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def _form(region: MoERegion, gemm: fx.Node) -> str | None:
+    """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
+    weight = gemm.args[1] if len(gemm.args) > 1 else None
+    if weight not in region.others or gemm.kwargs.get("offs") not in region.count_side:
+        return "its weight or offsets are not plain arguments"
+    return None
+
+
+def _refused(region: MoERegion, node: fx.Node, why: Unproven) -> Refused:
+    """Return the refusal, naming the node and the user's line."""
+    where = [f"{node.name}: {why.detail}" if why.detail else node.name]
+    lines = (line.strip() for line in node.meta.get("stack_trace", "").splitlines())
+    where += [line for line in lines if line.strip("^~ ")][-2:]
+    return Refused(
+        candidate=region.name, reason=why.reason, detail=" | ".join(where), is_region=True
+    )

@@ -1,0 +1,247 @@
+"""What an operator makes of rows: independent of one another, or the proof ends.
+
+Contract
+    A rule returns rows only where row i of the output depends on row i of the inputs, on
+    constants and on the parameters of its expert, and is rounded alike for any number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import sympy
+import torch
+
+from moe_compile.analysis import constant_rules, count_rules, index_rules, order_rules, view_rules
+from moe_compile.analysis.operator_call import Call, Rule, dim_of
+from moe_compile.analysis.regions import Refusal
+from moe_compile.analysis.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Formulas,
+    Order,
+    Outside,
+    Rows,
+    Selected,
+    Unproven,
+    Value,
+    cut,
+    is_padding,
+)
+
+
+def pointwise(call: Call) -> Value:
+    """Rows meet rows of the same order, constants, and parameters of their one expert."""
+    parts = [(t, call.value(t)) for t in call.inputs]
+    if any(isinstance(v, FROM_COUNTS) for _, v in parts):
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    seats = {(t.dim() - v.dim, v.order) for t, v in parts if isinstance(v, Rows)}
+    if len(seats) != 1:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+    ((from_right, order),) = seats
+    for tensor, value in parts:
+        uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
+        if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
+            raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+        if isinstance(value, Outside):
+            call.known.reads.add(value, None, call.facts.expert_of(order))
+    return Rows(call.outputs[0].dim() - from_right, order)
+
+
+def reduction(call: Call) -> Value | list[Value]:
+    """A reduction, scan or sort within each row."""
+    tensor, rows = view_rules.the_rows(call)
+    given = call.argument("dim")
+    if given is None and call.name in ("sort", "topk"):
+        given = -1
+    dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dims = [dim_of(d, tensor.dim()) for d in dims]
+    if rows.dim in dims:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
+    if any(not isinstance(call.value(t), Rows) for t in call.inputs):
+        raise call.unknown()
+    kept = call.outputs[0].dim() == tensor.dim()
+    dim = rows.dim if kept else rows.dim - sum(d < rows.dim for d in dims)
+    return [Rows(dim, rows.order) for _ in call.outputs]
+
+
+def norm(call: Call) -> Value | list[Value]:
+    """A normalisation within each row, by weights of its expert."""
+    tensor, rows = view_rules.the_rows(call)
+    normalized = len(call.argument("normalized_shape", ()))
+    if not normalized or rows.dim >= tensor.dim() - normalized:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
+    for other in call.inputs[1:]:
+        value = call.value(other)
+        if isinstance(value, Outside):
+            call.known.reads.add(value, None, call.facts.expert_of(rows.order))
+        elif not isinstance(value, Fixed):
+            raise call.unknown()
+    return [Rows(rows.dim, rows.order) for _ in call.outputs]
+
+
+def matmul(call: Call) -> Value:
+    """`[R, K] @ [K, N]` or its transpose, the matrix read by rows of one expert only."""
+    left, right = call.argument("self"), call.argument("mat2")
+    bias = None
+    if call.name == "addmm":
+        bias, left, right = left, call.argument("mat1"), right
+    values = [call.value(left), call.value(right)]
+    if all(isinstance(v, Rows) for v in values):
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows by rows")
+    side = 0 if isinstance(values[0], Rows) else 1
+    rows, matrix = values[side], values[1 - side]
+    if not isinstance(rows, Rows) or isinstance(matrix, FROM_COUNTS):
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    if rows.dim != side:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
+    expert = call.facts.expert_of(rows.order)
+    if expert is None:
+        detail = f"{call.name} over rows of several experts rounds by their number"
+        raise Unproven(Refusal.SHARED_PARAMETER, detail)
+    if isinstance(matrix, Outside):
+        call.known.reads.add(matrix, None, expert)
+    if bias is not None:
+        _bias(call, bias, rows, side)
+    return Rows(side, rows.order)
+
+
+def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
+    value = call.value(bias)
+    from_right = 2 - dim
+    if isinstance(value, Rows):
+        if value.order != rows.order or bias.dim() - value.dim != from_right:
+            raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+        return
+    if isinstance(value, FROM_COUNTS):
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
+        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+    if isinstance(value, Outside):
+        call.known.reads.add(value, None, call.facts.expert_of(rows.order))
+
+
+def batched_matmul(call: Call) -> Value:
+    """One small product per row."""
+    left, right = (call.value(t) for t in call.inputs)
+    if left != right or not isinstance(left, Rows) or left.dim != 0:
+        raise call.unknown()
+    return left
+
+
+def grouped_matmul(call: Call) -> Value:
+    """`[R, K]` by `[E, K, N]`: rows up to each offset by the next matrix."""
+    rows = call.value(call.argument("self"))
+    weight = call.argument("mat2")
+    matrices, offs = call.value(weight), call.argument("offs")
+    if not isinstance(rows, Rows) or rows.dim != 0 or isinstance(matrices, Rows):
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
+    if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
+        raise call.unknown()
+    ends = call.value(offs)
+    experts = range(call.facts.num_local_experts)
+    if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
+        raise Unproven(Refusal.SHARED_PARAMETER, "offsets not followed to one group per expert")
+    sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
+    _check_groups(call, rows.order, sizes)
+    if isinstance(matrices, FROM_COUNTS):
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    for expert in experts:
+        if isinstance(matrices, Outside):
+            call.known.reads.add(matrices, expert, expert)
+    empty = all(call.facts.vanishes_without(sizes[e], e) for e in experts)
+    why_not = None if empty else "groups of other experts are padded"
+    if call.node in call.known.grouped:
+        why_not = "one of several grouped GEMMs of one operator"
+    call.known.grouped[call.node] = why_not
+    return rows
+
+
+def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
+    """Refuse unless group e holds all rows of expert e, and no others."""
+    chosen = order[0].rows if order and order[0].start == 0 else None
+    if isinstance(chosen, Selected):
+        for expert, size in enumerate(sizes):
+            own = call.facts.experts_of(size) == {expert}
+            if not own or not call.facts.has_room_for(size, expert, chosen):
+                detail = f"group {expert} is not proven to hold the rows of expert {expert}"
+                raise Unproven(Refusal.SHARED_PARAMETER, detail)
+        return
+    pieces = cut(order, sizes)
+    if pieces is None or any(
+        call.facts.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
+    ):
+        raise Unproven(Refusal.SHARED_PARAMETER, "a group holds rows of another expert")
+    if not all(is_padding(segment) for segment in pieces[-1]):
+        raise Unproven(Refusal.ROWS_MIXED, "rows behind the last group")
+
+
+SIZED: Final = frozenset(
+    {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "split_with_sizes"}
+)
+"""Operators whose numbers are sizes and positions, not values."""
+
+ROW_RULES: Final[dict[str, Rule]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), view_rules.reshaped),
+    **dict.fromkeys(view_rules.MOVED, view_rules.moved),
+    "squeeze": view_rules.squeezed,
+    "select": view_rules.selected,
+    "unbind": view_rules.selected,
+    "slice": view_rules.sliced,
+    "split": view_rules.split,
+    "split_with_sizes": view_rules.split,
+    "cat": view_rules.joined,
+    **dict.fromkeys(
+        (
+            "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
+            "var_mean", "prod", "any", "all", "logsumexp", "linalg_vector_norm", "norm",
+            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort",
+        ),
+        reduction,
+    ),
+    "native_layer_norm": norm,
+    "_fused_rms_norm": norm,
+    "mm": matmul,
+    "addmm": matmul,
+    "bmm": batched_matmul,
+    "_grouped_mm": grouped_matmul,
+}  # fmt: skip
+"""Operators on rows, beside indexing and those tagged pointwise."""
+
+
+def apply(call: Call) -> Value | list[Value]:
+    """Return what `call` makes of what is known of its inputs; raise Unproven when not known."""
+    if call.name in constant_rules.FILLS:
+        return constant_rules.fill(call)
+    values = [call.value(t) for t in call.inputs]
+    has_rows = any(isinstance(v, Rows) for v in values)
+    if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
+        nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
+        if nodes and call.reads_counts() and call.name != "expand":
+            raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        return Outside(frozenset(nodes)) if nodes else constant_rules.fixed(call)
+    result = _indexed(call)
+    if result is None:
+        result = _on_rows(call) if has_rows else count_rules.from_counts(call)
+    return result
+
+
+def _indexed(call: Call) -> Value | list[Value] | None:
+    if call.name in ("index", "index_select", "gather", "embedding"):
+        return index_rules.gather(call)
+    if call.name in ("index_put", "_unsafe_index_put", "index_copy", "index_add"):
+        return index_rules.scatter(call)
+    if call.name == "sort" and not isinstance(call.value(call.inputs[0]), Rows):
+        return order_rules.sort(call)
+    return order_rules.repeat_interleave(call) if call.name == "repeat_interleave" else None
+
+
+def _on_rows(call: Call) -> Value | list[Value]:
+    rule = ROW_RULES.get(call.name)
+    if call.reads_counts() and call.name not in SIZED:
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    if rule is not None:
+        return rule(call)
+    if call.is_pointwise:
+        return pointwise(call)
+    raise call.unknown()

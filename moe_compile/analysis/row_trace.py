@@ -1,0 +1,230 @@
+"""A region's body as the aten operators it runs, each with the graph's node that runs it.
+
+Contract
+    The body runs once on fake tensors; writes in place are noted like any other operator.
+    What the host reads is not read again: sizes stay the symbols the tracer gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_compile.analysis.constant_nodes import constant_nodes
+from moe_compile.analysis.regions import MoERegion, Refusal
+from moe_compile.analysis.row_domain import Unproven
+from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.query import is_launch, is_wait, tensor_of, value_of
+
+UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+"""What running a node on fake tensors may raise where this torch cannot trace it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One aten operator that `node` ran."""
+
+    node: fx.Node
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """`node` produced `tensor`: an input of the body, or what one of its nodes returned.
+
+    For the combine, the rows it sends.
+    """
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """The host read `tensor` at `node`, as the size `value_of(node)`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NotFollowed:
+    """`node` filled `tensor` from what it reads: `inputs`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The dispatch happened: sizes that it needs are known."""
+
+    node: fx.Node
+
+
+Step = Operator | Produced | HostRead | NotFollowed | Dispatched
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The steps of one body, in order."""
+
+    inputs: tuple[Produced, ...]
+    steps: tuple[Step, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operator that makes or writes tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.node: fx.Node | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        leaves = pytree.tree_leaves(out)
+        makes_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if self.node is not None and (makes_tensors or func._schema.is_mutable):
+            self.steps.append(Operator(self.node, func, args, kwargs, out))
+        return out
+
+
+@dataclass(slots=True)
+class _Runner:
+    """Runs the nodes of one body, one by one."""
+
+    region: MoERegion
+    recorder: _Recorder
+    inputs: list[Produced] = field(default_factory=list)
+    env: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def run(self, sources: list[fx.Node], nodes: list[fx.Node], tensors: tuple[Any, ...]) -> None:
+        for source, tensor in zip(sources, tensors, strict=True):
+            self.inputs.append(Produced(source, tensor))
+            self.env[source] = tensor
+        for node in nodes:
+            self.recorder.node = node
+            try:
+                self._step(node)
+            except UNTRACEABLE as error:
+                detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+                raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, detail)) from error
+        sent = self._value(self.region.combine.args[0])
+        self.recorder.steps.append(Produced(self.region.combine, sent))
+        self.recorder.node = None
+
+    def _step(self, node: fx.Node) -> None:
+        steps = self.recorder.steps
+        if node is self.region.dispatch:
+            steps.append(Dispatched(node))
+        elif node.op == "call_method" and node.target == "item":
+            steps.append(HostRead(node, self._value(node.args[0])))
+            self.env[node] = value_of(node)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            self._not_followed(node)
+        else:
+            self.env[node] = self._call(node)
+            if isinstance(self.env[node], torch.Tensor):
+                steps.append(Produced(node, self.env[node]))
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
+        if node.op == "call_function" and callable(node.target):
+            return node.target(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, node.op))
+
+    def _not_followed(self, node: fx.Node) -> None:
+        """Take what a higher-order operator writes for anything computed from what it reads."""
+        written = written_arguments(node)
+        if not written or value_of(node) is not None:
+            raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, str(node.target)))
+        read = [self._value(n) for n in node.all_input_nodes]
+        inputs = tuple(t for t in read if isinstance(t, torch.Tensor))
+        for target in dict.fromkeys(written):
+            self.recorder.steps.append(NotFollowed(node, self._value(target), inputs))
+
+    def _value(self, node: Any) -> Any:
+        if node in self.env:
+            return self.env[node]
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) or value is None:
+            raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, "read before it was run"))
+        return value
+
+
+class _Stopped(Exception):
+    """Running stopped at `node`."""
+
+    def __init__(self, node: fx.Node, why: Unproven) -> None:
+        super().__init__(node.name)
+        self.node, self.why = node, why
+
+
+def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
+    """Return what runs between dispatch and combine, or the node where tracing stopped."""
+    received = _received_rows(region)
+    after = set(_waits_on(region.combine)) | {region.combine} | set(_waits_on(region.dispatch))
+    constants = constant_nodes(region)
+    body = [node for node in region.body if node not in after]
+    for node in body:
+        if is_launch(node) and node is not region.dispatch:
+            return node, Unproven(Refusal.COMMUNICATES)
+    sources = [region.counts, region.received_counts, received]
+    sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
+    runner = _Runner(region, _Recorder())
+    try:
+        _run_on_fakes(runner, sources, [*constants, *body])
+    except _Stopped as stopped:
+        return stopped.node, stopped.why
+    return Trace(tuple(runner.inputs), tuple(runner.recorder.steps))
+
+
+def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node]) -> None:
+    given = [value_of(node) for node in sources]
+    fake = next(t for t in given if isinstance(t, FakeTensor)).fake_mode
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(enable_python_dispatcher())  # as the tracer of the graph did
+        stack.enter_context(fake)
+        if fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        tensors = tuple(t.detach() for t in given)  # whatever the body does to their form
+        stack.enter_context(runner.recorder)
+        runner.run(sources, nodes, tensors)
+
+
+def _waits_on(launch: fx.Node) -> list[fx.Node]:
+    waits: list[fx.Node] = []
+    for node in launch.users:
+        if is_wait(node):
+            waits += [node, *_waits_on(node)]
+    return waits
+
+
+def _received_rows(region: MoERegion) -> fx.Node:
+    waits = _waits_on(region.dispatch)
+    return waits[-1] if waits else region.dispatch

@@ -1,0 +1,185 @@
+"""Views, splits and joins of rows: where the row dimension goes, and in which order.
+
+Contract
+    A view keeps the row dimension whole or is refused.
+    Rows are cut only where the counts say that one run ends and the next begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import sympy
+import torch
+
+from moe_compile.analysis.operator_call import Call, dim_of
+from moe_compile.analysis.regions import Refusal
+from moe_compile.analysis.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Order,
+    Rows,
+    Unproven,
+    Value,
+    cut,
+    join,
+    length,
+    padding,
+)
+
+
+def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
+    """Return the first input with its rows."""
+    tensor = call.inputs[0]
+    rows = call.value(tensor)
+    if not isinstance(rows, Rows):
+        raise call.unknown()
+    return tensor, rows
+
+
+def reshaped(call: Call) -> Value:
+    """Find the dimension that holds the rows whole after a change of shape."""
+    tensor, rows = the_rows(call)
+    before, after = call.shape(tensor), call.shape(call.outputs[0])
+    ahead = sympy.Mul(*before[: rows.dim])
+    for dim, size in enumerate(after):
+        if size == before[rows.dim] and sympy.Mul(*after[:dim]) == ahead:
+            return Rows(dim, rows.order)
+    raise call.unknown()
+
+
+def _transposed(call: Call, dim: int, ndim: int) -> int:
+    if call.name == "permute":
+        dims = [dim_of(d, ndim) for d in call.argument("dims")]
+        return dims.index(dim)
+    pair = [dim_of(d, ndim) for d in (call.argument("dim0", 0), call.argument("dim1", 1))]
+    if call.name == "t" and ndim < 2:
+        return dim
+    return pair[1 - pair.index(dim)] if dim in pair else dim
+
+
+def _unsqueezed(call: Call, dim: int, ndim: int) -> int:
+    return dim + (dim_of(call.argument("dim"), ndim + 1) <= dim)
+
+
+def _expanded(call: Call, dim: int, ndim: int) -> int:
+    return dim + call.outputs[0].dim() - ndim
+
+
+MOVED: Final[dict[str, Callable[[Call, int, int], int]]] = {
+    "permute": _transposed,
+    "transpose": _transposed,
+    "t": _transposed,
+    "unsqueeze": _unsqueezed,
+    "expand": _expanded,
+}
+
+
+def moved(call: Call) -> Value:
+    """Follow the row dimension through a view that keeps every element, or repeats it."""
+    tensor, rows = the_rows(call)
+    return Rows(MOVED[call.name](call, rows.dim, tensor.dim()), rows.order)
+
+
+def squeezed(call: Call) -> Value:
+    """Follow the row dimension when others of size 1 go."""
+    tensor, rows = the_rows(call)
+    gone = call.argument("dim")
+    dims = [gone] if isinstance(gone, int) else list(gone or range(tensor.dim()))
+    ones = [d for d in (dim_of(d, tensor.dim()) for d in dims) if call.shape(tensor)[d] == 1]
+    if rows.dim in ones:
+        raise call.unknown()
+    return Rows(rows.dim - sum(d < rows.dim for d in ones), rows.order)
+
+
+def selected(call: Call) -> Value | list[Value]:
+    """One index, or each, of a dimension that does not hold the rows."""
+    tensor, rows = the_rows(call)
+    dim = dim_of(call.argument("dim", 0), tensor.dim())
+    _not_rows(call, rows, dim)
+    return [Rows(rows.dim - (dim < rows.dim), rows.order) for _ in call.outputs]
+
+
+def _not_rows(call: Call, rows: Rows, dim: int) -> None:
+    if dim == rows.dim:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
+
+
+def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
+    pieces = cut(order, sizes)
+    if pieces is None:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
+    return pieces
+
+
+def sliced(call: Call) -> Value:
+    """A slice of the rows must start and end where runs of rows do."""
+    tensor, rows = the_rows(call)
+    if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
+        return _by_position(call, rows)[0]
+    total = length(rows.order)
+    start = _position(call, call.argument("start") or 0, total)
+    end = _position(call, call.argument("end", sys.maxsize), total)
+    if call.argument("step", 1) != 1:
+        raise Unproven(Refusal.ROWS_MIXED, "every n-th row")
+    if start == 0 and end == total:
+        return rows
+    _, kept, _ = _pieces(call, rows.order, [start, end - start])
+    return Rows(rows.dim, kept)
+
+
+def _by_position(call: Call, rows: Rows) -> list[Value]:
+    """Parts of each row, at positions that do not come from the counts."""
+    if call.reads_counts():
+        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+    return [rows for _ in call.outputs]
+
+
+def _position(call: Call, position: Any, total: sympy.Expr) -> sympy.Expr:
+    if position is None or (isinstance(position, int) and position == sys.maxsize):
+        return total
+    formula = call.facts.formula(position)
+    return total + formula if formula.is_Integer and formula < 0 else formula
+
+
+def split(call: Call) -> Value | list[Value]:
+    """A split of the rows must fall between runs of rows."""
+    tensor, rows = the_rows(call)
+    if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
+        return _by_position(call, rows)
+    sizes = call.argument("split_sizes")
+    if sizes is None:
+        raise Unproven(Refusal.ROWS_MIXED, "a split of the rows in equal parts")
+    formulas = [call.facts.formula(size) for size in sizes]
+    *pieces, rest = _pieces(call, rows.order, formulas)
+    if rest:
+        raise Unproven(Refusal.ROWS_MIXED, "a split of the rows that leaves some out")
+    return [Rows(rows.dim, piece) for piece in pieces]
+
+
+def joined(call: Call) -> Value:
+    """Rows after rows, with constants as padding; or the same rows side by side."""
+    parts = [(t, call.value(t)) for t in call.inputs]
+    dims = {v.dim for _, v in parts if isinstance(v, Rows)}
+    if len(dims) != 1 or any(isinstance(v, FROM_COUNTS) for _, v in parts):
+        raise Unproven(Refusal.VALUE_FROM_COUNTS if len(dims) == 1 else Refusal.ROWS_MIXED, "cat")
+    (row_dim,) = dims
+    if any(not isinstance(v, Rows | Fixed) for _, v in parts):
+        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+    if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
+        return _side_by_side(call, [v for _, v in parts], row_dim)
+    orders = (
+        v.order if isinstance(v, Rows) else (padding(call.shape(t)[row_dim]),) for t, v in parts
+    )
+    return Rows(row_dim, join(orders))
+
+
+def _side_by_side(call: Call, parts: list[Value], row_dim: int) -> Value:
+    orders = {v.order for v in parts if isinstance(v, Rows)}
+    if len(orders) != 1:
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+    if any(isinstance(v, Fixed) and not v.is_uniform for v in parts):
+        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+    return Rows(row_dim, orders.pop())

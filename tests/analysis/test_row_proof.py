@@ -1,0 +1,136 @@
+"""Experts that treat rows independently are proven to, in every style of layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_compile.analysis.regions import RowProof
+from tests.analysis.verdicts import WIDTH, judge, layer_of, tokens
+from tests.layers import (
+    FusedGateUp,
+    GroupedExperts,
+    LoopExperts,
+    SharedAndBias,
+    SortedChunks,
+)
+
+
+@pytest.mark.parametrize(
+    ("style", "num_gemms"),
+    [(GroupedExperts, 3), (SharedAndBias, 3), (FusedGateUp, 2), (SortedChunks, 3)],
+)
+def test_grouped_gemms_of_plain_layers_may_be_sliced(fake_ranks, style, num_gemms):
+    proof = judge(layer_of(style, fake_ranks), tokens())
+    assert isinstance(proof, RowProof), proof
+    assert (len(proof.sliceable), proof.unsliceable) == (num_gemms, ())
+
+
+def test_each_expert_of_a_loop_has_its_own_rows(fake_ranks):
+    proof = judge(layer_of(LoopExperts, fake_ranks, torch.float32), tokens(torch.float32))
+    assert isinstance(proof, RowProof), proof
+    experts = {}
+    for node, expert in proof.expert_rows:
+        experts.setdefault(node.target, []).append(expert)
+    assert experts[operator_of(proof, "matmul")] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert experts[torch.cat] == [0, 1, 2, 3]  # not the one that joins all experts
+
+
+def operator_of(proof, name):
+    return next(n.target for n, _ in proof.expert_rows if n.name.startswith(name))
+
+
+class ScatteredInverse(GroupedExperts):
+    """Unpermutes by an inverse index that was made by a scatter of positions."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received))  # not stable
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(rows.shape[0])
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        return torch._grouped_mm(rows[perm], self.w1 @ self.w2, offs=offs)[inverse]
+
+
+class SearchedExperts(GroupedExperts):
+    """Finds each row's expert by a search in the ends of runs, in a way not followed."""
+
+    def expert_of_rows(self, rows, received):
+        ends = torch.cumsum(received, 0)
+        return torch.searchsorted(ends, torch.arange(rows.shape[0]), right=True) % self.local
+
+
+class Activated(GroupedExperts):
+    """Normalises and bounds each row by itself, in place and by heads."""
+
+    def experts(self, rows, received):
+        rows = F.rms_norm(rows, (rows.shape[1],))
+        heads = rows.view(-1, 4, 4).transpose(1, 2).softmax(-1)
+        rows = heads.reshape(rows.shape[0], -1).clone()
+        rows.clamp_(min=-1).mul_(0.5)
+        return super().experts(rows, received)
+
+
+class WrittenInPlace(GroupedExperts):
+    """Writes the rows back by an assignment."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        out = torch.zeros_like(rows)
+        out[perm] = torch._grouped_mm(rows[perm], self.w1 @ self.w2, offs=offs)
+        return out
+
+
+class NormPerExpert(LoopExperts):
+    """Each expert has its own norm weight and bias."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.norm = nn.Parameter(rand(self.local, width))
+        self.bias = nn.Parameter(rand(self.local, width))
+
+    def experts(self, rows, received):
+        counts, self._counts = self._counts, None
+        parts = torch.split(rows, counts)
+        done = []
+        for i, part in enumerate(parts):
+            e = i % self.local
+            done.append(
+                F.linear(F.layer_norm(part, (WIDTH,), self.norm[e]), self.eye, self.bias[e])
+            )
+        return torch.cat(done)
+
+    @property
+    def eye(self):
+        return torch.eye(WIDTH, dtype=self.norm.dtype)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [ScatteredInverse, SearchedExperts, Activated, WrittenInPlace, NormPerExpert],
+    ids=lambda s: s.__name__,
+)
+def test_other_ways_to_write_the_same_are_proven(fake_ranks, style):
+    proof = judge(layer_of(style, fake_ranks), tokens())
+    assert isinstance(proof, RowProof), proof
+
+
+def judge_torchtitan(group, monkeypatch, use_grouped_mm):
+    titan_layer = pytest.importorskip("tests.analysis.titan_layer", reason="needs torchtitan")
+    indices = "torchtitan.models.moe.utils.generate_permute_indices"
+    monkeypatch.setattr(indices, titan_layer.permute_indices)
+    layer = titan_layer.TitanExperts(WIDTH, 24, 8, 2, group, use_grouped_mm)
+    return judge(layer, tokens(torch.float32))
+
+
+def test_torchtitans_padded_groups_are_proven_but_not_sliced(fake_ranks, monkeypatch):
+    proof = judge_torchtitan(fake_ranks, monkeypatch, use_grouped_mm=True)
+    assert isinstance(proof, RowProof), proof
+    assert proof.sliceable == ()
+    assert [why for _, why in proof.unsliceable] == ["groups of other experts are padded"] * 3
+
+
+def test_torchtitans_loop_has_padding_left_when_an_expert_has_no_rows(fake_ranks, monkeypatch):
+    proof = judge_torchtitan(fake_ranks, monkeypatch, use_grouped_mm=False)
+    assert isinstance(proof, RowProof), proof
+    assert proof.expert_rows == ()
