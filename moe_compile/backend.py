@@ -9,6 +9,8 @@ Contract
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,9 @@ from typing import Any, Final
 import torch
 import torch._dynamo
 import torch._inductor
+import torch.distributed as dist
 import torch.fx as fx
+from torch._logging import trace_structured
 
 from moe_compile.analysis.regions import Refused
 from moe_compile.codegen import compile_with_fx, compile_with_inductor
@@ -25,11 +29,11 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.hardware import load_profile
 from moe_compile.planning.state import CompileState
-from moe_compile.report.compilations import describe
+from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from passes.pipeline import DYNAMO, check_names, run_level
 
-LOG: Final = logging.getLogger("megamoe")
+LOG: Final = logging.getLogger(__name__)
 
 torch._dynamo.config.capture_scalar_outputs = True
 
@@ -55,6 +59,7 @@ def megamoe(
     compilation = describe(gm, state)
     for module in _graph_modules(gm):
         results = run_level(DYNAMO, module.graph, state)
+        _check_groups(state)
         _refuse_if_strict(config, state)
         compilation.add_level(results, state)
         module.recompile()
@@ -62,6 +67,7 @@ def megamoe(
     state.plan_digest = compilation.plan_digest()
     if compilation.regions:
         REPORT.add(compilation, config.report, state.hardware.name)
+        _log(compilation)
     compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
     return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
 
@@ -78,6 +84,31 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
         return dict(torch._inductor.list_mode_options(mode))
     except (RuntimeError, KeyError) as error:
         raise InvalidConfig(f"torch.compile mode {mode!r}: {error}") from None
+
+
+def _check_groups(state: CompileState) -> None:
+    """Raise InvalidConfig when a region exchanges over a process group that does not exist."""
+    for plan in state.plans:
+        try:
+            dist.distributed_c10d._resolve_process_group(plan.region.group)
+        except (RuntimeError, ValueError, KeyError):
+            raise InvalidConfig(
+                f"the exchange at {plan.where} uses process group {plan.region.group!r}, which "
+                "does not exist in this process: call torch.distributed.init_process_group, and "
+                "make the group on every rank, before the compiled model runs"
+            ) from None
+
+
+def _log(compilation: Compilation) -> None:
+    chunks = [region.num_chunks for region in compilation.regions]
+    LOG.info("%s: %d MoE regions in %s chunks", compilation.family, len(chunks), chunks)
+    for line in (*compilation.left_alone, *compilation.dropped):
+        LOG.debug("%s: left alone: %s", compilation.family, line)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "megamoe_report", "encoding": "json"},
+        payload_fn=lambda: json.dumps(dataclasses.asdict(compilation)),
+    )
 
 
 def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:

@@ -29,7 +29,7 @@ from passes.save_exchanges import SaveExchanges
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
 
-LOG: Final = logging.getLogger("megamoe")
+LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def program(x):
 def test_the_graph_is_restored_and_what_needs_the_pass_is_left_out(caplog):
     gm = make_fx(program)(torch.ones(3))
     before = str(gm.graph)
-    with caplog.at_level(logging.WARNING, logger="megamoe"):
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
         results = run_level(LEVEL, gm.graph, state())
     gm.recompile()
     assert str(gm.graph) == before

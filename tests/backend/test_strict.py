@@ -1,0 +1,49 @@
+"""`strict` raises where a matched region stays as it is, never for what is no region."""
+
+import pytest
+import torch
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from moe_compile.backend import megamoe
+from moe_compile.errors import RegionRefused
+from tests.capture import dynamo_graphs
+from tests.layers import GroupedExperts
+
+STRICT = {"megamoe.strict": True, "megamoe.codegen": "fx", "megamoe.chunks": 2}
+
+
+class CentredExperts(GroupedExperts):
+    """Subtracts the mean over all rows received: rows are not independent."""
+
+    def experts(self, rows, received):
+        return super().experts(rows - rows.mean(0, keepdim=True), received)
+
+
+def graph(program):
+    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    return gm, [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def test_a_region_that_cannot_be_proven_raises_and_says_why(fake_ranks):
+    gm, inputs = graph(CentredExperts(16, 24, 8, 2, fake_ranks))
+    with pytest.raises(RegionRefused, match=r"an operator of the experts mixes rows .*mean"):
+        megamoe(gm, inputs, options=STRICT)
+
+
+def test_with_one_chunk_asked_for_nothing_is_left_undone(fake_ranks):
+    gm, inputs = graph(CentredExperts(16, 24, 8, 2, fake_ranks))
+    assert callable(megamoe(gm, inputs, options={**STRICT, "megamoe.chunks": 1}))
+
+
+def test_exchanges_that_are_no_region_do_not_raise(fake_ranks):
+    def heads(x):
+        return all_to_all_single_autograd(x, [16, 16], [16, 16], fake_ranks) * 2
+
+    gm, inputs = graph(heads)
+    assert callable(megamoe(gm, inputs, options=STRICT))
+
+
+def test_more_chunks_than_experts_do_not_raise(fake_ranks):
+    gm, inputs = graph(GroupedExperts(16, 24, 8, 2, fake_ranks))
+    assert callable(megamoe(gm, inputs, options={**STRICT, "megamoe.chunks": 64}))
