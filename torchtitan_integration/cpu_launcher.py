@@ -10,6 +10,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
     permute     expert permutation calls a Triton kernel, which needs a driver: the same indices
                 computed by torch operators
     histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
+    exit        now and then a thread of gloo or of the data loader aborts the process while the
+                interpreter shuts down, after training has ended: the process leaves without that
 """
 
 from __future__ import annotations
@@ -133,6 +135,9 @@ def main() -> None:
     from torchtitan.train import main as train  # noqa: PLC0415
 
     train(Trainer)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # train() raises when training fails, so this is success
 
 
 if __name__ == "__main__":
