@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==$(TORCH)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet 'setuptools>=77,<82'
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e ".[titan,dev]"
 	touch $@
 
