@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "megamoe": _revision(),
     }
 
 
@@ -89,6 +91,16 @@ def _seconds(work: Callable[[], Any]) -> float:
         work()
         times.append(time.thread_time() - began)
     return statistics.median(times)
+
+
+def _revision() -> str:
+    """Return the commit these sources are at, `-dirty` when they differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def _cpu_name() -> str:
