@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CONSTRAINTS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 CONFIG := torchtitan_integration/configs/deepseek_v3_debug_cpu.toml
 # torch the environment holds; other versions get an environment of their own (make test-torch)
 TORCH := 2.13.0
@@ -35,13 +37,17 @@ test-torch:
 	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.11.0"; exit 2; }
 	$(MAKE) test VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
-# torch first and by exact version: a range may bring another build of several gigabytes
+# torch first and by exact version: a range may bring another build of several gigabytes. It stays
+# as it came, with the triton it came with: any other would make pip look for another torch.
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is too old, 3.11 is the least: make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==$(TORCH)
-	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet 'setuptools>=77,<82'
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e ".[titan,dev]"
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(CONSTRAINTS)
+	echo 'torch==$(TORCH)' >> $(CONSTRAINTS)
+	$(PIP) 'torch==$(TORCH)' 'setuptools>=77,<82'
+	$(BIN)/python -m pip show --quiet triton 2> /dev/null || grep '^triton==' constraints.txt >> $(CONSTRAINTS)
+	$(PIP) --no-build-isolation -e '.[titan,dev]'
 	touch $@
 
 clean:
