@@ -57,12 +57,7 @@ def megamoe(
     patches = {**_mode_patches(mode), **inductor}
     state = CompileState(config=config, hardware=load_profile(config.hardware))
     compilation = describe(gm, state)
-    for module in _graph_modules(gm):
-        results = run_level(DYNAMO, module.graph, state)
-        _check_groups(state)
-        _refuse_if_strict(config, state)
-        compilation.add_level(results, state)
-        module.recompile()
+    _run_dynamo_level(gm, state, compilation)
     state.family = compilation.family
     state.plan_digest = compilation.plan_digest()
     if compilation.regions:
@@ -72,9 +67,16 @@ def megamoe(
     return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
 
 
-def _graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return `gm` and the bodies of its higher-order operators, as those of checkpointing."""
-    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Compilation) -> None:
+    """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
+    results = run_level(DYNAMO, gm.graph, state)
+    _check_groups(state)
+    _refuse_if_strict(state.config, state)
+    compilation.add_level(results, state)
+    gm.recompile()
+    for body in gm.children():
+        if isinstance(body, fx.GraphModule):
+            _run_dynamo_level(body, state, compilation)
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, erase_unused
 from moe_compile.graph.query import C10D, is_launch, overload_name
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
@@ -52,6 +52,8 @@ class NormalizeExchanges(GraphPass):
         applied = tuple(launch.name for launch, _ in found)
         for launch, hiding in found:
             _rewrite(launch, hiding)
+        if found:
+            _drop_unread_bodies(graph)
         return PassReport(pass_name=self.name, applied=applied, skipped=tuple(skipped))
 
 
@@ -59,6 +61,13 @@ def _hides_wait(launch: fx.Node) -> fx.Node | None:
     """Return the operator that waits for `launch` inside its body, when nothing else reads it."""
     readers = [u for u in launch.users if "autograd_function_apply" in str(u.target)]
     return readers[0] if len(readers) == 1 and len(launch.users) == 1 else None
+
+
+def _drop_unread_bodies(graph: fx.Graph) -> None:
+    """Drop the operator bodies that nothing runs any more."""
+    erase_unused(graph.find_nodes(op="get_attr"))
+    if graph.owning_module is not None:
+        graph.owning_module.delete_all_unused_submodules()
 
 
 def _rewrite(launch: fx.Node, hiding: fx.Node) -> None:

@@ -1,26 +1,48 @@
 """Dynamo graphs of small programs, as a backend sees them."""
 
+import contextlib
+
 import torch
 from torch import fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import load_profile
 from moe_compile.planning.state import CompileState
+from passes.normalize_exchanges import NormalizeExchanges
+
+
+class CapturedError(Exception):
+    """Ends a run whose graph is known: on ranks that do not exist it would compute garbage."""
 
 
 def dynamo_graphs(program, *inputs):
-    """Return the graph of `program` and those of its higher-order operators' bodies."""
+    """Return the graph of `program` and those of its higher-order operators' bodies.
+
+    Exchanges are in the form our passes know, whatever form this torch traces them in.
+    """
     captured = []
+
+    def stop(*inputs):
+        raise CapturedError
 
     def keep(gm, example_inputs):
         captured.append(gm)
-        return gm
+        return stop
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+    capture = torch._dynamo.config.patch(capture_scalar_outputs=True)
+    with capture, contextlib.suppress(CapturedError):
         torch.compile(program, backend=keep, fullgraph=True)(*inputs)
     (gm,) = captured
-    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return list(normalized(gm))
+
+
+def normalized(gm):
+    NormalizeExchanges().run(gm.graph, state())
+    yield gm
+    for body in gm.children():
+        if isinstance(body, fx.GraphModule):
+            yield from normalized(body)
 
 
 def state(**options):
