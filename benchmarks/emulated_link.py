@@ -92,7 +92,7 @@ class EmulatedLink(dist.ProcessGroup):
         self.events: list[LinkEvent] | None = None
         """Filled while not None."""
         self._posted = 0
-        self._ends = _Ends(board)
+        self._ends = ExchangeEnds(board)
 
     def getBackendName(self) -> str:
         """Return the name torch knows this group's backend by."""
@@ -166,7 +166,7 @@ class _LinkWork(dist.Work):
 
 
 @dataclass(slots=True)
-class _Ends:
+class ExchangeEnds:
     """When each exchange ends, worked out in the order of the exchanges."""
 
     board: PostBoard
@@ -175,6 +175,7 @@ class _Ends:
     last_end: float = -math.inf
 
     def of(self, ordinal: int, rate: LinkRate, traffic: Traffic) -> float:
+        """Return the end of one exchange, once; counts in `traffic` those not ended before."""
         while self.last < ordinal:
             self.last += 1
             posts = self.board.read(self.last)

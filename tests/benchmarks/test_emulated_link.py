@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from benchmarks.emulated_link import ExchangeEnds, LinkRate, Traffic
 from benchmarks.post_board import SLOTS, Post, PostBoard, create_board
 from tests.benchmarks import link_scenarios as scenarios
 
@@ -104,6 +105,16 @@ def test_virtual_time_is_work_plus_modelled_waits(ranks):
 def test_wall_time_passes_while_waiting(ranks):
     for waited in ranks.run(scenarios.wall_clock_sleeps):
         assert waited >= 0.05
+
+
+def test_the_busiest_of_several_ranks_decides(tmp_path):
+    create_board(tmp_path / "posts", 3)
+    boards = [PostBoard(tmp_path / "posts", rank, 3) for rank in range(3)]
+    for board, wire_bytes in zip(boards, (100.0, 300.0, 200.0), strict=True):
+        board.write(1, Post(1.0, wire_bytes))
+    traffic, rate = Traffic(), LinkRate(latency_s=ALPHA, bytes_per_s=BANDWIDTH)
+    assert [ExchangeEnds(board).of(1, rate, traffic) for board in boards] == [4.5, 4.5, 4.5]
+    assert traffic.wire_bytes == 900.0
 
 
 def test_a_board_that_was_lapped_says_so(tmp_path):
