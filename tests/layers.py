@@ -5,6 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import (
+    all_gather_tensor,
     all_to_all_single,
     all_to_all_single_autograd,
 )
@@ -36,13 +37,15 @@ class Routed(nn.Module):
         scores, chosen = torch.topk(torch.softmax((x @ self.router).float(), -1), self.top_k, -1)
         return scores, chosen
 
+    def exchange_counts(self, counts):
+        return WAIT(all_to_all_single(counts, None, None, self.group))
+
     def forward(self, x):
         scores, chosen = self.route(x)
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
         counts = (flat[:, None] == torch.arange(self.num_experts, device=x.device)).sum(0)
-        received = all_to_all_single(counts, None, None, self.group)
-        received = WAIT(received)
+        received = self.exchange_counts(counts)
         sent_rows, got_rows = self.splits(counts, received)
         rows = x[order // self.top_k]
         rows = all_to_all_single_autograd(rows, got_rows, sent_rows, self.group)
@@ -180,4 +183,13 @@ class SharedAndBias(GroupedExperts):
         return out
 
 
-STYLES = (GroupedExperts, LoopExperts, FusedGateUp, SortedChunks, SharedAndBias)
+class GatheredCounts(GroupedExperts):
+    """Every rank sees the counts of all ranks for all experts, and takes its own columns."""
+
+    def exchange_counts(self, counts):
+        everyone = WAIT(all_gather_tensor(counts, 0, self.group))
+        mine = dist.get_rank(self.group) * self.local
+        return everyone.view(self.num_ranks, -1)[:, mine : mine + self.local].reshape(-1)
+
+
+STYLES = (GroupedExperts, LoopExperts, FusedGateUp, SortedChunks, SharedAndBias, GatheredCounts)

@@ -64,30 +64,6 @@ def test_a_region_below_attentions_exchanges_takes_the_nearest_counts(fake_ranks
     assert region.count_exchange.name not in {"tensor", "tensor_1"}
 
 
-class GatheredCounts(GroupedExperts):
-    """Counts come by all-gather: every rank sees the counts of all experts of all ranks."""
-
-    def forward(self, x):
-        scores, chosen = self.route(x)
-        flat = chosen.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
-        everyone = WAIT(all_gather_tensor(counts, 0, self.group)).view(self.num_ranks, -1)
-        received = everyone[:, : self.local].reshape(-1)
-        sent, got = self.splits(counts, received)
-        x_sorted = all_to_all_single_autograd(x[order // self.top_k], got, sent, self.group)
-        out = self.experts(x_sorted, received)
-        out = all_to_all_single_autograd(out, sent, got, self.group)
-        out = out * scores.reshape(-1)[order][:, None].to(out.dtype)
-        return torch.zeros_like(x).index_add(0, order // self.top_k, out)
-
-
-def test_counts_may_come_by_all_gather(fake_ranks):
-    layer = GatheredCounts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
-    (region,), refused = find(layer, rows())
-    assert (region.num_local_experts, refused) == (4, [])
-
-
 def test_an_exchange_of_embeddings_is_left_alone(fake_ranks):
     """Ids go out, vectors come back with the splits swapped: no rows are dispatched."""
     table = torch.randn(64, WIDTH)
