@@ -3,6 +3,7 @@
 Contract
     What can be wrong with the file is said before a process starts: file, key, nearest name.
     The exit status is torchrun's; an interrupt ends every process that was started.
+    The report shown at the end is of this run, never of an earlier one.
 """
 
 from __future__ import annotations
@@ -10,48 +11,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
-import signal
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
-from typing import Any, Final
 
-from moe_compile.config import OPTION_NAMES, TABLE_ONLY, check_name, from_sources
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
-
-DEGREES: Final = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-)
-"""Keys of [parallelism] whose product is the number of ranks; EP borrows from them."""
-GRACE_S: Final = 10.0
-"""How long ranks may take to end after an interrupt before they are killed."""
+from torchtitan_integration.job_file import JobFile, load_job, num_ranks
+from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="megamoe", description="Train mixture-of-experts models with hidden communication."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train",
-        help="train by torchtitan from a TOML file",
-        description="Check a torchtitan TOML file and train by it on this machine, one process "
-        "per rank. Whatever follows the file goes to torchtitan: --section.key value.",
-    )
-    train.add_argument("config", type=Path, help="torchtitan 0.2.2 job configuration, TOML")
-    train.add_argument(
-        "--nproc", type=int, help="ranks to start; default: the product of the TOML's degrees"
-    )
-    known, overrides = parser.parse_known_args(arguments)
+    known, overrides = _parser().parse_known_args(arguments)
     try:
         return _train(known.config, known.nproc, overrides)
     except InvalidConfig as error:
@@ -59,106 +31,71 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megamoe", description="Train mixture-of-experts models with hidden communication."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train by torchtitan from a TOML file",
+        description="Check a torchtitan TOML file, train by it on this machine, one process per "
+        "rank, and print what megamoe did. With fewer GPUs than ranks it trains on the CPU.",
+        epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
+        "--megamoe.chunks 4. The report is read from the path in megamoe.report.",
+        usage="megamoe train [-h] [--nproc N] CONFIG [--section.key value ...]",
+        allow_abbrev=False,
+    )
+    train.add_argument(
+        "config", metavar="CONFIG", type=Path, help="torchtitan 0.2.2 job configuration, TOML"
+    )
+    train.add_argument(
+        "--nproc",
+        metavar="N",
+        type=_ranks,
+        help="ranks to start; default: the product of the TOML's degrees",
+    )
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; write 1 or more")
+    return int(text)
+
+
 def _train(config: Path, nproc: int | None, overrides: list[str]) -> int:
-    job = load_job(config)
+    job = load_job(config, overrides)
     if importlib.util.find_spec("torchtitan") is None:
         raise InvalidConfig(
             "torchtitan is not installed; pip install 'megamoe[titan]' brings the version wanted"
         )
-    ranks = nproc or num_ranks(job, overrides, config)
-    status = _run(_command(config, ranks, overrides))
-    _print_report(job, overrides)
+    ranks = nproc or num_ranks(job)
+    if num_gpus() and uses_cpu(ranks):
+        print(f"megamoe: {ranks} ranks but {num_gpus()} GPU: training on the CPU")  # noqa: T201
+    logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
+    report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
+    before = _written(report)
+    status = run(train_command(config, ranks, overrides, logs))
+    _print_report(report, is_new=_written(report) != before, job=job)
     return status
 
 
-def load_job(config: Path) -> dict[str, Any]:
-    """Return the TOML file's content after checking its `[megamoe]` table.
-
-    Raises InvalidConfig that names the file and the key.
-    """
-    try:
-        job = tomllib.loads(config.read_text())
-    except OSError as error:
-        raise InvalidConfig(f"{config}: {error.strerror or error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidConfig(f"{config} is not TOML: {error}") from None
-    table = job.get("megamoe", {})
-    if not isinstance(table, dict):
-        raise InvalidConfig(f"{config}: megamoe must be a table, [megamoe]")
-    for name in table:
-        check_name(name, where=f"{config} [megamoe]", known=(*OPTION_NAMES, *TABLE_ONLY))
-    try:
-        from_sources(table=table, environment=os.environ)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{config}: {error}") from None
-    return job
+def _written(path: Path) -> int:
+    """Return when the file was written, in nanoseconds; 0 when there is none."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
 
 
-def num_ranks(job: dict[str, Any], overrides: list[str], config: Path) -> int:
-    """Return the number of ranks the job's degrees multiply to.
-
-    Raises InvalidConfig when a degree is left to torchtitan (-1).
-    """
-    degrees = {**dict.fromkeys(DEGREES, 1), "data_parallel_shard_degree": -1}
-    degrees.update({k: v for k, v in job.get("parallelism", {}).items() if k in degrees})
-    for name in DEGREES:
-        if (value := _override(overrides, f"parallelism.{name}")) is not None:
-            degrees[name] = int(value)
-    if unknown := [name for name, value in degrees.items() if value < 1]:
-        raise InvalidConfig(
-            f"{config}: parallelism.{unknown[0]} is -1 (all ranks); say how many with --nproc N"
-        )
-    return math.prod(degrees.values())
-
-
-def _override(overrides: list[str], key: str) -> str | None:
-    """Return the value `--key value` or `--key=value` gives, the last one winning."""
-    found = None
-    for i, word in enumerate(overrides):
-        name, equals, value = word.partition("=")
-        if name in (f"--{key}", f"--{key}".replace("_", "-")):
-            found = value if equals else (overrides[i + 1] if i + 1 < len(overrides) else None)
-    return found
-
-
-def _command(config: Path, ranks: int, overrides: list[str]) -> list[str]:
-    has_gpu = Path("/dev/nvidia0").exists()
-    module = "torchtitan.train" if has_gpu else "torchtitan_integration.cpu_launcher"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    shown = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
-    job = ["-m", module, "--job.config_file", str(config), *overrides]
-    return [*torchrun, "--nproc-per-node", str(ranks), *shown, *job]
-
-
-def _run(command: list[str]) -> int:
-    """Run `command`, its output on this terminal; end all its processes on an interrupt."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        _end(process)
-        return 128 + signal.SIGINT
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group of `process`: ask, wait, then kill."""
-    for how in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, how)
-            process.wait(GRACE_S)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _print_report(job: dict[str, Any], overrides: list[str]) -> None:
-    name = _override(overrides, "megamoe.report") or job.get("megamoe", {}).get("report", "")
-    path = Path(name)
-    if name and path.is_file():
+def _print_report(path: Path, *, is_new: bool, job: JobFile) -> None:
+    if is_new:
         print_report(json.loads(path.read_text()))
         print(f"megamoe: this report as JSON: {path}")  # noqa: T201
+    elif job.read("compile.backend") == "megamoe":
+        print(  # noqa: T201
+            f"megamoe: no report was written to {path}: nothing with a MoE region was compiled"
+            if path.name
+            else "megamoe: no report was asked for; name a file in megamoe.report to have one"
+        )
 
 
 if __name__ == "__main__":

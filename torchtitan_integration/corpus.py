@@ -1,16 +1,17 @@
 """Real text that every machine has: the Python standard library's own sources, and a tokenizer.
 
 Contract
-    The same Python gives the same text and the same tokenizer. Made at first use, then cached;
-    processes that start together make it once; a reader never sees half of it.
+    The same Python gives the same text and the same tokenizer. Made at first use, then cached
+    under a hash of the text; processes that start together make it once; a reader never sees half
+    of it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
-import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -22,9 +23,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 DATASET: Final = "python_stdlib"
 """Value of `training.dataset` that asks for this text."""
-MAX_BYTES: Final = 6_000_000
-"""Text taken, in bytes: a minute of training needs far less, and BPE training takes seconds."""
-SKIPPED: Final = frozenset({"test", "tests", "idlelib", "site-packages", "__pycache__"})
+MAX_CHARACTERS: Final = 6_000_000
+"""Text taken: a minute of training needs far less, and BPE training takes seconds."""
+SKIPPED: Final = frozenset(
+    {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+)
+"""Folders that are not the library itself, or that not every machine has."""
+FORMAT: Final = "1"
+"""Changes whenever the tokenizer or the files would be made differently from the same text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,9 @@ class Corpus:
 def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
     """Return the corpus with a tokenizer of at most `vocab_size` entries, made if need be."""
     cache = cache or _cache_folder()
-    folder = cache / f"{DATASET}-{platform.python_version()}-{vocab_size}"
+    lines = [json.dumps({"text": text}) for text in _sources(Path(sysconfig.get_path("stdlib")))]
+    digest = hashlib.sha256("\n".join([FORMAT, str(vocab_size), *lines]).encode()).hexdigest()
+    folder = cache / f"{DATASET}-{digest[:16]}"
     corpus = Corpus(folder / "text", folder / "tokenizer")
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as lock:
@@ -48,7 +56,7 @@ def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
         if not folder.exists():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _make(partial, vocab_size)
+            _make(partial, lines, vocab_size)
             partial.rename(folder)
     return corpus
 
@@ -58,29 +66,30 @@ def _cache_folder() -> Path:
     return Path(base) / "megamoe"
 
 
-def _make(folder: Path, vocab_size: int) -> None:
+def _make(folder: Path, lines: list[str], vocab_size: int) -> None:
     (folder / "text").mkdir(parents=True)
     (folder / "tokenizer").mkdir()
-    texts = list(_sources(Path(sysconfig.get_path("stdlib"))))
-    lines = (json.dumps({"text": text}) for text in texts)
     (folder / "text" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    texts = [json.loads(line)["text"] for line in lines]
     _train_tokenizer(texts, vocab_size).save(str(folder / "tokenizer" / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _sources(root: Path) -> Iterator[str]:
-    """Yield source files in sorted order until MAX_BYTES are reached."""
+    """Yield source files in a fixed order until MAX_CHARACTERS are reached."""
     total = 0
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED & set(path.relative_to(root).parts):
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        total += len(text)
-        if total > MAX_BYTES:
-            return
-        if text.strip():
-            yield text
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(set(below) - SKIPPED)
+        for name in sorted(names):
+            if not name.endswith(".py"):
+                continue
+            text = Path(folder, name).read_text(encoding="utf-8", errors="replace")
+            total += len(text)
+            if total > MAX_CHARACTERS:
+                return
+            if text.strip():
+                yield text
 
 
 def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:

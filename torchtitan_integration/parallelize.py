@@ -14,6 +14,7 @@ compiled code starts.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -33,8 +34,8 @@ from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_div
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from moe_compile.config import PREFIX
-from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_config import compile_options
+from torchtitan_integration.layout import check_degrees, check_settings
 
 COPIES_OF_PARAMETERS: Final = 4
 """A parameter, its gradient, and AdamW's two moments."""
@@ -69,7 +70,8 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
 
     Raises InvalidConfig for a layout this version does not have.
     """
-    _check_layout(dims, job)
+    check_settings(lambda key, _: operator.attrgetter(key)(job))
+    check_degrees(replicate=dims.dp_replicate, shard=dims.dp_shard)
     if dims.ep_enabled:
         apply_moe_ep_tp(
             model,
@@ -90,21 +92,6 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
     if dims.fsdp_enabled or dims.ep_enabled:
         _apply_fsdp(model, dims, job)
     return model
-
-
-def _check_layout(dims: ParallelDims, job: JobConfig) -> None:
-    """Refuse what this version cannot do before anything is built."""
-    wanted = {
-        "parallelism.tensor_parallel_degree": (dims.tp_enabled, "1"),
-        "parallelism.context_parallel_degree": (dims.cp_enabled, "1"),
-        "parallelism.pipeline_parallel_degree": (dims.pp_enabled, "1"),
-        "activation_checkpoint.mode": (job.activation_checkpoint.mode != "none", '"none"'),
-    }
-    for key, (is_set, instead) in wanted.items():
-        if is_set:
-            raise InvalidConfig(
-                f"{key}: not available in this version of the megamoe recipe; write {instead}"
-            )
 
 
 def _bytes_held(model: nn.Module, dims: ParallelDims) -> int:

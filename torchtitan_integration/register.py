@@ -17,9 +17,9 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from torchtitan_integration.corpus import DATASET, prepare_corpus
+from torchtitan_integration.layout import SPEC_PREFIX
 from torchtitan_integration.parallelize import parallelize
 
-PREFIX: Final = "megamoe_"
 VOCAB_SIZE: Final = 2048
 """Of the debug model and of the tokenizer trained for it."""
 
@@ -96,4 +96,4 @@ def make_spec(model: str, parallelize_fn: Callable[..., Any] = parallelize) -> T
     return with_corpus(dataclasses.replace(spec, parallelize_fn=parallelize_fn, model_args=flavors))
 
 
-register_train_spec(f"{PREFIX}deepseek_v3", make_spec("deepseek_v3"))
+register_train_spec(f"{SPEC_PREFIX}deepseek_v3", make_spec("deepseek_v3"))

@@ -1,7 +1,7 @@
 """Train specs the tests compare with; a job names this module as `experimental.custom_import`.
 
-`stock_deepseek_v3` is torchtitan's own layout. `placed_deepseek_v3` is ours, and prints where the
-experts of its MoE layers lie. `tiny` is a flavor that trains in seconds.
+`stock_deepseek_v3` is torchtitan's own layout. `placed_deepseek_v3` is ours, and prints where
+parameters lie and which modules FSDP gathers. `tiny` is a flavor that trains in seconds.
 """
 
 import dataclasses
@@ -43,6 +43,9 @@ def placed(model, dims, job):
         for name, p in model.named_parameters():
             mesh = ",".join(p.device_mesh.mesh_dim_names)
             print(f"PLACED {name} {mesh} {p.placements} {tuple(p.to_local().shape)}", flush=True)
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                print(f"GATHERED {name or 'root'}", flush=True)
     return model
 
 

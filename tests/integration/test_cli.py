@@ -6,8 +6,12 @@ import sys
 
 import pytest
 
-from moe_compile.cli import load_job, main, num_ranks
+from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
+from torchtitan_integration.job_file import load_job, num_ranks
+
+OURS = '[model]\nname = "megamoe_deepseek_v3"\n'
+NO_AC = '[activation_checkpoint]\nmode = "none"\n'
 
 
 def write(folder, text):
@@ -25,6 +29,14 @@ def write(folder, text):
         ('[megamoe]\ndispatch_wire = "fp8"\n', "not available in this version"),
         ("megamoe = 3\n", "must be a table"),
         ("[megamoe\n", "is not TOML"),
+        (OURS, 'write activation_checkpoint.mode = "none"'),  # torchtitan's default: selective
+        (f"{OURS}{NO_AC}[parallelism]\ntensor_parallel_degree = 2\n", "tensor_parallel_degree = 1"),
+        (f"{OURS}{NO_AC}[parallelism]\ndata_parallel_shard_degree = 'x'\n", "a whole number"),
+        (
+            f"{OURS}{NO_AC}[parallelism]\ndata_parallel_shard_degree = 1\n"
+            "data_parallel_replicate_degree = 2\n",
+            "write data_parallel_shard_degree = 2",
+        ),
     ],
 )
 def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, message):
@@ -34,6 +46,34 @@ def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, messag
     assert str(path) in said
     assert message in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--megamoe.chunkz", "2"], "Did you mean 'chunks'?"),
+        (["--megamoe.no-strickt"], "Did you mean 'strict'?"),
+        (["--megamoe.chunks=0"], "megamoe.chunks is 0"),
+        (["--megamoe.codegen", "fxx"], "megamoe.codegen is 'fxx'"),
+        (["--megamoe.dispatch-wire", "fp8"], "not available in this version"),
+        (["--megamoe.attention", "ulysses"], "not available in this version"),
+        (
+            ["--parallelism.context_parallel_degree", "2"],
+            "write parallelism.context_parallel_degree",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_refused_like_the_same_words_in_the_file(tmp_path, capsys, flags, message):
+    path = write(tmp_path, f"{OURS}{NO_AC}[megamoe]\nchunks = 2\n")
+    assert main(["train", str(path), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_right_flags_pass(tmp_path):
+    path = write(tmp_path, f"{OURS}{NO_AC}[megamoe]\nchunks = 2\n")
+    flags = ["--megamoe.no-strict", "--megamoe.schedule", "--megamoe.chunks", "4"]
+    job = load_job(path, [*flags, "--megamoe.disable-passes", "a", "b"])
+    assert job.read("megamoe.chunks") == "4"
 
 
 def test_a_missing_file_is_said(capsys):
@@ -58,13 +98,12 @@ def test_without_torchtitan_the_user_is_told_what_to_install(tmp_path):
 def test_ranks_are_the_product_of_the_degrees_and_overrides_win(tmp_path):
     text = "[parallelism]\ndata_parallel_shard_degree = 2\ntensor_parallel_degree = 2\n"
     path = write(tmp_path, text)
-    job = load_job(path)
-    assert num_ranks(job, [], path) == 4
-    assert num_ranks(job, ["--parallelism.data_parallel_shard_degree", "4"], path) == 8
-    assert num_ranks(job, ["--parallelism.tensor-parallel-degree=1"], path) == 2
+    assert num_ranks(load_job(path, [])) == 4
+    assert num_ranks(load_job(path, ["--parallelism.data_parallel_shard_degree", "4"])) == 8
+    assert num_ranks(load_job(path, ["--parallelism.tensor-parallel-degree=1"])) == 2
 
 
 def test_a_degree_left_open_asks_for_nproc(tmp_path):
     path = write(tmp_path, "[parallelism]\nexpert_parallel_degree = 2\n")
     with pytest.raises(InvalidConfig, match=re.escape("--nproc N")):
-        num_ranks(load_job(path), [], path)
+        num_ranks(load_job(path, []))

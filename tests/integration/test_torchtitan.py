@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
 STEP = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s+grad_norm:\s+(\S+)")
 
 
-def train(folder, ranks, name, **settings):
+def train(folder, ranks, name, first_step=1, **settings):
     """Train five steps of the tiny flavor; return (loss, gradient norm) as printed, and output."""
     options = {
         "job.dump_folder": folder,
@@ -40,7 +41,7 @@ def train(folder, ranks, name, **settings):
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     steps = STEP.findall(run.stdout + run.stderr)
-    assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4, 5]
+    assert [int(step) for step, _, _ in steps] == list(range(first_step, 6))
     return [(loss, norm) for _, loss, norm in steps], run.stdout
 
 
@@ -67,9 +68,31 @@ def _check_placements(output, ranks):
     for where in experts.values():
         assert where.startswith("efsdp,ep ")
         assert re.search(r"\((\d+),", where.rpartition(") ")[2]).group(1) == str(local)
+    gathered = set(re.findall(r"GATHERED (\S+)", output))
+    blocks = {f"layers.{i}" for i in range(3)}
+    carriers = {f"layers.{i}.expert_carrier" for i in (1, 2)}
+    assert gathered == {"root", "tok_embeddings", "norm", "output"} | blocks | carriers
     others = [where for name, where in placed.items() if name not in experts]
     assert others and all(where.startswith("fsdp ") for where in others)
     assert not any("expert_carrier" in name for name in placed)
+
+
+@pytest.mark.slow
+def test_our_layout_without_compilation_trains_as_torchtitans_does(tmp_path):
+    stock, _ = train(tmp_path / "a", 4, "stock_deepseek_v3", **{"compile.enable": False})
+    ours, _ = train(tmp_path / "b", 4, "placed_deepseek_v3", **{"compile.enable": False})
+    assert ours == stock
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    """The carrier shows FSDP the experts a second time: they must be saved and loaded once."""
+    saved = {"checkpoint.enable": True, "checkpoint.interval": 2, "compile.backend": "aot_eager"}
+    whole, _ = train(tmp_path, 4, "placed_deepseek_v3", **saved)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-5")
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    rest, _ = train(tmp_path, 4, "placed_deepseek_v3", first_step=3, **saved)
+    assert rest == whole[2:]
 
 
 @pytest.mark.slow

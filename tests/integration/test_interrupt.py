@@ -1,0 +1,58 @@
+"""Whoever ends `megamoe train` ends every process it started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
+
+
+def processes_with(mark):
+    """Return the processes whose environment holds `mark`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has just ended, or is not ours
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_process_outlives_the_command(tmp_path, number):
+    mark = f"INTERRUPT_TEST={uuid.uuid4()}"
+    name, _, value = mark.partition("=")
+    output = tmp_path / "output"
+    flags = ["--training.steps=100000", "--model.flavor=tiny", "--compile.no-enable"]
+    flags += ["--experimental.custom_import=tests.integration.reference_spec"]
+    flags += ["--model.name=placed_deepseek_v3", f"--job.dump_folder={tmp_path}"]
+    with output.open("w") as written:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "moe_compile.cli", "train", str(CONFIG), *flags],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), name: value},
+            stdout=written, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        _wait_until(lambda: "step:  2" in output.read_text(), 120)
+        assert len(processes_with(mark)) >= 4  # the command, torchrun, two ranks
+        command.send_signal(number)
+        command.send_signal(number)  # impatience must not cut the clean end short
+        assert command.wait(60) == 128 + number
+    _wait_until(lambda: not processes_with(mark), 10)
+
+
+def _wait_until(is_true, seconds):
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -1,0 +1,135 @@
+"""A torchtitan TOML file and what the command line overrides in it, checked before a rank starts.
+
+Contract
+    Every error names the file or the flag, the key, and what to write. Only what concerns megamoe
+    is checked; the rest is torchtitan's to say.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.config import (
+    ENVIRONMENT_PREFIX,
+    OPTION_NAMES,
+    TABLE_ONLY,
+    MegaMoEConfig,
+    check_name,
+    from_sources,
+)
+from moe_compile.errors import InvalidConfig
+from torchtitan_integration.layout import SPEC_PREFIX, check_degrees, check_settings
+
+REPLICATE: Final = "parallelism.data_parallel_replicate_degree"
+SHARD: Final = "parallelism.data_parallel_shard_degree"
+DEGREES: Final[Mapping[str, int]] = {
+    REPLICATE: 1,
+    SHARD: -1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+}
+"""Keys whose product is the number of ranks, and torchtitan's defaults; EP borrows from them."""
+KNOWN: Final = (*OPTION_NAMES, *TABLE_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFile:
+    """A TOML file, and the `--section.key value` flags that win over it."""
+
+    path: Path
+    content: Mapping[str, Any]
+    overrides: tuple[str, ...] = ()
+
+    def read(self, key: str, default: Any = None) -> Any:
+        """Return what the flags, else the file, say of `section.key`; else `default`."""
+        section, _, name = key.partition(".")
+        said = self.content.get(section, {}).get(name, default)
+        for i, word in enumerate(self.overrides):
+            flag, equals, value = word.partition("=")
+            if flag.replace("-", "_") == f"__{key}":
+                following = self.overrides[i + 1 : i + 2]
+                said = value if equals else next(iter(following), "")
+        return said
+
+
+def load_job(path: Path, overrides: list[str]) -> JobFile:
+    """Return the job of a TOML file.
+
+    Raises InvalidConfig when the file, its `[megamoe]` table, or the layout is wrong.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidConfig(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path} is not TOML: {error}") from None
+    for section, table in content.items():
+        if not isinstance(table, dict):
+            raise InvalidConfig(f"{path}: {section} must be a table, [{section}]")
+    job = JobFile(path=path, content=content, overrides=tuple(overrides))
+    try:
+        _check_options(job)
+        if str(job.read("model.name", "")).startswith(SPEC_PREFIX):
+            check_settings(job.read)
+            check_degrees(replicate=_degree(job, REPLICATE), shard=_degree(job, SHARD))
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{path}: {error}") from None
+    return job
+
+
+def num_ranks(job: JobFile) -> int:
+    """Return the number of ranks the job's degrees multiply to.
+
+    Raises InvalidConfig when a degree is left to torchtitan (-1).
+    """
+    degrees = {key: _degree(job, key) for key in DEGREES}
+    if unknown := [key for key, value in degrees.items() if value < 1]:
+        raise InvalidConfig(
+            f"{job.path}: {unknown[0]} is -1 (all ranks); say how many with --nproc N"
+        )
+    return math.prod(degrees.values())
+
+
+def _degree(job: JobFile, key: str) -> int:
+    value = job.read(key, DEGREES[key])
+    try:
+        return int(str(value))
+    except ValueError:
+        raise InvalidConfig(f"{key} is {value!r}; write a whole number") from None
+
+
+def _check_options(job: JobFile) -> None:
+    """Raise InvalidConfig for an unknown option or an impossible value, in file or flags."""
+    table = dict(job.content.get("megamoe", {}))
+    for name in table:
+        check_name(name, where="[megamoe]", known=KNOWN)
+    environment = dict(os.environ)
+    for name in _overridden(job):
+        table.pop(name, None)
+        value = job.read(f"megamoe.{name}", "")
+        if name in TABLE_ONLY:
+            table[name] = value
+        elif isinstance(getattr(MegaMoEConfig(), name), int | float | str) and value:
+            environment[ENVIRONMENT_PREFIX + name.upper()] = value  # text, as a variable is
+    from_sources(table=table, environment=environment)
+
+
+def _overridden(job: JobFile) -> list[str]:
+    """Return the names of the options that flags set with a value."""
+    names = []
+    for word in job.overrides:
+        if not word.startswith("--megamoe."):
+            continue
+        name = word.removeprefix("--megamoe.").partition("=")[0].replace("-", "_")
+        is_switch = isinstance(getattr(MegaMoEConfig(), name.removeprefix("no_"), None), bool)
+        if not is_switch:  # torchtitan's --megamoe.strict and --megamoe.no-strict take no value
+            check_name(name, where=f"--megamoe.{name}", known=KNOWN)
+            names.append(name)
+    return names

@@ -1,0 +1,73 @@
+"""Start the ranks of a job on this machine, and end them when told to.
+
+Contract
+    The exit status is torchrun's. An interrupt, a hang-up or a termination ends every rank:
+    torchrun is told once, and kills ranks that do not end within its own limit of 30 seconds.
+    torchrun is never killed: ranks run in sessions of their own and would outlive it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import pynvml
+
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def train_command(config: Path, ranks: int, overrides: list[str], logs: Path) -> list[str]:
+    """Return the torchrun command; `logs` is the folder for what the ranks print."""
+    module = "torchtitan_integration.cpu_launcher" if uses_cpu(ranks) else "torchtitan.train"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    shown = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "--log-dir", str(logs)]
+    job = ["-m", module, "--job.config_file", str(config), *overrides]
+    return [*torchrun, "--nproc-per-node", str(ranks), *shown, *job]
+
+
+def uses_cpu(ranks: int) -> bool:
+    """Return whether the ranks train on the CPU: there are fewer GPUs than ranks."""
+    return num_gpus() < ranks
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs this process may use."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return 0
+
+
+def run(command: list[str]) -> int:
+    """Run torchrun, its output on this terminal; return its status, or 128 + a signal's number."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del frame
+        if process is not None and not received:
+            process.terminate()
+        received.append(number)
+
+    before = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        if received:
+            process.terminate()
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + received[0] if received else status
