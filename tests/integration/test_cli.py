@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_file import load_job, num_ranks
+from torchtitan_integration.launch import train_command
 
 OURS = '[model]\nname = "megamoe_deepseek_v3"\n'
 NO_AC = '[activation_checkpoint]\nmode = "none"\n'
@@ -107,3 +109,17 @@ def test_a_degree_left_open_asks_for_nproc(tmp_path):
     path = write(tmp_path, "[parallelism]\nexpert_parallel_degree = 2\n")
     with pytest.raises(InvalidConfig, match=re.escape("--nproc N")):
         num_ranks(load_job(path, []))
+
+
+def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
+    for visible, on_cpu in (
+        ("0,1", False),
+        ("0,1,2", False),
+        ("1", True),
+        ("", True),
+        ("-1", True),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        command = train_command(Path("job.toml"), 2, [], Path("logs"))
+        assert ("torchtitan_integration.cpu_launcher" in command) is on_cpu
+        assert ("torchtitan.train" in command) is not on_cpu

@@ -47,7 +47,13 @@ def train(folder, ranks, name, first_step=1, **settings):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_equal_torchtitans_own_to_the_last_digit(tmp_path, ranks):
-    stock, _ = train(tmp_path / "stock", ranks, "stock_deepseek_v3", **{"compile.enable": False})
+    old = tmp_path / "stock" / "report.json"
+    old.parent.mkdir()
+    old.write_text("of another run, and not to be shown")
+    stock, output = train(
+        tmp_path / "stock", ranks, "stock_deepseek_v3", **{"compile.enable": False}
+    )
+    assert f"no report was written to {old}" in output
     ours, output = train(
         tmp_path / "ours", ranks, "placed_deepseek_v3",
         **{"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True},
