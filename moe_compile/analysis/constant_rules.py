@@ -54,8 +54,9 @@ def fixed(call: Call) -> Value | list[Value]:
     values = [call.value(t) for t in call.inputs]
     uniform = bool(values) and all(isinstance(v, Fixed) and v.is_uniform for v in values)
     if call.name == "arange" and dependent:
-        from_zero = call.argument("start", 0) == 0 and call.argument("step", 1) == 1
-        return Opaque(is_arange=from_zero)
+        start = call.facts.formula(call.argument("start", 0))
+        step = call.facts.formula(call.argument("step", 1))
+        return Opaque(is_arange=bool(start == 0 and step == 1))
     if dependent:
         spread = uniform and (
             call.name in SPREADS or (call.is_pointwise and not call.reads_counts())

@@ -159,7 +159,7 @@ ARITHMETIC: Final[dict[str, Callable[[Any, Any], Any]]] = {
 def _computed(call: Call) -> Value | None:
     left, right = call.args[:2]
     out = call.outputs[0]
-    if call.argument("alpha", 1) != 1 or out.dtype not in EXACT:
+    if call.facts.formula(call.argument("alpha", 1)) != 1 or out.dtype not in EXACT:
         return None
     operands = []
     for operand in (left, right):

@@ -131,6 +131,14 @@ class Call:
         """All tensors returned, in order."""
         return [leaf for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """All tensors the operator writes in place, by its schema."""
+        declared = self.func._schema.arguments
+        names = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
+        written = pytree.tree_leaves([self.argument(name) for name in names])
+        return [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
+
     def shape(self, tensor: torch.Tensor) -> list[sympy.Expr]:
         """Return the sizes of `tensor` as formulas in the counts."""
         return [self.facts.formula(size) for size in tensor.shape]

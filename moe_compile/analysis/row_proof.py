@@ -118,7 +118,8 @@ class _Proof:
         if torch.Tag.nondeterministic_seeded in step.func.tags and step.node in self.region.body:
             raise Unproven(Refusal.RANDOM, str(step.func))
         if func is None:
-            raise Unproven(Refusal.UNKNOWN_OPERATOR, str(step.func))
+            self._written_by_custom(step)
+            return
         call = Call(step.node, func, step.args, step.kwargs, step.out, self.known)
         random = torch.Tag.nondeterministic_seeded in func.tags
         results: Value | list[Value] = Fixed() if random else apply(call)
@@ -151,6 +152,13 @@ class _Proof:
             raise Unproven(Refusal.HOST_READ_OF_ROWS)
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
+
+    def _written_by_custom(self, step: Operator) -> None:
+        if step.func.namespace == "aten":  # may change the form of its input, not only values
+            raise Unproven(Refusal.UNKNOWN_OPERATOR, str(step.func))
+        call = Call(step.node, step.func, step.args, step.kwargs, step.out, self.known)
+        for tensor in (*call.written, *call.outputs):
+            self._not_followed(NotFollowed(step.node, tensor, tuple(call.inputs)))
 
     def _not_followed(self, step: NotFollowed) -> None:
         values = [self.known.value(t) for t in step.inputs]

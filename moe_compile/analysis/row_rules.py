@@ -191,11 +191,13 @@ ROW_RULES: Final[dict[str, Rule]] = {
     "split": view_rules.split,
     "split_with_sizes": view_rules.split,
     "cat": view_rules.joined,
+    "stack": view_rules.stacked,
+    "constant_pad_nd": view_rules.padded,
     **dict.fromkeys(
         (
             "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
             "var_mean", "prod", "any", "all", "logsumexp", "linalg_vector_norm", "norm",
-            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort",
+            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "glu",
         ),
         reduction,
     ),

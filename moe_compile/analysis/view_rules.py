@@ -120,9 +120,10 @@ def sliced(call: Call) -> Value:
     if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
         return _by_position(call, rows)[0]
     total = length(rows.order)
-    start = _position(call, call.argument("start") or 0, total)
-    end = _position(call, call.argument("end", sys.maxsize), total)
-    if call.argument("step", 1) != 1:
+    given = call.argument("start")
+    start = sympy.S.Zero if given is None else _position(call, given, total)
+    end = _position(call, call.argument("end"), total)
+    if call.facts.formula(call.argument("step", 1)) != 1:
         raise Unproven(Refusal.ROWS_MIXED, "every n-th row")
     if start == 0 and end == total:
         return rows
@@ -174,6 +175,28 @@ def joined(call: Call) -> Value:
         v.order if isinstance(v, Rows) else (padding(call.shape(t)[row_dim]),) for t, v in parts
     )
     return Rows(row_dim, join(orders))
+
+
+def stacked(call: Call) -> Value:
+    """The same rows in a new dimension."""
+    seats = {call.value(t) for t in call.inputs}
+    rows = seats.pop() if len(seats) == 1 else None
+    if not isinstance(rows, Rows):
+        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+    new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
+    return Rows(rows.dim + (new <= rows.dim), rows.order)
+
+
+def padded(call: Call) -> Value:
+    """Constants around each row, or behind the last."""
+    tensor, rows = the_rows(call)
+    _by_position(call, rows)
+    amounts = list(call.argument("pad"))
+    behind = 2 * (tensor.dim() - 1 - rows.dim)
+    ahead, after = (*amounts[behind : behind + 2], 0, 0)[:2]
+    if ahead != 0:
+        raise call.unknown()
+    return Rows(rows.dim, join([rows.order, (padding(call.facts.formula(after)),)]))
 
 
 def _side_by_side(call: Call, parts: list[Value], row_dim: int) -> Value:

@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
+from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.analysis.regions import RowProof
-from tests.analysis.verdicts import WIDTH, judge, layer_of, tokens
+from moe_compile.analysis.row_proof import prove_rows_independent
+from tests.analysis.verdicts import WIDTH, graphs_of, judge, layer_of, tokens
 from tests.layers import (
     FusedGateUp,
     GroupedExperts,
@@ -115,22 +118,45 @@ def test_other_ways_to_write_the_same_are_proven(fake_ranks, style):
     assert isinstance(proof, RowProof), proof
 
 
-def judge_torchtitan(group, monkeypatch, use_grouped_mm):
+@pytest.fixture
+def titan(fake_ranks, monkeypatch):
+    """torchtitan's layer, its kernel replaced: `titan(use_grouped_mm, indices)`."""
     titan_layer = pytest.importorskip("tests.analysis.titan_layer", reason="needs torchtitan")
-    indices = "torchtitan.models.moe.utils.generate_permute_indices"
-    monkeypatch.setattr(indices, titan_layer.permute_indices)
-    layer = titan_layer.TitanExperts(WIDTH, 24, 8, 2, group, use_grouped_mm)
-    return judge(layer, tokens(torch.float32))
+
+    def make(use_grouped_mm, indices="permute_indices"):
+        replaced = getattr(titan_layer, indices)
+        monkeypatch.setattr("torchtitan.models.moe.utils.generate_permute_indices", replaced)
+        return titan_layer.TitanExperts(WIDTH, 24, 8, 2, fake_ranks, use_grouped_mm)
+
+    return make
 
 
-def test_torchtitans_padded_groups_are_proven_but_not_sliced(fake_ranks, monkeypatch):
-    proof = judge_torchtitan(fake_ranks, monkeypatch, use_grouped_mm=True)
+@pytest.mark.parametrize("indices", ["permute_indices", "permute_indices_by_kernel"])
+def test_torchtitans_padded_groups_are_proven_but_not_sliced(titan, indices):
+    proof = judge(titan(True, indices), tokens(torch.float32))
     assert isinstance(proof, RowProof), proof
     assert proof.sliceable == ()
     assert [why for _, why in proof.unsliceable] == ["groups of other experts are padded"] * 3
 
 
-def test_torchtitans_loop_has_padding_left_when_an_expert_has_no_rows(fake_ranks, monkeypatch):
-    proof = judge_torchtitan(fake_ranks, monkeypatch, use_grouped_mm=False)
+def test_a_higher_order_operator_may_write_what_it_makes_of_counts(titan):
+    """On a GPU the indices are written by a kernel inside a higher-order operator."""
+    (graph,) = (
+        gm.graph
+        for gm in graphs_of(titan(True, "permute_indices_by_kernel"), tokens(torch.float32))
+    )
+    (call,) = (n for n in graph.nodes if "fill_indices" in str(n.target))
+    with graph.inserting_before(call):
+        arguments = dict(zip(("counts", "starts", "indices"), call.args, strict=True))
+        kernel = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1,)], "kwargs": arguments}
+        wrapper = graph.call_function(triton_kernel_wrapper_mutation, kwargs=kernel)
+    graph.erase_node(call)
+    ((region,), _) = find_moe_regions(graph)
+    assert wrapper in region.body
+    assert isinstance(prove_rows_independent(region), RowProof)
+
+
+def test_torchtitans_loop_has_padding_left_when_an_expert_has_no_rows(titan):
+    proof = judge(titan(False), tokens(torch.float32))
     assert isinstance(proof, RowProof), proof
     assert proof.expert_rows == ()

@@ -21,6 +21,24 @@ def permute_indices(counts, num_local, num_ranks, max_len, alignment, use_cpu=Fa
     return torch.where(inside.any(1), row, -1).to(torch.int32), sizes, ends.to(torch.int32)
 
 
+def permute_indices_by_kernel(counts, num_local, num_ranks, max_len, alignment, use_cpu=False):
+    """Return the same, the indices written by an operator that says nothing of what it does."""
+    _, sizes, ends = permute_indices(counts, num_local, num_ranks, max_len, alignment)
+    indices = torch.full((max_len,), -1, dtype=torch.int32)
+    fill_indices(counts.clone(), ends - sizes, indices)
+    return indices, sizes, ends
+
+
+@torch.library.custom_op("megamoe_tests::fill_indices", mutates_args={"indices"})
+def fill_indices(counts: torch.Tensor, starts: torch.Tensor, indices: torch.Tensor) -> None:
+    raise NotImplementedError
+
+
+@fill_indices.register_fake
+def _(counts, starts, indices):
+    return None
+
+
 class TitanExperts(nn.Module):
     """`ExpertParallel` dispatches, pads to a multiple of 8, and combines."""
 
