@@ -47,6 +47,7 @@ def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
     """Return the corpus with a tokenizer of at most `vocab_size` entries, made if need be."""
     cache = cache or _cache_folder()
     lines = [json.dumps({"text": text}) for text in _sources(Path(sysconfig.get_path("stdlib")))]
+    lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())  # mixed, and the same
     digest = hashlib.sha256("\n".join([FORMAT, str(vocab_size), *lines]).encode()).hexdigest()
     folder = cache / f"{DATASET}-{digest[:16]}"
     corpus = Corpus(folder / "text", folder / "tokenizer")
