@@ -30,7 +30,7 @@ def processes_with(mark):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_process_outlives_the_command(tmp_path, number):
+def test_no_process_outlives_the_command(tmp_path, number, request):
     mark = f"INTERRUPT_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     output = tmp_path / "output"
@@ -43,6 +43,7 @@ def test_no_process_outlives_the_command(tmp_path, number):
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), name: value},
             stdout=written, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        request.addfinalizer(lambda: [os.kill(p, signal.SIGKILL) for p in processes_with(mark)])
         _wait_until(lambda: "step:  2" in output.read_text(), 120)
         assert len(processes_with(mark)) >= 4  # the command, torchrun, two ranks
         command.send_signal(number)
