@@ -59,6 +59,7 @@ def megamoe(
     compilation = describe(gm, state)
     _run_dynamo_level(gm, state, compilation)
     state.family = compilation.family
+    state.is_chunked = any(region.num_chunks > 1 for region in compilation.regions)
     state.plan_digest = compilation.plan_digest()
     if compilation.regions:
         REPORT.add(compilation, config.report, state.hardware.name)

@@ -67,7 +67,11 @@ class ScheduleExchanges(GraphPass):
         liveness = Liveness.of(problem.nodes, sizes)
         config = state.config
         choice = choose_schedule(
-            problem, liveness, config.max_memory_increase, config.step_peak_bytes
+            problem,
+            liveness,
+            config.max_memory_increase,
+            config.step_peak_bytes,
+            is_chunked=state.is_chunked,
         )
 
         _apply([problem.nodes[i] for i in choice.chosen.order])

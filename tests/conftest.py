@@ -24,9 +24,16 @@ def four_ranks():
         yield pool
 
 
-@pytest.fixture(scope="session")
-def fake_ranks():
+@pytest.fixture(scope="module", autouse=True)
+def no_group_stays():
+    """One module's process group is not the next one's."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def fake_ranks(no_group_stays):
     """This process as rank 0 of two that do not exist: graphs can be traced, not run."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return dist.group.WORLD

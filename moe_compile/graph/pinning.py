@@ -9,7 +9,6 @@ Contract
 from __future__ import annotations
 
 import importlib
-import itertools
 from typing import Any, Final
 
 import torch
@@ -37,28 +36,32 @@ def pinning_patches() -> dict[str, object]:
 
 
 def pin_order(graph: fx.Graph) -> bool:
-    """Make each launch, wait and matrix product depend on the one before; return whether it did.
+    """Hold launches and waits in their order, each wait behind the matrix product before it.
 
-    The settings alone do not hold where a kernel of before a wait is fused with one of after it:
-    the wait moves up with them. To be the last edit of a graph: the nodes end up inside a
-    higher-order operator, where no launch or wait is found any more.
+    Stronger than the settings: fusion cannot pull a wait before compute it stands after. Matrix
+    products themselves stay free to fuse. To be the last edit of a graph, as launches and waits
+    end up inside a higher-order operator. Returns whether torch has the means.
     """
     try:
         control = importlib.import_module("torch._inductor.fx_passes.control_dependencies")
     except ImportError:
         return False
-    pinned = [node for node in graph.nodes if _is_pinned(node)]
-    after: dict[fx.Node, Any] = {
-        later: OrderedSet([earlier])
-        for earlier, later in itertools.pairwise(pinned)
-        if earlier not in later.all_input_nodes
-    }
+    after: dict[fx.Node, Any] = {}
+    exchange: fx.Node | None = None
+    product: fx.Node | None = None
+    for node in graph.nodes:
+        if is_launch(node) or is_wait(node):
+            earlier = (exchange, product if is_wait(node) else None)
+            behind = [e for e in earlier if e is not None and e not in node.all_input_nodes]
+            if behind:
+                after[node] = OrderedSet(behind)
+            exchange, product = node, None
+        elif _is_matrix_product(node):
+            product = node
     control.preserve_node_ordering(graph, after)
     return True
 
 
-def _is_pinned(node: fx.Node) -> bool:
-    if is_launch(node) or is_wait(node):
-        return True
+def _is_matrix_product(node: fx.Node) -> bool:
     op = overload_name(node).rpartition("::")[2]
-    return isinstance(node.target, torch._ops.OpOverload) and op.endswith(("mm", "addmm"))
+    return isinstance(node.target, torch._ops.OpOverload) and op.endswith("mm")

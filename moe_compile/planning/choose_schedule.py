@@ -72,15 +72,20 @@ def choose_schedule(
     liveness: Liveness,
     max_memory_increase: float,
     step_peak_bytes: int = 0,
+    is_chunked: bool = False,
 ) -> Choice:
     """Return the fastest schedule whose peak rises by at most the allowed fraction.
 
-    The fraction is of `step_peak_bytes`, the peak of a whole training step, where that is known
-    and larger; else of the graph's own peak.
+    The rise counts from the graph's own peak, as if it had not been chunked: chunks one after
+    another hold less than all rows at once, and that saving is there to be spent. The fraction is
+    of `step_peak_bytes`, the peak of a whole training step, where that is known and larger.
     """
     came = _candidate(problem, liveness, tuple(range(len(problem.nodes))))
     baseline = _candidate(problem, liveness, incoming_order(problem))
-    allowed = came.peak_bytes + max_memory_increase * max(came.peak_bytes, step_peak_bytes)
+    whole = came.peak_bytes
+    if is_chunked:
+        whole = max(whole, liveness.peak_bytes(side_by_side(problem)))
+    allowed = whole + max_memory_increase * max(whole, step_peak_bytes)
     is_capped = False
     for window in _windows(len(problem.nodes)):
         candidates = [baseline, *_scheduled(problem, liveness, window)]
@@ -93,6 +98,14 @@ def choose_schedule(
             break
     is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best
     return Choice(chosen=best, as_it_came=came, is_capped=is_capped)
+
+
+def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
+    """Return the nodes by depth: the same step of all chunks together, as if they were one."""
+    depth: list[int] = []
+    for node in range(len(problem.nodes)):
+        depth.append(1 + max((depth[p] for p in problem.before[node]), default=-1))
+    return tuple(sorted(range(len(problem.nodes)), key=depth.__getitem__))
 
 
 def _windows(num_nodes: int) -> Iterator[int | None]:

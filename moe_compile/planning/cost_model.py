@@ -19,7 +19,15 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.precedence import is_view
-from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of, value_of
+from moe_compile.graph.query import (
+    is_all_to_all,
+    is_launch,
+    is_wait,
+    output_splits,
+    overload_name,
+    tensor_of,
+    value_of,
+)
 from moe_compile.hardware import HardwareProfile
 from moe_compile.planning.sizes import NominalSizes
 
@@ -91,7 +99,7 @@ class _Estimator:
         sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
         received = self.sizes.nbytes(value_of(launch))
         op = overload_name(launch).rpartition("::")[2]
-        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1)
+        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1) * _leaving(launch)
         return self.hardware.link_latency_us + crossing / (self.hardware.link_gb_per_s * 1e9) * (
             US_PER_S
         )
@@ -161,3 +169,9 @@ def _called_module(node: fx.Node) -> fx.GraphModule | None:
             if isinstance(module, fx.GraphModule):
                 return module
     return None
+
+
+def _leaving(launch: fx.Node) -> float:
+    """Return the share of an all-to-all's rows that go to another rank, routing balanced."""
+    num_ranks = len(output_splits(launch)) if is_all_to_all(launch) else 0
+    return (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0

@@ -43,6 +43,8 @@ class CompileState:
     """Exchanges of the Dynamo graph at hand that are no region."""
     family: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
+    is_chunked: bool = False
+    """Whether some region of the compilation runs in more than one chunk."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     measures: dict[str, float] = field(default_factory=dict)
