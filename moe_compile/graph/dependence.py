@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.query import value_of
@@ -40,11 +41,31 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     if isinstance(target, torch._ops.OpOverload):
         return _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return _nodes([node.args, node.kwargs]) if "mutation" in target.name() else ()
+        return _written_by_operator(node, target.name())
     name = getattr(target, "__name__", "")
     if node.kwargs.get("inplace") or (name.endswith("_") and not name.startswith("_")):
         return _nodes(node.args[:1])
     return _nodes([node.kwargs.get("out")])
+
+
+def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
+    """Return what a higher-order operator writes; of a Triton kernel, what its code stores to."""
+    if "mutation" not in name:
+        return ()
+    tensors = node.kwargs.get("kwargs")
+    if name != "triton_kernel_wrapper_mutation" or not isinstance(tensors, dict):
+        return _nodes([node.args, node.kwargs])
+    values = {k: value_of(v) if isinstance(v, fx.Node) else v for k, v in tensors.items()}
+    try:
+        written = get_mutated_tensors(
+            node.kwargs["kernel_idx"],
+            node.kwargs["constant_args_idx"],
+            values,
+            node.kwargs.get("tma_descriptor_metadata", {}),
+        )
+    except (AssertionError, KeyError):  # a kernel torch does not know: it may write anything
+        written = list(tensors)
+    return _nodes([tensors[key] for key in written])
 
 
 def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:

@@ -9,7 +9,8 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.analysis.regions import RowProof
 from moe_compile.analysis.row_proof import prove_rows_independent
-from tests.analysis.verdicts import WIDTH, graphs_of, judge, layer_of, tokens
+from tests.analysis.verdicts import WIDTH, judge, layer_of, tokens
+from tests.capture import dynamo_graphs
 from tests.layers import (
     FusedGateUp,
     GroupedExperts,
@@ -143,7 +144,7 @@ def test_a_higher_order_operator_may_write_what_it_makes_of_counts(titan):
     """On a GPU the indices are written by a kernel inside a higher-order operator."""
     (graph,) = (
         gm.graph
-        for gm in graphs_of(titan(True, "permute_indices_by_kernel"), tokens(torch.float32))
+        for gm in dynamo_graphs(titan(True, "permute_indices_by_kernel"), tokens(torch.float32))
     )
     (call,) = (n for n in graph.nodes if "fill_indices" in str(n.target))
     with graph.inserting_before(call):
