@@ -65,6 +65,13 @@ PRESETS: Final[Mapping[str, Preset]] = {
         rounds=15,
         timeout_s=600.0,
     ),
+    "bars": Preset(
+        cases=(ROUTED, SHARED),
+        variants=(BASELINE, REORDERED, "megamoe N=1", "megamoe N=2", "megamoe N=4"),
+        control_rounds=24,
+        rounds=11,
+        timeout_s=900.0,
+    ),
     "full": Preset(
         cases=(ROUTED, SHARED, FOUR_RANKS),
         variants=(
