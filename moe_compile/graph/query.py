@@ -8,7 +8,6 @@ Contract
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -16,8 +15,6 @@ import torch
 import torch.fx as fx
 
 C10D: Final = torch.ops._c10d_functional
-WAIT: Final = C10D.wait_tensor.default
-ALL_TO_ALL: Final = C10D.all_to_all_single.default
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 
@@ -57,19 +54,6 @@ def group_name(launch: fx.Node) -> str:
     """Return the name of the process group a collective runs on: its last string argument."""
     names = [a for a in (*launch.args, *launch.kwargs.values()) if isinstance(a, str)]
     return names[-1] if names else ""
-
-
-def wait_of(launch: fx.Node) -> fx.Node | None:
-    """Return the first wait for `launch`, or None."""
-    return next((user for user in launch.users if is_wait(user)), None)
-
-
-def launch_of(wait: fx.Node) -> fx.Node | None:
-    """Return the collective `wait` waits for, through repeated waits; None for a graph input."""
-    source = wait.args[0]
-    while isinstance(source, fx.Node) and is_wait(source):
-        source = source.args[0]
-    return source if isinstance(source, fx.Node) and is_launch(source) else None
 
 
 def output_splits(exchange: fx.Node) -> list[Any]:
@@ -119,9 +103,3 @@ def source_place(node: fx.Node) -> str:
         return ""
     path, line, function = own[-1]
     return f"{PurePath(path).name}:{line} in {function}"
-
-
-def in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return `nodes` in the order they stand in `graph`."""
-    wanted = set(nodes)
-    return [node for node in graph.nodes if node in wanted]
