@@ -9,6 +9,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
                 memory and to be selected: `CpuDevice` answers for the CPU
     permute     expert permutation calls a Triton kernel, which needs a driver: the same indices
                 computed by torch operators
+    attention   torch carries the random state of recomputed fused attention, dropout or not, and on
+                CPU puts it in the wrong place when parameters are DTensors: plain attention instead
     histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
     exit        now and then a thread of gloo or of the data loader aborts the process while the
                 interpreter shuts down, after training has ended: the process leaves without that
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import torch._utils
+from torch.nn.attention import SDPBackend
 
 
 class CpuDevice(types.ModuleType):
@@ -126,6 +129,9 @@ def prepare_torch() -> None:
     import torchtitan.tools.utils  # noqa: F401, PLC0415  (asks for the device once, at import)
 
     torch._utils._get_available_device_type, torch._utils._get_device_module = original
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper  # noqa: PLC0415
+
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.MATH]
 
 
 def main() -> None:

@@ -44,11 +44,11 @@ class JobConfig:
 def compile_options(table: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the `options=` of torch.compile for the table of a job.
 
-    A key the TOML leaves at its default may still come from a `MEGAMOE_*` variable. Raises
-    InvalidConfig for a wrong value.
+    `table` is None where the job has none. A key the TOML leaves at its default may still come
+    from a `MEGAMOE_*` variable. Raises InvalidConfig for a wrong value.
     """
     standard = asdict(MegaMoE())
-    written = {k: v for k, v in asdict(table).items() if v != standard[k]}
+    written = {k: v for k, v in asdict(table or MegaMoE()).items() if v != standard[k]}
     from_sources(table=written, environment=environment)
     recipe = {
         name: value

@@ -24,18 +24,8 @@ from moe_compile.config import (
     from_sources,
 )
 from moe_compile.errors import InvalidConfig
-from torchtitan_integration.layout import SPEC_PREFIX, check_degrees, check_settings
+from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, check_layout, read_layout
 
-REPLICATE: Final = "parallelism.data_parallel_replicate_degree"
-SHARD: Final = "parallelism.data_parallel_shard_degree"
-DEGREES: Final[Mapping[str, int]] = {
-    REPLICATE: 1,
-    SHARD: -1,
-    "parallelism.context_parallel_degree": 1,
-    "parallelism.tensor_parallel_degree": 1,
-    "parallelism.pipeline_parallel_degree": 1,
-}
-"""Keys whose product is the number of ranks, and torchtitan's defaults; EP borrows from them."""
 KNOWN: Final = (*OPTION_NAMES, *TABLE_ONLY)
 
 
@@ -76,12 +66,16 @@ def load_job(path: Path, overrides: list[str]) -> JobFile:
     job = JobFile(path=path, content=content, overrides=tuple(overrides))
     try:
         _check_options(job)
-        if str(job.read("model.name", "")).startswith(SPEC_PREFIX):
-            check_settings(job.read)
-            check_degrees(replicate=_degree(job, REPLICATE), shard=_degree(job, SHARD))
+        if uses_megamoe(job):
+            check_layout(read_layout(job.read))
     except InvalidConfig as error:
         raise InvalidConfig(f"{path}: {error}") from None
     return job
+
+
+def uses_megamoe(job: JobFile) -> bool:
+    """Return whether the job asks for this recipe: `compile.backend` says so."""
+    return str(job.read("compile.backend", "inductor")) == BACKEND
 
 
 def num_ranks(job: JobFile) -> int:
@@ -89,20 +83,13 @@ def num_ranks(job: JobFile) -> int:
 
     Raises InvalidConfig when a degree is left to torchtitan (-1).
     """
-    degrees = {key: _degree(job, key) for key in DEGREES}
-    if unknown := [key for key, value in degrees.items() if value < 1]:
+    layout = read_layout(job.read)
+    degrees = {name: int(getattr(layout, name)) for name in DEGREES}
+    if unknown := [KEYS[name] for name, value in degrees.items() if value < 1]:
         raise InvalidConfig(
             f"{job.path}: {unknown[0]} is -1 (all ranks); say how many with --nproc N"
         )
     return math.prod(degrees.values())
-
-
-def _degree(job: JobFile, key: str) -> int:
-    value = job.read(key, DEGREES[key])
-    try:
-        return int(str(value))
-    except ValueError:
-        raise InvalidConfig(f"{key} is {value!r}; write a whole number") from None
 
 
 def _check_options(job: JobFile) -> None:

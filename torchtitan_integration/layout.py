@@ -1,62 +1,195 @@
-"""What this version of the recipe can lay out, said before and while a job starts.
+"""Which layouts of a job this recipe has, and what is written instead of the others.
 
 Contract
-    A layout that would train wrongly or fail late is refused by the name of its TOML key.
-    The command line and the ranks ask the same question of the same table.
+    A layout that would train wrongly, or fail late, is refused by the name of its TOML key before
+    training starts. The command line, the ranks and `docs/layouts.md` read the same `RULES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig
 
-SPEC_PREFIX: Final = "megamoe_"
-"""How the names of our train specs begin; what follows is torchtitan's name of the model."""
+BACKEND: Final = "megamoe"
+"""Value of `compile.backend` that asks for this recipe."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key of torchtitan's TOML that has one value here."""
-
-    only: int | str
-    """The value to write."""
-    default: int | str
-    """What torchtitan takes when the key is absent."""
+def _key(key: str, default: int | str | bool) -> Any:
+    return field(default=default, metadata={"key": key})
 
 
-SETTINGS: Final[Mapping[str, Setting]] = {
-    "parallelism.tensor_parallel_degree": Setting(1, 1),
-    "parallelism.context_parallel_degree": Setting(1, 1),
-    "parallelism.pipeline_parallel_degree": Setting(1, 1),
-    "parallelism.expert_parallel_comm_backend": Setting("standard", "standard"),
-    "activation_checkpoint.mode": Setting("none", "selective"),
-}
-"""Keys whose other values are not available in this version."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What of a job decides how its model is laid out; a field per key of torchtitan's TOML."""
+
+    model: str = _key("model.name", "deepseek_v3")
+    dp_replicate: int = _key("parallelism.data_parallel_replicate_degree", 1)
+    dp_shard: int = _key("parallelism.data_parallel_shard_degree", -1)
+    cp: int = _key("parallelism.context_parallel_degree", 1)
+    tp: int = _key("parallelism.tensor_parallel_degree", 1)
+    pp: int = _key("parallelism.pipeline_parallel_degree", 1)
+    ep: int = _key("parallelism.expert_parallel_degree", 1)
+    etp: int = _key("parallelism.expert_tensor_parallel_degree", 1)
+    pp_schedule: str = _key("parallelism.pipeline_parallel_schedule", "1F1B")
+    exchange: str = _key("parallelism.expert_parallel_comm_backend", "standard")
+    async_tp: bool = _key("parallelism.enable_async_tensor_parallel", False)
+    checkpointing: str = _key("activation_checkpoint.mode", "selective")
+    """Activation checkpointing."""
+
+    @property
+    def knows_shards(self) -> bool:
+        """Whether the shard degree is a number, not "all ranks that are left" (-1)."""
+        return self.dp_shard > 0
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks over which torchtitan shards what is no expert: its mesh axis `fsdp`."""
+        return self.dp_shard * self.cp
 
 
-def check_settings(read: Callable[[str, Any], Any]) -> None:
-    """Raise InvalidConfig for a setting not available; `read(key, default)` gives its value."""
-    for key, setting in SETTINGS.items():
-        value = read(key, setting.default)
-        if str(value) != str(setting.only):
-            raise InvalidConfig(
-                f"{key} = {_toml(value)} is not available in this version of the megamoe "
-                f"recipe; write {key} = {_toml(setting.only)}"
-            )
+KEYS: Final = {f.name: str(f.metadata["key"]) for f in fields(Layout)}
+"""TOML key of each field."""
+DEFAULTS: Final = {f.name: f.default for f in fields(Layout)}
+"""What torchtitan takes when the key is absent."""
+DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+"""Fields whose product is the number of ranks; EP and ETP borrow theirs from these."""
+
+MODELS: Final = ("deepseek_v3", "llama4", "qwen3")
+SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
+CHECKPOINTING: Final = ("none", "selective", "full")
 
 
-def check_degrees(*, replicate: int, shard: int) -> None:
-    """Raise InvalidConfig for replicas without shards: nothing would add up their gradients."""
-    if replicate > 1 and shard == 1:
-        raise InvalidConfig(
-            f"parallelism.data_parallel_replicate_degree = {replicate} with "
-            "data_parallel_shard_degree = 1 is not available in this version of the megamoe "
-            f"recipe; write data_parallel_shard_degree = {replicate} and replicate degree 1"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A layout that is refused."""
+
+    holds: Callable[[Layout], bool]
+    """Whether a layout is of this kind."""
+    what: str
+    """The kind, for the table in the docs."""
+    field: str
+    """Field of `Layout` to change."""
+    instead: Callable[[Layout], Any]
+    """The nearest value that works."""
+    why: str
+
+    def message(self, layout: Layout) -> str:
+        """Return what the user reads."""
+        key = KEYS[self.field]
+        value, better = getattr(layout, self.field), self.instead(layout)
+        return f"{key} = {toml(value)} is not available: {self.why}; write {key} = {toml(better)}"
 
 
-def _toml(value: Any) -> str:
+RULES: Final = (
+    Rule(
+        holds=lambda x: x.model not in MODELS,
+        what="models other than " + ", ".join(MODELS),
+        field="model",
+        instead=lambda _: MODELS[0],
+        why="megamoe lays out torchtitan's MoE models that run on SDPA (its gpt_oss needs "
+        "FlexAttention) and a model without experts has no exchange to hide",
+    ),
+    Rule(
+        holds=lambda x: x.ep > 1 and x.knows_shards and x.dense_shards < 2,
+        what="EP without data shards (data_parallel_shard_degree x context_parallel_degree = 1)",
+        field="dp_shard",
+        instead=lambda x: max(2, x.dp_replicate),
+        why="torchtitan shards experts over a mesh that it only makes for two shards or more",
+    ),
+    Rule(
+        holds=lambda x: x.ep > 1 and x.etp not in (1, x.tp),
+        what="ETP other than 1 and the TP degree",
+        field="etp",
+        instead=lambda _: 1,
+        why="torchtitan has experts whole (1) or split as everything else is (the TP degree)",
+    ),
+    Rule(
+        holds=lambda x: x.knows_shards and _expert_ranks(x) % x.ep > 0,
+        what="an EP degree that does not divide shards x CP x TP / ETP",
+        field="ep",
+        instead=lambda x: max(d for d in range(1, x.ep) if _expert_ranks(x) % d == 0),
+        why="EP borrows its ranks from these axes",
+    ),
+    Rule(
+        holds=lambda x: x.pp > 1 and x.pp_schedule not in SCHEDULES,
+        what="pipeline schedules other than " + ", ".join(SCHEDULES),
+        field="pp_schedule",
+        instead=lambda _: SCHEDULES[-1],
+        why="its equality with torchtitan is not tested (schedules that split the backward need "
+        "it in two graphs, and megamoe schedules it as one)",
+    ),
+    Rule(
+        holds=lambda x: x.cp > 1,
+        what="CP",
+        field="cp",
+        instead=lambda _: 1,
+        why="torch's ring attention has kernels for CUDA alone, so that its equality with "
+        "torchtitan could not be tested",
+    ),
+    Rule(
+        holds=lambda x: x.exchange != "standard",
+        what="DeepEP",
+        field="exchange",
+        instead=lambda _: "standard",
+        why="its dispatch is one fused kernel which a compiler cannot split",
+    ),
+    Rule(
+        holds=lambda x: x.tp > 1 and x.async_tp,
+        what="asynchronous TP",
+        field="async_tp",
+        instead=lambda _: False,
+        why="Inductor's pass for it moves collectives that megamoe has put in order",
+    ),
+    Rule(
+        holds=lambda x: x.checkpointing not in CHECKPOINTING,
+        what="activation checkpointing by memory budget",
+        field="checkpointing",
+        instead=lambda _: CHECKPOINTING[1],
+        why="it lets the partitioner recompute exchanges",
+    ),
+)
+"""Every refusal; the first that holds is the one said."""
+
+
+def _expert_ranks(layout: Layout) -> int:
+    return layout.dense_shards * layout.tp // (layout.etp if layout.ep > 1 else 1)
+
+
+def read_layout(read: Callable[[str, Any], Any]) -> Layout:
+    """Return the layout of a job; `read(key, default)` gives the value of a TOML key.
+
+    Raises InvalidConfig for a degree that is no whole number.
+    """
+    values: dict[str, Any] = {}
+    for name, key in KEYS.items():
+        value, default = read(key, DEFAULTS[name]), DEFAULTS[name]
+        values[name] = _as(type(default), value, key)
+    return Layout(**values)
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise InvalidConfig when the recipe does not have this layout."""
+    for rule in RULES:
+        if rule.holds(layout):
+            raise InvalidConfig(rule.message(layout))
+
+
+def toml(value: Any) -> str:
+    """Return `value` as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _as(kind: type, value: Any, key: str) -> Any:
+    if kind is bool:
+        return str(value).lower() == "true"
+    if kind is str:
+        return str(value)
+    try:
+        return int(str(value))
+    except ValueError:
+        raise InvalidConfig(f"{key} is {value!r}; write a whole number") from None

@@ -1,97 +1,121 @@
 """Lay a torchtitan MoE model out so that a compile backend sees each block whole.
 
 Contract
-    Every transformer block is one forward and one backward graph, dispatch and experts included;
-    FSDP2's hooks stand outside of it. Experts are sharded on their own mesh (`efsdp` x `ep`), all
-    else on `fsdp`, as torchtitan does. Parameter names are the model's own.
-
-torchtitan compiles the parts of a MoE block one by one, because it shards the experts as an inner
-FSDP module whose hooks would break the graph. Here the hooks move outwards: a carrier module
-between block and compiled forward owns the experts for FSDP, so they are gathered before the
-compiled code starts.
+    Every transformer block is one forward and one backward graph: dispatch, experts, tensor
+    parallelism and activation checkpointing included. All else is as torchtitan's own layout has
+    it, by its own functions in its own order.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import Shard
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torch.distributed.tensor import DTensor
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.models.llama3.infra.parallelize import apply_ddp
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from moe_compile.config import PREFIX
+from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options
-from torchtitan_integration.layout import check_degrees, check_settings
+from torchtitan_integration.layout import BACKEND, check_layout, read_layout
+from torchtitan_integration.model_parts import ModelParts, parts_of
 
 COPIES_OF_PARAMETERS: Final = 4
 """A parameter, its gradient, and AdamW's two moments."""
 
 
-class ExpertCarrier(nn.Module):
-    """Holds a block's experts for FSDP and runs the block's forward; adds no parameter name."""
-
-    def __init__(self, experts: nn.Module, forward: Callable[..., Any]) -> None:
-        """Take over `experts`; `forward` is what the block does when called."""
-        super().__init__()
-        self.experts = experts
-        self._forward = forward
-        self.register_state_dict_post_hook(_drop_own_names)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block with its experts gathered."""
-        return self._forward(*args, **kwargs)
-
-
-def _drop_own_names(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Leave the experts in the state dict under the block's own names only."""
-    del module, metadata
-    for name in [name for name in state if name.startswith(prefix)]:
-        del state[name]
-
-
 def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Module:
-    """Apply EP, compilation and FSDP2 to a torchtitan model; the `parallelize_fn` of our specs.
+    """Lay out a model, or a pipeline stage of it; the `parallelize_fn` of our train specs.
 
     Raises InvalidConfig for a layout this version does not have.
     """
-    check_settings(lambda key, _: operator.attrgetter(key)(job))
-    check_degrees(replicate=dims.dp_replicate, shard=dims.dp_shard)
-    if dims.ep_enabled:
+    layout = read_layout(lambda key, _: operator.attrgetter(key)(job))
+    check_layout(dataclasses.replace(layout, dp_shard=dims.dp_shard))
+    apply_model_parallelism(model, dims, job)
+    apply_data_parallelism(model, dims, job)
+    return model
+
+
+def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
+    """Apply TP, EP, CP and activation checkpointing, then compile each block."""
+    parts = parts_of(job.model.name)
+    if dims.tp_enabled:
+        parts.apply_tp(
+            model,
+            dims.get_mesh("tp"),
+            loss_parallel=not job.parallelism.disable_loss_parallel,
+            has_cp=dims.cp_enabled,
+        )
+        if model.tok_embeddings is not None:
+            model.tok_embeddings.register_forward_hook(_waited)
+    if dims.tp_enabled or dims.ep_enabled:
         apply_moe_ep_tp(
             model,
-            tp_mesh=None,
-            ep_mesh=dims.get_optional_mesh("ep"),
-            etp_mesh=None,
-            ep_etp_mesh=None,
+            tp_mesh=dims.get_optional_mesh("tp"),
+            ep_mesh=expert_mesh(dims, ["ep"]),
+            etp_mesh=expert_mesh(dims, ["etp"]),
+            ep_etp_mesh=expert_mesh(dims, ["ep", "etp"]),
         )
+    if dims.cp_enabled:
+        attention = [block.attention.inner_attention for block in model.layers.values()]
+        apply_cp_to_attention_module(attention, dims.get_mesh("cp"), model.model_args.attn_type)
     compiles = job.compile.enable and "model" in job.compile.components
+    if job.activation_checkpoint.mode != "none":
+        _apply_checkpointing(model, job, parts, compiles=compiles)
     held = _bytes_held(model, dims)
     for block in model.layers.values():
         forward = _compiled(block.forward, job, held) if compiles else block.forward
         if block.moe_enabled and dims.ep_enabled:
             block.expert_carrier = ExpertCarrier(block.moe.experts, forward)
-            block.forward = block.expert_carrier.__call__
-        else:
-            block.forward = forward
+            forward = block.expert_carrier.__call__
+        block.forward = forward
+
+
+def apply_data_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
+    """Apply FSDP2; or DDP, where there are replicas and nothing else."""
     if dims.fsdp_enabled or dims.ep_enabled:
-        _apply_fsdp(model, dims, job)
-    return model
+        apply_fsdp(model, dims, job)
+    elif dims.dp_replicate_enabled:
+        apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=False)
+
+
+def _waited(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """Return `embedded` after its reduce-scatter.
+
+    torch's AOTAutograd takes a collective still on its way for an input without gradient (torch
+    issue 191113): entering the first compiled block, the embedding would silently stop training.
+    """
+    del module, inputs
+    return embedded.clone()
+
+
+def _apply_checkpointing(
+    model: nn.Module, job: JobConfig, parts: ModelParts, *, compiles: bool
+) -> None:
+    apply_ac(
+        model,
+        job.activation_checkpoint,
+        model_compile_enabled=compiles,
+        op_sac_save_list=parts.saved_operators(),
+        base_folder=job.job.dump_folder,
+    )
+    if not compiles:
+        return
+    # the blocks count tokens per expert in a buffer: Dynamo must leave that out of the recompute
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for block in model.layers.values():
+        if getattr(block, "checkpoint_impl", None) is not None:
+            block.checkpoint_impl = None  # torchtitan halves the counts of what counts twice
 
 
 def _bytes_held(model: nn.Module, dims: ParallelDims) -> int:
@@ -99,73 +123,18 @@ def _bytes_held(model: nn.Module, dims: ParallelDims) -> int:
 
     A lower bound of the step's peak: saved activations come on top.
     """
-    shards = max(1, dims.dp_shard * dims.cp)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    return COPIES_OF_PARAMETERS * total // shards
+    total = sum(_local(p).numel() * p.element_size() for p in model.parameters())
+    return COPIES_OF_PARAMETERS * total // max(1, dims.dp_shard * dims.cp)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callable[..., Any]:
-    backend = job.compile.backend
     options = None
-    if backend == "megamoe":
-        options = {PREFIX + "step_peak_bytes": held, **compile_options(job.megamoe)}
+    if job.compile.backend == BACKEND:
+        table = getattr(job, BACKEND, None)  # absent from a TOML that names no config module
+        options = {PREFIX + "step_peak_bytes": held, **compile_options(table)}
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's own apply_compile
-    return torch.compile(forward, backend=backend, fullgraph=True, options=options)
-
-
-def _apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
-    replicate = ["dp_replicate"] if dims.dp_replicate_enabled else []
-    settings: dict[str, Any] = {
-        "mesh": dims.get_mesh([*replicate, "fsdp"]),
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
-        ),
-        "reshard_after_forward": job.parallelism.fsdp_reshard_after_forward != "never",
-    }
-    if job.training.enable_cpu_offload:
-        settings["offload_policy"] = CPUOffloadPolicy()
-    expert_mesh = dims.get_optional_mesh([*replicate, "efsdp"])
-
-    fully_shard(model.tok_embeddings, **settings)
-    for block in model.layers.values():
-        experts: set[nn.Parameter] = set()
-        if carrier := getattr(block, "expert_carrier", None):
-            placement = _expert_placement(carrier.experts.num_experts, expert_mesh, dims.ep)
-            fully_shard(carrier, **{**settings, "mesh": expert_mesh}, shard_placement_fn=placement)
-            experts = set(carrier.experts.parameters())  # sharding made new ones
-        fully_shard(block, **settings, ignored_params=experts)
-    always = job.parallelism.fsdp_reshard_after_forward == "always"
-    fully_shard([model.norm, model.output], **{**settings, "reshard_after_forward": always})
-    fully_shard(model, **{k: v for k, v in settings.items() if k != "reshard_after_forward"})
-    disable_fsdp_gradient_division(model)
-    _prefetch(model)
-    _adapt_to_gloo(model, settings["mesh"])
-
-
-def _expert_placement(num_experts: int, mesh: Any, ep_degree: int) -> Callable[..., Any] | None:
-    """Shard dim 1 when there are more shards than experts, as torchtitan does."""
-    return (lambda _: Shard(1)) if mesh["efsdp"].size() * ep_degree > num_experts else None
-
-
-def _prefetch(model: nn.Module) -> None:
-    """Gather the next block's parameters while this one runs, in both directions."""
-    blocks = [_fsdp_modules(block) for block in model.layers.values()]
-    order = [[model.tok_embeddings], *blocks, [model.norm, model.output]]
-    for here, following in itertools.pairwise(order):
-        here[0].set_modules_to_forward_prefetch(following)
-        following[0].set_modules_to_backward_prefetch(here)
-
-
-def _fsdp_modules(block: nn.Module) -> list[nn.Module]:
-    carrier = getattr(block, "expert_carrier", None)
-    return [block] if carrier is None else [block, carrier]
-
-
-def _adapt_to_gloo(model: nn.Module, mesh: Any) -> None:
-    """Gloo cannot scale while it reduces; FSDP2's public switch makes it sum instead."""
-    if dist.get_backend(mesh.get_group(mesh.ndim - 1)) != "gloo":
-        return
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+    return torch.compile(forward, backend=job.compile.backend, fullgraph=True, options=options)

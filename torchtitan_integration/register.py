@@ -1,24 +1,30 @@
 """Registers our train specs; a TOML names this module as `experimental.custom_import`.
 
 Contract
-    Importing it adds `megamoe_deepseek_v3` to torchtitan's registry, by its public function, and
-    nothing else. Models, optimizers, losses and checkpoints are torchtitan's own.
+    Importing it gives torchtitan's MoE models a layout by megamoe where `compile.backend` asks for
+    it; any other job of theirs is laid out by torchtitan. Models, optimizers, losses and
+    checkpoints are torchtitan's own. The registry's public function is all that is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Final
 
+from torch import nn
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from torchtitan_integration.corpus import DATASET, prepare_corpus
-from torchtitan_integration.layout import SPEC_PREFIX
+from torchtitan_integration.fsdp import adapt_to_gloo
+from torchtitan_integration.layout import BACKEND, MODELS
 from torchtitan_integration.parallelize import parallelize
+
+REGISTERED: Final = (*MODELS, "gpt_oss")
+"""Specs that are replaced; one that has no layout here says so instead of training unchanged."""
 
 VOCAB_SIZE: Final = 2048
 """Of the debug model and of the tokenizer trained for it."""
@@ -89,11 +95,24 @@ def _with_paths(job: JobConfig) -> JobConfig:
     )
 
 
-def make_spec(model: str, parallelize_fn: Callable[..., Any] = parallelize) -> TrainSpec:
-    """Return torchtitan's spec of `model` with our layout, debug flavor and corpus."""
+FLAVORS = {"deepseek_v3": {"debug_cpu": debug_model_args()}}
+
+
+def make_spec(model: str) -> TrainSpec:
+    """Return torchtitan's spec of `model`: our layout where a job asks for it, corpus, flavors."""
     spec = get_train_spec(model)
-    flavors = {**spec.model_args, "debug_cpu": debug_model_args()}
-    return with_corpus(dataclasses.replace(spec, parallelize_fn=parallelize_fn, model_args=flavors))
+
+    def layout(part: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Module:
+        asked = job.compile.enable and "model" in job.compile.components
+        if asked and job.compile.backend == BACKEND:
+            return parallelize(part, dims, job)
+        part = spec.parallelize_fn(part, dims, job)
+        adapt_to_gloo(part)
+        return part
+
+    flavors = {**spec.model_args, **FLAVORS.get(model, {})}
+    return with_corpus(dataclasses.replace(spec, parallelize_fn=layout, model_args=flavors))
 
 
-register_train_spec(f"{SPEC_PREFIX}deepseek_v3", make_spec("deepseek_v3"))
+for name in REGISTERED:
+    register_train_spec(name, make_spec(name))

@@ -125,7 +125,8 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, timeout_s: fl
             pipe.send((True, function(rank, *args)))
         except Exception:  # noqa: BLE001  (whatever it was, the caller is told)
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a function may have ended it
+        dist.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
 """`megamoe train` says what is wrong with a file before it starts anything."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_file import load_job, num_ranks
 from torchtitan_integration.launch import train_command
+from torchtitan_integration.layout import KEYS, RULES, Layout, check_layout
 
-OURS = '[model]\nname = "megamoe_deepseek_v3"\n'
-NO_AC = '[activation_checkpoint]\nmode = "none"\n'
+OURS = '[model]\nname = "deepseek_v3"\n[compile]\nbackend = "megamoe"\n'
 
 
 def write(folder, text):
@@ -31,13 +32,43 @@ def write(folder, text):
         ('[megamoe]\ndispatch_wire = "fp8"\n', "not available in this version"),
         ("megamoe = 3\n", "must be a table"),
         ("[megamoe\n", "is not TOML"),
-        (OURS, 'write activation_checkpoint.mode = "none"'),  # torchtitan's default: selective
-        (f"{OURS}{NO_AC}[parallelism]\ntensor_parallel_degree = 2\n", "tensor_parallel_degree = 1"),
-        (f"{OURS}{NO_AC}[parallelism]\ndata_parallel_shard_degree = 'x'\n", "a whole number"),
+        (OURS.replace("deepseek_v3", "gpt_oss"), 'write model.name = "deepseek_v3"'),
         (
-            f"{OURS}{NO_AC}[parallelism]\ndata_parallel_shard_degree = 1\n"
-            "data_parallel_replicate_degree = 2\n",
-            "write data_parallel_shard_degree = 2",
+            f'{OURS}[activation_checkpoint]\nmode = "memory_budget"\n',
+            'write activation_checkpoint.mode = "selective"',
+        ),
+        (
+            f"{OURS}[parallelism]\ncontext_parallel_degree = 2\n",
+            "write parallelism.context_parallel_degree = 1",
+        ),
+        (f"{OURS}[parallelism]\ndata_parallel_shard_degree = 'x'\n", "a whole number"),
+        (
+            f"{OURS}[parallelism]\ndata_parallel_shard_degree = 1\n"
+            "tensor_parallel_degree = 2\nexpert_parallel_degree = 2\n",
+            "write parallelism.data_parallel_shard_degree = 2",
+        ),
+        (
+            f"{OURS}[parallelism]\ndata_parallel_shard_degree = 4\ntensor_parallel_degree = 4\n"
+            "expert_parallel_degree = 2\nexpert_tensor_parallel_degree = 2\n",
+            "write parallelism.expert_tensor_parallel_degree = 1",
+        ),
+        (
+            f"{OURS}[parallelism]\ndata_parallel_shard_degree = 4\nexpert_parallel_degree = 3\n",
+            "write parallelism.expert_parallel_degree = 2",
+        ),
+        (
+            f"{OURS}[parallelism]\npipeline_parallel_degree = 2\n"
+            'pipeline_parallel_schedule = "ZBVZeroBubble"\n',
+            'write parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
+        ),
+        (
+            f'{OURS}[parallelism]\nexpert_parallel_comm_backend = "deepep"\n',
+            'write parallelism.expert_parallel_comm_backend = "standard"',
+        ),
+        (
+            f"{OURS}[parallelism]\ntensor_parallel_degree = 2\n"
+            "enable_async_tensor_parallel = true\n",
+            "write parallelism.enable_async_tensor_parallel = false",
         ),
     ],
 )
@@ -66,13 +97,13 @@ def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, messag
     ],
 )
 def test_a_wrong_flag_is_refused_like_the_same_words_in_the_file(tmp_path, capsys, flags, message):
-    path = write(tmp_path, f"{OURS}{NO_AC}[megamoe]\nchunks = 2\n")
+    path = write(tmp_path, f"{OURS}[megamoe]\nchunks = 2\n")
     assert main(["train", str(path), *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_right_flags_pass(tmp_path):
-    path = write(tmp_path, f"{OURS}{NO_AC}[megamoe]\nchunks = 2\n")
+    path = write(tmp_path, f"{OURS}[megamoe]\nchunks = 2\n")
     flags = ["--megamoe.no-strict", "--megamoe.schedule", "--megamoe.chunks", "4"]
     job = load_job(path, [*flags, "--megamoe.disable-passes", "a", "b"])
     assert job.read("megamoe.chunks") == "4"
@@ -123,3 +154,30 @@ def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
         command = train_command(Path("job.toml"), 2, [], Path("logs"))
         assert ("torchtitan_integration.cpu_launcher" in command) is on_cpu
         assert ("torchtitan.train" in command) is not on_cpu
+
+
+def test_every_rule_refuses_and_what_it_says_to_write_passes():
+    base = Layout(dp_shard=4, tp=2, ep=2)
+    wrong = {
+        "model": {"model": "gpt_oss"},
+        "dp_shard": {"dp_shard": 1},
+        "etp": {"tp": 4, "etp": 2},
+        "ep": {"ep": 5},
+        "pp_schedule": {"pp": 2, "pp_schedule": "GPipe"},
+        "cp": {"cp": 2},
+        "exchange": {"exchange": "deepep"},
+        "async_tp": {"async_tp": True},
+        "checkpointing": {"checkpointing": "memory_budget"},
+    }
+    check_layout(base)
+    for rule in RULES:
+        layout = dataclasses.replace(base, **wrong.pop(rule.field))
+        with pytest.raises(InvalidConfig, match=re.escape(f"write {KEYS[rule.field]} = ")):
+            check_layout(layout)
+        check_layout(dataclasses.replace(layout, **{rule.field: rule.instead(layout)}))
+    assert not wrong
+
+
+def test_another_backend_is_not_our_business(tmp_path):
+    text = OURS.replace("megamoe", "inductor") + "[parallelism]\ncontext_parallel_degree = 2\n"
+    load_job(write(tmp_path, text), [])

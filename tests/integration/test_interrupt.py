@@ -35,8 +35,8 @@ def test_no_process_outlives_the_command(tmp_path, number, request):
     name, _, value = mark.partition("=")
     output = tmp_path / "output"
     flags = ["--training.steps=100000", "--model.flavor=tiny", "--compile.no-enable"]
-    flags += ["--experimental.custom_import=tests.integration.reference_spec"]
-    flags += ["--model.name=placed_deepseek_v3", f"--job.dump_folder={tmp_path}"]
+    flags += ["--experimental.custom_import=tests.integration.tiny_flavors"]
+    flags += [f"--job.dump_folder={tmp_path}"]
     with output.open("w") as written:
         command = subprocess.Popen(
             [sys.executable, "-m", "moe_compile.cli", "train", str(CONFIG), *flags],

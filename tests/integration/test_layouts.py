@@ -1,0 +1,78 @@
+"""Every layout the recipe has trains to torchtitan's own losses, and lies as torchtitan's does."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from moe_compile.testing.rank_pool import RankPool
+from tests.integration.titan_jobs import OURS, STEPS, STOCK, train
+from torchtitan_integration.layout import DEGREES, KEYS
+from torchtitan_integration.layout_table import TESTED, table
+
+ROOT = Path(__file__).parents[2]
+FAST = (0, 3, 6, 7, 10, 12)
+"""Of `TESTED`, what every test run trains: each axis, and each order of the meshes, once."""
+
+
+@pytest.fixture(scope="module")
+def eight_ranks():
+    with RankPool(8, timeout_s=540) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def stock(eight_ranks, tmp_path_factory):
+    """torchtitan's own results, one run for all ways of activation checkpointing: same values."""
+
+    @functools.cache
+    def run(items):
+        settings = {**dict(items), KEYS["checkpointing"]: "none"}
+        folder = tmp_path_factory.mktemp("stock")
+        return train(eight_ranks, num_ranks(settings), folder, settings, STOCK)
+
+    return run
+
+
+def settings_of(layout):
+    settings = {key: getattr(layout, name) for name, key in KEYS.items()}
+    if layout.pp > 1:
+        settings |= {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
+    return settings
+
+
+def num_ranks(settings):
+    ranks = 1
+    for name in DEGREES:
+        ranks *= settings[KEYS[name]]
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(x, id=str(i), marks=() if i in FAST else pytest.mark.slow)
+        for i, x in enumerate(TESTED)
+    ],
+)
+def test_losses_and_placements_are_torchtitans(eight_ranks, stock, tmp_path, layout):
+    settings = settings_of(layout)
+    without = {k: v for k, v in settings.items() if k != KEYS["checkpointing"]}
+    theirs = stock(tuple(without.items()))
+    ours = train(eight_ranks, num_ranks(settings), tmp_path, settings, OURS)
+    assert [sorted(rank.steps) for rank in ours] == [list(range(1, STEPS + 1))] * len(ours)
+    assert [rank.steps for rank in ours] == [rank.steps for rank in theirs]
+    assert [rank.placements for rank in ours] == [rank.placements for rank in theirs]
+    assert [rank.state_keys for rank in ours] == [rank.state_keys for rank in theirs]
+    for rank, other in zip(ours, theirs, strict=True):
+        carriers = {name.replace(".moe.experts", ".expert_carrier") for name in other.gathered}
+        assert set(rank.gathered) == carriers
+        assert set(rank.verdicts) == {"chunked"} and set(rank.chunks) == {2}
+        on_other_axes = {group for axis, group in rank.groups.items() if axis != "ep"}
+        assert rank.groups["ep"] not in on_other_axes
+
+
+def test_the_table_in_the_docs_is_of_this_code():
+    assert (ROOT / "docs/layouts.md").read_text() == table()

@@ -1,0 +1,72 @@
+"""Torchtitan jobs, one after another, in the ranks of a pool: torch is imported once for all.
+
+A job is the debug TOML with flags. Every rank tells what torchtitan printed and how the model lay.
+"""
+
+import importlib
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
+STEP = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s+grad_norm:\s+(\S+)")
+STEPS = 5
+SMALL = {
+    "model.flavor": "tiny",
+    "experimental.custom_import": "tests.integration.tiny_flavors",
+    "training.steps": STEPS,
+    "training.local_batch_size": 2,
+    "training.seq_len": 64,
+    "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.expert_parallel_degree": 2,
+    "megamoe.report": "",
+    "metrics.disable_color_printing": True,
+}
+OURS = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
+STOCK = {"compile.enable": False}
+
+
+@dataclass
+class JobResult:
+    """What one rank saw of a job."""
+
+    steps: dict = field(default_factory=dict)
+    """Step -> (loss, gradient norm) as printed."""
+    placements: dict = field(default_factory=dict)
+    """Parameter -> (axes of its mesh, placements, local shape)."""
+    gathered: list = field(default_factory=list)
+    """Modules that FSDP gathers, "" being the root."""
+    groups: dict = field(default_factory=dict)
+    """Mesh axis -> name of its process group, for the experts' mesh and `fsdp`."""
+    parameters: dict = field(default_factory=dict)
+    """Parameter -> hash of all its values, as they were before the first step."""
+    chunks: list = field(default_factory=list)
+    """Number of chunks of every region compiled in this job."""
+    verdicts: list = field(default_factory=list)
+    graphs: list = field(default_factory=list)
+    state_keys: list = field(default_factory=list)
+
+
+def train(pool, ranks, folder, *changes):
+    """Train on the first `ranks` ranks of `pool`; return each rank's JobResult."""
+    settings = {**SMALL, "job.dump_folder": str(folder)}
+    for change in changes:
+        settings.update(change)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return pool.run(_train, ranks, port, flags_of(settings))[:ranks]
+
+
+def flags_of(settings):
+    """Return torchtitan's command line for settings by TOML key."""
+    flags = [f"--{key}={value}" for key, value in settings.items() if not isinstance(value, bool)]
+    flags += [f"--{key}" for key, value in settings.items() if value is True]
+    return flags + [f"--{k.replace('.', '.no-', 1)}" for k, v in settings.items() if v is False]
+
+
+def _train(rank, *args):
+    worker = importlib.import_module("tests.integration.titan_worker")  # torchtitan, on the CPU
+    return worker.train(rank, *args)

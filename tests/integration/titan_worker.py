@@ -1,0 +1,103 @@
+"""One rank of a torchtitan job; importing this module puts the CPU work-arounds in place."""
+
+import contextlib
+import gc
+import hashlib
+import logging
+import os
+
+from torchtitan_integration.cpu_launcher import prepare_torch
+
+prepare_torch()
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torchtitan.config import ConfigManager
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+from moe_compile.report.process_report import REPORT
+from tests.integration.titan_jobs import CONFIG, STEP, JobResult
+
+
+def train(rank, ranks, port, flags):
+    """Train, as one of `ranks`, the debug job with `flags`; None on a rank that has no part."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank >= ranks:
+        return None
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank),
+        LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+    )  # fmt: skip
+    torch._dynamo.reset()
+    _clear_sharding_prop_cache()  # meshes that compare equal would come back with ended groups
+    result, before = JobResult(), len(REPORT.compilations)
+    graphs_before = len(REPORT.as_dict()["graphs"])
+    with _listening(result.steps):
+        trainer = Trainer(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
+        try:
+            _look_at(trainer, result)
+            trainer.train()
+        finally:
+            trainer.close()
+            dist.destroy_process_group()
+            del trainer
+            gc.collect()
+    regions = [region for c in REPORT.compilations[before:] for region in c.regions]
+    result.chunks = [region.num_chunks for region in regions]
+    result.verdicts = [region.verdict for region in regions]
+    result.graphs = REPORT.as_dict()["graphs"][graphs_before:]
+    return result
+
+
+class _Printed(logging.Handler):
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def emit(self, record):
+        for step, loss, norm in STEP.findall(record.getMessage()):
+            self.steps[int(step)] = (loss, norm)
+
+
+@contextlib.contextmanager
+def _listening(steps):
+    init_logger()
+    handler = _Printed(steps)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _look_at(trainer, result):
+    for part in trainer.model_parts:
+        for name, p in part.named_parameters():
+            assert isinstance(p, DTensor), name
+            mesh = p.device_mesh
+            plain = name.replace("_checkpoint_wrapped_module.", "")
+            where = (mesh.mesh_dim_names, p.placements, tuple(p.to_local().shape))
+            result.placements[plain] = where
+            if ".experts." in name:
+                for axis in mesh.mesh_dim_names:
+                    result.groups[axis] = mesh.get_group(axis).group_name
+        result.state_keys += list(part.state_dict())
+        modules = part.named_modules()
+        result.gathered += [name for name, m in modules if isinstance(m, FSDPModule)]
+    trainer.optimizers.register_step_pre_hook(lambda *_, **__: _hash_once(trainer, result))
+    if (mesh := trainer.parallel_dims.get_optional_mesh("fsdp")) is not None:
+        result.groups["fsdp"] = mesh.get_group().group_name
+
+
+def _hash_once(trainer, result):
+    if result.parameters:
+        return
+    for part in trainer.model_parts:
+        for name, p in part.named_parameters():
+            values = p.full_tensor().detach().contiguous().numpy().tobytes()
+            result.parameters[name] = hashlib.sha256(values).hexdigest()
