@@ -14,57 +14,16 @@ from typing import Any, Final
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
-from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from torchtitan_integration.corpus import DATASET, prepare_corpus
+from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
 from torchtitan_integration.layout import BACKEND, MODELS
 from torchtitan_integration.parallelize import parallelize
 
 REGISTERED: Final = (*MODELS, "gpt_oss")
 """Specs that are replaced; one that has no layout here says so instead of training unchanged."""
-
-VOCAB_SIZE: Final = 2048
-"""Of the debug model and of the tokenizer trained for it."""
-
-
-@dataclasses.dataclass
-class DebugModelArgs(DeepSeekV3ModelArgs):
-    """DeepSeek-V3 for a CPU: keeps grouped GEMMs, which torchtitan turns off below SM90."""
-
-    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take over a job's settings."""
-        grouped = self.moe_args.use_grouped_mm
-        super().update_from_config(job_config, **kwargs)
-        self.moe_args.use_grouped_mm = grouped
-
-
-def debug_model_args(**changes: Any) -> DebugModelArgs:
-    """Return a model small enough to compile and train on a laptop; two of three layers MoE."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "dim": 128,
-        "inter_dim": 256,
-        "moe_inter_dim": 128,
-        "n_layers": 3,
-        "n_dense_layers": 1,
-        "n_heads": 4,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "mscale": 0.7,
-        "moe_args": MoEArgs(
-            num_experts=8,
-            num_shared_experts=1,
-            top_k=2,
-            score_func="softmax",
-            score_before_experts=False,
-        ),
-    }
-    return DebugModelArgs(**{**sizes, **changes})
 
 
 def with_corpus(spec: TrainSpec) -> TrainSpec:
@@ -93,9 +52,6 @@ def _with_paths(job: JobConfig) -> JobConfig:
             job.training, dataset="c4_test", dataset_path=str(corpus.text)
         ),
     )
-
-
-FLAVORS = {"deepseek_v3": {"debug_cpu": debug_model_args()}}
 
 
 def make_spec(model: str) -> TrainSpec:

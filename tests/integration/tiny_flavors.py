@@ -4,7 +4,7 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401  (registers the specs)
-from torchtitan_integration.register import debug_model_args
+from torchtitan_integration.flavors import debug_deepseek_v3, debug_llama4, debug_qwen3
 
 
 def moe(**changes):
@@ -18,11 +18,16 @@ def moe(**changes):
     return MoEArgs(**{**sizes, **changes})
 
 
-TINY = {"dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
-FLAVORS = get_train_spec("deepseek_v3").model_args
-FLAVORS["tiny"] = debug_model_args(**TINY, moe_args=moe())
+DEEPSEEK = {"dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
+TINY = {
+    "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe()),
+    "qwen3": debug_qwen3(dim=64, hidden_dim=64, moe_inter_dim=32, n_layers=2),
+    "llama4": debug_llama4(dim=64),
+}
+for name, flavor in TINY.items():
+    get_train_spec(name).model_args["tiny"] = flavor
 # torch finds a pipeline stage's shapes by running it on uninitialised memory, and the router counts
 # these tokens too: with load balancing, no two pipeline runs of torchtitan are alike
-FLAVORS["tiny_pipeline"] = debug_model_args(
-    **TINY, n_layers=6, moe_args=moe(load_balance_coeff=None)
+get_train_spec("deepseek_v3").model_args["tiny_pipeline"] = debug_deepseek_v3(
+    **DEEPSEEK, n_layers=6, moe_args=moe(load_balance_coeff=None)
 )
