@@ -10,7 +10,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
     permute     expert permutation calls a Triton kernel, which needs a driver: the same indices
                 computed by torch operators
     attention   torch carries the random state of recomputed fused attention, dropout or not, and on
-                CPU puts it in the wrong place when parameters are DTensors: plain attention instead
+                CPU puts it in the wrong place when parameters are DTensors: plain attention
+                instead; and DTensor has no rule for either on CPU: each rank does its own heads
     histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
     exit        now and then a thread of gloo or of the data loader aborts the process while the
                 interpreter shuts down, after training has ended: the process leaves without that
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch._utils
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 
@@ -129,9 +131,24 @@ def prepare_torch() -> None:
     import torchtitan.tools.utils  # noqa: F401, PLC0415  (asks for the device once, at import)
 
     torch._utils._get_available_device_type, torch._utils._get_device_module = original
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper  # noqa: PLC0415
+    _prepare_attention()
 
-    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.MATH]
+
+def _prepare_attention() -> None:
+    from torchtitan.models.attention import (  # noqa: PLC0415
+        ScaledDotProductAttentionWrapper as Attention,
+    )
+
+    original = Attention.forward
+
+    def forward(self: Any, *qkv: Any, **settings: Any) -> Any:
+        if not isinstance(q := qkv[0], DTensor):
+            return original(self, *qkv, **settings)
+        heads = original(self, *(x.to_local() for x in qkv), **settings)
+        return DTensor.from_local(heads, q.device_mesh, q.placements)
+
+    Attention.forward = forward
+    Attention.sdpa_backends = [SDPBackend.MATH]
 
 
 def main() -> None:

@@ -38,6 +38,8 @@ class Layout:
     async_tp: bool = _key("parallelism.enable_async_tensor_parallel", False)
     checkpointing: str = _key("activation_checkpoint.mode", "selective")
     """Activation checkpointing."""
+    selective: str = _key("activation_checkpoint.selective_ac_option", "2")
+    """For "selective": "op", or every n-th layer."""
 
     @property
     def knows_shards(self) -> bool:

@@ -16,12 +16,13 @@ TESTED: Final = (
     Layout(dp_shard=4, ep=2, checkpointing="none"),
     Layout(dp_shard=4, ep=4, checkpointing="none"),
     Layout(dp_shard=4, ep=2, checkpointing="full"),
-    Layout(dp_shard=4, ep=2, checkpointing="selective"),
+    Layout(dp_shard=4, ep=2, checkpointing="selective", selective="op"),
+    Layout(dp_shard=4, ep=2, checkpointing="selective", selective="2"),
     Layout(dp_shard=2, tp=2, ep=2, checkpointing="none"),
     Layout(dp_shard=2, tp=2, ep=4, checkpointing="none"),
     Layout(dp_shard=2, tp=2, ep=2, etp=2, checkpointing="none"),
     Layout(dp_shard=2, tp=2, ep=4, checkpointing="full"),
-    Layout(dp_shard=2, tp=2, ep=2, checkpointing="selective"),
+    Layout(dp_shard=2, tp=2, ep=2, checkpointing="selective", selective="op"),
     Layout(dp_replicate=2, dp_shard=2, ep=2, checkpointing="none"),
     Layout(dp_replicate=2, dp_shard=2, tp=2, ep=4, checkpointing="none"),
     Layout(dp_shard=2, pp=2, ep=2, checkpointing="none"),
@@ -59,9 +60,8 @@ REFUSED: Final = """
 
 def table() -> str:
     """Return `docs/layouts.md`."""
-    names = [*(name.removesuffix("_schedule") for name in COLUMNS), "activation checkpointing"]
-    names[-2] = "pp schedule"
-    tested = [[_cell(x, name) for name in (*COLUMNS, "checkpointing")] for x in TESTED]
+    names = [*(name.replace("_", " ") for name in COLUMNS), "activation checkpointing"]
+    tested = [[*(_cell(x, name) for name in COLUMNS), _checkpointing(x)] for x in TESTED]
     refused = [[rule.what, f"`{KEYS[rule.field]}`", rule.why] for rule in RULES]
     return (
         HEAD
@@ -75,6 +75,11 @@ def _cell(layout: Layout, name: str) -> str:
     if name == "pp_schedule" and layout.pp == 1:
         return ""
     return str(getattr(layout, name))
+
+
+def _checkpointing(layout: Layout) -> str:
+    kind = f", {layout.selective}" if layout.checkpointing == "selective" else ""
+    return layout.checkpointing + kind
 
 
 def _markdown(names: list[str], rows: list[list[str]]) -> str:
