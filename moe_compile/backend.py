@@ -55,17 +55,23 @@ def megamoe(
     config = from_sources(options=ours, environment=os.environ)
     check_names(config.disable_passes)
     patches = {**_mode_patches(mode), **inductor}
+    state, compilation = rewrite(gm, config)
+    if compilation.regions:
+        REPORT.add(compilation, config.report, state.hardware.name)
+        _log(compilation)
+    compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
+    return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
+
+
+def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
+    """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
     state = CompileState(config=config, hardware=load_profile(config.hardware))
     compilation = describe(gm, state)
     _run_dynamo_level(gm, state, compilation)
     state.family = compilation.family
     state.is_chunked = any(region.num_chunks > 1 for region in compilation.regions)
     state.plan_digest = compilation.plan_digest()
-    if compilation.regions:
-        REPORT.add(compilation, config.report, state.hardware.name)
-        _log(compilation)
-    compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
-    return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
+    return state, compilation
 
 
 def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Compilation) -> None:

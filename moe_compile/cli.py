@@ -25,7 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     known, overrides = _parser().parse_known_args(arguments)
     try:
-        return _train(known.config, known.nproc, overrides)
+        job = load_job(known.config, overrides)
+        _require_torchtitan()
+        if known.dry_run:
+            return _dry_run(job, known.world)
+        return _train(job, known.nproc, overrides)
     except InvalidConfig as error:
         print(f"megamoe: {error}", file=sys.stderr)  # noqa: T201  (the user's terminal)
         return 2
@@ -43,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         "rank, and print what megamoe did. With fewer GPUs than ranks it trains on the CPU.",
         epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
         "--megamoe.chunks 4. The report is read from the path in megamoe.report.",
-        usage="megamoe train [-h] [--nproc N] CONFIG [--section.key value ...]",
+        usage="megamoe train [-h] [--nproc N | --dry-run [--world N]] CONFIG "
+        "[--section.key value ...]",
         allow_abbrev=False,
     )
     train.add_argument(
@@ -55,6 +60,17 @@ def _parser() -> argparse.ArgumentParser:
         type=_ranks,
         help="ranks to start; default: the product of the TOML's degrees",
     )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: print regions, chunks, collectives and memory, on any machine",
+    )
+    train.add_argument(
+        "--world",
+        metavar="N",
+        type=_ranks,
+        help="ranks of the machine a dry run is for; default: the product of the TOML's degrees",
+    )
     return parser
 
 
@@ -64,19 +80,28 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
-def _train(config: Path, nproc: int | None, overrides: list[str]) -> int:
-    job = load_job(config, overrides)
+def _require_torchtitan() -> None:
     if importlib.util.find_spec("torchtitan") is None:
         raise InvalidConfig(
             "torchtitan is not installed; pip install 'megamoe[titan]' brings the version wanted"
         )
+
+
+def _dry_run(job: JobFile, world: int | None) -> int:
+    importlib.import_module("torchtitan_integration.cpu_launcher").prepare_torch()
+    entry = importlib.import_module("torchtitan_integration.dry_run.run")  # after the work-arounds
+    entry.dry_run(job, world or num_ranks(job))
+    return 0
+
+
+def _train(job: JobFile, nproc: int | None, overrides: list[str]) -> int:
     ranks = nproc or num_ranks(job)
     if num_gpus() and uses_cpu(ranks):
         print(f"megamoe: {ranks} ranks but {num_gpus()} GPU: training on the CPU")  # noqa: T201
     logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
     report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
     before = _written(report)
-    status = run(train_command(config, ranks, overrides, logs))
+    status = run(train_command(job.path, ranks, overrides, logs))
     _print_report(report, is_new=_written(report) != before, job=job)
     return status
 

@@ -126,10 +126,51 @@ def compile_with_fx(
             graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
-    def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
-        if has_regions:
-            run_on_aot_graph(JOINT, joint.graph, state)
-        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
-
+    partition = (
+        _partition_with_passes(state) if has_regions else min_cut_rematerialization_partition
+    )
     aot = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
     return aot(gm, list(example_inputs))
+
+
+def _partition_with_passes(state: CompileState) -> Callable[..., Any]:
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
+        run_on_aot_graph(JOINT, joint.graph, state)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+
+    return partition
+
+
+class _Traced(Exception):
+    """Carries the forward and the backward graph out of AOTAutograd."""
+
+    def __init__(self, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> None:
+        super().__init__()
+        self.graphs = graphs
+
+
+def trace_both(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], state: CompileState
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return AOTAutograd's forward and backward graph after every pass; no code is generated.
+
+    Raises ValueError for a graph that needs no backward.
+    """
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
+        graphs = _partition_with_passes(state)(joint, joint_inputs, **settings)
+        for graph_module in graphs:
+            run_on_aot_graph(POST_GRAD, graph_module.graph, state)
+        raise _Traced(graphs)
+
+    def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        del graph_module, inputs
+        raise ValueError("nothing in this graph needs a gradient: it has no backward")
+
+    try:
+        aot_autograd(fw_compiler=inference, bw_compiler=inference, partition_fn=partition)(
+            gm, list(example_inputs)
+        )
+    except _Traced as traced:
+        return traced.graphs
+    raise ValueError("AOTAutograd partitioned nothing")

@@ -5,8 +5,9 @@ Contract
     Keeps     values: only the choice between saving and recomputing is written, as `recompute`.
 
 Inside a checkpointed function torch recomputes every collective in the backward pass. With
-`recompute = "save_exchanges"` the waits of forward collectives must be saved instead; with
-"recompute_exchanges" they must be recomputed; "model" leaves the model's own policy.
+`recompute = "save_exchanges"` what forward exchanges received is saved instead; with
+"recompute_exchanges" they are recomputed; "model" leaves the model's own policy. Other collectives,
+as those of tensor parallelism, follow the model's policy always: the user chose it for its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import ClassVar
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.graph.query import is_all_to_all, is_wait
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
@@ -39,14 +40,14 @@ class SaveExchanges(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write the policy on the launches and waits of checkpointed forward exchanges."""
-        nodes = [n for n in graph.nodes if is_wait(n) or is_launch(n)]
+        nodes = [n for n in graph.nodes if is_all_to_all(n) or _is_received(n)]
         forward = [n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"]
         if state.config.recompute == "model":
             return _all_left(self.name, forward, Left.MODEL)
         checkpointed = [n for n in forward if "recompute" in n.meta]
         saves = state.config.recompute == "save_exchanges"
         policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
-        for node in checkpointed:
+        for node in checkpointed:  # launch and wait are one buffer: saving both costs one
             node.meta["recompute"] = policy
         left = _all_left(
             self.name, [n for n in forward if n not in checkpointed], Left.NOT_CHECKPOINTED
@@ -56,6 +57,10 @@ class SaveExchanges(GraphPass):
             applied=tuple(n.name for n in checkpointed),
             skipped=left.skipped,
         )
+
+
+def _is_received(node: fx.Node) -> bool:
+    return is_wait(node) and is_all_to_all(node.all_input_nodes[0])
 
 
 def _all_left(name: str, nodes: list[fx.Node], reason: Left) -> PassReport:

@@ -36,6 +36,7 @@ class Layout:
     pp_schedule: str = _key("parallelism.pipeline_parallel_schedule", "1F1B")
     exchange: str = _key("parallelism.expert_parallel_comm_backend", "standard")
     async_tp: bool = _key("parallelism.enable_async_tensor_parallel", False)
+    seq_len: int = _key("training.seq_len", 2048)
     checkpointing: str = _key("activation_checkpoint.mode", "selective")
     """Activation checkpointing."""
     selective: str = _key("activation_checkpoint.selective_ac_option", "2")
@@ -137,6 +138,13 @@ RULES: Final = (
         field="exchange",
         instead=lambda _: "standard",
         why="its dispatch is one fused kernel which a compiler cannot split",
+    ),
+    Rule(
+        holds=lambda x: x.seq_len % (2 * x.cp * x.tp) > 0,
+        what="a sequence that does not divide by 2 x CP x TP",
+        field="seq_len",
+        instead=lambda x: max(1, x.seq_len // (2 * x.cp * x.tp)) * 2 * x.cp * x.tp,
+        why="torchtitan gives each rank of a TP group an equal slice of the sequence",
     ),
     Rule(
         holds=lambda x: x.tp > 1 and x.async_tp,

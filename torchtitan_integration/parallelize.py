@@ -72,7 +72,7 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
     compiles = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, job, parts, compiles=compiles)
-    held = _bytes_held(model, dims)
+    held = bytes_held(model, dims)
     for block in model.layers.values():
         forward = _compiled(block.forward, job, held) if compiles else block.forward
         if block.moe_enabled and dims.ep_enabled:
@@ -118,7 +118,7 @@ def _apply_checkpointing(
             block.checkpoint_impl = None  # torchtitan halves the counts of what counts twice
 
 
-def _bytes_held(model: nn.Module, dims: ParallelDims) -> int:
+def bytes_held(model: nn.Module, dims: ParallelDims) -> int:
     """Return the bytes of parameters, gradients and two optimizer states on one rank.
 
     A lower bound of the step's peak: saved activations come on top.
@@ -131,10 +131,14 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def backend_options(job: JobConfig, held: int) -> dict[str, Any]:
+    """Return the `options=` of the backend for a job whose rank holds `held` bytes."""
+    table = getattr(job, BACKEND, None)  # absent from a TOML that names no config module
+    return {PREFIX + "step_peak_bytes": held, **compile_options(table)}
+
+
 def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callable[..., Any]:
-    options = None
-    if job.compile.backend == BACKEND:
-        table = getattr(job, BACKEND, None)  # absent from a TOML that names no config module
-        options = {PREFIX + "step_peak_bytes": held, **compile_options(table)}
+    backend = job.compile.backend
+    options = backend_options(job, held) if backend == BACKEND else None
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's own apply_compile
-    return torch.compile(forward, backend=job.compile.backend, fullgraph=True, options=options)
+    return torch.compile(forward, backend=backend, fullgraph=True, options=options)

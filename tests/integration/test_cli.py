@@ -166,6 +166,7 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         "pp_schedule": {"pp": 2, "pp_schedule": "GPipe"},
         "cp": {"cp": 2},
         "exchange": {"exchange": "deepep"},
+        "seq_len": {"seq_len": 130},
         "async_tp": {"async_tp": True},
         "checkpointing": {"checkpointing": "memory_budget"},
     }

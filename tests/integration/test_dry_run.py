@@ -1,0 +1,84 @@
+"""A dry run says what a job would do, and computes what can be computed by hand."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from tests.integration.titan_jobs import CONFIG, ROOT, flags_of
+
+DEGREE = "parallelism.{}_degree".format
+DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
+TOKENS, TOP_K = 4 * 128, 2
+FLOAT32, INT64 = 4, 8
+
+
+def dry_run(config=CONFIG, world=None, status=0, **settings):
+    flags = flags_of({name.replace("__", "."): value for name, value in settings.items()})
+    command = [sys.executable, "-m", "moe_compile.cli", "train", str(config), "--dry-run"]
+    command += ["--world", str(world)] if world else []
+    done = subprocess.run(
+        [*command, *flags], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout if status == 0 else done.stderr
+
+
+def cells(output, label):
+    """Return the cells of the table row that begins with `label`."""
+    (row,) = re.findall(rf"^ +{re.escape(label)}  +(.*)$", output, re.MULTILINE)
+    return row.split()
+
+
+def test_exchanges_of_a_balanced_routing_are_counted_by_hand():
+    output = dry_run()
+    assert "chunked, 2 chunks of 4 local experts" in output
+    rows = TOKENS * TOP_K * DIM * FLOAT32
+    forward = (2 * rows + EXPERTS * INT64) / 1e6  # dispatch, combine, and the counts
+    axis, *numbers = cells(output, "all_to_all_single")
+    assert axis == "ep"
+    assert numbers == ["5", f"{forward:.2f}", "4", f"{2 * rows / 1e6:.2f}"]
+    assert "none" in output  # the block without experts has no collective
+
+
+def test_parameters_are_divided_over_the_axes_that_shard_them():
+    """Eight ranks; experts over efsdp 2 x ep 4, the rest over fsdp 8."""
+    output = dry_run(world=8, **{DEGREE("data_parallel_shard"): 8, DEGREE("expert_parallel"): 4},
+                     model__flavor="16B")  # fmt: skip
+    held = 15_706_484_224 * FLOAT32 / 8 / 2**30  # DeepSeek-V2-Lite's parameters
+    assert float(cells(output, "parameters")[0]) == pytest.approx(held, abs=0.02)
+    assert float(cells(output, "optimizer (AdamW)")[0]) == pytest.approx(2 * held, abs=0.03)
+    assert "Attention is traced as causal SDPA" in output
+
+
+def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages():
+    output = dry_run(
+        world=16,
+        **{DEGREE("data_parallel_shard"): 4, DEGREE("tensor_parallel"): 2},
+        **{DEGREE("pipeline_parallel"): 2, DEGREE("expert_parallel"): 4},
+        training__local_batch_size=8,
+    )
+    assert "tp" in output and "rank 15" in output
+    assert len(cells(output, "saved activations")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({DEGREE("context_parallel"): 2}, "write parallelism.context_parallel_degree = 1"),
+        ({"model.flavor": "debug_cpuu"}, "Did you mean 'debug_cpu'?"),
+        ({"compile.backend": "inductor"}, 'write compile.backend = "megamoe"'),
+        ({DEGREE("data_parallel_shard"): -1}, "say how many with --nproc N"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_to_write(changes, message):
+    assert message in dry_run(status=2, **changes)
+
+
+def test_degrees_that_do_not_make_the_world_are_refused():
+    assert "WORLD_SIZE(6)" in dry_run(world=6, status=2, **{DEGREE("data_parallel_shard"): 4})

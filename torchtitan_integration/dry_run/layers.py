@@ -1,0 +1,176 @@
+"""One block of each kind, traced through every pass on the meta device.
+
+Contract
+    The block is compiled as training compiles it, up to the point where code would be generated:
+    same capture, same passes, same options. Sizes that only a run knows count as balanced routing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.config import from_sources, split_options
+from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
+from moe_compile.ops.agreement import AGREE_ON_ORDER
+from moe_compile.planning.sizes import NominalSizes
+from moe_compile.report.compilations import Compilation
+from moe_compile.report.process_report import figures
+from torchtitan_integration.dry_run.attention import fused_attention
+from torchtitan_integration.dry_run.world import FakeRank
+from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
+
+DEFAULT_HARDWARE: Final = "h100"
+"""Profile for estimates where the job names none: this machine's own says nothing of the job's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One collective of a graph."""
+
+    operator: str
+    axis: str
+    """Of the mesh: `ep`, `tp`, ..."""
+    sent_bytes: int
+    """What one rank hands in."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Traced:
+    """What one kind of block compiles to."""
+
+    has_experts: bool
+    compilation: Compilation
+    launches: dict[str, list[Launch]] = field(default_factory=dict)
+    """Phase -> collectives, in order."""
+    measures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Phase -> predicted times and memory, as reports have them."""
+    saved_bytes: int = 0
+    """Kept from forward to backward: the block's input, and what its graph saves."""
+
+
+def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
+    """Trace one block of each kind; `held` is what parameters, gradients and optimizer take."""
+    options = backend_options(rank.job, held)
+    if options.get("megamoe.hardware", "detect") == "detect":
+        options["megamoe.hardware"] = DEFAULT_HARDWARE
+    axes = rank.axis_of_groups()
+    found: list[Traced] = []
+    job = copy.deepcopy(rank.job)
+    job.compile.enable = True
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        found.append(_trace(gm, inputs, options, axes))
+        raise EndOfTrace
+
+    job.compile.backend = backend
+    model = _one_block_of_each_kind(rank)
+    apply_model_parallelism(model, rank.dims, job)
+    for block, arguments in _calls(model, rank):
+        _compile(block.compiled, arguments)
+        found[-1].has_experts = bool(block.moe_enabled)
+        found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
+    return found
+
+
+def _one_block_of_each_kind(rank: FakeRank) -> nn.Module:
+    """Return the model with the first block of each kind, in the type the GPUs compute in."""
+    model = rank.build_model()
+    kinds: set[bool] = set()
+    for name, block in list(model.layers.items()):
+        if block.moe_enabled in kinds:
+            del model.layers[name]
+        kinds.add(block.moe_enabled)
+        block.attention.inner_attention.forward = fused_attention
+    dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _calls(model: nn.Module, rank: FakeRank) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+    """Return each block with the arguments the model calls it with."""
+    calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
+
+    def record(block: nn.Module) -> Callable[..., Any]:
+        def forward(*arguments: Any) -> Any:
+            calls.append((block, arguments))
+            return arguments[0]
+
+        return forward
+
+    for block in model.layers.values():
+        block.compiled, block.forward = block.forward, record(block)
+    settings = rank.job.training
+    batch = settings.local_batch_size
+    if rank.dims.pp_enabled:
+        batch = rank.job.parallelism.pipeline_parallel_microbatch_size
+    model(torch.zeros(batch, settings.seq_len, dtype=torch.int64, device="meta"))
+    return calls
+
+
+class EndOfTrace(Exception):
+    """A block is traced, and that was all that was wanted of it."""
+
+
+def _compile(forward: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch._dynamo.reset()
+    try:
+        forward(*arguments)
+    except BackendCompilerFailed as failed:
+        if not isinstance(failed.inner_exception, EndOfTrace):
+            raise
+
+
+def _trace(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], axes: dict[str, str]
+) -> Traced:
+    config = from_sources(options=split_options(options)[0], environment={})
+    state, compilation = rewrite(gm, config)
+    traced = Traced(has_experts=False, compilation=compilation)
+    forward, backward = (module.graph for module in trace_both(gm, inputs, state))
+    sizes = NominalSizes(state.nominal_sizes)
+    for phase, graph in (("forward", forward), ("backward", backward)):
+        sizes.learn(graph)
+        traced.launches[phase] = _launches(graph, sizes, axes)
+        traced.measures[phase] = _measures(graph)
+    traced.saved_bytes = _saved_bytes(forward, backward, sizes)
+    return traced
+
+
+def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> list[Launch]:
+    return [
+        Launch(
+            operator=overload_name(node).rpartition("::")[2],
+            axis=axes.get(group_name(node), "world"),
+            sent_bytes=sizes.nbytes(tensor_of(node.all_input_nodes[0])),
+        )
+        for node in graph.nodes
+        if is_launch(node)
+    ]
+
+
+def _measures(graph: fx.Graph) -> dict[str, float]:
+    """Return what the schedule predicts, from the record every graph with launches carries."""
+    for node in graph.find_nodes(op="call_function", target=AGREE_ON_ORDER):
+        return figures(json.loads(node.args[1]))
+    return {}
+
+
+def _saved_bytes(forward: fx.Graph, backward: fx.Graph, sizes: NominalSizes) -> int:
+    """Return the bytes backward takes from forward, parameters and inputs apart."""
+    taken = {node.name for node in backward.find_nodes(op="placeholder")}
+    computed = (n for n in forward.nodes if n.op == "call_function" and not is_launch(n))
+    made = [n for n in computed if n.name in taken]  # a launch's buffer is its wait's
+    return sum(sizes.nbytes(tensor) for n in made if (tensor := tensor_of(n)) is not None)

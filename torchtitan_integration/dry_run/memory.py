@@ -1,0 +1,168 @@
+"""Bytes one GPU holds: parameters, gradients, optimizer states, gathered blocks, activations.
+
+Contract
+    Model state is counted from the sharded model itself, activations from traced graphs. AdamW is
+    taken to keep two states of the parameters' size. Allocator, workspaces and NCCL are not in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_integration.dry_run.layers import Traced
+from torchtitan_integration.dry_run.world import FakeRank
+from torchtitan_integration.parallelize import parallelize
+
+OPTIMIZER_STATES: Final = 2
+"""Of AdamW, per parameter."""
+LOGIT_COPIES: Final = 2
+"""The loss reads logits in fp32, and its gradient has their size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelState:
+    """What one GPU keeps of the model for a whole step, in bytes, and the blocks it has."""
+
+    parameters: int
+    gathered: int
+    """Blocks FSDP holds whole at once, in the type of compute: two, or all of them where they
+    are not resharded after the forward."""
+    blocks: dict[bool, int]
+    """Number of blocks with experts (True) and without (False)."""
+    has_output: bool
+    """Whether the last projection, and so the logits, are on this GPU."""
+
+    @property
+    def held(self) -> int:
+        """Parameters, gradients and optimizer states together."""
+        return (2 + OPTIMIZER_STATES) * self.parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """The memory of one GPU, by what takes it."""
+
+    name: str
+    state: ModelState
+    activations: int
+    """Saved from forward to backward, for all microbatches in flight."""
+    peak_in_block: int
+    """Largest live bytes inside one block's graph."""
+    logits: int
+
+    def rows(self) -> dict[str, int]:
+        """Return bytes by what takes them."""
+        return {
+            "parameters": self.state.parameters,
+            "gradients": self.state.parameters,
+            "optimizer (AdamW)": OPTIMIZER_STATES * self.state.parameters,
+            "blocks gathered by FSDP": self.state.gathered,
+            "saved activations": self.activations,
+            "peak inside one block": self.peak_in_block,
+            "logits and their gradient": self.logits,
+        }
+
+
+def measure_state(rank: FakeRank) -> ModelState:
+    """Lay the model out as training does, on the meta device, and count."""
+    job = copy.deepcopy(rank.job)
+    job.compile.enable = False
+    parts = _parts(rank, job)
+    parameters = [p for part in parts for p in part.parameters()]
+    blocks = [block for part in parts for block in part.layers.values()]
+    kinds = [bool(block.moe_enabled) for block in blocks]
+    return ModelState(
+        parameters=sum(_local_bytes(p, p.dtype) for p in parameters),
+        gathered=_gathered(rank, blocks),
+        blocks={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        has_output=any(part.output is not None for part in parts),
+    )
+
+
+def add_activations(
+    rank: FakeRank, name: str, state: ModelState, traced: Sequence[Traced]
+) -> StageMemory:
+    """Return a GPU's memory with what its blocks save for backward."""
+    saved = {layer.has_experts: layer.saved_bytes for layer in traced}
+    per_microbatch = sum(saved[kind] * number for kind, number in state.blocks.items())
+    peaks = [m.get("peak_bytes", 0.0) for layer in traced for m in layer.measures.values()]
+    return StageMemory(
+        name=name,
+        state=state,
+        activations=per_microbatch * microbatches_in_flight(rank),
+        peak_in_block=int(max(peaks, default=0.0)),
+        logits=_logit_bytes(rank) if state.has_output else 0,
+    )
+
+
+def microbatches_in_flight(rank: FakeRank) -> int:
+    """Return for how many microbatches a GPU keeps activations at once.
+
+    1F1B warms up with as many as there are stages from this one to the last. Interleaved stages
+    hold at most those of a warm-up over all their chunks, here counted per whole GPU and rounded
+    up (Narayanan et al. 2021, section 2.2).
+    """
+    if not rank.dims.pp_enabled:
+        return 1
+    degrees = rank.job.parallelism
+    available = rank.job.training.local_batch_size // degrees.pipeline_parallel_microbatch_size
+    stages_left = rank.dims.pp - rank.dims.get_mesh("pp").get_local_rank()
+    interleaves = degrees.pipeline_parallel_schedule == "Interleaved1F1B"
+    return min(available, stages_left + (rank.dims.pp if interleaves else 0))
+
+
+def _parts(rank: FakeRank, job: Any) -> list[nn.Module]:
+    """Return the model, or this rank's stages of it."""
+    model = rank.build_model()
+    if not rank.dims.pp_enabled:
+        return [parallelize(model, rank.dims, job)]
+    split = rank.spec.pipelining_fn
+    assert split is not None
+    device = torch.device("cpu")
+    _, parts, _, _ = split(
+        model, rank.dims, job, device, rank.model_args, parallelize, lambda *_: None
+    )
+    return list(parts)
+
+
+def _local_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * dtype.itemsize
+
+
+def _gathered(rank: FakeRank, blocks: Iterable[nn.Module]) -> int:
+    dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
+    sizes = []
+    for block in blocks:
+        own = {id(p): p for p in block.parameters()}  # experts have two ways in
+        sizes.append(sum(_local_bytes(p, dtype) * _shards(p) for p in own.values()))
+    policy = rank.job.parallelism.fsdp_reshard_after_forward
+    keeps_all = policy == "never" or (policy == "default" and rank.dims.pp_enabled)
+    return sum(sizes) if keeps_all else sum(sorted(sizes)[-2:])  # this block and the next
+
+
+def _shards(parameter: nn.Parameter) -> int:
+    """Return over how many ranks FSDP has sharded a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return next((mesh.size(i) for i, axis in enumerate(mesh.mesh_dim_names) if "fsdp" in axis), 1)
+
+
+def _logit_bytes(rank: FakeRank) -> int:
+    settings = rank.job.training
+    batch = settings.local_batch_size
+    if rank.dims.pp_enabled:
+        batch = rank.job.parallelism.pipeline_parallel_microbatch_size
+    rows = batch * settings.seq_len
+    dtype = TORCH_DTYPE_MAP[settings.mixed_precision_param]
+    per_logit = dtype.itemsize + LOGIT_COPIES * torch.float32.itemsize
+    return rows * rank.model_args.vocab_size * per_logit // rank.dims.tp

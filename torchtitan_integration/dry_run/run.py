@@ -1,0 +1,64 @@
+"""The dry run: check a job, trace it, print what it would do; `megamoe train --dry-run`."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rich.console import Console
+
+from moe_compile.errors import InvalidConfig
+from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
+from torchtitan_integration.dry_run.memory import StageMemory, add_activations, measure_state
+from torchtitan_integration.dry_run.tables import new_console, print_layers, print_memory
+from torchtitan_integration.dry_run.world import FakeRank, fake_rank
+from torchtitan_integration.job_file import JobFile, uses_megamoe
+from torchtitan_integration.layout import read_layout
+
+
+def dry_run(file: JobFile, world: int) -> None:
+    """Print regions, chunks, collectives and memory of a job on `world` ranks.
+
+    Raises InvalidConfig when the recipe, or torchtitan, does not have the layout.
+    """
+    if not uses_megamoe(file):
+        raise InvalidConfig(
+            f'{file.path}: a dry run is of megamoe; write compile.backend = "megamoe"'
+        )
+    logging.disable(logging.WARNING)  # what torchtitan logs is of a run
+    console = new_console()
+    began = time.monotonic()
+    ranks = [0] if _number(file, "pp") == 1 else [0, world - 1]
+    stages: list[StageMemory] = []
+    traced: list[Traced] = []
+    for number in ranks:
+        with fake_rank(file, world, number) as rank:
+            state = measure_state(rank)
+            if not traced:
+                _describe(file, rank, console)
+                traced = trace_layers(rank, state.held)
+                print_layers(traced, console)
+            stages.append(add_activations(rank, f"rank {number}", state, traced))
+    print_memory(stages, console)
+    if len(ranks) > 1:
+        console.print("Ranks of the first and of the last pipeline stage are shown.")
+    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
+
+
+def _number(file: JobFile, field: str) -> int:
+    return int(getattr(read_layout(file.read), field))
+
+
+def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
+    training, axes = rank.job.training, rank.dims.get_all_one_dimensional_meshes()
+    degrees = ", ".join(f"{axis} {mesh.size()}" for axis, mesh in axes.items())
+    console.print(
+        f"Dry run of {file.path}: {rank.job.model.name} {rank.job.model.flavor}, sequence "
+        f"{training.seq_len}, local batch {training.local_batch_size}, {rank.dims.world_size} "
+        f"ranks ({degrees})",
+        highlight=False,
+    )
+    if str(file.read("megamoe.hardware", "detect")) == "detect":
+        console.print(f"Times are for {DEFAULT_HARDWARE}: the file names no megamoe.hardware.")
+    if rank.attention:
+        console.print(f"Attention is traced as {rank.attention}: FlexAttention asks for a GPU.")

@@ -1,0 +1,92 @@
+"""Print what a dry run found.
+
+Contract
+    Every number is an estimate before the job ran; the text around a table says of what kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from moe_compile.report.explain import LOG_WIDTH
+from torchtitan_integration.dry_run.layers import Traced
+from torchtitan_integration.dry_run.memory import StageMemory
+
+GIB: Final = 2**30
+MB: Final = 1e6
+
+
+def new_console() -> Console:
+    """Return a console as wide as the terminal, or as a log's line."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    return console
+
+
+def print_layers(traced: Sequence[Traced], console: Console) -> None:
+    """Print regions with their chunks, collectives, and predicted times of each kind of block."""
+    for layer in traced:
+        console.print(_collectives(layer))
+        for region in layer.compilation.regions:
+            chunks = f"{region.num_chunks} chunks of {region.num_local_experts} local experts"
+            remarks = "".join(f"; {remark}" for remark in region.remarks)
+            console.print(f"  {region.where}: {region.verdict}, {chunks}{remarks}", highlight=False)
+        for line in (*layer.compilation.left_alone, *layer.compilation.dropped):
+            console.print(f"  left alone: {line}", highlight=False)
+        for phase, measures in layer.measures.items():
+            console.print(f"  {phase}: {_times(measures)}", highlight=False)
+
+
+def _collectives(layer: Traced) -> Table:
+    kind = "with experts" if layer.has_experts else "without experts"
+    table = Table(title=f"Collectives of one block {kind}, per rank", box=SIMPLE_HEAD)
+    table.add_column("collective")
+    table.add_column("mesh axis")
+    for heading in ("forward", "MB sent", "backward", "MB sent"):
+        table.add_column(heading, justify="right")
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sent: Counter[tuple[str, str, str]] = Counter()
+    for phase, launches in layer.launches.items():
+        for launch in launches:
+            counts[launch.operator, launch.axis, phase] += 1
+            sent[launch.operator, launch.axis, phase] += launch.sent_bytes
+    for operator, axis in dict.fromkeys(key[:2] for key in counts):
+        cells = []
+        for phase in ("forward", "backward"):
+            key = (operator, axis, phase)
+            cells += [str(counts[key]), f"{sent[key] / MB:.2f}"]
+        table.add_row(operator, axis, *cells)
+    if not counts:
+        table.add_row("none", "", "0", "", "0", "")
+    return table
+
+
+def _times(measures: dict[str, float]) -> str:
+    if "exchange_us" not in measures:
+        return "nothing to schedule"
+    parts = ("compute_us", "exchange_us", "exposed_us_before", "exposed_us")
+    compute, exchange, before, now = (measures.get(part, 0.0) / 1e3 for part in parts)
+    return (
+        f"predicted {compute:.2f} ms of compute, {exchange:.2f} ms of collectives, exposed "
+        f"{before:.2f} -> {now:.2f} ms; peak of live bytes {measures['peak_bytes'] / MB:.0f} MB"
+    )
+
+
+def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
+    """Print what one GPU holds, one column per pipeline stage looked at."""
+    table = Table(title="Memory of one GPU, GiB", box=SIMPLE_HEAD)
+    table.add_column("")
+    for stage in stages:
+        table.add_column(stage.name, justify="right")
+    for label in stages[0].rows():
+        table.add_row(label, *(f"{stage.rows()[label] / GIB:.2f}" for stage in stages))
+    table.add_section()
+    table.add_row("sum", *(f"{sum(stage.rows().values()) / GIB:.2f}" for stage in stages))
+    console.print(table)
