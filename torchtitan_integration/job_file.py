@@ -87,7 +87,8 @@ def num_ranks(job: JobFile) -> int:
     degrees = {name: int(getattr(layout, name)) for name in DEGREES}
     if unknown := [KEYS[name] for name, value in degrees.items() if value < 1]:
         raise InvalidConfig(
-            f"{job.path}: {unknown[0]} is -1 (all ranks); say how many with --nproc N, or --world N in a dry run"
+            f"{job.path}: {unknown[0]} is -1 (all ranks); say how many with --nproc N, in a dry "
+            "run with --world N"
         )
     return math.prod(degrees.values())
 

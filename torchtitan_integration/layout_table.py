@@ -31,6 +31,7 @@ TESTED: Final = (
     Layout(dp_shard=2, tp=2, pp=2, ep=2, etp=2, checkpointing="none"),
     Layout(model="qwen3", dp_shard=4, ep=2, checkpointing="none"),
     Layout(model="qwen3", dp_shard=2, tp=2, ep=4, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=2, tp=2, pp=2, ep=4, checkpointing="none"),
     Layout(model="llama4", dp_shard=4, ep=2, checkpointing="none"),
     Layout(model="llama4", dp_shard=2, tp=2, ep=4, checkpointing="none"),
 )

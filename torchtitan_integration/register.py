@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from torchtitan_integration.corpus import DATASET, prepare_corpus
@@ -66,8 +67,14 @@ def make_spec(model: str) -> TrainSpec:
         adapt_to_gloo(part)
         return part
 
-    flavors = {**spec.model_args, **FLAVORS.get(model, {})}
-    return with_corpus(dataclasses.replace(spec, parallelize_fn=layout, model_args=flavors))
+    changed = dataclasses.replace(
+        spec,
+        parallelize_fn=layout,
+        # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
+        pipelining_fn=spec.pipelining_fn or pipeline_llm,
+        model_args={**spec.model_args, **FLAVORS.get(model, {})},
+    )
+    return with_corpus(changed)
 
 
 for name in REGISTERED:

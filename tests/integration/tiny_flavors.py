@@ -19,9 +19,10 @@ def moe(**changes):
 
 
 DEEPSEEK = {"dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
+QWEN = {"dim": 64, "hidden_dim": 64, "moe_inter_dim": 32}
 TINY = {
     "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe()),
-    "qwen3": debug_qwen3(dim=64, hidden_dim=64, moe_inter_dim=32, n_layers=2),
+    "qwen3": debug_qwen3(**QWEN, n_layers=2),
     "llama4": debug_llama4(dim=64),
 }
 for name, flavor in TINY.items():
@@ -30,4 +31,7 @@ for name, flavor in TINY.items():
 # these tokens too: with load balancing, no two pipeline runs of torchtitan are alike
 get_train_spec("deepseek_v3").model_args["tiny_pipeline"] = debug_deepseek_v3(
     **DEEPSEEK, n_layers=6, moe_args=moe(load_balance_coeff=None)
+)
+get_train_spec("qwen3").model_args["tiny_pipeline"] = debug_qwen3(
+    **QWEN, n_layers=4, moe_args=moe(num_shared_experts=0, load_balance_coeff=None)
 )

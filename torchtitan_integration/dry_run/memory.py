@@ -37,6 +37,8 @@ class ModelState:
     are not resharded after the forward."""
     blocks: dict[bool, int]
     """Number of blocks with experts (True) and without (False)."""
+    num_stages: int
+    """Pipeline stages on this GPU."""
     has_output: bool
     """Whether the last projection, and so the logits, are on this GPU."""
 
@@ -83,6 +85,7 @@ def measure_state(rank: FakeRank) -> ModelState:
         parameters=sum(_local_bytes(p, p.dtype) for p in parameters),
         gathered=_gathered(rank, blocks),
         blocks={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        num_stages=len(parts),
         has_output=any(part.output is not None for part in parts),
     )
 
@@ -97,26 +100,27 @@ def add_activations(
     return StageMemory(
         name=name,
         state=state,
-        activations=per_microbatch * microbatches_in_flight(rank),
+        activations=int(per_microbatch * microbatches_in_flight(rank, state.num_stages)),
         peak_in_block=int(max(peaks, default=0.0)),
         logits=_logit_bytes(rank) if state.has_output else 0,
     )
 
 
-def microbatches_in_flight(rank: FakeRank) -> int:
-    """Return for how many microbatches a GPU keeps activations at once.
+def microbatches_in_flight(rank: FakeRank, num_stages: int) -> float:
+    """Return for how many microbatches a GPU with `num_stages` stages keeps activations at once.
 
-    1F1B warms up with as many as there are stages from this one to the last. Interleaved stages
-    hold at most those of a warm-up over all their chunks, here counted per whole GPU and rounded
-    up (Narayanan et al. 2021, section 2.2).
+    The one in work and those of the warm-up, counted in stages as torch's schedules do
+    (`torch/distributed/pipelining/schedules.py`): 1F1B, or Interleaved1F1B with more stages.
     """
     if not rank.dims.pp_enabled:
         return 1
     degrees = rank.job.parallelism
     available = rank.job.training.local_batch_size // degrees.pipeline_parallel_microbatch_size
-    stages_left = rank.dims.pp - rank.dims.get_mesh("pp").get_local_rank()
-    interleaves = degrees.pipeline_parallel_schedule == "Interleaved1F1B"
-    return min(available, stages_left + (rank.dims.pp if interleaves else 0))
+    following = rank.dims.pp - 1 - rank.dims.get_mesh("pp").get_local_rank()
+    if num_stages == 1:
+        return min(available, following + 1)
+    warm_up = (num_stages - 1) * rank.dims.pp + 2 * following
+    return min(available, (warm_up + 1) / num_stages)
 
 
 def _parts(rank: FakeRank, job: Any) -> list[nn.Module]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 
 from rich.console import Console
 
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
-from torchtitan_integration.dry_run.memory import StageMemory, add_activations, measure_state
+from torchtitan_integration.dry_run.memory import (
+    ModelState,
+    StageMemory,
+    add_activations,
+    measure_state,
+)
 from torchtitan_integration.dry_run.tables import new_console, print_layers, print_memory
 from torchtitan_integration.dry_run.world import FakeRank, fake_rank
 from torchtitan_integration.job_file import JobFile, uses_megamoe
@@ -26,6 +32,7 @@ def dry_run(file: JobFile, world: int) -> None:
             f'{file.path}: a dry run is of megamoe; write compile.backend = "megamoe"'
         )
     logging.disable(logging.WARNING)  # what torchtitan logs is of a run
+    warnings.simplefilter("ignore")
     console = new_console()
     began = time.monotonic()
     ranks = [0] if _number(file, "pp") == 1 else [0, world - 1]
@@ -33,7 +40,7 @@ def dry_run(file: JobFile, world: int) -> None:
     traced: list[Traced] = []
     for number in ranks:
         with fake_rank(file, world, number) as rank:
-            state = measure_state(rank)
+            state = _state(file, rank)
             if not traced:
                 _describe(file, rank, console)
                 traced = trace_layers(rank, state.held)
@@ -43,6 +50,13 @@ def dry_run(file: JobFile, world: int) -> None:
     if len(ranks) > 1:
         console.print("Ranks of the first and of the last pipeline stage are shown.")
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
+
+
+def _state(file: JobFile, rank: FakeRank) -> ModelState:
+    try:
+        return measure_state(rank)
+    except (NotImplementedError, ValueError) as error:  # how torch and torchtitan refuse a layout
+        raise InvalidConfig(f"{file.path}: this layout cannot be made: {error}") from error
 
 
 def _number(file: JobFile, field: str) -> int:

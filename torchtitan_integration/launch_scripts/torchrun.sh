@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Start a job on this node, one of NNODES; run it on every node.
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 torchrun.sh CONFIG.toml [--section.key value ...]
+#
+# NPROC (8) GPUs per node, MASTER_PORT (29500). DRY=1 prints the command and starts nothing.
+set -euo pipefail
+
+if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
+    sed -n '2,7p' "$0" | cut -c3-
+    exit 2
+fi
+config=$1
+shift
+
+if [[ ! -r $config ]]; then
+    echo "torchrun.sh: $config: no such file" >&2
+    exit 2
+fi
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# the log names the collective that hangs, and NCCL's watchdog ends the job instead of waiting
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+# segments that grow: rows per expert change with every batch, and fixed blocks would fragment
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
+command=(
+    torchrun
+    --nnodes "${NNODES:-1}"
+    --node-rank "${NODE_RANK:-0}"
+    --nproc-per-node "${NPROC:-8}"
+    --rdzv-backend c10d
+    --rdzv-id "${JOB_ID:-megamoe}"
+    --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}"
+    --local-ranks-filter 0
+    --role rank
+    --tee 3
+    -m torchtitan.train
+    --job.config_file "$config"
+    "$@"
+)
+
+if [[ ${DRY:-0} == 1 ]]; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit 0
+fi
+exec "${command[@]}"
