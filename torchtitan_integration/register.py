@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any, Final
 
 from torch import nn
+from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -21,6 +22,7 @@ from torchtitan_integration.corpus import DATASET, prepare_corpus
 from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
 from torchtitan_integration.layout import BACKEND, MODELS
+from torchtitan_integration.metrics import MegaMoEMetrics
 from torchtitan_integration.parallelize import parallelize
 
 REGISTERED: Final = (*MODELS, "gpt_oss")
@@ -55,23 +57,32 @@ def _with_paths(job: JobConfig) -> JobConfig:
     )
 
 
+def _asks_for_megamoe(job: JobConfig) -> bool:
+    compiles = job.compile.enable and "model" in job.compile.components
+    return bool(compiles and job.compile.backend == BACKEND)
+
+
 def make_spec(model: str) -> TrainSpec:
     """Return torchtitan's spec of `model`: our layout where a job asks for it, corpus, flavors."""
     spec = get_train_spec(model)
 
     def layout(part: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Module:
-        asked = job.compile.enable and "model" in job.compile.components
-        if asked and job.compile.backend == BACKEND:
+        if _asks_for_megamoe(job):
             return parallelize(part, dims, job)
         part = spec.parallelize_fn(part, dims, job)
         adapt_to_gloo(part)
         return part
+
+    def metrics(job: JobConfig, *args: Any, **kwargs: Any) -> MetricsProcessor:
+        stock = spec.build_metrics_processor_fn or build_metrics_processor
+        return (MegaMoEMetrics if _asks_for_megamoe(job) else stock)(job, *args, **kwargs)
 
     changed = dataclasses.replace(
         spec,
         parallelize_fn=layout,
         # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
         pipelining_fn=spec.pipelining_fn or pipeline_llm,
+        build_metrics_processor_fn=metrics,
         model_args={**spec.model_args, **FLAVORS.get(model, {})},
     )
     return with_corpus(changed)

@@ -52,7 +52,6 @@ class ProcessReport:
         """Return the whole report."""
         regions = [dataclasses.asdict(r) for c in self.compilations for r in c.regions]
         graphs = executed_records()
-        places = {(c.family, c.settings) for c in self.compilations}
         return {
             "versions": {"megamoe": _version(), "torch": torch.__version__},
             "hardware": self._hardware,
@@ -64,8 +63,13 @@ class ProcessReport:
                 for g in graphs
             ],
             "compilations": len(self.compilations),
-            "recompiles": len(self.compilations) - len(places),
+            "recompiles": self.num_recompiles(),
         }
+
+    def num_recompiles(self) -> int:
+        """Return how many compilations were of a place compiled before."""
+        places = {(c.family, c.settings) for c in self.compilations}
+        return len(self.compilations) - len(places)
 
     def write(self) -> None:
         """Write the JSON file of every path asked for, on rank 0."""

@@ -61,7 +61,9 @@ def test_a_dry_run_chunks_every_recipe_within_an_hopper_gpus_memory(path):
     assert max(map(float, sums)) < gib
 
 
-@pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 46.70), ("megascale_352b", 351.86)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("mixtral_8x7b", 46.70), ("megascale_352b", 351.86)]
+)
 def test_models_built_from_qwen3s_code_have_their_own_size(name, billions):
 
     args = FLAVORS["qwen3"][name]

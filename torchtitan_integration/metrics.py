@@ -1,0 +1,113 @@
+"""What megamoe knows of a step, in torchtitan's own logger (TensorBoard, W&B), at its `log_freq`.
+
+Contract
+    Keys begin with `megamoe/` and end in their unit. All ranks run the same collectives, whether
+    or not they log. The time this takes is counted, and logged as `megamoe/metrics_time_pct`.
+
+    predicted_*   from the hardware profile, per block with experts, forward and backward together
+    measured_*    from the newest trace of torchtitan's profiler, for the whole window
+    exchange_*    rows this rank sent to others, out and back, forward and backward
+    *_max_over_mean  rows of all ranks' tokens; 1.0 is even
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+
+from moe_compile.ops.agreement import executed_records
+from moe_compile.report.process_report import REPORT, figures
+from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.profile_window import ProfileWindow
+from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
+
+WAYS: Final = 4
+"""A routed row travels out and back, in forward and in backward."""
+
+
+class MegaMoEMetrics(MetricsProcessor):
+    """torchtitan's metrics, and ours."""
+
+    def __init__(self, job: JobConfig, dims: ParallelDims, model_args: Any = None) -> None:
+        """Log for `job`; the trainer adds optimizers and model parts later."""
+        super().__init__(job, dims)
+        traces = Path(job.job.dump_folder, job.profiling.save_traces_folder)
+        dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+        self._bytes_per_row = int(getattr(model_args, "dim", 0)) * dtype.itemsize
+        self._window = ProfileWindow(traces, dist.get_rank())
+        self._routing = RoutingCounter()
+        self._last_step = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take notice when the trainer hands over the model, the last thing it hands over."""
+        super().__setattr__(name, value)
+        if name == "model_parts" and value is not None:
+            self._routing.watch(self.optimizers, value)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Add our metrics to the step's, then log as torchtitan does."""
+        began = time.perf_counter()
+        seconds = began - self.time_last_log
+        ours = self._metrics(seconds, max(1, step - self._last_step))
+        self._last_step = step
+        own = time.perf_counter() - began + self._routing.take_seconds()
+        ours["megamoe/metrics_time_pct"] = 100 * own / seconds
+        extra = {**(extra_metrics or {}), **ours}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+
+    def close(self) -> None:
+        """Stop counting, and log no more."""
+        self._routing.close()
+        self._window.close()
+        super().close()
+
+    def _metrics(self, seconds: float, steps: int) -> dict[str, float]:
+        ours = {f"megamoe/measured_{key}": value for key, value in self._window.poll().items()}
+        ours |= _predicted()
+        if self._routing.rows is not None and self.parallel_dims.ep_enabled:
+            ours |= self._routed(seconds / steps)
+        return ours
+
+    def _routed(self, step_seconds: float) -> dict[str, float]:
+        dims, rows = self.parallel_dims, self._routing.rows
+        assert rows is not None
+        loss = dims.get_optional_mesh("loss")
+        uneven = imbalance(rows, dims.ep, None if loss is None else loss.get_group())
+        mesh = expert_mesh(dims, ["ep"])
+        assert mesh is not None
+        slices = dims.tp // dims.etp
+        sent = rows_to_others(rows, dims.ep, mesh.get_local_rank(), slices)
+        gigabytes = WAYS * sent * self._bytes_per_row / 1e9
+        return {
+            "megamoe/rows_per_expert_max_over_mean": uneven.experts,
+            "megamoe/rows_per_expert_max_over_mean_worst_layer": uneven.experts_worst_layer,
+            "megamoe/rows_per_rank_max_over_mean": uneven.ranks,
+            "megamoe/rows_per_rank_max_over_mean_worst_layer": uneven.ranks_worst_layer,
+            "megamoe/exchange_GB_per_step": gigabytes,
+            "megamoe/exchange_GB_per_s_of_step": gigabytes / step_seconds,
+        }
+
+
+def _predicted() -> dict[str, float]:
+    """Return what the newest graphs of blocks with experts are predicted to hide and to expose."""
+    newest = {(r["family"], r["phase"]): figures(r) for r in executed_records()}
+    with_exchanges = [f for f in newest.values() if "hidden_us" in f]
+    found = {"megamoe/recompiles": float(REPORT.num_recompiles())}
+    if with_exchanges:
+        for name in ("hidden", "exposed"):
+            total = sum(f[f"{name}_us"] for f in with_exchanges)
+            found[f"megamoe/predicted_{name}_ms_per_block"] = total / 1e3
+    return found
