@@ -40,8 +40,11 @@ def train(rank, ranks, port, flags):
     with _listening(result.steps):
         trainer = Trainer(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
         try:
-            _look_at(trainer, result)
-            trainer.train()
+            if trainer.job_config.checkpoint.create_seed_checkpoint:
+                trainer.checkpointer.save(curr_step=0, last_step=True)
+            else:
+                _look_at(trainer, result)
+                trainer.train()
         finally:
             trainer.close()
             dist.destroy_process_group()
