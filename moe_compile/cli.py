@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
-from torchtitan_integration.job_file import JobFile, load_job, num_ranks
+from torchtitan_integration.job_file import JobFile, load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
 
 
@@ -101,7 +101,9 @@ def _train(job: JobFile, nproc: int | None, overrides: list[str]) -> int:
     logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
     report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
     before = _written(report)
-    status = run(train_command(job.path, ranks, overrides, logs))
+    status = run(
+        train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
+    )
     _print_report(report, is_new=_written(report) != before, job=job)
     return status
 

@@ -192,4 +192,37 @@ class GatheredCounts(GroupedExperts):
         return everyone.view(self.num_ranks, -1)[:, mine : mine + self.local].reshape(-1)
 
 
-STYLES = (GroupedExperts, LoopExperts, FusedGateUp, SortedChunks, SharedAndBias, GatheredCounts)
+class SegmentStarts(Routed):
+    """torchtitan 0.3's dispatcher: counts travel as a matrix, rows are found from where the run of
+    each (expert, rank) starts, and go back into uninitialised memory."""
+
+    def exchange_counts(self, counts):
+        return WAIT(all_to_all_single(counts.view(self.num_ranks, -1), None, None, self.group))
+
+    def splits(self, counts, received):
+        sent = counts.view(self.num_ranks, -1).sum(dim=1).to("cpu", non_blocking=True)
+        got = received.reshape(-1).view(self.num_ranks, -1).sum(dim=1).to("cpu")
+        return sent.tolist(), got.tolist()
+
+    def experts(self, rows, received):
+        flat = received.reshape(-1)
+        starts = (flat.cumsum(0) - flat).view(self.num_ranks, -1).t().reshape(-1)
+        lengths = flat.view(self.num_ranks, -1).t().reshape(-1)
+        runs = torch.arange(lengths.shape[0], device=rows.device)
+        run = runs.repeat_interleave(lengths, output_size=rows.shape[0])
+        place = torch.arange(run.shape[0], device=rows.device)
+        source = starts[run] + place - (lengths.cumsum(0) - lengths)[run]
+        offs = torch.cumsum(flat.view(self.num_ranks, -1).sum(0), dim=0, dtype=torch.int32)
+        x = rows[source, :]
+        h = F.silu(torch._grouped_mm(x, self.w1, offs=offs))
+        h = h * torch._grouped_mm(x, self.w3, offs=offs)
+        out = torch._grouped_mm(h, self.w2, offs=offs)
+        back = out.new_empty(rows.shape)
+        back[source, :] = out
+        return back
+
+
+STYLES = (
+    GroupedExperts, LoopExperts, FusedGateUp, SortedChunks, SharedAndBias, GatheredCounts,
+    SegmentStarts,
+)  # fmt: skip

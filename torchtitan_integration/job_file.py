@@ -93,6 +93,11 @@ def num_ranks(job: JobFile) -> int:
     return math.prod(degrees.values())
 
 
+def rank_with_loss(job: JobFile, ranks: int) -> int:
+    """Return the first rank of the last pipeline stage, which prints the loss."""
+    return ranks - ranks // max(1, read_layout(job.read).pp)
+
+
 def _check_options(job: JobFile) -> None:
     """Raise InvalidConfig for an unknown option or an impossible value, in file or flags."""
     table = dict(job.content.get("megamoe", {}))

@@ -21,11 +21,17 @@ import pynvml
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def train_command(config: Path, ranks: int, overrides: list[str], logs: Path) -> list[str]:
-    """Return the torchrun command; `logs` is the folder for what the ranks print."""
+def train_command(
+    config: Path, ranks: int, overrides: list[str], logs: Path, *, shown_rank: int = 0
+) -> list[str]:
+    """Return the torchrun command.
+
+    `logs` is the folder for what the ranks print; `shown_rank` prints on this terminal as well.
+    """
     module = "torchtitan_integration.cpu_launcher" if uses_cpu(ranks) else "torchtitan.train"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    shown = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "--log-dir", str(logs)]
+    shown = ["--local-ranks-filter", str(shown_rank), "--role", "rank"]
+    shown += ["--tee", "3", "--log-dir", str(logs)]
     job = ["-m", module, "--job.config_file", str(config), *overrides]
     return [*torchrun, "--nproc-per-node", str(ranks), *shown, *job]
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
-from torchtitan_integration.job_file import load_job, num_ranks
+from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import train_command
 from torchtitan_integration.layout import KEYS, RULES, Layout, check_layout
 
@@ -134,6 +134,14 @@ def test_ranks_are_the_product_of_the_degrees_and_overrides_win(tmp_path):
     assert num_ranks(load_job(path, [])) == 4
     assert num_ranks(load_job(path, ["--parallelism.data_parallel_shard_degree", "4"])) == 8
     assert num_ranks(load_job(path, ["--parallelism.tensor-parallel-degree=1"])) == 2
+
+
+def test_the_rank_that_prints_the_loss_is_shown(tmp_path):
+    path = write(tmp_path, "[parallelism]\npipeline_parallel_degree = 4\n")
+    assert rank_with_loss(load_job(path, []), 8) == 6
+    command = train_command(path, 8, [], tmp_path, shown_rank=6)
+    assert command[command.index("--local-ranks-filter") + 1] == "6"
+    assert rank_with_loss(load_job(write(tmp_path, ""), []), 8) == 0
 
 
 def test_a_degree_left_open_asks_for_nproc(tmp_path):

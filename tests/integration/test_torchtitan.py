@@ -42,6 +42,49 @@ def test_a_report_of_another_run_is_not_shown(tmp_path):
     assert f"no report was written to {old}" in output
 
 
+STOCK_TOML = """
+[job]
+dump_folder = "{folder}"
+[model]
+name = "deepseek_v3"
+flavor = "debug_cpu"
+[training]
+dataset = "python_stdlib"
+local_batch_size = 2
+seq_len = 64
+steps = 2
+mixed_precision_param = "float32"
+[optimizer]
+implementation = "foreach"
+[parallelism]
+expert_parallel_degree = 2
+[metrics]
+log_freq = 1
+[comm]
+trace_buf_size = 0
+[compile]
+enable = true
+backend = "megamoe"
+[experimental]
+custom_import = "torchtitan_integration.register"
+"""
+
+
+def test_a_stock_toml_with_three_keys_more_is_chunked(tmp_path):
+    """No [megamoe] table, no config module of ours; options may come from the environment."""
+    config, report = tmp_path / "job.toml", tmp_path / "report.json"
+    config.write_text(STOCK_TOML.format(folder=tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_compile.cli", "train", str(config), "--nproc", "2"], cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+             "MEGAMOE_CODEGEN": "fx", "MEGAMOE_REPORT": str(report)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    regions = json.loads(report.read_text())["regions"]
+    assert regions and {r["verdict"] for r in regions} == {"chunked"}
+
+
 @pytest.mark.slow
 def test_with_inductor_losses_equal_plain_inductors(tmp_path):
     plain = {"megamoe.chunks": 1, "megamoe.schedule": False}

@@ -81,9 +81,11 @@ def _listening(steps):
 def _look_at(trainer, result):
     for part in trainer.model_parts:
         for name, p in part.named_parameters():
-            assert isinstance(p, DTensor), name
-            mesh = p.device_mesh
             plain = name.replace("_checkpoint_wrapped_module.", "")
+            if not isinstance(p, DTensor):  # DDP
+                result.placements[plain] = tuple(p.shape)
+                continue
+            mesh = p.device_mesh
             where = (mesh.mesh_dim_names, p.placements, tuple(p.to_local().shape))
             result.placements[plain] = where
             if ".experts." in name:
@@ -102,5 +104,6 @@ def _hash_once(trainer, result):
         return
     for part in trainer.model_parts:
         for name, p in part.named_parameters():
-            values = p.full_tensor().detach().contiguous().numpy().tobytes()
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            values = whole.detach().contiguous().numpy().tobytes()
             result.parameters[name] = hashlib.sha256(values).hexdigest()
