@@ -22,26 +22,26 @@ VOCAB_SIZE: Final = 2048
 """Of the debug models and of the tokenizer trained for them."""
 
 
-@dataclasses.dataclass
-class DebugDeepSeekV3Args(DeepSeekV3ModelArgs):
-    """DeepSeek-V3 for a CPU: keeps grouped GEMMs."""
+class KeepsGroupedGemms:
+    """Model arguments that stay as they are on a CPU; torchtitan's turn grouped GEMMs off."""
+
+    moe_args: MoEArgs
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take over a job's settings."""
         grouped = self.moe_args.use_grouped_mm
-        super().update_from_config(job_config, **kwargs)
+        super().update_from_config(job_config, **kwargs)  # type: ignore[misc]
         self.moe_args.use_grouped_mm = grouped
 
 
 @dataclasses.dataclass
-class DebugLlama4Args(Llama4ModelArgs):
-    """Llama 4 for a CPU: keeps grouped GEMMs."""
+class DebugDeepSeekV3Args(KeepsGroupedGemms, DeepSeekV3ModelArgs):
+    """DeepSeek-V3 for a CPU."""
 
-    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take over a job's settings."""
-        grouped = self.moe_args.use_grouped_mm
-        super().update_from_config(job_config, **kwargs)
-        self.moe_args.use_grouped_mm = grouped
+
+@dataclasses.dataclass
+class DebugLlama4Args(KeepsGroupedGemms, Llama4ModelArgs):
+    """Llama 4 for a CPU."""
 
 
 def debug_deepseek_v3(**changes: Any) -> DebugDeepSeekV3Args:
@@ -116,22 +116,8 @@ def mixtral_8x7b() -> Qwen3ModelArgs:
     Its attention without query and key norms is Mixtral's; a softmax over all experts, normalised
     over the top two, is Mixtral's softmax over the top two. 46.7 B parameters.
     """
-    return Qwen3ModelArgs(
-        vocab_size=32000,
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        head_dim=128,
-        hidden_dim=14336,
-        norm_eps=1e-5,
-        rope_theta=1_000_000,
-        qk_norm=False,
-        max_seq_len=32768,
-        moe_enabled=True,
-        moe_inter_dim=14336,
-        moe_args=_routed(num_experts=8, num_shared_experts=0, top_k=2),
-    )
+    experts = {"num_experts": 8, "num_shared_experts": 0, "top_k": 2}
+    return _like_mixtral(experts, n_layers=32, vocab_size=32000, max_seq_len=32768)
 
 
 def megascale_352b() -> Qwen3ModelArgs:
@@ -140,10 +126,15 @@ def megascale_352b() -> Qwen3ModelArgs:
     The paper gives layers, sizes, heads, experts and top-k; norms, routing function and RoPE are
     not stated there, and are Mixtral's here.
     """
+    experts = {"num_experts": 32, "num_shared_experts": 1, "top_k": 3}
+    return _like_mixtral(experts, n_layers=60, vocab_size=65536, max_seq_len=8192)
+
+
+def _like_mixtral(experts: Mapping[str, int], **sizes: int) -> Qwen3ModelArgs:
+    """Return a model with Mixtral's layer: what both papers have in common."""
+    routing: Any = {"score_func": "softmax", "route_norm": True, "score_before_experts": False}
     return Qwen3ModelArgs(
-        vocab_size=65536,
         dim=4096,
-        n_layers=60,
         n_heads=32,
         n_kv_heads=8,
         head_dim=128,
@@ -151,21 +142,10 @@ def megascale_352b() -> Qwen3ModelArgs:
         norm_eps=1e-5,
         rope_theta=1_000_000,
         qk_norm=False,
-        max_seq_len=8192,
         moe_enabled=True,
         moe_inter_dim=14336,
-        moe_args=_routed(num_experts=32, num_shared_experts=1, top_k=3),
-    )
-
-
-def _routed(*, num_experts: int, num_shared_experts: int, top_k: int) -> MoEArgs:
-    return MoEArgs(
-        num_experts=num_experts,
-        num_shared_experts=num_shared_experts,
-        top_k=top_k,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
+        moe_args=MoEArgs(**experts, **routing),
+        **sizes,
     )
 
 

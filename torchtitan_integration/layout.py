@@ -161,7 +161,7 @@ RULES: Final = (
         why="it lets the partitioner recompute exchanges",
     ),
 )
-"""Every refusal; the first that holds is the one said."""
+"""Every refusal."""
 
 
 def _expert_ranks(layout: Layout) -> int:
@@ -181,10 +181,9 @@ def read_layout(read: Callable[[str, Any], Any]) -> Layout:
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise InvalidConfig when the recipe does not have this layout."""
-    for rule in RULES:
-        if rule.holds(layout):
-            raise InvalidConfig(rule.message(layout))
+    """Raise InvalidConfig with every reason for which the recipe does not have this layout."""
+    if refused := [rule.message(layout) for rule in RULES if rule.holds(layout)]:
+        raise InvalidConfig("\n  ".join(refused))
 
 
 def toml(value: Any) -> str:

@@ -187,6 +187,14 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
     assert not wrong
 
 
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    text = "[parallelism]\ncontext_parallel_degree = 2\nexpert_parallel_comm_backend = 'deepep'\n"
+    with pytest.raises(InvalidConfig) as said:
+        load_job(write(tmp_path, OURS + text), [])
+    assert "context_parallel_degree = 1" in str(said.value)
+    assert 'expert_parallel_comm_backend = "standard"' in str(said.value)
+
+
 def test_another_backend_is_not_our_business(tmp_path):
     text = OURS.replace("megamoe", "inductor") + "[parallelism]\ncontext_parallel_degree = 2\n"
     load_job(write(tmp_path, text), [])
