@@ -27,7 +27,14 @@ def resume(pool, folder, before, *changes):
     return train(pool, 4, folder, SAVES, *changes)[0]
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("ours", OURS), ("ours", STOCK), ("stock", OURS)])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("ours", OURS),
+        ("ours", STOCK),
+        pytest.param("stock", OURS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_prints_what_the_uninterrupted_one_did(
     four_ranks, written, tmp_path, writer, reader
 ):

@@ -48,6 +48,16 @@ def test_every_logged_step_has_every_metric(two_ranks, tmp_path):
     assert spent < BUDGET_PCT
 
 
+def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_path):
+    """torchtitan halves the counts of checkpointed blocks; compiled ones do not count twice."""
+    sent = {}
+    for mode in ("none", "full"):
+        folder = tmp_path / mode
+        train(two_ranks, 2, folder, LOGGED, OURS, {"activation_checkpoint.mode": mode})
+        sent[mode] = logged(folder)["megamoe/exchange_GB_per_step"]
+    assert sent["full"] == sent["none"]
+
+
 def test_a_job_without_megamoe_logs_as_torchtitan_does(two_ranks, tmp_path):
     train(two_ranks, 2, tmp_path, LOGGED, STOCK, {"training.steps": 2})
     assert not [key for key in logged(tmp_path) if key.startswith("megamoe/")]
