@@ -21,6 +21,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
 
 from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.planning.state import CompileState
@@ -54,6 +55,8 @@ class LevelPass(CustomGraphPass):
         """Run on `graph` in place."""
         if self._before is not None:
             self._before(graph)
+        if self._level is JOINT:  # Inductor's own joint patterns leave the sorting for later
+            stable_topological_sort(graph)
         run_on_aot_graph(self._level, graph, self._state)
         if self._level is POST_GRAD and self._state.config.schedule:
             pin_order(graph)  # last: it hides launches and waits inside a higher-order operator
