@@ -6,7 +6,8 @@ Contract
 
     predicted_*   from the hardware profile, per block with experts, forward and backward together
     measured_*    from the newest trace of torchtitan's profiler, for the whole window
-    exchange_*    rows this rank sent to others, out and back, forward and backward
+    exchange_*    rows this rank sent to others, out and back, forward and backward; exchanges
+                  repeated by `recompute = "recompute_exchanges"` not counted
     *_max_over_mean  rows of all ranks' tokens; 1.0 is even
 """
 
@@ -42,13 +43,16 @@ class MegaMoEMetrics(MetricsProcessor):
         self._bytes_per_row = int(getattr(model_args, "dim", 0)) * dtype.itemsize
         self._window = ProfileWindow(traces, dist.get_rank())
         self._routing = RoutingCounter()
-        self._last_step = 0
+        self._ep_rank = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Take notice when the trainer hands over the model, the last thing it hands over."""
         super().__setattr__(name, value)
         if name == "model_parts" and value is not None:
-            self._routing.watch(self.optimizers, value)
+            dims = self.parallel_dims
+            loss, ep = dims.get_optional_mesh("loss"), expert_mesh(dims, ["ep"])
+            self._ep_rank = 0 if ep is None else ep.get_local_rank()
+            self._routing.watch(self.optimizers, value, None if loss is None else loss.get_group())
 
     def log(
         self,
@@ -61,12 +65,19 @@ class MegaMoEMetrics(MetricsProcessor):
         """Add our metrics to the step's, then log as torchtitan does."""
         began = time.perf_counter()
         seconds = began - self.time_last_log
-        ours = self._metrics(seconds, max(1, step - self._last_step))
-        self._last_step = step
-        own = time.perf_counter() - began + self._routing.take_seconds()
+        steps, counting = self._routing.take()
+        ours = self._metrics(seconds / max(1, steps))
+        own = time.perf_counter() - began + counting
         ours["megamoe/metrics_time_pct"] = 100 * own / seconds
         extra = {**(extra_metrics or {}), **ours}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        """Log as torchtitan does, which starts its clock anew: start our counts with it."""
+        super().log_validation(loss, step, extra_metrics)
+        self._routing.restart()
 
     def close(self) -> None:
         """Stop counting, and log no more."""
@@ -74,22 +85,18 @@ class MegaMoEMetrics(MetricsProcessor):
         self._window.close()
         super().close()
 
-    def _metrics(self, seconds: float, steps: int) -> dict[str, float]:
+    def _metrics(self, step_seconds: float) -> dict[str, float]:
         ours = {f"megamoe/measured_{key}": value for key, value in self._window.poll().items()}
         ours |= _predicted()
         if self._routing.rows is not None and self.parallel_dims.ep_enabled:
-            ours |= self._routed(seconds / steps)
+            ours |= self._routed(step_seconds)
         return ours
 
     def _routed(self, step_seconds: float) -> dict[str, float]:
         dims, rows = self.parallel_dims, self._routing.rows
         assert rows is not None
-        loss = dims.get_optional_mesh("loss")
-        uneven = imbalance(rows, dims.ep, None if loss is None else loss.get_group())
-        mesh = expert_mesh(dims, ["ep"])
-        assert mesh is not None
-        slices = dims.tp // dims.etp
-        sent = rows_to_others(rows, dims.ep, mesh.get_local_rank(), slices)
+        uneven = imbalance(self._routing.total(), dims.ep)
+        sent = rows_to_others(rows, dims.ep, self._ep_rank, dims.tp // dims.etp)
         gigabytes = WAYS * sent * self._bytes_per_row / 1e9
         return {
             "megamoe/rows_per_expert_max_over_mean": uneven.experts,

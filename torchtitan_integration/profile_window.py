@@ -5,7 +5,7 @@ Contract
     Times are unions of intervals on this rank's GPU: several kernels at once count once.
 
 Exposed is what some NCCL kernel takes while no other kernel runs; hidden is the rest of it. A trace
-without GPU kernels, as of a CPU, measures nothing.
+without GPU kernels measures nothing; torchtitan's profiler does not start without a GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class ProfileWindow:
     def poll(self) -> dict[str, float]:
         """Return the newest measurement, {} before there is one; never waits."""
         if self._reader is not None and self._reader.poll() is not None:
-            if self._reader.returncode == 0 and self._reader.stdout is not None:
-                self._latest = json.load(self._reader.stdout)
+            printed, _ = self._reader.communicate()
+            if self._reader.returncode == 0:
+                self._latest = json.loads(printed)
             self._reader = None
         fresh = sorted(set(self._folder.glob(f"*/{self._name}")) - self._seen)
         if fresh and self._reader is None:

@@ -1,9 +1,11 @@
 """Rows per expert, read from torchtitan's own counters at the end of a step.
 
 Contract
-    One small copy per optimizer step on the model's device, no synchronisation: the numbers are
-    looked at when metrics are logged. torchtitan counts every routed row of its rank's tokens, and
-    sets the counters to zero when it steps; the copy is taken before that.
+    Per optimizer step two small copies and one small asynchronous all-reduce, which runs beside the
+    optimizer; the host waits for it when metrics are logged. torchtitan counts every routed row of
+    its rank's tokens, in training and validation, and where it balances the load it clears the
+    counters when it steps: one copy is taken before that, and one after, from which the next step
+    counts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class RoutingCounter:
@@ -25,38 +30,92 @@ class RoutingCounter:
     def __init__(self) -> None:
         """Start without a model; `watch` names it."""
         self.rows: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+        self._work: Any = None
+        self._group: dist.ProcessGroup | None = None
+        self._before: torch.Tensor | None = None
+        self._steps = 0
         self._seconds = 0.0
         self._optimizers: Any = None
         self._blocks: list[nn.Module] = []
-        self._hook: Any = None
+        self._hooks: list[Any] = []
 
-    def watch(self, optimizers: Any, parts: Sequence[nn.Module]) -> None:
-        """Count for the model `parts` that `optimizers` steps."""
+    def watch(
+        self, optimizers: Any, parts: Sequence[nn.Module], group: dist.ProcessGroup | None
+    ) -> None:
+        """Count for the model `parts` that `optimizers` steps; `group` has all ranks with data."""
+        self._group = group
         blocks = [block for part in parts for block in part.layers.values()]
         self._blocks = [block for block in blocks if getattr(block, "moe_enabled", False)]
         self._optimizers = optimizers
-        if self._hook is None and self._blocks:  # hooks of all optimizers run before one's own
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+        if not self._hooks and self._blocks:  # those of all optimizers enclose an optimizer's own
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
 
-    def take_seconds(self) -> float:
-        """Return the time spent counting since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def total(self) -> torch.Tensor:
+        """Return the rows of the last step over all ranks' tokens, `[layers, experts]`, float64.
+
+        Raises ValueError before the first step.
+        """
+        if self._total is None:
+            raise ValueError("no optimizer step was counted yet")
+        self._finish()
+        return self._total
+
+    def restart(self) -> None:
+        """Count from here: what was routed since the last step, as by validation, is no step's."""
+        self._before = self._counted()
+        self.take()
+
+    def take(self) -> tuple[int, float]:
+        """Return the steps counted since the last call, and the seconds spent counting."""
+        taken = self._steps, self._seconds
+        self._steps, self._seconds = 0, 0.0
+        return taken
 
     def close(self) -> None:
-        """Stop counting."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Stop counting, while the process group is still there."""
+        self._finish()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if optimizer is self._optimizers:
             began = time.perf_counter()
-            self.rows = torch.stack([_counted(block) for block in self._blocks])
+            counted = self._counted()
+            self.rows = counted if self._before is None else counted - self._before
+            self._launch_total()
             self._seconds += time.perf_counter() - began
 
+    def _launch_total(self) -> None:
+        self._finish()
+        assert self.rows is not None
+        self._total = self.rows.to(torch.float64)  # a copy: counts of a long step are exact
+        if self._group is not None:
+            self._work = dist.all_reduce(self._total, group=self._group, async_op=True)
 
-def _counted(block: nn.Module) -> torch.Tensor:
+    def _finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if optimizer is self._optimizers:
+            began = time.perf_counter()
+            self._before = self._counted()
+            self._steps += 1
+            self._seconds += time.perf_counter() - began
+
+    def _counted(self) -> torch.Tensor | None:
+        """Return a copy of all counters; None for a stage of a pipeline that has none."""
+        return torch.stack([_counter(block) for block in self._blocks]) if self._blocks else None
+
+
+def _counter(block: nn.Module) -> torch.Tensor:
     """Return the counter; halved where checkpointing runs the router twice, as torchtitan does."""
     rows: torch.Tensor = block.moe.tokens_per_expert
     return rows / 2 if getattr(block, "checkpoint_impl", None) is not None else rows
@@ -74,14 +133,8 @@ class Imbalance:
     ranks_worst_layer: float
 
 
-def imbalance(rows: torch.Tensor, ep_degree: int, group: dist.ProcessGroup | None) -> Imbalance:
-    """Return the imbalance of `rows` `[layers, experts]`, summed over the ranks of `group`.
-
-    A collective: every rank of `group` calls it, or none.
-    """
-    total = rows.to(torch.float64)  # a copy: counts of a long step are exact
-    if group is not None:
-        dist.all_reduce(total, group=group)
+def imbalance(total: torch.Tensor, ep_degree: int) -> Imbalance:
+    """Return the imbalance of `total` `[layers, experts]`, the rows of all ranks' tokens."""
     of_ranks = total.view(total.shape[0], ep_degree, -1).sum(2)
     experts, ranks = (_max_over_mean(x) for x in (total, of_ranks))
     return Imbalance(

@@ -4,9 +4,12 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integration.titan_jobs import OURS, STEPS, STOCK, train
+from torchtitan_integration.corpus import prepare_corpus
+from torchtitan_integration.flavors import VOCAB_SIZE
 
 KEYS = {
     "megamoe/rows_per_expert_max_over_mean",
@@ -26,10 +29,17 @@ BUDGET_PCT = 0.5
 """Of the step, for all our metrics."""
 
 
-def logged(folder):
-    (events,) = folder.glob("tb/**/events.*")
+def logged(folder, below="tb/*"):
+    (events,) = folder.glob(f"{below}/events.*")
     log = EventAccumulator(str(events)).Reload()
     return {tag: [e.value for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+
+def assert_about_half_leave(values, *, tokens, dim):
+    """Of two ranks, half the rows are the other's, more or less."""
+    top_k, layers, ways = 2, 2, 4
+    most = ways * tokens * top_k * layers * dim * torch.float32.itemsize / 1e9
+    assert all(0.2 * most < value < 0.8 * most for value in values["megamoe/exchange_GB_per_step"])
 
 
 def test_every_logged_step_has_every_metric(two_ranks, tmp_path):
@@ -39,9 +49,7 @@ def test_every_logged_step_has_every_metric(two_ranks, tmp_path):
     assert {len(values[key]) for key in KEYS} == {STEPS}
     for key in KEYS:
         assert all(value >= (1.0 if "max_over_mean" in key else 0.0) for value in values[key])
-    tokens, top_k, layers, row_bytes = 4 * 128, 2, 2, 128 * 4
-    most = 4 * tokens * top_k * layers * row_bytes / 1e9  # every row to the other rank, four ways
-    assert all(0.2 * most < value < 0.8 * most for value in values["megamoe/exchange_GB_per_step"])
+    assert_about_half_leave(values, tokens=4 * 128, dim=128)
     seconds = values["time_metrics/end_to_end(s)"]
     shares = values["megamoe/metrics_time_pct"]
     spent = sum(s * p for s, p in zip(seconds, shares, strict=True)) / sum(seconds)
@@ -56,6 +64,36 @@ def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_pat
         train(two_ranks, 2, folder, LOGGED, OURS, {"activation_checkpoint.mode": mode})
         sent[mode] = logged(folder)["megamoe/exchange_GB_per_step"]
     assert sent["full"] == sent["none"]
+
+
+def test_tokens_of_validation_are_not_counted_as_trained(two_ranks, tmp_path):
+    validates = {
+        "model.name": "qwen3",  # torchtitan validates no DeepSeek-V3
+        "validation.enable": True,
+        "validation.dataset": "c4_test",
+        "validation.dataset_path": str(prepare_corpus(VOCAB_SIZE).text),
+        "validation.freq": 1,
+        "validation.steps": 1,
+        "validation.local_batch_size": 2,
+        "validation.seq_len": 64,
+    }
+    train(two_ranks, 2, tmp_path, LOGGED, OURS, validates)
+    values = logged(tmp_path)
+    assert len(values["validation_metrics/loss"]) == STEPS
+    assert_about_half_leave(values, tokens=2 * 64, dim=64)
+
+
+def test_a_resumed_job_counts_its_own_steps(two_ranks, tmp_path):
+    """Steps before the checkpoint were taken for steps of the first logged window."""
+    saves = {**LOGGED, "checkpoint.enable": True, "checkpoint.interval": 2, "metrics.log_freq": 2}
+    saves["checkpoint.last_save_model_only"] = False
+    train(two_ranks, 2, tmp_path, saves, OURS, {"training.steps": 2})
+    train(two_ranks, 2, tmp_path, saves, OURS, {"metrics.save_tb_folder": "tb/resumed"})
+    values = logged(tmp_path / "tb/resumed", "*")
+    (gigabytes,) = values["megamoe/exchange_GB_per_step"]
+    (seconds,) = values["time_metrics/end_to_end(s)"]
+    (rate,) = values["megamoe/exchange_GB_per_s_of_step"]
+    assert rate == pytest.approx(gigabytes / seconds, rel=0.1)
 
 
 def test_a_job_without_megamoe_logs_as_torchtitan_does(two_ranks, tmp_path):
