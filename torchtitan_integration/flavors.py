@@ -114,7 +114,9 @@ def mixtral_8x7b() -> Qwen3ModelArgs:
     """Return Mixtral-8x7B (Jiang et al. 2024, table 1) in torchtitan's Qwen3 code.
 
     Its attention without query and key norms is Mixtral's; a softmax over all experts, normalised
-    over the top two, is Mixtral's softmax over the top two. 46.7 B parameters.
+    over the top two, is Mixtral's softmax over the top two. 46.7 B parameters. Two things differ:
+    experts are balanced by torchtitan's bias on the choice, not by an auxiliary loss; and Mixtral's
+    published weights name their experts otherwise than Qwen3's, so that they cannot be loaded.
     """
     experts = {"num_experts": 8, "num_shared_experts": 0, "top_k": 2}
     return _like_mixtral(experts, n_layers=32, vocab_size=32000, max_seq_len=32768)
@@ -124,7 +126,8 @@ def megascale_352b() -> Qwen3ModelArgs:
     """Return the 352 B model of MegaScale-MoE (table 2) in torchtitan's Qwen3 code.
 
     The paper gives layers, sizes, heads, experts and top-k; norms, routing function and RoPE are
-    not stated there, and are Mixtral's here.
+    not stated there, and are Mixtral's here. The paper balances experts by an auxiliary loss and
+    drops tokens over a capacity; here torchtitan's bias on the choice does, and none is dropped.
     """
     experts = {"num_experts": 32, "num_shared_experts": 1, "top_k": 3}
     return _like_mixtral(experts, n_layers=60, vocab_size=65536, max_seq_len=8192)

@@ -19,11 +19,10 @@ if [[ ! -r $config ]]; then
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# the log names the collective that hangs, and NCCL's watchdog ends the job instead of waiting
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 # segments that grow: rows per expert change with every batch, and fixed blocks would fragment
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
+# shown is each node's first rank: the loss is among them where a pipeline stage is whole nodes
 command=(
     torchrun
     --nnodes "${NNODES:-1}"
