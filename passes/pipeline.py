@@ -24,6 +24,7 @@ from passes.contract import Fact, GraphPass, PassReport
 from passes.detect_regions import DetectRegions
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.plan_chunks import PlanChunks
+from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
 from passes.save_exchanges import SaveExchanges
 from passes.schedule_exchanges import ScheduleExchanges
@@ -41,7 +42,9 @@ class Level:
     """What the tracer promises of the level's graphs."""
 
 
-DYNAMO: Final = Level((NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions()))
+DYNAMO: Final = Level(
+    (NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions(), QuantizeExchanges())
+)
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level((SaveExchanges(),), frozenset({Fact.FUNCTIONAL}))
