@@ -30,7 +30,7 @@ class Exchange:
     wire: str = "same"
     """Number format its rows travel in, as `dispatch_wire` and `combine_wire` name it."""
     refusal: str = ""
-    """Why its rows travel as they are though an option asks for another wire; "" when they do not."""
+    """Why its rows travel as they are though an option asks for another wire; "" else."""
     row_bytes: int = 0
     """Bytes of a row that travels; 0 when unknown."""
     row_bytes_before: int = 0
