@@ -1,7 +1,8 @@
 """The door: `torch.compile(model, backend="megamoe")`.
 
 Contract
-    Without a MoE region the graph goes to Inductor as it came: same code, same cache keys.
+    Without a MoE region the graph goes to Inductor as it came: same code, same cache keys. Only
+    `gradient_wire` concerns such graphs too.
     torch's configuration is changed only inside our own compilations, with one exception made
     at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
     the graph at the split sizes before any backend sees it.

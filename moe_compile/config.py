@@ -23,6 +23,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "combine_wire": ("same", "fp8", "fp8_forward", "auto"),
     "dispatch": ("all_to_all", "all_gather", "auto"),
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
+    "gradient_wire": ("same", "bf16_fp32_sum"),
     "codegen": ("inductor", "fx"),
 }
 """Values each closed option takes."""
@@ -37,7 +38,6 @@ NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
 
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": ("tensor",),
-    "gradient_wire": ("same",),
 }
 """Options of the TOML table that a recipe acts on, and the values this version has."""
 
@@ -72,6 +72,9 @@ class MegaMoEConfig:
     """Whether to reorder launches, waits and compute so that exchanges run under compute."""
     recompute: str = "save_exchanges"
     """What activation checkpointing does with exchanges: obey the model, save, or recompute."""
+    gradient_wire: str = "same"
+    """How float32 gradients are summed over ranks: "same" as the model says, or each rank's part
+    rounded once to bfloat16, exchanged, and summed in float32: half the bytes."""
     max_memory_increase: float = 0.30
     """Largest rise of a graph's peak of live bytes that scheduling may cause, as a fraction of
     `step_peak_bytes`, or of that peak where it is larger."""

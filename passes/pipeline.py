@@ -20,6 +20,7 @@ from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, n
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.planning.state import CompileState
 from passes.chunk_regions import ChunkRegions
+from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass, PassReport
 from passes.detect_regions import DetectRegions
 from passes.normalize_exchanges import NormalizeExchanges
@@ -50,12 +51,16 @@ DYNAMO: Final = Level(
 JOINT: Final = Level((SaveExchanges(),), frozenset({Fact.FUNCTIONAL}))
 """On the joint graph, before it is partitioned."""
 
+POST_GRAD_EARLY: Final = Level((CompressGradients(),), frozenset({Fact.FUNCTIONAL}))
+"""On the forward and the backward graph apart, before Inductor's own passes on them."""
+
 POST_GRAD: Final = Level(
     (ScheduleExchanges(), VerifySchedule(), RecordOrder()), frozenset({Fact.FUNCTIONAL})
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""
 
-NAMES: Final = tuple(p.name for level in (DYNAMO, JOINT, POST_GRAD) for p in level.passes)
+LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD)
+NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
 
 
 @dataclass(frozen=True, slots=True)
