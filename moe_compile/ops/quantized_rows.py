@@ -34,6 +34,11 @@ GATHER_ROWS = torch.ops.megamoe.gather_rows.default
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 
 
+def has_kernel(device: torch.device) -> bool:
+    """Whether kernels of ours run the operators on `device`."""
+    return device.type == "cuda" and HAS_TRITON
+
+
 def gather_quantize_pack_reference(
     rows: torch.Tensor, index: torch.Tensor | None = None
 ) -> torch.Tensor:
