@@ -88,9 +88,7 @@ def in_flight_and_awaited(x):
 
 
 def alone(x):
-    return C10D.wait_tensor(
-        C10D.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD.group_name)
-    )
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD.group_name))
 
 
 @pytest.mark.parametrize(
