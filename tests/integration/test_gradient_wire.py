@@ -217,6 +217,26 @@ def peak_of_reduction(rank, length):
     return peak_bytes(lambda: run(True)), peak_bytes(lambda: run(False))
 
 
+def peak_of_backward(rank, is_rounded):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+    if is_rounded:
+        round_gradients(model)
+    loss = model(torch.randn(2, 512)).float().square().sum()
+    return peak_bytes(loss.backward)
+
+
+def test_the_peak_of_a_backward_pass_rises_by_no_more_than_an_output(four_ranks):
+    theirs = four_ranks.run(peak_of_backward, False)
+    ours = four_ranks.run(peak_of_backward, True)
+    output = 4 * 512 * 512 // 4
+    assert all(mine <= other + output for mine, other in zip(ours, theirs, strict=True))
+
+
 def test_memory_is_that_of_the_buffers_one_more_output_and_the_staged_values(four_ranks):
     length = 300_000
     for with_reduction, buffers in four_ranks.run(peak_of_reduction, length):
