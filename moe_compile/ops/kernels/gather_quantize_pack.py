@@ -43,14 +43,14 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gather_quantize_pack_kernel(
-    rows,  # [S, WIDTH]
-    index,  # [num_rows], or None
-    messages,  # [num_rows, MESSAGE] bytes
-    num_rows,
+    rows: tl.tensor,  # [S, WIDTH]
+    index: tl.tensor,  # [num_rows], or None
+    messages: tl.tensor,  # [num_rows, MESSAGE] bytes
+    num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,  # per row
     MESSAGE: tl.constexpr,  # bytes of a message
-):
+) -> None:
     """Pack the blocks of one tile."""
     start = tl.program_id(0).to(tl.int64) * TILE_BLOCKS
     position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)

@@ -26,14 +26,14 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gather_rows_kernel(
-    rows,  # [S, WIDTH] words
-    index,  # [num_rows]
-    gathered,  # [num_rows, WIDTH] words
-    num_rows,
+    rows: tl.tensor,  # [S, WIDTH] words
+    index: tl.tensor,  # [num_rows]
+    gathered: tl.tensor,  # [num_rows, WIDTH] words
+    num_rows: tl.tensor,
     WIDTH: tl.constexpr,  # words of a row
     CHUNK: tl.constexpr,  # words of a chunk
     CHUNKS: tl.constexpr,  # per row
-):
+) -> None:
     """Copy the chunks of one tile."""
     start = tl.program_id(0).to(tl.int64) * TILE_CHUNKS
     position = (start % CHUNKS).to(tl.int32) + tl.arange(0, TILE_CHUNKS)

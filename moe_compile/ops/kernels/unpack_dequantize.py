@@ -26,14 +26,14 @@ COLUMNS = tl.constexpr(BLOCK)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def unpack_dequantize_kernel(
-    messages,  # [M, MESSAGE] bytes
-    index,  # [num_rows], or None
-    rows,  # [num_rows, WIDTH]
-    num_rows,
+    messages: tl.tensor,  # [M, MESSAGE] bytes
+    index: tl.tensor,  # [num_rows], or None
+    rows: tl.tensor,  # [num_rows, WIDTH]
+    num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,  # per row
     MESSAGE: tl.constexpr,  # bytes of a message
-):
+) -> None:
     """Unpack the blocks of one tile."""
     start = tl.program_id(0).to(tl.int64) * TILE_BLOCKS
     position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)
