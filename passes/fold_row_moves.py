@@ -5,9 +5,9 @@ Contract
     Keeps     every value bit for bit: rows are moved once instead of twice.
 
     pack(x[i])                    ->  pack(x, i)
-    pack(split(x[i][j], n)[c])    ->  pack(x, split(i[j], n)[c])
+    pack(split(x[i][j], n)[c])    ->  pack(x, split(i[j], n)[c]); slices of rows alike
     unpack(m)[p]                  ->  unpack_permute(m, p)
-    cat(unpack(a), unpack(b))[p]  ->  unpack_permute(cat(a, b), p)
+    cat(unpack(a), unpack(b))[p]  ->  unpack_permute(cat(a, b), p); rows of zeros alike
 
 Only what nothing else reads is folded, so that no gather runs in vain.
 """
@@ -24,6 +24,15 @@ import torch.fx as fx
 
 from moe_compile.graph.edit import ValuedEmitter, erase_unused
 from moe_compile.graph.query import tensor_of
+from moe_compile.graph.row_moves import (
+    ATEN,
+    SLICE,
+    SPLIT,
+    row_gather,
+    rows_joined,
+    run_of_rows,
+    zero_rows,
+)
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,
     UNPACK_DEQUANTIZE,
@@ -32,15 +41,7 @@ from moe_compile.ops.quantized_rows import (
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
-ATEN: Final = torch.ops.aten
-SPLIT: Final = ATEN.split_with_sizes.default
-SHAPING: Final = (
-    ATEN.expand.default,
-    ATEN.view.default,
-    ATEN.reshape.default,
-    ATEN.unsqueeze.default,
-)
-"""What turns an index of rows into the index of every column that `gather` takes."""
+SIZE: Final = torch.ops.aten.sym_size.int
 
 
 class Left(enum.Enum):
@@ -82,71 +83,23 @@ class FoldRowMoves(GraphPass):
 
 def _gathered(pack: fx.Node) -> bool:
     """Whether the rows that `pack` packs are gathered for it and other packs alone."""
-    node, readers, found = pack.args[0], {pack}, False
-    while isinstance(node, fx.Node) and _only_read_by(node, readers) and len(pack.args) == 1:
-        if (move := row_gather(node)) is not None:
-            found, readers, node = True, {node}, move[0]
-        elif (split := _split_of(node)) is not None:
-            pieces = set(split.users)
-            if not all(_is_packed(piece) for piece in pieces):
-                break
-            readers, node = {split}, split.args[0]
-        else:
-            break
-    return found
+    node = pack.args[0]
+    if len(pack.args) > 1 or not isinstance(node, fx.Node) or not _is_read_by_packs(node):
+        return False
+    if (whole := run_of_rows(node)) is not None:
+        return row_gather(whole) is not None and all(_is_packed(part) for part in whole.users)
+    return row_gather(node) is not None
 
 
-def _only_read_by(node: fx.Node, readers: set[fx.Node]) -> bool:
-    return set(node.users) <= readers
+def _is_read_by_packs(rows: fx.Node) -> bool:
+    return all(user.target is GATHER_QUANTIZE_PACK for user in rows.users)
 
 
-def _is_packed(piece: fx.Node) -> bool:
-    return piece.target is operator.getitem and all(
-        user.target is GATHER_QUANTIZE_PACK for user in piece.users
-    )
-
-
-def _split_of(node: fx.Node) -> fx.Node | None:
-    """Return the split along rows that `node` is a piece of."""
-    if node.target is not operator.getitem:
-        return None
-    split = node.args[0]
-    assert isinstance(split, fx.Node)
-    along_rows = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) == 0
-    return split if split.target is SPLIT and along_rows else None
-
-
-def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (source, index) when `node` is `source[index]`, whole rows by an index of integers."""
-    if node.target is ATEN.index.Tensor:
-        source, indices = node.args
-        index = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
-    elif node.target is ATEN.index_select.default and node.args[1] == 0:
-        source, index = node.args[0], node.args[2]
-    elif node.target is ATEN.gather.default and node.args[1] == 0:
-        source, index = node.args[0], _row_of_index(node.args[2])
-    else:
-        return None
-    if not isinstance(index, fx.Node) or not isinstance(source, fx.Node):
-        return None
-    rows, positions = tensor_of(source), tensor_of(index)
-    if rows is None or positions is None or rows.dim() != 2 or positions.dim() != 1:
-        return None
-    is_integer = positions.dtype in (torch.int64, torch.int32)
-    return (source, index) if is_integer else None
-
-
-def _row_of_index(index: Any) -> Any:
-    """Return the `[R]` index behind one that names the same row for every column, or None."""
-    width = tensor_of(index)
-    expanded = isinstance(index, fx.Node) and index.target is ATEN.expand.default
-    if not expanded or width is None or width.stride(1) != 0:
-        return None
-    node = index
-    while isinstance(node, fx.Node) and node.target in SHAPING:
-        node = node.args[0]
-    rows = tensor_of(node)
-    return node if rows is not None and rows.dim() == 1 and len(rows) == len(width) else None
+def _is_packed(part: fx.Node) -> bool:
+    """Whether `part` of some rows, or every piece of a split of them, is read by packs alone."""
+    if part.target is SPLIT:
+        return all(_is_read_by_packs(piece) for piece in part.users)
+    return run_of_rows(part) is not None and _is_read_by_packs(part)
 
 
 @dataclass(slots=True)
@@ -172,56 +125,86 @@ class _Origins:
                 index = ValuedEmitter(node).call(ATEN.index.Tensor, before, [index])
             self.passed.add(node)
             return source, index
-        if (split := _split_of(node)) is not None:
-            source, before = self.of(split.args[0])
+        if (whole := run_of_rows(node)) is not None:
+            source, before = self.of(whole)
             if before is not None:
-                self.passed |= {node, split}
-                return source, self._piece(split, before, node)
+                return source, self._part(node, before)
         return node, None
 
-    def _piece(self, split: fx.Node, index: fx.Node, node: fx.Node) -> fx.Node:
+    def _part(self, node: fx.Node, index: fx.Node) -> fx.Node:
+        self.passed.add(node)
+        if node.target is SLICE:
+            return ValuedEmitter(node).call(SLICE, index, *node.args[1:])
+        split = node.args[0]
+        assert isinstance(split, fx.Node)
+        self.passed.add(split)
         if split not in self.pieces:
-            emit = ValuedEmitter(split)
-            self.pieces[split] = emit.call(SPLIT, index, split.args[1])
+            self.pieces[split] = ValuedEmitter(split).call(SPLIT, index, split.args[1])
         return ValuedEmitter(node).call(operator.getitem, self.pieces[split], node.args[1])
 
 
 def _permuted(unpack: fx.Node) -> fx.Node | None:
     """Return the gather that is all that reads the unpacked rows, alone or joined with others."""
-    if len(unpack.users) != 1:
+    for reader in unpack.users:
+        move = row_gather(reader)
+        if move is not None and move[0] is unpack and len(unpack.users) == 1:
+            return reader
+        if _parts(reader) is not None:
+            gathers = [user for user in reader.users if row_gather(user) is not None]
+            sizes = [u for u in reader.users if u.target is SIZE and u.args[1] == 0]
+            alone = len(gathers) == 1 and len(reader.users) == 1 + len(sizes)
+            return gathers[0] if alone else None
+    return None
+
+
+def _parts(joined: fx.Node) -> list[fx.Node] | None:
+    """Return what `joined` joins: unpacked rows of one kind, read by it alone, and zeros."""
+    parts = rows_joined(joined) or []
+    unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
+    zeros = {p: made for p in parts if p not in unpacks and (made := zero_rows(p)) is not None}
+    makers = {made[-1] for made in zeros.values()}
+    if not unpacks or len(unpacks) + len(zeros) != len(parts):
         return None
-    (reader,) = unpack.users
-    rows = unpack
-    if _joins(reader, unpack.args[1:]) and len(reader.users) == 1:
-        rows, (reader,) = reader, reader.users
-    move = row_gather(reader)
-    return reader if move is not None and move[0] is rows else None
-
-
-def _joins(node: fx.Node, row: tuple[Any, ...]) -> bool:
-    """Whether `node` joins nothing but unpacked rows of one width and type that it alone reads."""
-    along_rows = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) == 0
-    return (
-        node.target is ATEN.cat.default
-        and along_rows
-        and len(set(node.args[0])) == len(node.args[0])
-        and all(
-            part.target is UNPACK_DEQUANTIZE and part.args[1:] == row and len(part.users) == 1
-            for part in node.args[0]
-        )
-    )
+    alike = all(part.args[1:] == unpacks[0].args[1:] for part in unpacks)
+    alone = all(set(part.users) <= {joined, *makers} for part in unpacks)
+    return parts if alike and alone else None
 
 
 def _permute(gather: fx.Node) -> None:
-    """Unpack and permute in one, what `gather` gathers from."""
+    """Unpack and permute in one what `gather` gathers from."""
     move = row_gather(gather)
     assert move is not None
     rows, index = move
-    parts = [rows] if rows.target is UNPACK_DEQUANTIZE else list(rows.args[0])
-    message, *row = parts[0].args
-    if rows not in parts:
-        messages = [part.args[0] for part in parts]
-        message = ValuedEmitter(rows).call(ATEN.cat.default, messages)
+    if rows.target is UNPACK_DEQUANTIZE:
+        message, *row = rows.args
+        dead = [rows]
+    else:
+        parts = _parts(rows)
+        assert parts is not None
+        unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
+        row = list(unpacks[0].args[1:])
+        message = _join_messages(rows, parts, unpacks[0].args[0])
+        dead = [*unpacks, *(n for p in parts for n in reversed(zero_rows(p) or [])), rows]
     gather.target = UNPACK_DEQUANTIZE_PERMUTE
     gather.args, gather.kwargs = (message, index, *row), {}
-    erase_unused(list(dict.fromkeys([*parts, rows])))
+    erase_unused(dead)
+
+
+def _join_messages(rows: fx.Node, parts: list[fx.Node], message: Any) -> fx.Node:
+    """Emit the messages of all parts, one after the other; a message of zeros is a row of zeros."""
+    emit = ValuedEmitter(rows)
+    columns = tensor_of(message)
+    assert columns is not None
+    messages = []
+    for part in parts:
+        if part.target is UNPACK_DEQUANTIZE:
+            messages.append(part.args[0])
+        else:
+            values = tensor_of(part)
+            assert values is not None
+            size = [values.shape[0], columns.shape[1]]
+            messages.append(emit.call(ATEN.new_zeros.default, message, size))
+    joined = emit.call(ATEN.cat.default, messages)
+    for reader in [user for user in rows.users if user.target is SIZE]:
+        reader.replace_input_with(rows, joined)
+    return joined

@@ -25,15 +25,16 @@ from moe_compile.ops.wire_format import (
 
 def pack_rows(rows_SD: torch.Tensor, index_R: torch.Tensor | None) -> torch.Tensor:
     """Return the message `[R, M]`, uint8, of rows `index_R`, or of all where there is no index."""
-    rows_RD = rows_SD if index_R is None else rows_SD.index_select(0, index_R)
+    rows_RD = rows_SD if index_R is None else rows_SD[index_R]
     num_rows, width = rows_RD.shape
     filled = num_blocks(width) * BLOCK - width
     values_RD = F.pad(rows_RD, (0, filled)) if filled else rows_RD
     values_RB = values_RD.float().reshape(num_rows, num_blocks(width), BLOCK)
     amax_RB = values_RB.abs().amax(-1).clamp_min(AMAX_MIN)
-    payload = (values_RB * (E4M3_MAX / amax_RB).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    largest_RB = torch.full_like(amax_RB, E4M3_MAX)  # by a number, torch multiplies by 1 / amax
+    payload = (values_RB * (largest_RB / amax_RB).unsqueeze(-1)).to(torch.float8_e4m3fn)
     payload_RD = payload.view(torch.uint8).reshape(num_rows, width + filled)
-    scales = (amax_RB / E4M3_MAX).reshape(-1).view(torch.uint8)
+    scales = (amax_RB / largest_RB).reshape(-1).view(torch.uint8)
     scales_RM = scales.reshape(num_rows, SCALE_BYTES * num_blocks(width))
     return torch.cat([payload_RD[:, : payload_bytes(width)], scales_RM], dim=1)
 

@@ -3,6 +3,7 @@
 Contract
     Each operator equals its reference in `moe_compile.ops.quantize` byte for byte, on a GPU by a
     Triton kernel that reads and writes each byte once, elsewhere by the reference itself.
+    An index may be negative and then counts from the end, as in `rows[index]`.
     A message carries no gradient; `dequantize_exchanged` gives the rows theirs.
 
 Shapes: S rows to choose from, R rows of a message, D columns, M = row_bytes(D).
@@ -70,12 +71,12 @@ def unpack_dequantize_permute_reference(
 ) -> torch.Tensor:
     """Return rows `index` of a message: `unpack_dequantize(message, ...)[index]`."""
     check_message(message, width)
-    return unpack_rows(message.index_select(0, index), width, dtype)
+    return unpack_rows(message[index], width, dtype)
 
 
 def gather_rows_reference(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return `rows[index]`: `[R, D]` of rows `[S, D]`."""
-    return rows.index_select(0, index)
+    return rows[index]
 
 
 def _check_rows(rows: torch.Tensor) -> None:

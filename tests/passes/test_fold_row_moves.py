@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.row_moves import row_gather
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK as PACK,
 )
@@ -19,7 +20,7 @@ from moe_compile.ops.quantized_rows import (
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
-from passes.fold_row_moves import FoldRowMoves, Left, row_gather
+from passes.fold_row_moves import FoldRowMoves, Left
 from passes.lower_row_ops import LowerRowOps
 from tests.capture import CapturedError, state
 from tests.layers import STYLES, GroupedExperts, LoopExperts
@@ -48,14 +49,14 @@ def gathers(graph):
 
 
 def indices(count, size):
-    return st.lists(st.integers(0, size - 1), min_size=count, max_size=count).map(torch.tensor)
+    return st.lists(st.integers(-size, size - 1), min_size=count, max_size=count).map(torch.tensor)
 
 
 @given(first=indices(9, 12), second=indices(7, 9), cut=st.integers(0, 7))
 @settings(deadline=None)
 def test_any_chain_of_gathers_and_splits_becomes_one_index(first, second, cut):
     def program(x, i, j):
-        parts = torch.split(x[i].index_select(0, j), [cut, 7 - cut])
+        parts = torch.split(x[i][j], [cut, 7 - cut])
         return [PACK(part) for part in parts]
 
     graph, report = folded(program, ROWS, first, second)
@@ -66,7 +67,7 @@ def test_any_chain_of_gathers_and_splits_becomes_one_index(first, second, cut):
     assert targets(graph).count(torch.ops.aten.index.Tensor) == 1  # i[j], for both parts
 
 
-@given(index=indices(9, 12))
+@given(index=st.lists(st.integers(0, 11), min_size=9, max_size=9).map(torch.tensor))
 @settings(deadline=None)
 def test_torchtitans_gather_by_an_expanded_index_is_one(index):
     def program(x, i):
@@ -124,6 +125,30 @@ def test_a_permutation_of_joined_messages_unpacks_them_once(index):
     assert len(report.applied) == 2
     assert targets(graph).count(UNPACK_DEQUANTIZE_PERMUTE) == 1
     assert UNPACK_DEQUANTIZE not in targets(graph)
+
+
+@given(index=st.lists(st.integers(-13, 12), min_size=9, max_size=9).map(torch.tensor))
+@settings(deadline=None)
+def test_torchtitans_padding_is_a_message_of_zeros(index):
+    def program(m, i):
+        rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
+        return [torch.vstack((rows, rows.new_zeros(rows.shape[-1])))[i, :]]
+
+    graph, report = folded(program, PACK(ROWS), index)
+    assert len(report.applied) == 1
+    assert UNPACK_DEQUANTIZE_PERMUTE in targets(graph)
+    assert UNPACK_DEQUANTIZE not in targets(graph)
+
+
+@given(first=indices(9, 12), cut=st.integers(0, 9))
+@settings(deadline=None)
+def test_slices_of_gathered_rows_are_slices_of_the_index(first, cut):
+    def program(x, i):
+        rows = x[i]
+        return [PACK(rows[:cut]), PACK(rows[cut:])]
+
+    graph, report = folded(program, ROWS, first)
+    assert len(report.applied) == 2 and not gathers(graph)
 
 
 def test_unpacked_rows_joined_with_others_are_permuted_apart():

@@ -41,12 +41,13 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 """All bits of a float32 but its sign."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_sources"])
 def gather_quantize_pack_kernel(
     rows: tl.tensor,  # [S, WIDTH]
     index: tl.tensor,  # [num_rows], or None
     messages: tl.tensor,  # [num_rows, MESSAGE] bytes
     num_rows: tl.tensor,
+    num_sources: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,  # per row
     MESSAGE: tl.constexpr,  # bytes of a message
@@ -56,7 +57,10 @@ def gather_quantize_pack_kernel(
     position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)
     row = tl.minimum(start // BLOCKS + position // BLOCKS, num_rows - 1)
     block = position % BLOCKS
-    source = row if index is None else tl.load(index + row).to(tl.int64)
+    source = row
+    if index is not None:
+        source = tl.load(index + row).to(tl.int64)
+        source = tl.where(source < 0, source + num_sources, source)
 
     column = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     pointers = rows + source[:, None] * WIDTH + column
@@ -84,7 +88,7 @@ def gather_quantize_pack_kernel(
 def gather_quantize_pack(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     """Return messages `[R, row_bytes(D)]` of bytes; message i is row `index[i]`, or row i.
 
-    Shapes: rows `[S, D]` of bf16, fp16 or fp32; index `[R]` of integers in [0, S). Either is
+    Shapes: rows `[S, D]` of bf16, fp16 or fp32; index `[R]` of integers in [-S, S). Either is
     copied first where it is not contiguous.
     """
     num_rows, width = rows.shape[0] if index is None else index.shape[0], rows.shape[1]
@@ -95,6 +99,14 @@ def gather_quantize_pack(rows: torch.Tensor, index: torch.Tensor | None) -> torc
         rows, index = rows.contiguous(), None if index is None else index.contiguous()
         with torch.cuda.device_of(rows):
             gather_quantize_pack_kernel[grid](
-                rows, index, messages, num_rows, width, blocks, message, num_warps=NUM_WARPS
+                rows,
+                index,
+                messages,
+                num_rows,
+                rows.shape[0],
+                width,
+                blocks,
+                message,
+                num_warps=NUM_WARPS,
             )
     return messages

@@ -24,12 +24,13 @@ NUM_WARPS = 4
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_sources"])
 def gather_rows_kernel(
     rows: tl.tensor,  # [S, WIDTH] words
     index: tl.tensor,  # [num_rows]
     gathered: tl.tensor,  # [num_rows, WIDTH] words
     num_rows: tl.tensor,
+    num_sources: tl.tensor,
     WIDTH: tl.constexpr,  # words of a row
     CHUNK: tl.constexpr,  # words of a chunk
     CHUNKS: tl.constexpr,  # per row
@@ -40,6 +41,7 @@ def gather_rows_kernel(
     row = tl.minimum(start // CHUNKS + position // CHUNKS, num_rows - 1)
     chunk = position % CHUNKS
     source = tl.load(index + row).to(tl.int64)
+    source = tl.where(source < 0, source + num_sources, source)
 
     column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     pointers = rows + source[:, None] * WIDTH + column
@@ -51,7 +53,7 @@ def gather_rows_kernel(
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return `rows[index]`. Shapes: rows `[S, D]`, index `[R]` of integers in [0, S).
+    """Return `rows[index]`. Shapes: rows `[S, D]`, index `[R]` of integers in [-S, S).
 
     Either is copied first where it is not contiguous.
     """
@@ -66,7 +68,15 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         grid = (triton.cdiv(num_rows * chunks, TILE_CHUNKS.value),)
         with torch.cuda.device_of(rows):
             gather_rows_kernel[grid](
-                source, index, target, num_rows, width, chunk, chunks, num_warps=NUM_WARPS
+                source,
+                index,
+                target,
+                num_rows,
+                rows.shape[0],
+                width,
+                chunk,
+                chunks,
+                num_warps=NUM_WARPS,
             )
     return gathered
 

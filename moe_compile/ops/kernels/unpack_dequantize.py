@@ -24,12 +24,13 @@ NUM_WARPS = 4
 COLUMNS = tl.constexpr(BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_sources"])
 def unpack_dequantize_kernel(
     messages: tl.tensor,  # [M, MESSAGE] bytes
     index: tl.tensor,  # [num_rows], or None
     rows: tl.tensor,  # [num_rows, WIDTH]
     num_rows: tl.tensor,
+    num_sources: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,  # per row
     MESSAGE: tl.constexpr,  # bytes of a message
@@ -39,7 +40,10 @@ def unpack_dequantize_kernel(
     position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)
     row = tl.minimum(start // BLOCKS + position // BLOCKS, num_rows - 1)
     block = position % BLOCKS
-    source = row if index is None else tl.load(index + row).to(tl.int64)
+    source = row
+    if index is not None:
+        source = tl.load(index + row).to(tl.int64)
+        source = tl.where(source < 0, source + num_sources, source)
 
     scale_of_row = MESSAGE // 4  # in units of the scales' four bytes
     first_scale = scale_of_row - BLOCKS
@@ -66,7 +70,7 @@ def unpack_dequantize(
     """Return rows `[R, width]` of `dtype`; row i is message `index[i]`, or message i.
 
     Shapes: messages `[M, row_bytes(width)]` of bytes, at an address that 4 divides; index `[R]` of
-    integers in [0, M). Either is copied first where it is not contiguous.
+    integers in [-M, M). Either is copied first where it is not contiguous.
     """
     num_rows, blocks = messages.shape[0] if index is None else index.shape[0], num_blocks(width)
     rows = messages.new_empty((num_rows, width), dtype=dtype)
@@ -75,7 +79,7 @@ def unpack_dequantize(
         messages, index = messages.contiguous(), None if index is None else index.contiguous()
         with torch.cuda.device_of(messages):
             unpack_dequantize_kernel[grid](
-                messages, index, rows, num_rows, width, blocks, row_bytes(width),
+                messages, index, rows, num_rows, messages.shape[0], width, blocks, row_bytes(width),
                 num_warps=NUM_WARPS,
             )  # fmt: skip
     return rows
