@@ -12,8 +12,8 @@ A program takes TILE_BLOCKS consecutive blocks of the message, counted row after
     scale    = a / 448
 
 Bit patterns of nonnegative floats are ordered as their values are, infinity and NaN above all, so
-the maximum keeps both without a comparison of floats. Work beyond the last row repeats blocks of the
-last row: it stores the same bytes again, so the common case needs no mask.
+the maximum keeps both without a comparison of floats. Work beyond the last row repeats blocks of
+it: the same bytes are stored again, so the common case needs no mask.
 
 Worked example: rows [[1.0, -0.5], [3.0, 0.0]], index [1] gives one block with a = 3.0; the payload
 is 3.0 * (448 / 3.0) = 448.0 and 0.0, bytes [0x7e, 0x00]; two bytes of padding; then the scale
