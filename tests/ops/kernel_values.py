@@ -147,12 +147,13 @@ def rows_equal_payload_times_scale(num_rows, num_messages, width, dtype, kind, s
     st.integers(0, 3), SEEDS,
 )  # fmt: skip
 def gathered_rows_equal_indexing(num_rows, num_sources, width, size, kind, skipped, seed):
-    """The first rows are left out, so that the others may begin at an odd address."""
+    """The rows begin some elements into their memory, so not every word can hold them."""
     generator = torch.Generator().manual_seed(seed)
-    rows = random_bytes(skipped + num_sources, width * size, generator).view(BITS[size])
+    elements = random_bytes(skipped + num_sources * width, size, generator).view(BITS[size])
+    rows = elements.flatten()[skipped:].view(num_sources, width)
     index = draw_index(kind, num_rows, num_sources, generator)
-    found = gather_rows(to_device(rows)[skipped:], to_device(index)).cpu()
-    assert torch.equal(found, rows[skipped:][index.long()])
+    moved = to_device(elements).flatten()[skipped:].view(num_sources, width)
+    assert torch.equal(gather_rows(moved, to_device(index)).cpu(), rows[index.long()])
 
 
 def inputs_need_not_be_contiguous():

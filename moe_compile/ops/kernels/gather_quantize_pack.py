@@ -1,8 +1,7 @@
 """Rows picked by an index become messages in eight bits: one read, one write, no pass between.
 
 Contract
-    Every byte of every message is written, and equals what plain PyTorch computes by the rules of
-    `moe_compile/ops/wire_format.py`; the result does not depend on the order of execution.
+    Every byte of every message is written, and is what `moe_compile/ops/wire_format.py` says.
     A block that holds an infinity or NaN unpacks to NaN.
 
 A program takes TILE_BLOCKS consecutive blocks of the message, counted row after row:
@@ -13,8 +12,8 @@ A program takes TILE_BLOCKS consecutive blocks of the message, counted row after
     scale    = a / 448
 
 Bit patterns of nonnegative floats are ordered as their values are, infinity and NaN above all, so
-the maximum keeps both without a comparison of floats. Work beyond the last block repeats the last
-block: it stores the same bytes again, so the common case needs no mask.
+the maximum keeps both without a comparison of floats. Work beyond the last row repeats blocks of
+it: the same bytes are stored again, so the common case needs no mask.
 
 Worked example: rows [[1.0, -0.5], [3.0, 0.0]], index [1] gives one block with a = 3.0; the payload
 is 3.0 * (448 / 3.0) = 448.0 and 0.0, bytes [0x7e, 0x00]; two bytes of padding; then the scale
@@ -29,13 +28,21 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_compile.ops.wire_format import AMAX_MIN, BLOCK, E4M3_MAX, num_blocks, row_bytes
+from moe_compile.ops.wire_format import (
+    AMAX_MIN,
+    BLOCK,
+    E4M3_MAX,
+    SCALE_BYTES,
+    num_blocks,
+    row_bytes,
+)
 
 TILE_BLOCKS = tl.constexpr(32)
 """Blocks per program: 128 threads hold 32 columns each, 64 bytes of bf16 on their way at once."""
 NUM_WARPS = 4
 COLUMNS = tl.constexpr(BLOCK)
 LARGEST = tl.constexpr(E4M3_MAX)
+SCALE_SIZE = tl.constexpr(SCALE_BYTES)
 LEAST_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_MIN))[0])
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 """All bits of a float32 but its sign."""
@@ -74,15 +81,15 @@ def gather_quantize_pack_kernel(
     inverse = tl.div_rn(LARGEST, largest)
     payload = (x * inverse[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
-    scale_of_row = MESSAGE // 4  # in units of the scales' four bytes
-    first_scale = scale_of_row - BLOCKS
+    words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
+    first_scale = words - BLOCKS
     targets = messages + row[:, None] * MESSAGE + column
     if BLOCKS * COLUMNS == WIDTH:
         tl.store(targets, payload)
     else:
-        tl.store(targets, payload, mask=column < first_scale * 4)
+        tl.store(targets, payload, mask=column < first_scale * SCALE_SIZE)
     scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(scales + row * scale_of_row + (first_scale + block), tl.div_rn(largest, LARGEST))
+    tl.store(scales + row * words + (first_scale + block), tl.div_rn(largest, LARGEST))
 
 
 def gather_quantize_pack(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:

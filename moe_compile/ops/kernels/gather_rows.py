@@ -4,10 +4,10 @@ Contract
     Equals `rows[index]` bit for bit, for element types of 1, 2, 4 and 8 bytes.
 
 A program copies TILE_CHUNKS consecutive chunks of the output, counted row after row, each of 512
-bytes or what is left of a row; work beyond the last chunk repeats the last chunk.
+bytes or what is left of a row; work beyond the last row repeats chunks of it.
 
 Worked example: rows of 7168 bf16 columns are 1792 words of 8 bytes, 28 chunks of 64 words; program
-3 copies chunks 96 to 127: the last 16 of output row 3 and the first 16 of row 4.
+3 copies chunks 48 to 63: the last 8 of output row 1 and the first 8 of row 2.
 """
 
 from __future__ import annotations

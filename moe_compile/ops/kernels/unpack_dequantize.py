@@ -4,7 +4,7 @@ Contract
     Row i is float32(payload) * scale of message `index[i]`, rounded once to the output's dtype.
 
 A program takes TILE_BLOCKS consecutive blocks of the output, counted row after row, as
-`gather_quantize_pack` does; work beyond the last block repeats the last block.
+`gather_quantize_pack` does; work beyond the last row repeats blocks of it.
 
 Worked example: message [0x7e, 0xf6, 0, 0, float32(1 / 448)] of width 2 is 448.0 and -224.0 times
 1 / 448, so the row [1.0, -0.5].
@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
+from moe_compile.ops.wire_format import BLOCK, SCALE_BYTES, num_blocks, row_bytes
 
 TILE_BLOCKS = tl.constexpr(32)
 """Blocks per program: 128 threads hold 32 columns each."""
 NUM_WARPS = 4
 COLUMNS = tl.constexpr(BLOCK)
+SCALE_SIZE = tl.constexpr(SCALE_BYTES)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sources"])
@@ -45,10 +46,10 @@ def unpack_dequantize_kernel(
         source = tl.load(index + row).to(tl.int64)
         source = tl.where(source < 0, source + num_sources, source)
 
-    scale_of_row = MESSAGE // 4  # in units of the scales' four bytes
-    first_scale = scale_of_row - BLOCKS
+    words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
+    first_scale = words - BLOCKS
     scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
-    scale = tl.load(scales + source * scale_of_row + (first_scale + block))
+    scale = tl.load(scales + source * words + (first_scale + block))
 
     column = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     pointers = messages + source[:, None] * MESSAGE + column
