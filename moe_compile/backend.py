@@ -1,7 +1,8 @@
 """The door: `torch.compile(model, backend="megamoe")`.
 
 Contract
-    Without a MoE region the graph goes to Inductor as it came: same code, same cache keys.
+    Without a MoE region the graph goes to Inductor as it came: same code, same cache keys. Only
+    `gradient_wire` concerns such graphs too.
     torch's configuration is changed only inside our own compilations, with one exception made
     at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
     the graph at the split sizes before any backend sees it.
@@ -121,7 +122,16 @@ def _log(compilation: Compilation) -> None:
 
 
 def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
-    if not config.strict or config.chunks == 1:
+    if not config.strict:
+        return
+    for plan in state.plans:
+        for exchange in (plan.dispatch, plan.combine):
+            if exchange.refusal:
+                raise RegionRefused(
+                    f"the {exchange.name} of {plan.region.name} is not quantised: "
+                    f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
+                )
+    if config.chunks == 1:
         return
     unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
     for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):

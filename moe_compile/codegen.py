@@ -25,7 +25,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.planning.state import CompileState
-from passes.pipeline import JOINT, POST_GRAD, Level, run_level
+from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, Level, run_level
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCES: Final = tuple(
@@ -38,8 +38,12 @@ SOURCES: Final = tuple(
 
 HOOKS: Final = {
     "joint_custom_post_pass": JOINT,
+    "post_grad_custom_pre_pass": POST_GRAD_EARLY,
     "post_grad_custom_post_pass": POST_GRAD,
 }
+
+AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD)
+"""What runs on the forward and the backward graph apart, in order."""
 
 
 class LevelPass(CustomGraphPass):
@@ -89,8 +93,16 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None
     """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
     inputs = graph.find_nodes(op="placeholder")
     state.is_backward = any(node.name.startswith("tangents") for node in inputs)
-    state.measures = {}
+    if level is not POST_GRAD:  # it comes second on its graph
+        state.measures = {}
     run_level(level, graph, state)
+
+
+def _levels(state: CompileState, *, has_regions: bool) -> tuple[Level, ...]:
+    """Return the levels that run on a graph; none leaves it to Inductor as it came."""
+    if has_regions:
+        return tuple(HOOKS.values())
+    return (POST_GRAD_EARLY,) if state.config.gradient_wire != "same" else ()
 
 
 def compile_with_inductor(
@@ -101,11 +113,13 @@ def compile_with_inductor(
     *,
     has_regions: bool,
 ) -> Callable[..., Any]:
-    """Compile by Inductor; a graph without regions exactly as Inductor alone does."""
+    """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does."""
+    levels = _levels(state, has_regions=has_regions)
     ours: dict[str, Any] = {}
-    if has_regions:
-        ours = dict(pinning_patches()) if state.config.schedule else {}
-        for hook, level in HOOKS.items():
+    if POST_GRAD in levels and state.config.schedule:
+        ours.update(pinning_patches())
+    for hook, level in HOOKS.items():
+        if level in levels:
             before = patches.get(hook, getattr(inductor_config, hook))
             ours[hook] = LevelPass(level, state, before)
     return compile_fx(gm, list(example_inputs), config_patches={**patches, **ours})
@@ -121,16 +135,18 @@ def compile_with_fx(
 ) -> Callable[..., Any]:
     """Run AOTAutograd's graphs node by node in our order: eager's bits, for tests."""
     del patches  # Inductor's: nothing of it runs
+    levels = _levels(state, has_regions=has_regions)
 
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         del inputs
-        if has_regions:
-            run_on_aot_graph(POST_GRAD, graph_module.graph, state)
-            graph_module.recompile()
+        for level in AFTER_PARTITION:
+            if level in levels:
+                run_on_aot_graph(level, graph_module.graph, state)
+        graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
     partition = (
-        _partition_with_passes(state) if has_regions else min_cut_rematerialization_partition
+        _partition_with_passes(state) if JOINT in levels else min_cut_rematerialization_partition
     )
     aot = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
     return aot(gm, list(example_inputs))
@@ -163,7 +179,8 @@ def trace_both(
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         graphs = _partition_with_passes(state)(joint, joint_inputs, **settings)
         for graph_module in graphs:
-            run_on_aot_graph(POST_GRAD, graph_module.graph, state)
+            for level in AFTER_PARTITION:
+                run_on_aot_graph(level, graph_module.graph, state)
         raise _Traced(graphs)
 
     def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

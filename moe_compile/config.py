@@ -19,25 +19,25 @@ ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("auto", "experts", "tokens", "batch"),
-    "dispatch_wire": ("same", "fp8", "auto"),
-    "combine_wire": ("same", "fp8", "auto"),
+    "dispatch_wire": ("same", "fp8", "fp8_forward", "auto"),
+    "combine_wire": ("same", "fp8", "fp8_forward", "auto"),
     "dispatch": ("all_to_all", "all_gather", "auto"),
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
+    "gradient_wire": ("same", "bf16_fp32_sum"),
     "codegen": ("inductor", "fx"),
 }
 """Values each closed option takes."""
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("tokens", "batch"),
-    "dispatch_wire": ("fp8", "auto"),
-    "combine_wire": ("fp8", "auto"),
+    "dispatch_wire": ("auto",),
+    "combine_wire": ("auto",),
     "dispatch": ("all_gather", "auto"),
 }
 """Documented values whose pass this version does not have."""
 
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": ("tensor",),
-    "gradient_wire": ("same",),
 }
 """Options of the TOML table that a recipe acts on, and the values this version has."""
 
@@ -62,15 +62,19 @@ class MegaMoEConfig:
     chunk_by: str = "auto"
     """The axis a region is chunked along; "auto" takes experts, which changes no bit."""
     dispatch_wire: str = "same"
-    """Number format of the dispatch exchange, forward and backward."""
+    """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
+    gradient too; "fp8_forward", the gradient as the model has it."""
     combine_wire: str = "same"
-    """Number format of the combine exchange, forward and backward."""
+    """Number format of the combine exchange, in the same words."""
     dispatch: str = "all_to_all"
     """Collective that moves tokens to experts."""
     schedule: bool = True
     """Whether to reorder launches, waits and compute so that exchanges run under compute."""
     recompute: str = "save_exchanges"
     """What activation checkpointing does with exchanges: obey the model, save, or recompute."""
+    gradient_wire: str = "same"
+    """How float32 gradients are summed over ranks: "same" as the model says, or each rank's part
+    rounded once to bfloat16, exchanged, and summed in float32: half the bytes."""
     max_memory_increase: float = 0.30
     """Largest rise of a graph's peak of live bytes that scheduling may cause, as a fraction of
     `step_peak_bytes`, or of that peak where it is larger."""

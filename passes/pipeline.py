@@ -20,10 +20,12 @@ from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, n
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.planning.state import CompileState
 from passes.chunk_regions import ChunkRegions
+from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass, PassReport
 from passes.detect_regions import DetectRegions
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.plan_chunks import PlanChunks
+from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
 from passes.save_exchanges import SaveExchanges
 from passes.schedule_exchanges import ScheduleExchanges
@@ -41,18 +43,24 @@ class Level:
     """What the tracer promises of the level's graphs."""
 
 
-DYNAMO: Final = Level((NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions()))
+DYNAMO: Final = Level(
+    (NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions(), QuantizeExchanges())
+)
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level((SaveExchanges(),), frozenset({Fact.FUNCTIONAL}))
 """On the joint graph, before it is partitioned."""
+
+POST_GRAD_EARLY: Final = Level((CompressGradients(),), frozenset({Fact.FUNCTIONAL}))
+"""On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(
     (ScheduleExchanges(), VerifySchedule(), RecordOrder()), frozenset({Fact.FUNCTIONAL})
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""
 
-NAMES: Final = tuple(p.name for level in (DYNAMO, JOINT, POST_GRAD) for p in level.passes)
+LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD)
+NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
 
 
 @dataclass(frozen=True, slots=True)

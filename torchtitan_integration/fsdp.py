@@ -30,6 +30,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 
 from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.gradient_wire import round_gradients
+from torchtitan_integration.job_config import options_of
 
 
 class ExpertCarrier(nn.Module):
@@ -88,6 +90,8 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     disable_fsdp_gradient_division(model)
     _prefetch(model)
     adapt_to_gloo(model)
+    if options_of(job).gradient_wire == "bf16_fp32_sum":
+        round_gradients(model)
 
 
 def _tail(model: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,10 @@ from moe_compile.config import ENVIRONMENT_PREFIX, PREFIX, TABLE_ONLY, MegaMoECo
 RECIPE_DEFAULTS: Final = {"max_memory_increase": 0.05}
 """Where the recipe's default differs from that of torch.compile."""
 
+OUTSIDE_GRAPHS: Final = ("gradient_wire",)
+"""Options the recipe acts on itself: FSDP2 reduces gradients outside of compiled graphs, and what
+these reduce inside belongs to tensor parallelism."""
+
 _HINTS: Final = get_type_hints(MegaMoEConfig)
 
 
@@ -47,13 +51,28 @@ def compile_options(table: Any, environment: Mapping[str, str] = os.environ) -> 
     `table` is None where the job has none. A key the TOML leaves at its default may still come
     from a `MEGAMOE_*` variable. Raises InvalidConfig for a wrong value.
     """
-    standard = asdict(MegaMoE())
-    written = {k: v for k, v in asdict(table or MegaMoE()).items() if v != standard[k]}
+    written = _written(table)
     from_sources(table=written, environment=environment)
     recipe = {
         name: value
         for name, value in RECIPE_DEFAULTS.items()
         if ENVIRONMENT_PREFIX + name.upper() not in environment
     }
-    chosen = {**recipe, **{k: v for k, v in written.items() if k not in TABLE_ONLY}}
+    inside = {k: v for k, v in written.items() if k not in (*TABLE_ONLY, *OUTSIDE_GRAPHS)}
+    outside = {name: getattr(MegaMoEConfig(), name) for name in OUTSIDE_GRAPHS}
+    chosen = {**recipe, **inside, **outside}
     return {PREFIX + name: value for name, value in chosen.items()}
+
+
+def options_of(job: Any, environment: Mapping[str, str] = os.environ) -> MegaMoEConfig:
+    """Return all options of a torchtitan job, from its table, if it has one, and the environment.
+
+    Raises InvalidConfig for a wrong value.
+    """
+    table = getattr(job, PREFIX.rstrip("."), None)  # absent from a TOML without our config module
+    return from_sources(table=_written(table), environment=environment)
+
+
+def _written(table: Any) -> dict[str, Any]:
+    standard = asdict(MegaMoE())
+    return {k: v for k, v in asdict(table or MegaMoE()).items() if v != standard[k]}

@@ -38,8 +38,13 @@ class JobFile:
     overrides: tuple[str, ...] = ()
 
     def read(self, key: str, default: Any = None) -> Any:
-        """Return what the flags, else the file, say of `section.key`; else `default`."""
+        """Return what the flags, else the file, say of `section.key`; else `default`.
+
+        An option of ours may come from the environment instead.
+        """
         section, _, name = key.partition(".")
+        if section == BACKEND:
+            default = os.environ.get(ENVIRONMENT_PREFIX + name.upper(), default)
         said = self.content.get(section, {}).get(name, default)
         for i, word in enumerate(self.overrides):
             flag, equals, value = word.partition("=")

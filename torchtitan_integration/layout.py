@@ -41,6 +41,10 @@ class Layout:
     """Activation checkpointing."""
     selective: str = _key("activation_checkpoint.selective_ac_option", "2")
     """For "selective": "op", or every n-th layer."""
+    reduce_dtype: str = _key("training.mixed_precision_reduce", "float32")
+    """Type in which FSDP2 reduces gradients."""
+    gradient_wire: str = _key("megamoe.gradient_wire", "same")
+    """Type in which gradients travel."""
 
     @property
     def knows_shards(self) -> bool:
@@ -159,6 +163,22 @@ RULES: Final = (
         field="checkpointing",
         instead=lambda _: CHECKPOINTING[1],
         why="it lets the partitioner recompute exchanges",
+    ),
+    Rule(
+        holds=lambda x: x.gradient_wire != "same" and x.reduce_dtype != "float32",
+        what="`gradient_wire` with gradients that are not reduced in float32",
+        field="reduce_dtype",
+        instead=lambda _: "float32",
+        why="gradient_wire rounds float32 gradients once and sums in float32; these are rounded "
+        "before it sees them",
+    ),
+    Rule(
+        holds=lambda x: x.gradient_wire != "same" and x.knows_shards and x.dense_shards < 2,
+        what="`gradient_wire` without FSDP",
+        field="gradient_wire",
+        instead=lambda _: "same",
+        why="it takes the place of FSDP2's reduce-scatter, and one data shard has none (DDP "
+        "all-reduces)",
     ),
 )
 """Every refusal."""

@@ -9,7 +9,6 @@ Contract
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from moe_compile.config import PREFIX
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
-from torchtitan_integration.job_config import compile_options
+from torchtitan_integration.job_config import compile_options, options_of
 from torchtitan_integration.layout import BACKEND, check_layout, read_layout
 from torchtitan_integration.model_parts import ModelParts, parts_of
 
@@ -39,11 +38,16 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
 
     Raises InvalidConfig for a layout this version does not have.
     """
-    layout = read_layout(lambda key, _: operator.attrgetter(key)(job))
+    layout = read_layout(lambda key, _: _value(job, key))
     check_layout(dataclasses.replace(layout, dp_shard=dims.dp_shard))
     apply_model_parallelism(model, dims, job)
     apply_data_parallelism(model, dims, job)
     return model
+
+
+def _value(job: JobConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(options_of(job) if section == BACKEND else getattr(job, section), name)
 
 
 def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:

@@ -50,6 +50,11 @@ def is_all_gather(node: fx.Node) -> bool:
     return is_launch(node) and "::all_gather_into_tensor" in overload_name(node)
 
 
+def is_reduce_scatter(node: fx.Node) -> bool:
+    """Whether the node launches a reduce-scatter, of one tensor or several."""
+    return is_launch(node) and "::reduce_scatter_tensor" in overload_name(node)
+
+
 def group_name(launch: fx.Node) -> str:
     """Return the name of the process group a collective runs on: its last string argument."""
     names = [a for a in (*launch.args, *launch.kwargs.values()) if isinstance(a, str)]

@@ -50,13 +50,24 @@ def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """What a region became."""
+
+    instead: dict[fx.Node, fx.Node]
+    """Host read whose value the graph needs outside the region -> what to read instead."""
+    dispatches: tuple[fx.Node, ...]
+    combines: tuple[fx.Node, ...]
+    """Launches of each chunk's dispatch and combine, in order of chunks."""
+
+
 def emit_chunks(
     region: MoERegion, proof: RowProof, num_chunks: int, kept: Iterable[fx.Node]
-) -> dict[fx.Node, fx.Node]:
+) -> Chunked:
     """Emit the region in `num_chunks` chunks before its result, and turn the result into theirs.
 
     `kept` are host reads (`item` nodes) of the region whose value the graph needs outside it:
-    they join the bulk read. Returns what to read instead of each.
+    they join the bulk read.
     """
     emit = Emitter(region.result)
     bounds = chunk_bounds(region.num_local_experts, num_chunks)
@@ -83,7 +94,11 @@ def emit_chunks(
     region.result.target = PERMUTE_ROWS
     region.result.args = (together, inverse, order)
     region.result.kwargs = {}
-    return {node: whole.env[node] for node in kept}
+    return Chunked(
+        instead={node: whole.env[node] for node in kept},
+        dispatches=tuple(replay.env[region.dispatch] for replay in replays),
+        combines=tuple(replay.env[region.combine] for replay in replays),
+    )
 
 
 def _start(

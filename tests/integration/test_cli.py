@@ -177,6 +177,8 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         "seq_len": {"seq_len": 130},
         "async_tp": {"async_tp": True},
         "checkpointing": {"checkpointing": "memory_budget"},
+        "reduce_dtype": {"gradient_wire": "bf16_fp32_sum", "reduce_dtype": "bfloat16"},
+        "gradient_wire": {"gradient_wire": "bf16_fp32_sum", "dp_shard": 1, "ep": 1},
     }
     check_layout(base)
     for rule in RULES:

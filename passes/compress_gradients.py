@@ -1,0 +1,212 @@
+"""Send float32 gradients as bfloat16: a reduce-scatter becomes an all-to-all and a float32 sum.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     the sum: float32, of contributions each rounded once to bfloat16. A contribution that
+              was bfloat16 before it was cast up is not rounded at all. Half the bytes travel.
+
+    wait(reduce_scatter_tensor(x, "sum", n, group))  ->
+        sum(view(wait(all_to_all_single(bfloat16(x), even, even, group)), [n, ...]), 0, float32)
+
+Off unless `gradient_wire = "bf16_fp32_sum"`. A gradient of a parameter is told from one of an
+activation, as tensor parallelism reduces it, by where it goes: the graph returns it, and on the way
+its values are at most cast, scaled or added to (MegaScale-MoE, section 5).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import C10D, is_reduce_scatter, is_wait, tensor_of
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+ATEN: Final = torch.ops.aten
+UNCHANGED: Final = (ATEN._to_copy.default, ATEN.clone.default)
+"""Operators that compute nothing, and which torch marks neither as pointwise nor as views."""
+
+
+class Left(enum.Enum):
+    """Why a reduce-scatter stays. Values are what reports print."""
+
+    NOT_ASKED = "gradient_wire leaves gradients in the type they have"
+    FORWARD = "in a forward graph: no gradient"
+    COALESCED = "several tensors in one launch, or into a given output"
+    DTYPE = "it does not reduce float32"
+    OPERATION = "it neither sums nor averages"
+    ONE_RANK = "a group of one rank sends nothing"
+    SIZE = "dim 0 is symbolic, or the ranks do not divide it"
+    READERS = "its result is not read by one wait alone"
+    ACTIVATION = "the graph computes with its result: the gradient of an activation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientReduction:
+    """A reduce-scatter whose contributions can travel as bfloat16."""
+
+    launch: fx.Node
+    wait: fx.Node
+    source: fx.Node
+    """What is reduced, float32 `[n K, ...]`, or the bfloat16 that it was cast from."""
+    ranks: int
+    group: Any
+    is_mean: bool
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the bytes a rank contributes as float32."""
+        whole = tensor_of(self.launch.all_input_nodes[0])
+        assert whole is not None
+        return whole.numel() * whole.element_size()
+
+
+@dataclass(frozen=True)
+class CompressGradients(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "compress_gradients"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Decide for every reduce-scatter, then replace those of parameters' gradients."""
+        found: list[GradientReduction] = []
+        skipped: list[Verdict] = []
+        for launch in [node for node in graph.nodes if is_reduce_scatter(node)]:
+            seen = _match(launch, state)
+            if isinstance(seen, Left):
+                skipped.append(Verdict(candidate=launch.name, reason=seen))
+            else:
+                found.append(seen)
+        names = tuple(reduction.launch.name for reduction in found)
+        before = float(sum(reduction.payload_bytes for reduction in found))
+        for reduction in found:
+            _replace(reduction)
+        measures = {"gradient_bytes_before": before, "gradient_bytes": before / 2}
+        return PassReport(
+            pass_name=self.name,
+            applied=names,
+            skipped=tuple(skipped),
+            measures=measures if found else {},
+        )
+
+
+def _match(launch: fx.Node, state: CompileState) -> GradientReduction | Left:
+    if left := _not_asked(launch, state) or _not_a_sum(launch):
+        return left
+    (source,), (wait,) = launch.all_input_nodes, launch.users
+    before = source.all_input_nodes[0] if _is_cast_up(source) else source
+    given = _arguments(launch)
+    return GradientReduction(
+        launch=launch,
+        wait=wait,
+        source=before,
+        ranks=given["group_size"],
+        group=given["group_name"],
+        is_mean=given["reduce_op"] == "avg",
+    )
+
+
+def _not_asked(launch: fx.Node, state: CompileState) -> Left | None:
+    if state.config.gradient_wire == "same":
+        return Left.NOT_ASKED
+    if not state.is_backward:
+        return Left.FORWARD
+    if launch.target is not C10D.reduce_scatter_tensor.default:
+        return Left.COALESCED
+    return None
+
+
+def _not_a_sum(launch: fx.Node) -> Left | None:
+    given = _arguments(launch)
+    whole = tensor_of(given["input"])
+    if whole is None or whole.dtype is not torch.float32:
+        return Left.DTYPE
+    if given["reduce_op"] not in ("sum", "avg"):
+        return Left.OPERATION
+    if given["group_size"] == 1:
+        return Left.ONE_RANK
+    if not isinstance(whole.shape[0], int) or whole.shape[0] % given["group_size"]:
+        return Left.SIZE
+    if len(launch.users) != 1 or not is_wait(wait := next(iter(launch.users))):
+        return Left.READERS
+    return None if _is_returned(wait) else Left.ACTIVATION
+
+
+def _arguments(launch: fx.Node) -> dict[str, Any]:
+    assert isinstance(launch.target, torch._ops.OpOverload)
+    names = [argument.name for argument in launch.target._schema.arguments]
+    return {**dict(zip(names, launch.args, strict=False)), **launch.kwargs}
+
+
+def _is_returned(value: fx.Node) -> bool:
+    """Whether outputs are all that `value` reaches, and only element by element."""
+    reached, todo = {value}, [value]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output" or user in reached:
+                continue
+            if not _is_element_by_element(user):
+                return False
+            reached.add(user)
+            todo.append(user)
+    return True
+
+
+def _is_element_by_element(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.is_view or torch.Tag.pointwise in target.tags or target in UNCHANGED
+
+
+def _is_cast_up(node: fx.Node) -> bool:
+    """Whether `node` is a bfloat16 tensor of the same shape and place, as float32."""
+    if len(node.all_input_nodes) != 1 or node.target not in (
+        ATEN._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
+    ):
+        return False
+    before, after = tensor_of(node.all_input_nodes[0]), tensor_of(node)
+    if before is None or after is None:
+        return False
+    return before.dtype is torch.bfloat16 and before.device == after.device
+
+
+def _replace(reduction: GradientReduction) -> None:
+    ranks, sent = reduction.ranks, reduction.source
+    early, late = Emitter(reduction.launch), Emitter(reduction.wait)
+    if _value(sent).dtype is not torch.bfloat16:
+        cast = torch.ops.prims.convert_element_type.default
+        sent = _emit(early, cast, sent, torch.bfloat16)
+    if not _value(sent).is_contiguous():
+        sent = _emit(early, ATEN.clone.default, sent, memory_format=torch.contiguous_format)
+    shape = list(_value(sent).shape)
+    even = [shape[0] // ranks] * ranks
+    launch = _emit(early, C10D.all_to_all_single.default, sent, even, even, reduction.group)
+    received = _emit(late, C10D.wait_tensor.default, launch)
+    by_rank = _emit(late, ATEN.view.default, received, [ranks, even[0], *shape[1:]])
+    total = _emit(late, ATEN.sum.dim_IntList, by_rank, [0], dtype=torch.float32)
+    if reduction.is_mean:
+        total = _emit(late, ATEN.div.Tensor, total, ranks)
+    reduction.wait.replace_all_uses_with(total)
+    reduction.wait.graph.erase_node(reduction.wait)
+    reduction.launch.graph.erase_node(reduction.launch)
+
+
+def _emit(emitter: Emitter, target: Any, first: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    """Emit a call whose tensor is `first`, with the fake value that later passes read."""
+    node = emitter.call(target, first, *args, **kwargs)
+    node.meta["val"] = target(_value(first), *args, **kwargs)
+    return node
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    value = tensor_of(node)
+    assert value is not None
+    return value
