@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -20,6 +21,8 @@ from benchmarks.gpu.sizes import PROMISED_S, SIZES
 from benchmarks.gpu.summary import print_summary, read_section
 
 WIDTH: Final = 150
+ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Where nothing else is set: a machine without a network has no other interface."""
 GRACE_S: Final = 8.0
 """A section may take longer than its time by, before it is killed: work begun in time may end."""
 RESERVE_S: Final = 10.0
@@ -41,9 +44,11 @@ def main() -> int:
     for key, value in summary["machine"].items():
         console.print(f"{key}: {value}", highlight=False)
     names = [name for name in PROMISED_S if name in arguments.sections]
-    for place, name in enumerate(names):
+    promised = sum(PROMISED_S[name] for name in names)
+    for name in names:
         left_s = arguments.budget_s - RESERVE_S - (time.monotonic() - began)
-        budget_s = left_s - sum(PROMISED_S[later] for later in names[place + 1 :])
+        budget_s = left_s * PROMISED_S[name] / promised
+        promised -= PROMISED_S[name]
         summary["sections"][name] = _run(name, arguments.device, out, budget_s)
         summary["seconds"] = round(time.monotonic() - began, 1)
         write_json(out / "summary.json", summary)
@@ -61,7 +66,9 @@ def _run(name: str, device: str, out: Path, budget_s: float) -> dict[str, Any]:
     command += [f"--device={device}", f"--budget-s={budget_s - GRACE_S}"]
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(command, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stderr=log, env={**ENVIRONMENT, **os.environ}, start_new_session=True
+        )
         try:
             code: int | None = process.wait(timeout=budget_s)
         except subprocess.TimeoutExpired:
@@ -77,10 +84,8 @@ def _run(name: str, device: str, out: Path, budget_s: float) -> dict[str, Any]:
 
 
 def _kill_session(process: subprocess.Popen) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended
     process.wait()
 
 

@@ -11,7 +11,6 @@ Contract
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import math
 import statistics
@@ -22,13 +21,12 @@ import torch
 import torch._dynamo
 
 from benchmarks.gpu.device_time import Replay, replayable, time_in_turn
-from benchmarks.gpu.plain_rows import pack, unpack
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.row_ops import ROW_OPS, Inputs, RowOp, extreme_rows, random_inputs
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.ops.quantize import pack_rows, unpack_rows
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 
-MODULE: Final = "moe_compile.ops.quantized_rows"
-"""Registers the operators."""
 ODD_WIDTHS: Final = (1, 2, 127, 128, 130, 2052)
 ODD_ROWS: Final = (0, 1, 33)
 JOB_S: Final = 3.0
@@ -38,7 +36,6 @@ COMPILE_S: Final = 12.0
 
 def check_kernels(record: Record, sizes: Sizes) -> None:
     """Run the section."""
-    record.attempt("import", lambda: importlib.import_module(MODULE))
     for op in ROW_OPS:
         record.attempt(f"{op.name} at odd sizes", lambda op=op: _check_odd(record, sizes, op))
     for dtype in (torch.bfloat16, torch.float32):
@@ -62,16 +59,13 @@ def _check_odd(record: Record, sizes: Sizes, op: RowOp) -> None:
 
 def _check_extremes(record: Record, sizes: Sizes, dtype: torch.dtype, what: str) -> None:
     """Bytes of a block without a finite largest value are not fixed: their values must be NaN."""
-    ops = torch.ops.megamoe
     for width in ODD_WIDTHS:
         rows = extreme_rows(sizes.device, width, dtype)
         finite = torch.isfinite(rows).all(1)
-        message, expected = ops.gather_quantize_pack(rows, None), pack(rows)
+        message, expected = GATHER_QUANTIZE_PACK(rows), pack_rows(rows, None)
         _expect_equal(record, f"{what}, width {width}", [message[finite]], [expected[finite]])
-        values, wanted = (
-            ops.unpack_dequantize(message, width, dtype),
-            unpack(expected, width, dtype),
-        )
+        values = UNPACK_DEQUANTIZE(message, width, dtype)
+        wanted = unpack_rows(expected, width, dtype)
         record.expect(
             torch.allclose(values, wanted, rtol=0, atol=0, equal_nan=True),
             f"{what}, width {width}",

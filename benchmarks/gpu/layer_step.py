@@ -24,11 +24,11 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.cases import Case
 from benchmarks.gpu.device_time import elapsed_s, synchronize
 from benchmarks.gpu.exact_layer import Tensors
-from benchmarks.gpu.sizes import FP8_WIRES, OVERLAP_SCHEDULING
+from benchmarks.gpu.sizes import FP8_WIRES, OVERLAP_SCHEDULING, SMOKE_OURS
 from benchmarks.layer import MoELayer
 from benchmarks.variants import VARIANTS, Variant
 from moe_compile.backend import megamoe
-from moe_compile.graph.wrapper_order import event_letters, wrapper_events
+from moe_compile.graph.wrapper_order import event_letters, products_under, wrapper_events
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,6 +46,11 @@ GPU_VARIANTS: Final = {
             "megamoe.dispatch_wire": "fp8",
             "megamoe.combine_wire": "fp8",
         },
+    ),
+    SMOKE_OURS: Variant(
+        name=SMOKE_OURS,
+        backend="megamoe",
+        options={"megamoe.chunks": 2, "megamoe.codegen": "fx"},
     ),
     OVERLAP_SCHEDULING: Variant(name=OVERLAP_SCHEDULING, options={ATEN_OVERLAP: True}),
 }
@@ -66,14 +71,30 @@ def start_compiler() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CodeOrder:
+    """In which order one generated wrapper does things."""
+
+    letters: str
+    """Launches, waits, matrix products (wrapper_order's letters)."""
+    products_under: tuple[int, ...]
+    """Matrix products between each launch and the wait for it."""
+
+
+def order_of(code: str) -> CodeOrder:
+    """Return the order of a wrapper's text."""
+    events = wrapper_events(code)
+    return CodeOrder(letters=event_letters(events), products_under=products_under(events))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
     """One variant, compiled, and what its first step was like."""
 
     forward: Forward
     compile_s: float
     """Of the first step, forward and backward, kernels perhaps from the cache on disk."""
-    orders: tuple[str, ...]
-    """Launches, waits and matrix products of forward and backward (wrapper_order's letters)."""
+    orders: tuple[CodeOrder, ...]
+    """Of forward and backward."""
     codes: tuple[str, ...]
 
 
@@ -126,7 +147,7 @@ class LayerStep:
         return Compiled(
             forward=forward,
             compile_s=time.monotonic() - began,
-            orders=tuple(event_letters(wrapper_events(code)) for code in codes),
+            orders=tuple(map(order_of, codes)),
             codes=tuple(codes),
         )
 

@@ -112,7 +112,11 @@ class _Run:
         compiled = self._step.compile(GPU_VARIANTS[name], hardware)
         self._needs_s = max(self._needs_s, compiled.compile_s)
         error = self._error(name, compiled, CONTROL)
-        facts = {"compile_s": compiled.compile_s, "error": error, "orders": compiled.orders}
+        facts = {
+            "compile_s": compiled.compile_s,
+            "error": error,
+            "orders": [asdict(order) for order in compiled.orders],
+        }
         self._record.put(variants={**self._record.data["variants"], name: facts})
         for _ in range(WARM_UP):
             self._step.run(compiled.forward)

@@ -9,7 +9,14 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu import plain_rows
+from moe_compile.ops.quantize import pack_rows
+from moe_compile.ops.quantized_rows import (
+    GATHER_QUANTIZE_PACK,
+    GATHER_ROWS,
+    REFERENCES,
+    UNPACK_DEQUANTIZE,
+    UNPACK_DEQUANTIZE_PERMUTE,
+)
 from moe_compile.ops.wire_format import row_bytes
 
 DTYPE: Final = torch.bfloat16
@@ -35,7 +42,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowOp:
-    """One operator of torch.ops.megamoe; `plain` takes the same arguments."""
+    """One use of an operator; `plain` takes the same arguments."""
 
     name: str
     ours: Callable[..., torch.Tensor]
@@ -53,13 +60,6 @@ class RowOp:
         return self.plain(*self.arguments(inputs))
 
 
-def _ours(name: str) -> Callable[..., torch.Tensor]:
-    def call(*arguments: Any) -> torch.Tensor:
-        return getattr(torch.ops.megamoe, name)(*arguments)
-
-    return call
-
-
 def _row(width: int) -> int:
     return DTYPE.itemsize * width
 
@@ -67,36 +67,36 @@ def _row(width: int) -> int:
 ROW_OPS: Final = (
     RowOp(
         name="gather_quantize_pack",
-        ours=_ours("gather_quantize_pack"),
-        plain=plain_rows.gather_pack,
+        ours=GATHER_QUANTIZE_PACK,
+        plain=REFERENCES[GATHER_QUANTIZE_PACK],
         arguments=lambda i: (i.rows_ND, i.index),
         bytes_per_row=lambda width: _row(width) + INDEX_BYTES + row_bytes(width),
     ),
     RowOp(
         name="unpack_dequantize_permute",
-        ours=_ours("unpack_dequantize_permute"),
-        plain=plain_rows.unpack_permuted,
+        ours=UNPACK_DEQUANTIZE_PERMUTE,
+        plain=REFERENCES[UNPACK_DEQUANTIZE_PERMUTE],
         arguments=lambda i: (i.message, i.index, i.width, DTYPE),
         bytes_per_row=lambda width: _row(width) + INDEX_BYTES + row_bytes(width),
     ),
     RowOp(
-        name="quantize_pack",
-        ours=lambda rows_ND: torch.ops.megamoe.gather_quantize_pack(rows_ND, None),
-        plain=plain_rows.pack,
-        arguments=lambda i: (i.rows_ND,),
+        name="gather_quantize_pack, no index",
+        ours=GATHER_QUANTIZE_PACK,
+        plain=REFERENCES[GATHER_QUANTIZE_PACK],
+        arguments=lambda i: (i.rows_ND, None),
         bytes_per_row=lambda width: _row(width) + row_bytes(width),
     ),
     RowOp(
         name="unpack_dequantize",
-        ours=_ours("unpack_dequantize"),
-        plain=plain_rows.unpack,
+        ours=UNPACK_DEQUANTIZE,
+        plain=REFERENCES[UNPACK_DEQUANTIZE],
         arguments=lambda i: (i.message, i.width, DTYPE),
         bytes_per_row=lambda width: _row(width) + row_bytes(width),
     ),
     RowOp(
         name="gather_rows",
-        ours=_ours("gather_rows"),
-        plain=plain_rows.gather,
+        ours=GATHER_ROWS,
+        plain=REFERENCES[GATHER_ROWS],
         arguments=lambda i: (i.rows_ND, i.index),
         bytes_per_row=lambda width: 2 * _row(width) + INDEX_BYTES,
     ),
@@ -109,7 +109,7 @@ def random_inputs(device: str, num_rows: int, width: int, seed: int) -> Inputs:
     return Inputs(
         rows_ND=_rows(device, generator, num_rows, width),
         index=torch.randperm(num_rows, generator=generator, device=device),
-        message=plain_rows.pack(_rows(device, generator, num_rows, width)),
+        message=pack_rows(_rows(device, generator, num_rows, width), None),
     )
 
 

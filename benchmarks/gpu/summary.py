@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 Section = Mapping[str, Any]
+
+MOST_FAILURES: Final = 12
+"""Printed; the files have all."""
 
 
 def read_section(out: Path, name: str) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> No
         section = read_section(out, name)
         if section.get("rows"):
             console.print(tables[name](section))
-        for failure in section.get("failures", []):
+        for failure in section.get("failures", [])[:MOST_FAILURES]:
             console.print(f"{name}: {failure['what']}: {failure['why']}"[:300], markup=False)
         for skipped in section.get("skipped", []):
             console.print(f"{name}: skipped {skipped['what']}: {skipped['why']}", markup=False)
@@ -35,7 +38,7 @@ def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> No
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, title_justify="left", box=None)
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     return table
@@ -46,7 +49,8 @@ def _kernels(section: Section) -> Table:
     table = _table(
         "Quantized rows", "op", "rows", "width", "us", "GB/s", "of a copy", "inductor / ours"
     )
-    for row in section["rows"]:
+    largest = max(row["rows"] for row in section["rows"])
+    for row in [row for row in section["rows"] if row["rows"] == largest]:
         theirs = inductor.get((row["op"], row["rows"], row["width"]))
         table.add_row(
             row["op"] + ("" if row["is_equal"] else " WRONG"),
@@ -87,9 +91,7 @@ def _link(section: Section) -> Table:
         "vs inductor",
         "vs best inductor",
     )
-    for before, row in zip([None, *section["rows"]], section["rows"], strict=False):
-        if before is not None and before["setting"] != row["setting"]:
-            table.add_section()
+    for row in section["rows"]:
         table.add_row(
             row["setting"],
             row["variant"],
