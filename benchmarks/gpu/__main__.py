@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from benchmarks.gpu.gpu_machine import describe_gpu_machine
+from benchmarks.gpu.limited_process import run_limited
 from benchmarks.gpu.record import say, write_json
 from benchmarks.gpu.sizes import PROMISED_S, SIZES
 from benchmarks.gpu.summary import print_summary, read_section
@@ -24,7 +22,7 @@ WIDTH: Final = 150
 ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo"}
 """Where nothing else is set: a machine without a network has no other interface."""
 GRACE_S: Final = 8.0
-"""A section may take longer than its time by, before it is killed: work begun in time may end."""
+"""Before its end a section begins nothing more; then it is killed."""
 RESERVE_S: Final = 10.0
 """For starting and for the table."""
 
@@ -34,6 +32,8 @@ def main() -> int:
     arguments = _arguments()
     began = time.monotonic()
     out = arguments.out.resolve()
+    for name in arguments.sections:
+        (out / f"{name}.json").unlink(missing_ok=True)
     console = Console(width=WIDTH)
     summary: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
@@ -64,29 +64,23 @@ def _run(name: str, device: str, out: Path, budget_s: float) -> dict[str, Any]:
     began = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu.one_section", name, f"--out={out}"]
     command += [f"--device={device}", f"--budget-s={budget_s - GRACE_S}"]
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            command, stderr=log, env={**ENVIRONMENT, **os.environ}, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(timeout=budget_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _kill_session(process)  # compile workers too
+    code = run_limited(command, out / f"{name}.log", budget_s, {**ENVIRONMENT, **os.environ})
+    found = read_section(out, name)
     return {
-        "status": "passed" if code == 0 else "out of time" if code is None else "failed",
+        "status": _status(code, found),
         "exit_code": code,
         "seconds": round(time.monotonic() - began, 1),
-        "failures": [failure["what"] for failure in read_section(out, name).get("failures", [])],
+        "failures": [failure["what"] for failure in found.get("failures", [])],
+        "skipped": [skipped["what"] for skipped in found.get("skipped", [])],
     }
 
 
-def _kill_session(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _status(code: int | None, found: dict[str, Any]) -> str:
+    if code is None:
+        return "out of time"
+    if code:
+        return "failed"
+    return "passed" if found.get("rows") else "skipped"
 
 
 def _arguments() -> argparse.Namespace:
