@@ -17,9 +17,9 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
 
@@ -29,11 +29,11 @@ from benchmarks.gpu.exact_layer import Tensors, relative_errors
 from benchmarks.gpu.lanes import CONTROL, Carried, CudaLane, Pace, ProcessorLane
 from benchmarks.gpu.layer_check import FP8_MAX_ERROR, start_one_rank
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, is_known, start_compiler
+from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.one_rank_link import one_rank_link
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import FP8_WIRES, Sizes
 from benchmarks.machine import write_profile
-from benchmarks.paired import ratio
 from moe_compile.hardware import load_profile
 
 MAX_ERROR: Final = 0.02
@@ -44,17 +44,6 @@ ESTIMATE_STEPS: Final = 10
 LEAST_ROUNDS: Final = 3
 LEAST_S: Final = 5.0
 """Time a setting's rounds are not begun without."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One timed step."""
-
-    seconds: float
-    link_s: float
-    """The lane was carrying."""
-    num_bytes: int
-    num_exchanges: int
 
 
 def check_link(record: Record, sizes: Sizes) -> None:
@@ -72,9 +61,11 @@ def check_link(record: Record, sizes: Sizes) -> None:
     for name in sizes.link_variants:
         if name != BASELINE:
             run.compile(name, profile)
+    run.compiled[AGAIN] = run.compiled[BASELINE]
     for setting, pace in paces.items():
         rounds = sizes.control_rounds if setting == NO_LINK_RATIO else sizes.rounds
         record.attempt(setting, lambda s=setting, p=pace, n=rounds: run.rounds(s, p, n), LEAST_S)
+    record.put(warnings=warnings_of(record.data["rows"]))
     dist.destroy_process_group()
 
 
@@ -195,30 +186,8 @@ class _Run:
             for name in names:
                 steps[name].append(self.step(name))
         gc.enable()
-        for row in rows_of(setting, steps):
+        for row in rows_of(setting, steps, self._record.data["compute_ms"]):
             self._record.add_row(row)
-
-
-def rows_of(setting: str, steps: Mapping[str, list[Step]]) -> list[dict[str, Any]]:
-    """Return a row per variant: times, and ratios within rounds to Inductor and to its best."""
-    seconds = {name: [s.seconds for s in made] for name, made in steps.items()}
-    theirs = [name for name in steps if not name.startswith("megamoe")]
-    best = min(theirs, key=lambda name: statistics.median(seconds[name]))
-    return [
-        {
-            "setting": setting,
-            "variant": name,
-            "ms": 1e3 * statistics.median(seconds[name]),
-            "ms_quartiles": [1e3 * q for q in statistics.quantiles(seconds[name], n=4)],
-            "link_ms": 1e3 * statistics.median(s.link_s for s in made),
-            "bytes": made[-1].num_bytes,
-            "exchanges": made[-1].num_exchanges,
-            "vs_inductor": asdict(ratio(seconds[name], seconds[BASELINE])),
-            "best_inductor": best,
-            "vs_best_inductor": asdict(ratio(seconds[name], seconds[best])),
-        }
-        for name, made in steps.items()
-    ]
 
 
 def _nan_last(error: float) -> float:

@@ -77,7 +77,7 @@ H200: Final = Sizes(
 SMOKE: Final = Sizes(
     device="cpu",
     row_counts=(16,),
-    widths=(130,),
+    widths=(256,),
     least_footprint=0,
     kernel_rounds=2,
     case=Case(name="smoke", num_ranks=1, tokens=32, experts=4, width=16, hidden=24, top_k=2),

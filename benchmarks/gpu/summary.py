@@ -31,6 +31,8 @@ def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> No
             console.print(tables[name](section))
         for failure in section.get("failures", [])[:MOST_FAILURES]:
             console.print(f"{name}: {failure['what']}: {failure['why']}"[:300], markup=False)
+        for warning in section.get("warnings", []):
+            console.print(f"warning: {warning}", markup=False)
         for skipped in section.get("skipped", []):
             console.print(f"{name}: skipped {skipped['what']}: {skipped['why']}", markup=False)
     for name, found in summary["sections"].items():
@@ -88,6 +90,7 @@ def _link(section: Section) -> Table:
         "variant",
         "ms",
         "link ms",
+        "x bound",
         "vs inductor",
         "vs best inductor",
     )
@@ -97,6 +100,7 @@ def _link(section: Section) -> Table:
             row["variant"],
             f"{row['ms']:.2f}",
             f"{row['link_ms']:.2f}",
+            f"{row['over_bound']:.2f}",
             _with_interval(row["vs_inductor"]),
             _with_interval(row["vs_best_inductor"]),
         )

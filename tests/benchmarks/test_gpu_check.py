@@ -18,7 +18,7 @@ from benchmarks.gpu.kernels import measure_op
 from benchmarks.gpu.lanes import Pace, ProcessorLane
 from benchmarks.gpu.layer_step import LayerStep
 from benchmarks.gpu.limited_process import run_limited
-from benchmarks.gpu.link_rounds import Step, rows_of
+from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import SMOKE
@@ -50,7 +50,7 @@ def test_the_link_section_runs_without_a_gpu(tmp_path):
     section = json.loads((tmp_path / "link.json").read_text())
     settings = ["inf", "2:1", "1:1", "1:2", "1:4", "host 1:1", "host, all bytes"]
     found = [(row["setting"], row["variant"]) for row in section["rows"]]
-    assert found == [(s, v) for s in settings for v in SMOKE.link_variants]
+    assert found == [(s, v) for s in settings for v in (*SMOKE.link_variants, AGAIN)]
     assert section["exchanges_per_step"] == 5
     one_to_one = next(row for row in section["rows"] if row["setting"] == "1:1")
     assert one_to_one["link_ms"] == pytest.approx(section["compute_ms"], rel=0.01)
@@ -131,9 +131,21 @@ def test_ratios_are_against_the_quickest_of_inductors_settings():
         "inductor reorder": steps(2.0, 2.0),
         "megamoe N=4": steps(1.0, 1.0),
     }
-    ours = rows_of("1:1", made)[-1]
+    ours = rows_of("1:1", made, compute_ms=500.0)[-1]
     assert ours["best_inductor"] == "inductor reorder"
     assert (ours["vs_inductor"]["median"], ours["vs_best_inductor"]["median"]) == (0.25, 0.5)
+    assert ours["over_bound"] == 2.0
+
+
+def test_a_variant_quicker_on_the_control_lane_is_warned_of():
+    def rows(seconds):
+        step = Step(seconds=seconds, link_s=0.0, num_bytes=0, num_exchanges=0)
+        baseline = Step(seconds=1.0, link_s=0.0, num_bytes=0, num_exchanges=0)
+        return rows_of("inf", {"inductor": [baseline] * 2, "megamoe N=2": [step] * 2}, 1.0)
+
+    assert not warnings_of(rows(0.96))
+    (warning,) = warnings_of(rows(0.9))
+    assert warning.startswith("megamoe N=2: 0.90")
 
 
 def test_an_item_that_raises_is_recorded_and_the_next_one_runs(record):
