@@ -116,8 +116,10 @@ class _Run:
     def _error(self, name: str, compiled: Compiled, pace: Pace) -> float:
         """Return the largest relative difference from the baseline's first results."""
         self.lane.pace, self.lane.poisons = pace, True
-        results = self._step.results(compiled.forward)
-        self.lane.poisons = False
+        try:
+            results = self._step.results(compiled.forward)
+        finally:
+            self.lane.poisons = False
         if not self._expected:
             self._expected = {key: tensor.clone() for key, tensor in results.items()}
         error = max(relative_errors(results, self._expected).values(), key=_nan_last)
@@ -125,6 +127,11 @@ class _Run:
         if not error <= allowed:
             raise ArithmeticError(f"differs from {BASELINE} by {error:.4g}, allowed {allowed:.4g}")
         return error
+
+    def _is_right(self, name: str, setting: str, pace: Pace) -> bool:
+        what = f"{name} at {setting}"
+        error = self._record.attempt(what, lambda: self._error(name, self.compiled[name], pace))
+        return error is not None
 
     def step(self, name: str) -> Step:
         """Make one timed step of a variant at the lane's present pace."""
@@ -171,11 +178,9 @@ class _Run:
     def rounds(self, setting: str, pace: Pace, num_rounds: int) -> None:
         """Run every variant in turn at one setting; adds a row for each."""
         say(f"link: {setting}: {num_rounds} rounds of {len(self.compiled)} variants")
-        for name, compiled in self.compiled.items():
-            self._error(name, compiled, pace)
+        names = [name for name in self.compiled if self._is_right(name, setting, pace)]
         self.lane.pace = pace
-        steps: dict[str, list[Step]] = {name: [] for name in self.compiled}
-        names = list(self.compiled)
+        steps: dict[str, list[Step]] = {name: [] for name in names}
         gc.collect()
         gc.disable()
         for done in range(num_rounds):
