@@ -29,7 +29,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 """Values each closed option takes."""
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
-    "chunk_by": ("tokens", "batch"),
+    "chunk_by": ("batch",),
     "dispatch_wire": ("auto",),
     "combine_wire": ("auto",),
     "dispatch": ("all_gather", "auto"),
@@ -60,7 +60,8 @@ class MegaMoEConfig:
     chunks: int | str = "auto"
     """Chunks per MoE region, or "auto": min(2, local experts) until a planner chooses."""
     chunk_by: str = "auto"
-    """The axis a region is chunked along; "auto" takes experts, which changes no bit."""
+    """The axis a region is chunked along: "auto" takes experts, which changes no bit; "tokens", a
+    share of every expert's rows, is for few local experts, and sums weight gradients by chunk."""
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
     gradient too; "fp8_forward", the gradient as the model has it."""

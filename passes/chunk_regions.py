@@ -1,4 +1,4 @@
-"""Split every planned MoE region in chunks by local expert.
+"""Split every planned MoE region in chunks, by local expert or by tokens.
 
 Contract
     Requires  REGIONS_FOUND, PLANNED.
@@ -48,7 +48,7 @@ class ChunkRegions(GraphPass):
             else:
                 decided.append((plan, plan.proof, around))
         for plan, proof, around in decided:
-            _apply(plan, proof, around)
+            _apply(plan, proof, around, by_tokens=state.config.chunk_by == "tokens")
         return PassReport(
             pass_name=self.name,
             applied=tuple(plan.region.name for plan, _, _ in decided),
@@ -57,11 +57,11 @@ class ChunkRegions(GraphPass):
         )
 
 
-def _apply(plan: RegionPlan, proof: RowProof, around: Surroundings) -> None:
+def _apply(plan: RegionPlan, proof: RowProof, around: Surroundings, *, by_tokens: bool) -> None:
     region = plan.region
     for node in reversed(around.stale_assertions):
         node.graph.erase_node(node)
-    chunked = emit_chunks(region, proof, plan.num_chunks, around.kept_reads)
+    chunked = emit_chunks(region, proof, plan.num_chunks, around.kept_reads, by_tokens=by_tokens)
     plan.dispatch.launches, plan.combine.launches = chunked.dispatches, chunked.combines
     for node, value in chunked.instead.items():
         node.replace_all_uses_with(value)

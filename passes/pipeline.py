@@ -23,6 +23,8 @@ from passes.chunk_regions import ChunkRegions
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass, PassReport
 from passes.detect_regions import DetectRegions
+from passes.fold_row_moves import FoldRowMoves
+from passes.lower_row_ops import LowerRowOps
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.plan_chunks import PlanChunks
 from passes.quantize_exchanges import QuantizeExchanges
@@ -51,7 +53,9 @@ DYNAMO: Final = Level(
 JOINT: Final = Level((SaveExchanges(),), frozenset({Fact.FUNCTIONAL}))
 """On the joint graph, before it is partitioned."""
 
-POST_GRAD_EARLY: Final = Level((CompressGradients(),), frozenset({Fact.FUNCTIONAL}))
+POST_GRAD_EARLY: Final = Level(
+    (FoldRowMoves(), LowerRowOps(), CompressGradients()), frozenset({Fact.FUNCTIONAL})
+)
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(

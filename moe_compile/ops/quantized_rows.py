@@ -11,7 +11,8 @@ Shapes: S rows to choose from, R rows of a message, D columns, M = row_bytes(D).
 from __future__ import annotations
 
 import importlib.util
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 
@@ -32,6 +33,11 @@ UNPACK_DEQUANTIZE_PERMUTE = torch.ops.megamoe.unpack_dequantize_permute.default
 GATHER_ROWS = torch.ops.megamoe.gather_rows.default
 
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether kernels of ours run the operators on `device`."""
+    return device.type == "cuda" and HAS_TRITON
 
 
 def gather_quantize_pack_reference(
@@ -95,7 +101,7 @@ def _fake_gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows.new_empty((index.shape[0], *rows.shape[1:]))
 
 
-REFERENCES: Final = {
+REFERENCES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     GATHER_QUANTIZE_PACK: gather_quantize_pack_reference,
     UNPACK_DEQUANTIZE: unpack_dequantize_reference,
     UNPACK_DEQUANTIZE_PERMUTE: unpack_dequantize_permute_reference,
@@ -103,7 +109,7 @@ REFERENCES: Final = {
 }
 """Operator -> what it computes, in plain PyTorch."""
 
-_FAKES: Final = {
+_FAKES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     GATHER_QUANTIZE_PACK: _fake_pack,
     UNPACK_DEQUANTIZE: _fake_unpack,
     UNPACK_DEQUANTIZE_PERMUTE: _fake_unpack_permute,

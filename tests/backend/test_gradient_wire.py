@@ -1,0 +1,100 @@
+"""`megamoe.gradient_wire` in `torch.compile`: gradients of weights sharded inside the graph."""
+
+import collections
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+from tests.gradient_sums import check_rounded_once
+from tests.layers import GroupedExperts
+
+WIDTH = 16
+WIRE = {"megamoe.gradient_wire": "bf16_fp32_sum"}
+FX = {"megamoe.codegen": "fx"}
+COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
+
+
+class ShardedLinear(nn.Module):
+    """A float32 weight in shards, gathered and cast in the graph, as simple FSDPs do."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+        rows = WIDTH // dist.get_world_size(group)
+        generator = torch.Generator().manual_seed(dist.get_rank(group))
+        self.shard = nn.Parameter(torch.randn(rows, WIDTH, generator=generator) / 4)
+
+    def forward(self, x):
+        weight = all_gather_tensor_autograd(self.shard, 0, self.group)
+        return x @ weight.to(torch.bfloat16)
+
+
+class ShardedThenExperts(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.linear = ShardedLinear(group)
+        self.experts = GroupedExperts(WIDTH, 24, 4, 2, group)
+
+    def forward(self, x):
+        return self.experts(self.linear(x))
+
+
+def inputs(rank):
+    torch.manual_seed(90 + rank)
+    return torch.randn(8, WIDTH, dtype=torch.bfloat16)
+
+
+def gradient(kind, rank, options):
+    """Return the shard's gradient, and the names of the collectives of the step that made it."""
+    torch._dynamo.reset()
+    torch._dynamo.config.capture_scalar_outputs = True
+    layer = kind(dist.group.WORLD)
+    run = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+    x = inputs(rank)
+    run(x).float().square().sum().backward()  # compiles: tracing calls the operators too
+    layer.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(x).float().square().sum().backward()
+    names = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
+    (shard,) = (p for name, p in layer.named_parameters() if name.endswith("shard"))
+    return shard.grad, [name for name in names if name in COLLECTIVES]
+
+
+def one_layer(rank, options):
+    """Return this rank's gradient, and what every rank contributed to it."""
+    ours, ran = gradient(ShardedLinear, rank, options)
+    group = dist.group.WORLD
+    weight = ShardedLinear(group)
+    whole = all_gather_tensor_autograd(weight.shard, 0, group).detach().requires_grad_()
+    (inputs(rank) @ whole.to(torch.bfloat16)).float().square().sum().backward()
+    every = [torch.empty_like(whole) for _ in range(group.size())]
+    dist.all_gather(every, whole.grad)
+    return ours, [g.chunk(group.size())[rank] for g in every], ran
+
+
+@pytest.mark.parametrize("codegen", ["fx", "inductor"])
+def test_a_graph_without_regions_gets_the_pass(two_ranks, codegen):
+    for ours, parts, ran in two_ranks.run(one_layer, {**WIRE, "megamoe.codegen": codegen}):
+        check_rounded_once(ours, parts)
+        assert ran == ["all_gather_into_tensor", "all_to_all_single"]
+
+
+def test_it_is_off_unless_asked(two_ranks):
+    for _, _, ran in two_ranks.run(one_layer, FX):
+        assert ran == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+
+
+def beside_experts(rank):
+    layers = [gradient(ShardedThenExperts, rank, {**FX, **wire}) for wire in ({}, WIRE)]
+    return [grad for grad, _ in layers], [collections.Counter(ran) for _, ran in layers]
+
+
+def test_beside_chunked_experts_the_sum_of_bfloat16_gradients_is_the_same(two_ranks):
+    """Of two contributions that were bfloat16 before, both ways give the one float32 sum."""
+    for (plain, ours), (before, now) in two_ranks.run(beside_experts):
+        assert torch.equal(ours, plain) and ours.abs().max() > 0
+        assert (before["reduce_scatter_tensor"], now["reduce_scatter_tensor"]) == (1, 0)
+        assert now["all_to_all_single"] == before["all_to_all_single"] + 1

@@ -1,0 +1,191 @@
+"""A reduce-scatter of float32 gradients becomes an exchange of bfloat16 and a float32 sum."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.graph.query import is_launch, overload_name, tensor_of
+from passes.compress_gradients import CompressGradients, Left
+from tests.capture import state
+from tests.gradient_sums import check_rounded_once, contribution
+
+C10D = torch.ops._c10d_functional
+ATEN = torch.ops.aten
+
+
+def asked(**options):
+    found = state(**{"gradient_wire": "bf16_fp32_sum", **options})
+    found.is_backward = True
+    return found
+
+
+def reduce_scatter(x, op="sum"):
+    group = dist.group.WORLD
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, op, group.size(), group.group_name))
+
+
+def traced(program, *inputs):
+    return make_fx(program, tracing_mode="fake")(*inputs)
+
+
+def compress(gm, given_state=None):
+    report = CompressGradients().run(gm.graph, given_state or asked())
+    gm.graph.lint()
+    gm.recompile()
+    return report
+
+
+def calls(graph):
+    return [overload_name(n).partition("::")[2] for n in graph.nodes if n.op == "call_function"]
+
+
+def carried_bytes(graph):
+    return sum(
+        tensor_of(n.all_input_nodes[0]).nbytes for n in graph.nodes if is_launch(n)
+    )  # what a rank's part of each collective holds
+
+
+def test_what_was_bfloat16_travels_as_it_was(fake_ranks):
+    gm = traced(lambda x: reduce_scatter(x.float()), torch.ones(4, 3, dtype=torch.bfloat16))
+    before = carried_bytes(gm.graph)
+    report = compress(gm)
+    gm.graph.eliminate_dead_code()
+    assert calls(gm.graph) == ["all_to_all_single", "wait_tensor", "view", "sum"]
+    assert report.measures == {"gradient_bytes_before": 48.0, "gradient_bytes": 24.0}
+    assert (before, carried_bytes(gm.graph)) == (48, 24)
+
+
+def test_what_was_float32_is_rounded_once(fake_ranks):
+    gm = traced(lambda x: reduce_scatter(x * 2, "avg"), torch.ones(4, 3))
+    before = carried_bytes(gm.graph)
+    compress(gm)
+    assert calls(gm.graph) == [
+        "mul", "convert_element_type", "all_to_all_single", "wait_tensor", "view", "sum", "div",
+    ]  # fmt: skip
+    assert carried_bytes(gm.graph) == before / 2
+    assert all(tensor_of(n) is not None for n in gm.graph.nodes if n.op == "call_function")
+
+
+def test_what_lies_transposed_in_memory_is_sent_row_by_row(fake_ranks):
+    gm = traced(lambda x: reduce_scatter(x.t()), torch.ones(3, 4))
+    compress(gm)
+    (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
+    assert tensor_of(launch.all_input_nodes[0]).is_contiguous()
+
+
+def coalesced(x):
+    group = dist.group.WORLD.group_name
+    (flying,) = C10D.reduce_scatter_tensor_coalesced([x], "sum", 2, group)
+    return C10D.wait_tensor(flying)
+
+
+def in_flight_and_awaited(x):
+    flying = C10D.reduce_scatter_tensor(x, "sum", 2, dist.group.WORLD.group_name)
+    return ATEN.view.default(flying, [-1]), C10D.wait_tensor(flying)
+
+
+def alone(x):
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD.group_name))
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (lambda x: reduce_scatter(x.bfloat16()), Left.DTYPE),
+        (lambda x: reduce_scatter(x.double()), Left.DTYPE),
+        (lambda x: reduce_scatter(x, "max"), Left.OPERATION),
+        (alone, Left.ONE_RANK),
+        (lambda x: reduce_scatter(x[:3]), Left.SIZE),
+        (coalesced, Left.COALESCED),
+        (in_flight_and_awaited, Left.READERS),
+        (lambda x: reduce_scatter(x) @ x.t(), Left.ACTIVATION),
+        (lambda x: (reduce_scatter(x) * 2).sum(), Left.ACTIVATION),
+    ],
+)
+def test_what_is_no_sum_of_float32_gradients_stays(fake_ranks, program, reason):
+    gm = traced(program, torch.ones(4, 3))
+    before = str(gm.graph)
+    report = compress(gm)
+    assert [left.reason for left in report.skipped] == [reason]
+    assert (report.applied, report.measures, str(gm.graph)) == ((), {}, before)
+
+
+def test_off_unless_asked_and_never_in_a_forward_graph(fake_ranks):
+    gm = traced(lambda x: reduce_scatter(x), torch.ones(4, 3))
+    off = asked(gradient_wire="same")
+    assert [left.reason for left in compress(gm, off).skipped] == [Left.NOT_ASKED]
+    forward = asked()
+    forward.is_backward = False
+    assert [left.reason for left in compress(gm, forward).skipped] == [Left.FORWARD]
+    assert compress(gm).changed
+
+
+def test_a_gradient_may_be_cast_scaled_and_added_to_on_its_way_out(fake_ranks):
+    def program(x, accumulated):
+        mean = reduce_scatter(x) / 8
+        return (accumulated + mean.view(-1)).to(torch.bfloat16), mean.clone()
+
+    gm = traced(program, torch.ones(4, 3), torch.ones(6))
+    assert compress(gm).changed
+
+
+def reduce_both_ways(rank, op, shape, is_cast_up, is_transposed, seed):
+    """Return the result after the pass, and every rank's contribution to this rank's part."""
+    ranks = dist.get_world_size()
+    parts = [contribution(r, shape, seed) for r in range(ranks)]
+    if is_cast_up:
+        parts = [part.to(torch.bfloat16) for part in parts]
+    mine = parts[rank]
+    if is_transposed:
+        mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
+    gm = traced(lambda x: reduce_scatter(x.float(), op), mine)
+    compress(gm)
+    return gm(mine), [part.float().chunk(ranks)[rank] for part in parts]
+
+
+def check_reduction(pool, op, rows, rest, *how):
+    shape = (rows * pool.num_ranks, *rest)
+    for result, parts in pool.run(reduce_both_ways, op, shape, *how):
+        check_rounded_once(result, parts, 1 / pool.num_ranks if op == "avg" else 1.0)
+
+
+REDUCTIONS = {
+    "op": st.sampled_from(["sum", "avg"]),
+    "rows": st.integers(1, 5),
+    "rest": st.lists(st.integers(1, 5), max_size=2),
+    "is_cast_up": st.booleans(),
+    "is_transposed": st.booleans(),
+    "seed": st.integers(0, 999),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(**REDUCTIONS)
+def test_two_ranks_sum_what_each_rounded_once(
+    two_ranks, op, rows, rest, is_cast_up, is_transposed, seed
+):
+    check_reduction(two_ranks, op, rows, rest, is_cast_up, is_transposed, seed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(**REDUCTIONS)
+def test_four_ranks_sum_what_each_rounded_once(
+    four_ranks, op, rows, rest, is_cast_up, is_transposed, seed
+):
+    check_reduction(four_ranks, op, rows, rest, is_cast_up, is_transposed, seed)
+
+
+def reduce_integers(rank, seed):
+    torch.manual_seed(seed + rank)
+    mine = torch.randint(-128, 129, (8, 3)).float()
+    gm = traced(lambda x: reduce_scatter(x), mine)
+    expected = gm(mine)
+    compress(gm)
+    return torch.equal(gm(mine), expected)
+
+
+def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(four_ranks):
+    assert four_ranks.run(reduce_integers, 5) == [True] * 4
