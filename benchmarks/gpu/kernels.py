@@ -25,7 +25,7 @@ from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.row_ops import ROW_OPS, Inputs, RowOp, extreme_rows, random_inputs
 from benchmarks.gpu.sizes import Sizes
 from moe_compile.ops.quantize import pack_rows, unpack_rows
-from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE, has_kernel
 
 ODD_WIDTHS: Final = (1, 2, 127, 128, 130, 2052)
 ODD_ROWS: Final = (0, 1, 33)
@@ -36,6 +36,8 @@ COMPILE_S: Final = 12.0
 
 def check_kernels(record: Record, sizes: Sizes) -> None:
     """Run the section."""
+    if sizes.device == "cuda":
+        record.expect(has_kernel(torch.device("cuda")), "kernels", "the plain operators run here")
     for op in ROW_OPS:
         record.attempt(f"{op.name} at odd sizes", lambda op=op: _check_odd(record, sizes, op))
     for dtype in (torch.bfloat16, torch.float32):

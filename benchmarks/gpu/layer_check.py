@@ -2,7 +2,7 @@
 
 Contract
     Errors are against float64. A variant of ours that keeps bfloat16 may have 1.1 times plain
-    Inductor's of the same tensor; one with eight bits on the wire at most `FP8_MAX_ERROR`.
+    Inductor's of the same tensor; one with eight bits on the wire the error of its variant.
     In code generated for two or more chunks matrix products run between a launch and the wait for
     it, forward and backward.
 Step times here have exchanges among one rank in them, which are copies: overhead, not overlap.
@@ -17,16 +17,15 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import BASELINE
+from benchmarks.cases import BASELINE, QUANTIZED
 from benchmarks.gpu.exact_layer import Tensors, exact_results, relative_errors
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, is_known, start_compiler
 from benchmarks.gpu.record import Record, say
-from benchmarks.gpu.sizes import FP8_WIRES, Sizes
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.variants import Variant
 
 ALLOWED: Final = 1.1
 """Times plain Inductor's error."""
-FP8_MAX_ERROR: Final = 2 * 2.0**-4
-"""Half a unit in the last place of e4m3, relative, for each of the two exchanges of a pass."""
 STEPS: Final = 7
 GROUPS: Final = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -92,7 +91,7 @@ def _check(record: Record, step: LayerStep, name: str, reference: Reference) -> 
             "orders": [asdict(order) for order in compiled.orders],
         }
     )
-    _judge_errors(record, name, errors, reference)
+    _judge_errors(record, variant, errors, reference)
     if dict(variant.options).get("megamoe.chunks", 1) > 1:
         _judge_order(record, name, compiled)
     worst = max(errors, key=lambda tensor: errors[tensor])
@@ -114,15 +113,14 @@ def _measure(step: LayerStep, compiled: Compiled) -> tuple[int, list[float]]:
 
 
 def _judge_errors(
-    record: Record, name: str, errors: dict[str, float], reference: Reference
+    record: Record, variant: Variant, errors: dict[str, float], reference: Reference
 ) -> None:
     for tensor, error in errors.items():
-        allowed = ALLOWED * reference.plain_errors.get(tensor, FP8_MAX_ERROR / ALLOWED)
-        if name == FP8_WIRES:
-            allowed = FP8_MAX_ERROR
-        record.expect(
-            error <= allowed, f"{name}: {tensor}", f"error {error:.4g}, allowed {allowed:.4g}"
-        )
+        allowed = variant.max_error
+        if QUANTIZED not in variant.name and tensor in reference.plain_errors:
+            allowed = ALLOWED * reference.plain_errors[tensor]
+        what = f"{variant.name}: {tensor}"
+        record.expect(error <= allowed, what, f"error {error:.4g}, allowed {allowed:.4g}")
 
 
 def _judge_order(record: Record, name: str, compiled: Compiled) -> None:

@@ -24,7 +24,7 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.cases import Case
 from benchmarks.gpu.device_time import elapsed_s, synchronize
 from benchmarks.gpu.exact_layer import Tensors
-from benchmarks.gpu.sizes import FP8_WIRES, OVERLAP_SCHEDULING, SMOKE_OURS
+from benchmarks.gpu.sizes import OVERLAP_SCHEDULING, SMOKE_OURS
 from benchmarks.layer import MoELayer
 from benchmarks.variants import VARIANTS, Variant
 from moe_compile.backend import megamoe
@@ -38,15 +38,6 @@ ATEN_OVERLAP: Final = "aten_distributed_optimizations.enable_overlap_scheduling"
 
 GPU_VARIANTS: Final = {
     **{variant.name: variant for variant in VARIANTS},
-    FP8_WIRES: Variant(
-        name=FP8_WIRES,
-        backend="megamoe",
-        options={
-            "megamoe.chunks": 4,
-            "megamoe.dispatch_wire": "fp8",
-            "megamoe.combine_wire": "fp8",
-        },
-    ),
     SMOKE_OURS: Variant(
         name=SMOKE_OURS,
         backend="megamoe",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -27,18 +26,15 @@ from benchmarks.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
 from benchmarks.emulated_link import LinkRate
 from benchmarks.gpu.exact_layer import Tensors, relative_errors
 from benchmarks.gpu.lanes import CONTROL, Carried, CudaLane, Pace, ProcessorLane
-from benchmarks.gpu.layer_check import FP8_MAX_ERROR, start_one_rank
+from benchmarks.gpu.layer_check import start_one_rank
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, is_known, start_compiler
 from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.one_rank_link import one_rank_link
 from benchmarks.gpu.record import Record, say
-from benchmarks.gpu.sizes import FP8_WIRES, Sizes
+from benchmarks.gpu.sizes import Sizes
 from benchmarks.machine import write_profile
 from moe_compile.hardware import load_profile
 
-MAX_ERROR: Final = 0.02
-"""Relative, against plain Inductor: bfloat16 keeps 8 bits, and fusions round at other places."""
-GPU_RATIOS: Final[Mapping[str, float]] = {**RATIOS, "1:4": 0.25}
 WARM_UP: Final = 3
 ESTIMATE_STEPS: Final = 10
 LEAST_ROUNDS: Final = 3
@@ -123,7 +119,7 @@ class _Run:
         if not self._expected:
             self._expected = {key: tensor.clone() for key, tensor in results.items()}
         error = max(relative_errors(results, self._expected).values(), key=_nan_last)
-        allowed = FP8_MAX_ERROR if name == FP8_WIRES else MAX_ERROR
+        allowed = GPU_VARIANTS.get(name, GPU_VARIANTS[BASELINE]).max_error
         if not error <= allowed:
             raise ArithmeticError(f"differs from {BASELINE} by {error:.4g}, allowed {allowed:.4g}")
         return error
@@ -153,7 +149,7 @@ class _Run:
     def paces(self, compute_s: float, control: Step) -> dict[str, Pace]:
         """Return the settings, by name; the control first."""
         settings = {NO_LINK_RATIO: CONTROL}
-        for name, wanted in GPU_RATIOS.items():
+        for name, wanted in RATIOS.items():
             moving_s = compute_s / wanted - control.num_exchanges * LATENCY_S
             bytes_per_s = control.num_bytes / max(moving_s, LATENCY_S)
             settings[name] = Pace(rate=LinkRate(latency_s=LATENCY_S, bytes_per_s=bytes_per_s))

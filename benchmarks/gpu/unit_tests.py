@@ -48,7 +48,7 @@ def _imports(record: Record) -> None:
 
 
 def _marked_gpu() -> list[str]:
-    """Return the test files that mention the mark; integration tests need torchtitan."""
+    """Return the test files that mention the mark."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(f.relative_to(ROOT)) for f in files if "pytest.mark.gpu" in f.read_text()]
 
