@@ -13,8 +13,8 @@ run it from a checkout. FOLDER gets `summary.json`, and per section `NAME.json` 
 Contract
     A section is a process of its own and ends in its own time; one that fails, hangs or kills
     its CUDA context leaves what it had measured, and the others run.
-    The exit code is 0 when every section that ran had no failure. What no longer fits in the time
-    is in the results as skipped.
+    The exit code is 0 when every section asked for ran and had no failure. What no longer fits in
+    the time is in the results as skipped; `--sections link` gives one section all of it.
 
 `--device cpu` runs everything at tiny sizes without a GPU: a test of this program, no measurement.
 One GPU has nobody to talk to: no figure from here is one of several GPUs, and times over the link
