@@ -19,7 +19,14 @@ import torch.distributed as dist
 
 from benchmarks.cases import BASELINE, QUANTIZED
 from benchmarks.gpu.exact_layer import Tensors, exact_results, relative_errors
-from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, is_known, start_compiler
+from benchmarks.gpu.layer_step import (
+    GPU_VARIANTS,
+    Compiled,
+    LayerStep,
+    StepTime,
+    is_known,
+    start_compiler,
+)
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.variants import Variant
@@ -76,7 +83,7 @@ def _check(record: Record, step: LayerStep, name: str, reference: Reference) -> 
     code = record.path.with_name(f"layer_{name.replace(' ', '_')}.code.py")
     code.write_text("\n".join(compiled.codes))
     errors = relative_errors(step.results(compiled.forward), reference.exact)
-    peak, seconds = _measure(step, compiled)
+    peak, times = _measure(step, compiled)
     record.add_row(
         {
             "variant": name,
@@ -85,8 +92,9 @@ def _check(record: Record, step: LayerStep, name: str, reference: Reference) -> 
                 tensor: errors[tensor] / theirs for tensor, theirs in reference.plain_errors.items()
             },
             "compile_s": compiled.compile_s,
-            "step_ms": 1e3 * statistics.median(seconds),
-            "step_ms_all": [1e3 * s for s in seconds],
+            "step_ms": 1e3 * statistics.median(t.seconds for t in times),
+            "host_ms": 1e3 * statistics.median(t.host_s for t in times),
+            "step_ms_all": [1e3 * t.seconds for t in times],
             "peak_mb": peak / 1e6,
             "orders": [asdict(order) for order in compiled.orders],
         }
@@ -99,17 +107,17 @@ def _check(record: Record, step: LayerStep, name: str, reference: Reference) -> 
     return compiled
 
 
-def _measure(step: LayerStep, compiled: Compiled) -> tuple[int, list[float]]:
-    """Return the bytes a step adds at its peak and the seconds of several."""
+def _measure(step: LayerStep, compiled: Compiled) -> tuple[int, list[StepTime]]:
+    """Return the bytes a step adds at its peak and the times of several."""
     step.run(compiled.forward)
     step.clear()
     before = 0
     if step.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    seconds = [step.timed_s(compiled.forward) for _ in range(STEPS)]
+    times = [step.timed(compiled.forward) for _ in range(STEPS)]
     peak = torch.cuda.max_memory_allocated() if step.device == "cuda" else 0
-    return peak - before, seconds
+    return peak - before, times
 
 
 def _judge_errors(

@@ -89,6 +89,16 @@ class Compiled:
     codes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one step."""
+
+    seconds: float
+    """From its first kernel to its last."""
+    host_s: float
+    """Until the host had launched all of it; near `seconds`, launching is what takes the time."""
+
+
 class LayerStep:
     """Steps of the layer of `case` over `group`."""
 
@@ -106,11 +116,19 @@ class LayerStep:
         self.clear()
         return self._step(forward)
 
-    def timed_s(self, forward: Forward) -> float:
-        """Return the seconds of one step."""
+    def timed(self, forward: Forward) -> StepTime:
+        """Make one step and time it."""
         self.clear()
         synchronize(self.device)
-        return elapsed_s(self.device, lambda: self._step(forward))
+        host_s: list[float] = []
+
+        def step() -> None:
+            began = time.perf_counter()
+            self._step(forward)
+            host_s.append(time.perf_counter() - began)
+
+        seconds = elapsed_s(self.device, step)
+        return StepTime(seconds=seconds, host_s=host_s[0])
 
     def results(self, forward: Forward) -> Tensors:
         """Return what one step computes, in its own precision."""

@@ -132,9 +132,10 @@ class _Run:
     def step(self, name: str) -> Step:
         """Make one timed step of a variant at the lane's present pace."""
         self.lane.carried = carried = Carried()
-        seconds = self._step.timed_s(self.compiled[name].forward)
+        timed = self._step.timed(self.compiled[name].forward)
         return Step(
-            seconds=seconds,
+            seconds=timed.seconds,
+            host_s=timed.host_s,
             link_s=self.lane.busy_s(),
             num_bytes=carried.num_bytes,
             num_exchanges=carried.num_exchanges,

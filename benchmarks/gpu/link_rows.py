@@ -25,6 +25,8 @@ class Step:
     """One timed step."""
 
     seconds: float
+    host_s: float
+    """Until the host had launched all of it."""
     link_s: float
     """The lane was carrying."""
     num_bytes: int
@@ -51,6 +53,7 @@ def rows_of(
             "ms": ms,
             "ms_quartiles": [1e3 * q for q in statistics.quantiles(seconds[name], n=4)],
             "link_ms": link_ms,
+            "host_ms": 1e3 * statistics.median(s.host_s for s in made),
             "over_bound": ms / max(compute_ms, link_ms),
             "bytes": made[-1].num_bytes,
             "exchanges": made[-1].num_exchanges,

@@ -78,6 +78,7 @@ def _layer(section: Section) -> Table:
             f"{max(errors):.4f}" if len(errors) == len(row["errors"]) else "NaN",
             f"{max(times):.2f}" if times else "",
             f"{row['step_ms']:.2f}",
+            f"{row['host_ms']:.2f}",
             f"{row['compile_s']:.0f}",
         )
     return table
@@ -90,6 +91,7 @@ def _link(section: Section) -> Table:
         "variant",
         "ms",
         "link ms",
+        "host ms",
         "x bound",
         "vs inductor",
         "vs best inductor",
@@ -100,6 +102,7 @@ def _link(section: Section) -> Table:
             row["variant"],
             f"{row['ms']:.2f}",
             f"{row['link_ms']:.2f}",
+            f"{row['host_ms']:.2f}",
             f"{row['over_bound']:.2f}",
             _with_interval(row["vs_inductor"]),
             _with_interval(row["vs_best_inductor"]),
