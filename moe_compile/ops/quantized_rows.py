@@ -32,12 +32,18 @@ UNPACK_DEQUANTIZE = torch.ops.megamoe.unpack_dequantize.default
 UNPACK_DEQUANTIZE_PERMUTE = torch.ops.megamoe.unpack_dequantize_permute.default
 GATHER_ROWS = torch.ops.megamoe.gather_rows.default
 
-HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
+HAS_KERNELS: Final = (
+    torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+)
+if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
+    from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
+    from moe_compile.ops.kernels.gather_rows import gather_rows
+    from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
 
 
 def has_kernel(device: torch.device) -> bool:
     """Whether kernels of ours run the operators on `device`."""
-    return device.type == "cuda" and HAS_TRITON
+    return device.type == "cuda" and HAS_KERNELS
 
 
 def gather_quantize_pack_reference(
@@ -117,11 +123,38 @@ _FAKES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
 }
 
 
+def _pack_by_kernel(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
+    _check_rows(rows)
+    return gather_quantize_pack(rows, index)
+
+
+def _unpack_by_kernel(message: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    check_message(message, width)
+    return unpack_dequantize(message, None, width, dtype)
+
+
+def _unpack_permute_by_kernel(
+    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    check_message(message, width)
+    return unpack_dequantize(message, index, width, dtype)
+
+
+_KERNELS: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: _pack_by_kernel,
+    UNPACK_DEQUANTIZE: _unpack_by_kernel,
+    UNPACK_DEQUANTIZE_PERMUTE: _unpack_permute_by_kernel,
+    GATHER_ROWS: lambda rows, index: gather_rows(rows, index),
+}
+
+
 def _register() -> None:
     for op, reference in REFERENCES.items():
         name = op._schema.name
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(name, _FAKES[op], lib=LIBRARY)
+        if HAS_KERNELS:
+            LIBRARY.impl(name, _KERNELS[op], "CUDA")
 
 
 _register()
