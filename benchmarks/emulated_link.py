@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.clocks import Clock
 from benchmarks.post_board import Post, PostBoard
+from benchmarks.python_group import PythonGroup, new_group_of
 
 BACKEND: Final = "emulated"
 """Name the process group is registered under."""
@@ -78,33 +79,22 @@ class _Pending:
     tensors: tuple[torch.Tensor, torch.Tensor]
 
 
-class EmulatedLink(dist.ProcessGroup):
+class EmulatedLink(PythonGroup):
     """See the module docstring; `rate` may be changed between steps."""
+
+    backend_name = BACKEND
 
     def __init__(self, inner: Any, board: PostBoard, clock: Clock) -> None:
         """Move bytes by `inner`, compare posts on `board`, wait on `clock`."""
         super().__init__(inner.rank(), inner.size())
         self.clock = clock
         self._inner, self._board = inner, board
-        self._name = ""
         self.rate = NO_LINK
         self.traffic = Traffic()
         self.events: list[LinkEvent] | None = None
         """Filled while not None."""
         self._posted = 0
         self._ends = ExchangeEnds(board)
-
-    def getBackendName(self) -> str:
-        """Return the name torch knows this group's backend by."""
-        return BACKEND
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        """Name functional collectives find this group by."""
-        return self._name
 
     def alltoall_base(
         self,
@@ -197,13 +187,8 @@ def _wire_bytes(tensor: torch.Tensor, splits: list[int], rank: int, num_ranks: i
 
 def make_emulated_group(board: PostBoard, clock: Clock) -> EmulatedLink:
     """Return a group of all ranks over the emulated link; the default group must exist."""
-    made: list[EmulatedLink] = []
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> EmulatedLink:
-        inner = dist.ProcessGroupGloo(store, rank, size, timeout)
-        made.append(EmulatedLink(inner, board, clock))
-        return made[0]
+        return EmulatedLink(dist.ProcessGroupGloo(store, rank, size, timeout), board, clock)
 
-    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    dist.new_group(backend=BACKEND)
-    return made[0]
+    return new_group_of(EmulatedLink, create, ["cpu"])

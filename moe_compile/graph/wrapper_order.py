@@ -31,6 +31,8 @@ class Event:
     """Operator or kernel name."""
     group: str = ""
     """Process group of a launch."""
+    names: tuple[str, ...] = ()
+    """The buffer a launch makes; what a wait is given, among it that buffer."""
 
 
 COLLECTIVE: Final = re.compile(r"torch\.ops\._c10d_functional\.(\w+?)(?:\.default)?\((.*)")
@@ -42,6 +44,7 @@ MATMUL: Final = re.compile(
     r"(?:\.\w+)?\("
 )
 KERNEL: Final = re.compile(r"\b((?:cpp|triton)_\w+)(?:\.run)?\(")
+NAME: Final = re.compile(r"[A-Za-z_]\w*")
 STRING: Final = re.compile(r"'([^']*)'")
 DEFINITION: Final = re.compile(r"^\s*def (\w+)\(")
 BODIES: Final = ("call", "partition_")
@@ -66,13 +69,31 @@ def event_letters(events: tuple[Event, ...], kinds: str = "LWm") -> str:
     return "".join(e.kind.value for e in events if e.kind.value in kinds)
 
 
+def products_under(events: tuple[Event, ...]) -> tuple[int, ...]:
+    """Return, per launch, how many matrix products run before the first wait for it."""
+    running: dict[str, int] = {}
+    launches: list[int] = []
+    for event in events:
+        if event.kind is EventKind.LAUNCH:
+            running[event.names[0]] = len(launches)
+            launches.append(0)
+        elif event.kind is EventKind.WAIT:
+            for name in event.names:
+                running.pop(name, None)
+        elif event.kind is EventKind.GEMM:
+            for place in running.values():
+                launches[place] += 1
+    return tuple(launches)
+
+
 def _event(line: str) -> list[Event]:
     if found := COLLECTIVE.search(line):
         op, arguments = found.groups()
         if op == "wait_tensor":
-            return [Event(EventKind.WAIT, op)]
+            return [Event(EventKind.WAIT, op, names=tuple(NAME.findall(arguments)))]
         strings = STRING.findall(arguments)
-        return [Event(EventKind.LAUNCH, op, strings[-1] if strings else "")]
+        made = line.partition("=")[0].strip()
+        return [Event(EventKind.LAUNCH, op, strings[-1] if strings else "", (made,))]
     if found := MATMUL.search(line):
         return [Event(EventKind.GEMM, found[1].rpartition(".")[2])]
     if found := KERNEL.search(line):

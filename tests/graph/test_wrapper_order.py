@@ -1,6 +1,11 @@
 """Generated wrappers, in the shapes Inductor writes them, read back as events."""
 
-from moe_compile.graph.wrapper_order import EventKind, event_letters, wrapper_events
+from moe_compile.graph.wrapper_order import (
+    EventKind,
+    event_letters,
+    products_under,
+    wrapper_events,
+)
 
 CPU = """
 cpp_fused_add_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
@@ -75,3 +80,21 @@ def test_definitions_comments_and_benchmarks_are_not_events():
     assert [e.op for e in wrapper_events(CUDA) if e.kind is EventKind.KERNEL] == [
         "triton_poi_fused_add_0"
     ]
+
+
+TWO_IN_FLIGHT = """
+def call(args):
+    buf0 = torch.ops._c10d_functional.all_to_all_single.default(a, [u0], [u1], '7')
+    buf1 = torch.ops._c10d_functional.all_to_all_single.default(b, [u2], [u3], '7')
+    torch.ops._c10d_functional.wait_tensor.default(buf0)
+    extern_kernels.mm(buf0, c, out=buf2)
+    torch.ops._c10d_functional.wait_tensor.default(reinterpret_tensor(buf1, (4, 4), (4, 1), 0))
+    torch.ops._c10d_functional.wait_tensor.default(buf0)
+    extern_kernels.mm(buf1, c, out=buf3)
+    return (buf3, )
+"""
+
+
+def test_a_product_runs_under_those_exchanges_that_nobody_has_waited_for():
+    assert products_under(wrapper_events(TWO_IN_FLIGHT)) == (0, 1)
+    assert products_under(wrapper_events(CPU)) == (2,)

@@ -1,0 +1,122 @@
+"""The short tables at the end: what a reader of the last lines of output must know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+Section = Mapping[str, Any]
+
+MOST_FAILURES: Final = 12
+"""Printed; the files have all."""
+
+
+def read_section(out: Path, name: str) -> dict[str, Any]:
+    """Return what a section has written; empty when it wrote nothing."""
+    path = out / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
+    """Print a table per section, then how each ended."""
+    tables = {"kernels": _kernels, "layer": _layer, "link": _link, "tests": _tests}
+    for name in summary["sections"]:
+        section = read_section(out, name)
+        if section.get("rows"):
+            console.print(tables[name](section))
+        for failure in section.get("failures", [])[:MOST_FAILURES]:
+            console.print(f"{name}: {failure['what']}: {failure['why']}"[:300], markup=False)
+        for warning in section.get("warnings", []):
+            console.print(f"warning: {warning}", markup=False)
+        for skipped in section.get("skipped", []):
+            console.print(f"{name}: skipped {skipped['what']}: {skipped['why']}", markup=False)
+    for name, found in summary["sections"].items():
+        console.print(f"{name}: {found['status']} in {found.get('seconds', 0)} s", highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table
+
+
+def _kernels(section: Section) -> Table:
+    inductor = {(r["op"], r["rows"], r["width"]): r for r in section.get("inductor", [])}
+    table = _table(
+        "Quantized rows", "op", "rows", "width", "us", "GB/s", "of a copy", "inductor / ours"
+    )
+    largest = max(row["rows"] for row in section["rows"])
+    for row in [row for row in section["rows"] if row["rows"] == largest]:
+        theirs = inductor.get((row["op"], row["rows"], row["width"]))
+        table.add_row(
+            row["op"] + ("" if row["is_equal"] else " WRONG"),
+            str(row["rows"]),
+            str(row["width"]),
+            f"{row['us']:.1f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['fraction_of_copy']:.2f}",
+            f"{theirs['inductor_over_ours']:.2f}" if theirs else "",
+        )
+    return table
+
+
+def _layer(section: Section) -> Table:
+    table = _table(
+        "Layer, one rank", "variant", "worst error", "x inductor", "step ms", "compile s"
+    )
+    for row in section["rows"]:
+        times = [t for t in row["times_inductors"].values() if t is not None]
+        errors = [e for e in row["errors"].values() if e is not None]
+        table.add_row(
+            row["variant"],
+            f"{max(errors):.4f}" if len(errors) == len(row["errors"]) else "NaN",
+            f"{max(times):.2f}" if times else "",
+            f"{row['step_ms']:.2f}",
+            f"{row['host_ms']:.2f}",
+            f"{row['compile_s']:.0f}",
+        )
+    return table
+
+
+def _link(section: Section) -> Table:
+    table = _table(
+        "Emulated link, one GPU",
+        "compute : comm",
+        "variant",
+        "ms",
+        "link ms",
+        "host ms",
+        "x bound",
+        "vs inductor",
+        "vs best inductor",
+    )
+    for row in section["rows"]:
+        table.add_row(
+            row["setting"],
+            row["variant"],
+            f"{row['ms']:.2f}",
+            f"{row['link_ms']:.2f}",
+            f"{row['host_ms']:.2f}",
+            f"{row['over_bound']:.2f}",
+            _with_interval(row["vs_inductor"]),
+            _with_interval(row["vs_best_inductor"]),
+        )
+    return table
+
+
+def _tests(section: Section) -> Table:
+    table = _table("Tests", "run", "tests", "failures", "errors", "skipped", "seconds")
+    for row in section["rows"]:
+        counts = ("tests", "failures", "errors", "skipped", "seconds")
+        table.add_row(row["run"], *(str(row.get(count, "")) for count in counts))
+    return table
+
+
+def _with_interval(estimate: Mapping[str, Any]) -> str:
+    return f"{estimate['median']:.3f} ({estimate['low']:.3f}-{estimate['high']:.3f})"

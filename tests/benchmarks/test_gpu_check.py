@@ -1,0 +1,185 @@
+"""The check on one GPU, as far as a processor can try it."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.emulated_link import LinkRate
+from benchmarks.gpu.exact_layer import exact_results, relative_errors
+from benchmarks.gpu.kernels import measure_op
+from benchmarks.gpu.lanes import Pace, ProcessorLane
+from benchmarks.gpu.layer_step import LayerStep
+from benchmarks.gpu.limited_process import run_limited
+from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.row_ops import ROW_OPS
+from benchmarks.gpu.sizes import SMOKE
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def record(tmp_path):
+    return Record(path=tmp_path / "section.json", deadline=time.monotonic() + 100)
+
+
+def on_disk(record):
+    return json.loads(record.path.read_text())
+
+
+def run_check(folder, *arguments):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", f"--out={folder}"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done, json.loads((folder / "summary.json").read_text())
+
+
+def test_the_link_section_runs_without_a_gpu(tmp_path):
+    done, summary = run_check(tmp_path, "--sections=link")
+    assert done.returncode == 0, done.stdout + (tmp_path / "link.log").read_text()
+    assert summary["sections"]["link"]["status"] == "passed"
+    section = json.loads((tmp_path / "link.json").read_text())
+    settings = ["inf", "2:1", "1:1", "1:2", "1:4", "host 1:1", "host, all bytes"]
+    found = [(row["setting"], row["variant"]) for row in section["rows"]]
+    assert found == [(s, v) for s in settings for v in (*SMOKE.link_variants, AGAIN)]
+    assert section["exchanges_per_step"] == 5
+    one_to_one = next(row for row in section["rows"] if row["setting"] == "1:1")
+    assert one_to_one["link_ms"] == pytest.approx(section["compute_ms"], rel=0.01)
+    assert "Emulated link, one GPU" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_section_passes_without_a_gpu(tmp_path):
+    done, summary = run_check(tmp_path)
+    statuses = {name: found["status"] for name, found in summary["sections"].items()}
+    assert set(statuses.values()) == {"passed"}, done.stdout
+    assert done.returncode == 0
+    layer = json.loads((tmp_path / "layer.json").read_text())
+    forward, backward = layer["rows"][1]["orders"]
+    assert any(forward["products_under"]) and any(backward["products_under"])
+
+
+@pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
+def test_an_operator_that_is_right_has_no_failure(record, op):
+    measure_op(record, SMOKE, 16, 130, op)
+    assert not on_disk(record)["failures"]
+    assert on_disk(record)["rows"][0]["is_equal"]
+
+
+@pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
+def test_an_operator_with_one_wrong_element_is_a_failure(record, op):
+    def wrong(*arguments):
+        out = op.ours(*arguments).clone()
+        out[3, 5] += 1
+        return out
+
+    measure_op(record, SMOKE, 16, 130, dataclasses.replace(op, ours=wrong))
+    (failure,) = on_disk(record)["failures"]
+    assert failure["why"].startswith("1 of ")
+
+
+def test_the_exact_layer_is_the_layer_up_to_bfloat16():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    step = LayerStep(SMOKE.case, dist.group.WORLD, "cpu")
+    exact = exact_results(step.layer, step.tokens, step.grad)
+    errors = relative_errors(step.results(step.layer), exact)
+    assert set(errors) == {"out", "input_grad", "router", "gate", "up", "down"}
+    assert max(errors.values()) < 0.01
+    with torch.no_grad():
+        step.layer.down[1] *= 1.2  # of one expert
+    assert max(relative_errors(step.results(step.layer), exact).values()) > 0.02
+
+
+def test_what_a_lane_carries_is_not_there_before_it_is_waited_for():
+    lane = ProcessorLane()
+    lane.poisons = True
+    source, target = torch.randn(2, 8)
+    exchange = lane.launch(target, source)
+    assert target.isnan().all()
+    lane.wait(exchange)
+    assert torch.equal(target, source)
+
+
+def test_a_lane_carries_one_exchange_at_a_time():
+    lane = ProcessorLane()
+    lane.pace = Pace(rate=LinkRate(latency_s=0.01, bytes_per_s=3200.0))
+    tensors = [torch.randn(8) for _ in range(4)]
+    began = time.monotonic()
+    exchanges = [lane.launch(*tensors[:2]), lane.launch(*tensors[2:])]
+    for exchange in exchanges:
+        lane.wait(exchange)
+    assert time.monotonic() - began >= 0.04
+    assert lane.busy_s() == pytest.approx(0.04)
+    assert (lane.carried.num_exchanges, lane.carried.num_bytes) == (2, 64)
+
+
+def steps(*seconds):
+    nothing = {"host_s": 0.0, "link_s": 0.0, "num_bytes": 0, "num_exchanges": 0}
+    return [Step(seconds=s, **nothing) for s in seconds]
+
+
+def test_ratios_are_against_the_quickest_of_inductors_settings():
+    made = {
+        "inductor": steps(4.0, 4.0),
+        "inductor reorder": steps(2.0, 2.0),
+        "megamoe N=4": steps(1.0, 1.0),
+    }
+    ours = rows_of("1:1", made, compute_ms=500.0)[-1]
+    assert ours["best_inductor"] == "inductor reorder"
+    assert (ours["vs_inductor"]["median"], ours["vs_best_inductor"]["median"]) == (0.25, 0.5)
+    assert ours["over_bound"] == 2.0
+
+
+def test_a_variant_quicker_on_the_control_lane_is_warned_of():
+    def rows(seconds):
+        made = {"inductor": steps(1.0, 1.0), "megamoe N=2": steps(seconds, seconds)}
+        return rows_of("inf", made, compute_ms=1.0)
+
+    assert not warnings_of(rows(0.96))
+    (warning,) = warnings_of(rows(0.9))
+    assert warning.startswith("megamoe N=2: 0.90")
+
+
+def test_an_item_that_raises_is_recorded_and_the_next_one_runs(record):
+    assert record.attempt("division", lambda: 1 / 0) is None
+    assert record.attempt("sum", lambda: 1 + 1) == 2
+    (failure,) = on_disk(record)["failures"]
+    assert failure["why"] == "ZeroDivisionError: division by zero"
+    assert "1 / 0" in failure["traceback"]
+
+
+def test_an_item_that_no_longer_fits_is_skipped(record):
+    assert record.attempt("long", lambda: 1, needs_s=1000.0) is None
+    (skipped,) = on_disk(record)["skipped"]
+    assert skipped["what"] == "long" and "out of time" in skipped["why"]
+
+
+def test_a_number_that_is_none_is_null_on_disk(record):
+    record.add_row({"error": math.nan, "rates": [math.inf, 1.0]})
+    assert on_disk(record)["rows"] == [{"error": None, "rates": [None, 1.0]}]
+
+
+def test_a_section_out_of_time_leaves_no_process(tmp_path):
+    """Compile workers are children of the section: killing it alone would leave them."""
+    mark = tmp_path / "pid"
+    code = (
+        "import subprocess, time, pathlib\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"pathlib.Path({str(mark)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    assert run_limited([sys.executable, "-c", code], tmp_path / "log", 2.0, {}) is None
+    stat = Path(f"/proc/{mark.read_text()}/stat")
+    deadline = time.monotonic() + 5
+    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or ") Z " in stat.read_text()
