@@ -64,7 +64,7 @@ def rows_of_all_kinds(num_rows, width, dtype, generator):
 def draw_index(kind, num_rows, num_sources, generator):
     if kind is None:
         return None
-    return torch.randint(0, num_sources, (num_rows,), dtype=kind, generator=generator)
+    return torch.randint(-num_sources, num_sources, (num_rows,), dtype=kind, generator=generator)
 
 
 def pick(rows, index):

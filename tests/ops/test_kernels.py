@@ -44,7 +44,10 @@ class Compiled:
 def compile_for_hopper(kernel, pointers, constants):
     """Compile as for tensors whose addresses 16 divides."""
     names = kernel.arg_names
-    signature = {name: pointers.get(name, "constexpr") for name in names} | {"num_rows": "i32"}
+    signature = {name: pointers.get(name, "constexpr") for name in names} | {
+        "num_rows": "i32",
+        "num_sources": "i32",
+    }
     compiled = triton.compile(
         ASTSource(
             kernel,

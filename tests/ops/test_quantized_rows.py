@@ -66,9 +66,10 @@ def test_every_byte_of_a_row_is_where_the_format_says(rows, width, dtype, seed):
     assert scales.shape == (rows, num_blocks(width))
     for b, block in enumerate(blocks(x)):
         amax = block.abs().amax(1).clamp_min(AMAX_MIN)
-        assert torch.equal(scales[:, b], amax / E4M3_MAX)
+        assert torch.equal(scales[:, b], amax / torch.tensor(E4M3_MAX))
         payload = message[:, b * BLOCK : b * BLOCK + block.shape[1]]
-        expected = (block * (E4M3_MAX / amax)[:, None]).to(torch.float8_e4m3fn)
+        inverse = torch.tensor(E4M3_MAX) / amax  # of a number torch would multiply by 1 / amax
+        expected = (block * inverse[:, None]).to(torch.float8_e4m3fn)
         assert torch.equal(payload, expected.view(torch.uint8))
 
 
