@@ -25,7 +25,7 @@ ROUTED: Final = Case(name="routed", num_ranks=2, tokens=2048, experts=8)
 SHARED: Final = Case(name="shared", num_ranks=2, tokens=2048, experts=8, shared_expert=True)
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
 
-RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5}
+RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5, "1:4": 0.25}
 """Compute over communication, as plain Inductor's layer has them."""
 NO_LINK_RATIO: Final = "inf"
 """Name of the control in results: infinite bandwidth, no latency."""
@@ -35,6 +35,8 @@ LATENCY_S: Final = 50e-6
 
 BASELINE: Final = "inductor"
 REORDERED: Final = "inductor reorder"
+QUANTIZED: Final = "fp8"
+"""In the name of every variant whose rows travel quantised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,22 @@ PRESETS: Final[Mapping[str, Preset]] = {
         control_rounds=24,
         rounds=11,
         timeout_s=900.0,
+    ),
+    "wire": Preset(
+        cases=(ROUTED, SHARED),
+        variants=(
+            BASELINE,
+            REORDERED,
+            "megamoe N=1",
+            "megamoe N=2",
+            "megamoe N=4",
+            "megamoe N=1 fp8",
+            "megamoe N=2 fp8",
+            "megamoe N=4 fp8",
+        ),
+        control_rounds=24,
+        rounds=11,
+        timeout_s=1800.0,
     ),
     "full": Preset(
         cases=(ROUTED, SHARED, FOUR_RANKS),

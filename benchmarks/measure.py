@@ -38,8 +38,6 @@ from benchmarks.step import Forward, Sample, Stepper, Values, relative_error
 from benchmarks.variants import Variant, named_variants
 from moe_compile.errors import MegaMoEError
 
-MAX_ERROR: Final = 0.02
-"""Relative, against eager: bfloat16 keeps 8 bits, and compilers round at other places."""
 WARM_UP: Final = 3
 ESTIMATE_STEPS: Final = 10
 """Steps that estimate compute before the profile is written."""
@@ -146,7 +144,7 @@ class _Run:
                 mine.is_from_cache = self._turns.is_from_cache
         except (RuntimeError, MegaMoEError, AssertionError, TypeError) as error:
             mine.error = f"{type(error).__name__}: {error}"
-        outcome = _worst_of_all_ranks(mine)
+        outcome = _worst_of_all_ranks(mine, variant.max_error)
         if not outcome.error:
             self.forwards[variant.name] = forward
             for _ in range(WARM_UP):
@@ -209,14 +207,14 @@ def _rate(sample: Sample, compute_s: float, ratio: float) -> LinkRate:
     return LinkRate(latency_s=LATENCY_S, bytes_per_s=sample.traffic.wire_bytes / moving_s)
 
 
-def _worst_of_all_ranks(mine: Outcome) -> Outcome:
+def _worst_of_all_ranks(mine: Outcome, max_error: float) -> Outcome:
     """Return rank 0's outcome with the largest error of all ranks, on every rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     outcomes: list[Outcome] = gathered
     worst = max(o.relative_error for o in outcomes)
     error = next((o.error for o in outcomes if o.error), "")
-    if not error and not worst <= MAX_ERROR:
+    if not error and not worst <= max_error:
         error = f"differs from eager by {worst:.3g}, relative"
     return replace(outcomes[0], relative_error=worst, error=error)
 

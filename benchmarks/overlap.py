@@ -1,7 +1,7 @@
 """`python -m benchmarks.overlap`: how much communication each way of running a MoE layer hides.
 
 Every rank is a process of this machine; the link between them is emulated (emulated_link.py) and
-its bandwidth is set so that communication takes half, once and twice what compute takes.
+its bandwidth is set so that communication takes half to four times what compute takes.
 """
 
 from __future__ import annotations

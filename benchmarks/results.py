@@ -13,7 +13,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.cases import BASELINE, NO_LINK_RATIO, RATIOS, REORDERED
+from benchmarks.cases import BASELINE, NO_LINK_RATIO, QUANTIZED, RATIOS, REORDERED
 from benchmarks.measure import CaseResult, Job, Outcome
 from benchmarks.paired import Estimate, ratio
 from benchmarks.step import Sample
@@ -46,6 +46,10 @@ class Row:
     link_host_ms: float | None = None
     """CPU time of the emulator itself, part of `ms`."""
     exchanges: int | None = None
+    wire_bytes: float | None = None
+    """That crossed the link in one step."""
+    vs_best_same_wire: float | None = None
+    """Against the fastest variant, at this ratio, whose rows travel unquantised."""
     page_faults: float | None = None
     compile_s: float | None = None
     compile_from_cache: bool | None = None
@@ -123,6 +127,7 @@ def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: 
         compile_s=outcome.compile_s,
         compile_from_cache=outcome.is_from_cache,
         relative_error=outcome.relative_error,
+        vs_best_same_wire=_against_best(result, name, ratio_name),
         **_medians(samples),
     )
 
@@ -132,8 +137,22 @@ def _medians(samples: list[Sample]) -> dict[str, Any]:
         "waited_ms": 1e3 * statistics.median(s.traffic.waited_s for s in samples),
         "link_host_ms": 1e3 * statistics.median(s.traffic.host_s for s in samples),
         "exchanges": samples[-1].traffic.num_exchanges,
+        "wire_bytes": samples[-1].traffic.wire_bytes,
         "page_faults": statistics.median(s.page_faults for s in samples),
     }
+
+
+def _against_best(result: CaseResult, name: str, ratio_name: str) -> float | None:
+    """Return the ratio to the fastest of the variants without a quantised wire."""
+    medians = {
+        other: statistics.median(s.elapsed_s for s in outcome.samples[ratio_name])
+        for other, outcome in result.outcomes.items()
+        if not outcome.error and QUANTIZED not in other
+    }
+    if not medians:
+        return None
+    best = _against(result, name, min(medians, key=medians.__getitem__), ratio_name)
+    return best and best.median
 
 
 def _against(result: CaseResult, name: str, other: str, ratio_name: str) -> Estimate | None:

@@ -47,6 +47,7 @@ def _table(rows: list[Row]) -> Table:
         "waited ms",
         "vs inductor",
         "vs reorder",
+        "vs best bf16",
         "no link, vs inductor",
         "compile s",
     ):
@@ -67,6 +68,7 @@ def _cells(row: Row) -> list[str]:
         _number(row.waited_ms, digits=1),
         _with_interval(row.vs_inductor, row.vs_inductor_interval),
         _number(row.vs_inductor_reorder),
+        _number(row.vs_best_same_wire),
         _with_interval(row.inf_bandwidth_ratio, row.inf_bandwidth_interval),
         _compile_seconds(row),
     ]

@@ -122,7 +122,16 @@ def _log(compilation: Compilation) -> None:
 
 
 def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
-    if not config.strict or config.chunks == 1:
+    if not config.strict:
+        return
+    for plan in state.plans:
+        for exchange in (plan.dispatch, plan.combine):
+            if exchange.refusal:
+                raise RegionRefused(
+                    f"the {exchange.name} of {plan.region.name} is not quantised: "
+                    f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
+                )
+    if config.chunks == 1:
         return
     unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
     for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):

@@ -19,8 +19,8 @@ ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("auto", "experts", "tokens", "batch"),
-    "dispatch_wire": ("same", "fp8", "auto"),
-    "combine_wire": ("same", "fp8", "auto"),
+    "dispatch_wire": ("same", "fp8", "fp8_forward", "auto"),
+    "combine_wire": ("same", "fp8", "fp8_forward", "auto"),
     "dispatch": ("all_to_all", "all_gather", "auto"),
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
     "gradient_wire": ("same", "bf16_fp32_sum"),
@@ -29,9 +29,9 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 """Values each closed option takes."""
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
-    "chunk_by": ("tokens", "batch"),
-    "dispatch_wire": ("fp8", "auto"),
-    "combine_wire": ("fp8", "auto"),
+    "chunk_by": ("batch",),
+    "dispatch_wire": ("auto",),
+    "combine_wire": ("auto",),
     "dispatch": ("all_gather", "auto"),
 }
 """Documented values whose pass this version does not have."""
@@ -60,11 +60,13 @@ class MegaMoEConfig:
     chunks: int | str = "auto"
     """Chunks per MoE region, or "auto": min(2, local experts) until a planner chooses."""
     chunk_by: str = "auto"
-    """The axis a region is chunked along; "auto" takes experts, which changes no bit."""
+    """The axis a region is chunked along: "auto" takes experts, which changes no bit; "tokens", a
+    share of every expert's rows, is for few local experts, and sums weight gradients by chunk."""
     dispatch_wire: str = "same"
-    """Number format of the dispatch exchange, forward and backward."""
+    """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
+    gradient too; "fp8_forward", the gradient as the model has it."""
     combine_wire: str = "same"
-    """Number format of the combine exchange, forward and backward."""
+    """Number format of the combine exchange, in the same words."""
     dispatch: str = "all_to_all"
     """Collective that moves tokens to experts."""
     schedule: bool = True

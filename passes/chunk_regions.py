@@ -1,4 +1,4 @@
-"""Split every planned MoE region in chunks by local expert.
+"""Split every planned MoE region in chunks, by local expert or by tokens.
 
 Contract
     Requires  REGIONS_FOUND, PLANNED.
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.analysis.regions import Refused, RowProof
 from moe_compile.analysis.surroundings import Surroundings, examine_surroundings
 from moe_compile.graph.edit import erase_unused
 from moe_compile.planning.plan import Remark
@@ -48,7 +48,7 @@ class ChunkRegions(GraphPass):
             else:
                 decided.append((plan, plan.proof, around))
         for plan, proof, around in decided:
-            _apply(plan.region, proof, plan.num_chunks, around)
+            _apply(plan, proof, around, by_tokens=state.config.chunk_by == "tokens")
         return PassReport(
             pass_name=self.name,
             applied=tuple(plan.region.name for plan, _, _ in decided),
@@ -57,11 +57,13 @@ class ChunkRegions(GraphPass):
         )
 
 
-def _apply(region: MoERegion, proof: RowProof, num_chunks: int, around: Surroundings) -> None:
+def _apply(plan: RegionPlan, proof: RowProof, around: Surroundings, *, by_tokens: bool) -> None:
+    region = plan.region
     for node in reversed(around.stale_assertions):
         node.graph.erase_node(node)
-    instead = emit_chunks(region, proof, num_chunks, around.kept_reads)
-    for node, value in instead.items():
+    chunked = emit_chunks(region, proof, plan.num_chunks, around.kept_reads, by_tokens=by_tokens)
+    plan.dispatch.launches, plan.combine.launches = chunked.dispatches, chunked.combines
+    for node, value in chunked.instead.items():
         node.replace_all_uses_with(value)
     for node in around.readers_of_kept:
         region.result.prepend(node)

@@ -8,17 +8,19 @@ Contract
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.fx as fx
 
 from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.analysis.host_reads import count_host_reads
 from moe_compile.analysis.regions import Refused
 from moe_compile.analysis.row_proof import prove_rows_independent
-from moe_compile.graph.query import source_place
-from moe_compile.planning.state import CompileState, RegionPlan
+from moe_compile.graph.query import source_place, tensor_of
+from moe_compile.planning.state import CompileState, Exchange, RegionPlan
 from passes.contract import Fact, GraphPass, PassReport, verdict
 
 
@@ -39,6 +41,8 @@ class DetectRegions(GraphPass):
                 proof=prove_rows_independent(region),
                 where=source_place(region.dispatch),
                 num_host_reads=count_host_reads(region),
+                dispatch=_exchange("dispatch", region.dispatch),
+                combine=_exchange("combine", region.combine),
             )
             for region in regions
         ]
@@ -50,3 +54,20 @@ class DetectRegions(GraphPass):
             applied=tuple(r.name for r in regions if r.name not in names),
             skipped=tuple(verdict(r) for r in (*refused, *decoys)),
         )
+
+
+def _exchange(name: str, launch: fx.Node) -> Exchange:
+    payload = launch.args[0]
+    assert isinstance(payload, fx.Node)
+    rows = tensor_of(payload)
+    before = _bytes_of_row(rows)
+    return Exchange(
+        name=name, launches=(launch,), rows=rows, row_bytes=before, row_bytes_before=before
+    )
+
+
+def _bytes_of_row(rows: torch.Tensor | None) -> int:
+    widths = () if rows is None else rows.shape[1:]
+    if rows is None or any(isinstance(width, torch.SymInt) for width in widths):
+        return 0
+    return math.prod(widths) * rows.element_size()

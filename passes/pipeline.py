@@ -23,8 +23,11 @@ from passes.chunk_regions import ChunkRegions
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass, PassReport
 from passes.detect_regions import DetectRegions
+from passes.fold_row_moves import FoldRowMoves
+from passes.lower_row_ops import LowerRowOps
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.plan_chunks import PlanChunks
+from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
 from passes.save_exchanges import SaveExchanges
 from passes.schedule_exchanges import ScheduleExchanges
@@ -42,13 +45,17 @@ class Level:
     """What the tracer promises of the level's graphs."""
 
 
-DYNAMO: Final = Level((NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions()))
+DYNAMO: Final = Level(
+    (NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions(), QuantizeExchanges())
+)
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level((SaveExchanges(),), frozenset({Fact.FUNCTIONAL}))
 """On the joint graph, before it is partitioned."""
 
-POST_GRAD_EARLY: Final = Level((CompressGradients(),), frozenset({Fact.FUNCTIONAL}))
+POST_GRAD_EARLY: Final = Level(
+    (FoldRowMoves(), LowerRowOps(), CompressGradients()), frozenset({Fact.FUNCTIONAL})
+)
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
-from moe_compile.planning.plan import plan_num_chunks
+from moe_compile.planning.plan import Remark, plan_num_chunks
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
 
@@ -36,7 +36,7 @@ class PlanChunks(GraphPass):
                 skipped.append(verdict(plan.proof))
                 continue
             plan.num_chunks, plan.remark = plan_num_chunks(state.config, plan.region)
-            if plan.remark is None:
+            if plan.remark is None or plan.remark is Remark.BY_TOKENS:
                 applied.append(plan.region.name)
             else:
                 skipped.append(Verdict(candidate=plan.region.name, reason=plan.remark))

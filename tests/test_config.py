@@ -28,8 +28,11 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"chunks": 0}, 'write "auto" or a whole number of at least 1'),
         ({"chunks": True}, "megamoe.chunks is True"),
         ({"codegen": "inducto"}, "Did you mean 'inductor'?"),
-        ({"dispatch_wire": "fp8"}, "not available in this version; write one of same"),
-        ({"chunk_by": "tokens"}, "not available in this version; write one of auto, experts"),
+        ({"dispatch_wire": "auto"}, "not available in this version; write one of same, fp8"),
+        (
+            {"chunk_by": "batch"},
+            "not available in this version; write one of auto, experts, tokens",
+        ),
         ({"schedule": "yes"}, "write true or false"),
         ({"max_memory_increase": -0.1}, "fraction of at least 0"),
         ({"disable_passes": "chunk_regions"}, "write a list of pass names"),

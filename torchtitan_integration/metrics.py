@@ -22,14 +22,17 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
+from moe_compile.config import MegaMoEConfig
 from moe_compile.ops.agreement import executed_records
+from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
 from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.job_config import options_of
 from torchtitan_integration.profile_window import ProfileWindow
 from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
 
-WAYS: Final = 4
-"""A routed row travels out and back, in forward and in backward."""
+QUANTIZED_WAYS: Final = {"fp8": 2, "fp8_forward": 1}
+"""Of the two ways of an exchange, forward and backward: those that travel in eight bits."""
 
 
 class MegaMoEMetrics(MetricsProcessor):
@@ -40,7 +43,8 @@ class MegaMoEMetrics(MetricsProcessor):
         super().__init__(job, dims)
         traces = Path(job.job.dump_folder, job.profiling.save_traces_folder)
         dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
-        self._bytes_per_row = int(getattr(model_args, "dim", 0)) * dtype.itemsize
+        width = int(getattr(model_args, "dim", 0))
+        self._bytes_per_row = bytes_of_routed_row(width, dtype.itemsize, options_of(job))
         self._window = ProfileWindow(traces, dist.get_rank())
         self._routing = RoutingCounter()
         self._ep_rank = 0
@@ -97,7 +101,7 @@ class MegaMoEMetrics(MetricsProcessor):
         assert rows is not None
         uneven = imbalance(self._routing.total(), dims.ep)
         sent = rows_to_others(rows, dims.ep, self._ep_rank, dims.tp // dims.etp)
-        gigabytes = WAYS * sent * self._bytes_per_row / 1e9
+        gigabytes = sent * self._bytes_per_row / 1e9
         return {
             "megamoe/rows_per_expert_max_over_mean": uneven.experts,
             "megamoe/rows_per_expert_max_over_mean_worst_layer": uneven.experts_worst_layer,
@@ -106,6 +110,12 @@ class MegaMoEMetrics(MetricsProcessor):
             "megamoe/exchange_GB_per_step": gigabytes,
             "megamoe/exchange_GB_per_s_of_step": gigabytes / step_seconds,
         }
+
+
+def bytes_of_routed_row(width: int, itemsize: int, options: MegaMoEConfig) -> int:
+    """Return the bytes that travel for one routed row: out and back, forward and backward."""
+    ways = [QUANTIZED_WAYS.get(w, 0) for w in (options.dispatch_wire, options.combine_wire)]
+    return sum(ways) * row_bytes(width) + (4 - sum(ways)) * width * itemsize
 
 
 def _predicted() -> dict[str, float]:

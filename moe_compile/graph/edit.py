@@ -47,6 +47,17 @@ class Emitter:
         return node
 
 
+class ValuedEmitter(Emitter):
+    """Appends nodes to a graph of AOTAutograd, each with the fake value that later passes read."""
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a call of a function or operator."""
+        node = super().call(target, *args, **kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+
 def erase_unused(nodes: list[fx.Node]) -> int:
     """Erase those of `nodes` (in graph order) that nobody reads, last first; return how many."""
     erased = 0

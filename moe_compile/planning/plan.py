@@ -17,11 +17,15 @@ AUTO_CHUNKS: Final = 2
 
 
 class Remark(enum.Enum):
-    """Why a region runs in another number of chunks than asked, or in one."""
+    """What to know of a region's chunks: not the number asked for, one alone, or other values."""
 
     ONE_CHUNK = "one chunk asked for"
     ONE_EXPERT = "one local expert: nothing to split by"
     CLAMPED = "more chunks asked for than there are local experts"
+    BY_TOKENS = (
+        "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
+        "chunks * eps / 2 of the sum of their magnitudes"
+    )
 
 
 def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Remark | None]:
@@ -30,6 +34,8 @@ def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Rema
     num_chunks = min(asked, region.num_local_experts)
     if asked == 1:
         return 1, Remark.ONE_CHUNK
+    if config.chunk_by == "tokens":
+        return asked, Remark.BY_TOKENS
     if region.num_local_experts == 1:
         return 1, Remark.ONE_EXPERT
     clamped = num_chunks < asked and config.chunks != "auto"

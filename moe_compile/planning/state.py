@@ -9,10 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+import torch.fx as fx
+
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
 from moe_compile.planning.plan import Remark
+
+
+@dataclass(kw_only=True, slots=True)
+class Exchange:
+    """One exchange of a region: as the model has it one launch, chunked one per chunk."""
+
+    name: str
+    """`dispatch` or `combine`."""
+    launches: tuple[fx.Node, ...]
+    rows: torch.Tensor | None
+    """Fake tensor of the rows it moves, `[R, D]`; None when the tracer kept none."""
+    wire: str = "same"
+    """Number format its rows travel in, as `dispatch_wire` and `combine_wire` name it."""
+    refusal: str = ""
+    """Why its rows travel as they are though an option asks for another wire; "" else."""
+    row_bytes: int = 0
+    """Bytes of a row that travels; 0 when unknown."""
+    row_bytes_before: int = 0
+    """The same in the model's own number format."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,6 +47,8 @@ class RegionPlan:
     """The user's line that dispatches: `file.py:line in function`."""
     num_host_reads: int
     """Times the host waits for integers of the region, as the model is written."""
+    dispatch: Exchange
+    combine: Exchange
     num_chunks: int = 1
     """Chunks the region runs in; 1 leaves it whole."""
     remark: Remark | None = None

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
 from moe_compile.graph.query import is_launch, source_place
-from moe_compile.planning.state import CompileState, RegionPlan
+from moe_compile.planning.state import CompileState, Exchange, RegionPlan
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
 
@@ -33,6 +33,8 @@ class RegionReport:
     """Blocking reads by the host per forward pass of the region."""
     verdict: str
     """`chunked`, or why not."""
+    wires: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """`dispatch` and `combine` -> number format, bytes of a row before, bytes of a row now."""
     remarks: tuple[str, ...] = ()
 
 
@@ -60,7 +62,7 @@ class Compilation:
 
     def plan_digest(self) -> str:
         """Return a hash of every decision, equal on ranks that decided alike."""
-        decisions = [(r.where, r.num_chunks, r.verdict) for r in self.regions]
+        decisions = [(r.where, r.num_chunks, r.verdict, r.wires) for r in self.regions]
         text = f"{self.settings} {decisions} {sorted(self.dropped)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -79,6 +81,7 @@ def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
     unchunked = refused.reason.value if refused else "left whole"
     detail = f" ({refused.detail})" if refused and refused.detail else ""
     remarks = [plan.remark.value] if plan.remark else []
+    remarks += [_wire(e) for e in (plan.dispatch, plan.combine) if e.wire != "same" or e.refusal]
     if refused is None and chunked:
         remarks += [f"weights not sliced: {why}" for why in _unsliced(plan)]
     return RegionReport(
@@ -89,7 +92,20 @@ def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
         num_chunks=plan.num_chunks if chunked else 1,
         num_host_reads=1 if chunked else plan.num_host_reads,
         verdict="chunked" if chunked else unchunked + detail,
+        wires={
+            e.name: (e.wire, e.row_bytes_before, e.row_bytes) for e in (plan.dispatch, plan.combine)
+        },
         remarks=tuple(remarks),
+    )
+
+
+def _wire(exchange: Exchange) -> str:
+    if exchange.refusal:
+        return f"{exchange.name} not quantised: {exchange.refusal}"
+    share = exchange.row_bytes / exchange.row_bytes_before
+    return (
+        f"{exchange.name} in {exchange.wire}: {exchange.row_bytes} of {exchange.row_bytes_before} "
+        f"bytes per row ({share:.3f})"
     )
 
 

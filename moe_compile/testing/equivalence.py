@@ -18,15 +18,17 @@ def differing_tensors(
     build: Callable[[], nn.Module],
     inputs: list[tuple[torch.Tensor, torch.Tensor]],
     options: Mapping[str, Any],
+    reference: Callable[[], nn.Module] | None = None,
 ) -> list[str]:
     """Return what differs between `build()` run eagerly and compiled with `options`.
 
     `build` is called twice and must give equal layers. `inputs` holds one pair per step: the
     layer's input and the gradient of its output. `options` are those of
     `torch.compile(..., backend="megamoe")`; `codegen` is "fx" unless they say otherwise, since
-    Inductor rounds differently from eager. Names come as `step 0: output`.
+    Inductor rounds differently from eager. `reference` builds the layer that runs eagerly, where
+    a lossy option makes `build()` itself no measure. Names come as `step 0: output`.
     """
-    eager, other = build(), build()
+    eager, other = (reference or build)(), build()
     settings = {"megamoe.codegen": "fx", **options}
     compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=settings)
     found = []

@@ -1,4 +1,4 @@
-"""Run a MoE region N times, each time on the rows and counts of one chunk of its experts.
+"""Run a MoE region N times, each time on the rows and counts of one chunk.
 
 Contract
     Requires  a proof that the region's experts treat rows independently given the counts.
@@ -6,10 +6,10 @@ Contract
     Order     all counts first, then one bulk host read, then all dispatch launches, then per
               chunk: wait, experts, combine.
 
-A region is f(rows, counts). The same nodes run once per chunk on the chunk's rows and on counts
-zeroed for the other chunks' experts; a correct region is right for any counts, so nothing need
-be known about the experts. Exchanging counts and zeroing them commute (a mask speaks of local
-experts, alike on every rank), so the one count exchange serves all chunks.
+A region is f(rows, counts). The same nodes run once per chunk on the chunk's rows and on the
+chunk's part of the counts; a correct region is right for any counts, so nothing need be known
+about the experts. Exchanging counts and taking parts of them commute (chunk_axis.py), so the one
+count exchange serves all chunks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
+from passes.replay.chunk_axis import split_by_experts, split_by_tokens
 from passes.replay.host_reads import BulkRead, is_host_read, is_move_to_host
 from passes.replay.prune import Pruned, prune_other_experts
 from passes.replay.row_order import emit_row_order
@@ -50,32 +50,53 @@ def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """What a region became."""
+
+    instead: dict[fx.Node, fx.Node]
+    """Host read whose value the graph needs outside the region -> what to read instead."""
+    dispatches: tuple[fx.Node, ...]
+    combines: tuple[fx.Node, ...]
+    """Launches of each chunk's dispatch and combine, in order of chunks."""
+
+
 def emit_chunks(
-    region: MoERegion, proof: RowProof, num_chunks: int, kept: Iterable[fx.Node]
-) -> dict[fx.Node, fx.Node]:
+    region: MoERegion,
+    proof: RowProof,
+    num_chunks: int,
+    kept: Iterable[fx.Node],
+    *,
+    by_tokens: bool = False,
+) -> Chunked:
     """Emit the region in `num_chunks` chunks before its result, and turn the result into theirs.
 
     `kept` are host reads (`item` nodes) of the region whose value the graph needs outside it:
-    they join the bulk read. Returns what to read instead of each.
+    they join the bulk read. A chunk holds whole experts or, `by_tokens`, a share of each's rows.
     """
     emit = Emitter(region.result)
-    bounds = chunk_bounds(region.num_local_experts, num_chunks)
-    chunk_of = _chunk_of_expert(emit, region, num_chunks)
-    replays = [_start(emit, region, proof, chunk_of, c, b) for c, b in enumerate(bounds)]
+    split = split_by_tokens if by_tokens else split_by_experts
+    axis = split(emit, region, num_chunks)
+    bounds = _experts_of_chunks(region, num_chunks, by_tokens=by_tokens)
+    replays = [
+        Replay(experts, env, prune_other_experts(region, proof, experts))
+        for env, experts in zip(axis.inputs, bounds, strict=True)
+    ]
     whole = Replay(range(region.num_local_experts), {})
     rows_per_chunk = _emit_reads(emit, region, whole, replays, list(kept))
 
-    order, inverse = emit_row_order(emit, region, chunk_of, rows_per_chunk)
+    order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
     sorted_rows = emit.call(PERMUTE_ROWS, region.rows, order, inverse)
     parts = emit.call(torch.split, sorted_rows, rows_per_chunk)
-    weights = _split_weights(emit, proof, bounds)
+    sliceable = () if by_tokens else proof.sliceable
+    weights = _split_weights(emit, sliceable, bounds)
     for c, replay in enumerate(replays):
         replay.env[region.rows] = emit.call(operator.getitem, parts, c)
         _emit_rest(emit, region.count_side, replay)
     for replay in replays:
         replay.env[region.dispatch] = emit.copy(region.dispatch, replay.env)
     for c, replay in enumerate(replays):
-        for gemm in proof.sliceable:
+        for gemm in sliceable:
             _slice_to_chunk(emit, gemm, weights, c, replay)
         _emit_rest(emit, region.row_side, replay)
 
@@ -83,19 +104,17 @@ def emit_chunks(
     region.result.target = PERMUTE_ROWS
     region.result.args = (together, inverse, order)
     region.result.kwargs = {}
-    return {node: whole.env[node] for node in kept}
+    return Chunked(
+        instead={node: whole.env[node] for node in kept},
+        dispatches=tuple(replay.env[region.dispatch] for replay in replays),
+        combines=tuple(replay.env[region.combine] for replay in replays),
+    )
 
 
-def _start(
-    emit: Emitter,
-    region: MoERegion,
-    proof: RowProof,
-    chunk_of: fx.Node,
-    chunk: int,
-    experts: range,
-) -> Replay:
-    inputs = _masked_inputs(emit, region, chunk_of, chunk)
-    return Replay(experts, inputs, prune_other_experts(region, proof, experts))
+def _experts_of_chunks(region: MoERegion, num_chunks: int, *, by_tokens: bool) -> list[range]:
+    if by_tokens:
+        return [range(region.num_local_experts)] * num_chunks
+    return chunk_bounds(region.num_local_experts, num_chunks)
 
 
 def _emit_reads(
@@ -116,33 +135,6 @@ def _emit_reads(
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
     return values[: len(replays)]
-
-
-def _chunk_of_expert(emit: Emitter, region: MoERegion, num_chunks: int) -> fx.Node:
-    """Emit `[num_ranks * num_local_experts]`: the chunk of each expert, rank-major."""
-    local = region.num_local_experts
-    counts = tensor_of(region.counts)
-    assert counts is not None
-    experts = emit.call(torch.arange, local * region.num_ranks, device=counts.device)
-    scaled = emit.call(operator.mul, emit.call(operator.mod, experts, local), num_chunks)
-    return emit.call(operator.floordiv, scaled, local)
-
-
-def _masked_inputs(
-    emit: Emitter, region: MoERegion, chunk_of: fx.Node, chunk: int
-) -> dict[fx.Node, fx.Node]:
-    """Emit counts, as sent and as received, zeroed for the experts of other chunks."""
-    mask = emit.call(operator.eq, chunk_of, chunk)
-    env = {}
-    for node in (region.counts, region.received_counts):
-        tensor = tensor_of(node)
-        assert tensor is not None
-        size = region.num_ranks * region.num_local_experts
-        repeats = tensor.numel() // size  # all-gathered counts hold every rank's vector
-        flat = mask if repeats == 1 else emit.method("repeat", mask, repeats)
-        shaped = emit.method("to", emit.method("view", flat, *tensor.shape), tensor.dtype)
-        env[node] = emit.call(operator.mul, node, shaped)
-    return env
 
 
 def _needed_for(kept: Iterable[fx.Node], region: MoERegion) -> set[fx.Node]:
@@ -180,14 +172,14 @@ def _emit_until_reads(
 
 
 def _split_weights(
-    emit: Emitter, proof: RowProof, bounds: list[range]
+    emit: Emitter, sliceable: Iterable[fx.Node], bounds: list[range]
 ) -> dict[fx.Node, list[fx.Node]]:
     """Emit each weight of a sliceable grouped GEMM in one piece per chunk.
 
     One split per weight: its gradient is one concatenation, not a sum of padded pieces.
     """
     pieces: dict[fx.Node, list[fx.Node]] = {}
-    for gemm in proof.sliceable:
+    for gemm in sliceable:
         weight = gemm.args[1]
         assert isinstance(weight, fx.Node)
         if weight not in pieces:

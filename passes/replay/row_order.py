@@ -1,8 +1,8 @@
-"""Where each row goes when rows sorted by expert are sorted by chunk of experts instead.
+"""Where each row goes when rows sorted by expert are sorted by chunk instead.
 
 Contract
-    Stable: rows of one expert stay together and in order. Computed from the counts by two
-    searches in sorted ends of runs; no sort of the rows.
+    Stable: rows of one run, an expert's or a chunk's share of it, stay together and in order.
+    Computed from the counts by two searches in sorted ends of runs; no sort of the rows.
 
 Worked example: counts [2, 1, 1, 2] of experts 0..3, two ranks of two, chunks [0, 1, 0, 1].
 Runs start at [0, 2, 3, 4]; by chunk the experts stand as [0, 2, 1, 3], their runs start at
@@ -20,10 +20,11 @@ import torch.fx as fx
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
+from passes.replay.chunk_axis import ChunkAxis
 
 
 def emit_row_order(
-    emit: Emitter, region: MoERegion, chunk_of: fx.Node, rows_per_chunk: list[fx.Node]
+    emit: Emitter, region: MoERegion, axis: ChunkAxis, rows_per_chunk: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """Emit the stable order of the rows by chunk, and its inverse, each `[R]`."""
     counts = tensor_of(region.counts)
@@ -32,8 +33,8 @@ def emit_row_order(
     total = emit.call(torch.sym_sum, rows_per_chunk)
     emit.call(torch._check, emit.call(operator.eq, total, num_rows))
     rows = emit.call(torch.arange, num_rows, device=counts.device)
-    by_chunk = emit.call(torch.argsort, chunk_of, stable=True)
-    ends = _runs(emit, emit.method("reshape", region.counts, -1))
+    by_chunk = emit.call(torch.argsort, axis.chunk_of_run, stable=True)
+    ends = _runs(emit, axis.run_counts)
     moved = _runs(emit, emit.call(operator.getitem, ends.counts, by_chunk))
     back = emit.call(operator.getitem, moved.starts, emit.call(torch.argsort, by_chunk))
     there = emit.call(operator.getitem, ends.starts, by_chunk)
@@ -43,7 +44,7 @@ def emit_row_order(
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Rows that lie in one run per expert: how many, where each run starts and ends."""
+    """Rows that lie in runs: how many, where each run starts and ends."""
 
     counts: fx.Node
     starts: fx.Node

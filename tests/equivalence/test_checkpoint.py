@@ -9,20 +9,26 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.ops.agreement import executed_records
 from moe_compile.testing.equivalence import differing_tensors
 from tests.layers import GroupedExperts
+from tests.quantized_layers import quantized_eagerly
 
 CHUNKS = 2
 
 
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, style=GroupedExperts):
         super().__init__()
-        self.layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
+        self.layer = style(16, 24, 8, 2, dist.group.WORLD)
 
     def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-def run(rank, recompute):
+class Plain(Checkpointed):
+    def forward(self, x):
+        return self.layer(x)
+
+
+def run(rank, recompute, wire="same"):
     """Return what differs from eager, and the launches of the backward graph."""
     torch._dynamo.reset()
     before = len(executed_records())
@@ -30,17 +36,20 @@ def run(rank, recompute):
     x, gradient = (torch.randn(24, 16, generator=generator).bfloat16() for _ in range(2))
     options = {
         "megamoe.chunks": CHUNKS, "megamoe.strict": True, "megamoe.recompute": recompute,
+        "megamoe.dispatch_wire": wire, "megamoe.combine_wire": wire,
     }  # fmt: skip
-    differing = differing_tensors(Checkpointed, [(x, gradient)], options)
+    eager = quantized_eagerly(GroupedExperts, wire, wire)
+    differing = differing_tensors(Checkpointed, [(x, gradient)], options, lambda: Plain(eager))
     phases = {r["phase"]: len(r["launches"]["0"]) for r in executed_records()[before:]}
     return differing, phases
 
 
+@pytest.mark.parametrize("wire", ["same", "fp8"])
 @pytest.mark.parametrize(
     ("recompute", "backward"),
     [("save_exchanges", 2 * CHUNKS), ("recompute_exchanges", 1 + 2 * CHUNKS + 2 * CHUNKS)],
 )
-def test_exchanges_are_saved_unless_asked_otherwise(two_ranks, recompute, backward):
-    for differing, phases in two_ranks.run(run, recompute):
+def test_exchanges_are_saved_unless_asked_otherwise(two_ranks, recompute, backward, wire):
+    for differing, phases in two_ranks.run(run, recompute, wire):
         assert differing == []
         assert phases == {"forward": 1 + 2 * CHUNKS, "backward": backward}

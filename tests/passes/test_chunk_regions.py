@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.query import is_all_to_all, is_integer
+from passes.chunk_regions import ChunkRegions
 from passes.pipeline import DYNAMO, run_level
 from passes.replay.masked_replay import chunk_bounds
 from tests.capture import dynamo_graphs, state
@@ -23,7 +24,12 @@ def chunked(program, chunks, **options):
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     results = run_level(DYNAMO, gm.graph, state(chunks=chunks, strict=True, **options))
-    return gm.graph, results[-1]
+    return gm.graph, chunking(results)
+
+
+def chunking(results):
+    (report,) = (r for r in results if r.pass_name == ChunkRegions.name)
+    return report
 
 
 def layer(style, group):
@@ -103,7 +109,7 @@ def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     before = str(gm.graph)
-    report = run_level(DYNAMO, gm.graph, state(chunks=1))[-1]
+    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=1)))
     assert str(gm.graph) == before
     assert [v.reason.value for v in report.skipped] == ["one chunk asked for"]
 
@@ -151,7 +157,7 @@ def test_rows_read_outside_are_a_reason_to_leave_the_region(fake_ranks):
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     before = str(gm.graph)
-    report = run_level(DYNAMO, gm.graph, state(chunks=2))[-1]
+    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
     assert [v.reason for v in report.skipped] == [Refusal.ROWS_ESCAPE]
     assert str(gm.graph) == before
 

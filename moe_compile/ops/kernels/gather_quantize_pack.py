@@ -1,0 +1,100 @@
+"""Rows picked by an index become messages in eight bits: one read, one write, no pass between.
+
+Contract
+    Every byte of every message is written, and equals what plain PyTorch computes by the rules of
+    `moe_compile/ops/wire_format.py`; the result does not depend on the order of execution.
+    A block that holds an infinity or NaN unpacks to NaN.
+
+A program takes TILE_BLOCKS consecutive blocks of the message, counted row after row:
+
+    x        = 128 columns of row index[block // blocks_per_row]      as float32
+    a        = max(|x|), but at least AMAX_MIN                        over bit patterns, as integers
+    payload  = float8(x * (448 / a))
+    scale    = a / 448
+
+Bit patterns of nonnegative floats are ordered as their values are, infinity and NaN above all, so
+the maximum keeps both without a comparison of floats. Work beyond the last block repeats the last
+block: it stores the same bytes again, so the common case needs no mask.
+
+Worked example: rows [[1.0, -0.5], [3.0, 0.0]], index [1] gives one block with a = 3.0; the payload
+is 3.0 * (448 / 3.0) = 448.0 and 0.0, bytes [0x7e, 0x00]; two bytes of padding; then the scale
+3.0 / 448 = 0.00669642... as float32.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_compile.ops.wire_format import AMAX_MIN, BLOCK, E4M3_MAX, num_blocks, row_bytes
+
+TILE_BLOCKS = tl.constexpr(32)
+"""Blocks per program: 128 threads hold 32 columns each, 64 bytes of bf16 on their way at once."""
+NUM_WARPS = 4
+COLUMNS = tl.constexpr(BLOCK)
+LARGEST = tl.constexpr(E4M3_MAX)
+LEAST_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_MIN))[0])
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+"""All bits of a float32 but its sign."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gather_quantize_pack_kernel(
+    rows: tl.tensor,  # [S, WIDTH]
+    index: tl.tensor,  # [num_rows], or None
+    messages: tl.tensor,  # [num_rows, MESSAGE] bytes
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,  # per row
+    MESSAGE: tl.constexpr,  # bytes of a message
+) -> None:
+    """Pack the blocks of one tile."""
+    start = tl.program_id(0).to(tl.int64) * TILE_BLOCKS
+    position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)
+    row = tl.minimum(start // BLOCKS + position // BLOCKS, num_rows - 1)
+    block = position % BLOCKS
+    source = row if index is None else tl.load(index + row).to(tl.int64)
+
+    column = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    pointers = rows + source[:, None] * WIDTH + column
+    if BLOCKS * COLUMNS == WIDTH:
+        x = tl.load(pointers).to(tl.float32)
+    else:
+        x = tl.load(pointers, mask=column < WIDTH, other=0.0).to(tl.float32)
+
+    bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
+    largest = tl.maximum(bits, LEAST_BITS).to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(LARGEST, largest)
+    payload = (x * inverse[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+    scale_of_row = MESSAGE // 4  # in units of the scales' four bytes
+    first_scale = scale_of_row - BLOCKS
+    targets = messages + row[:, None] * MESSAGE + column
+    if BLOCKS * COLUMNS == WIDTH:
+        tl.store(targets, payload)
+    else:
+        tl.store(targets, payload, mask=column < first_scale * 4)
+    scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(scales + row * scale_of_row + (first_scale + block), tl.div_rn(largest, LARGEST))
+
+
+def gather_quantize_pack(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Return messages `[R, row_bytes(D)]` of bytes; message i is row `index[i]`, or row i.
+
+    Shapes: rows `[S, D]` of bf16, fp16 or fp32; index `[R]` of integers in [0, S). Either is
+    copied first where it is not contiguous.
+    """
+    num_rows, width = rows.shape[0] if index is None else index.shape[0], rows.shape[1]
+    message, blocks = row_bytes(width), num_blocks(width)
+    messages = rows.new_empty((num_rows, message), dtype=torch.uint8)
+    if messages.numel():
+        grid = (triton.cdiv(num_rows * blocks, TILE_BLOCKS.value),)
+        rows, index = rows.contiguous(), None if index is None else index.contiguous()
+        with torch.cuda.device_of(rows):
+            gather_quantize_pack_kernel[grid](
+                rows, index, messages, num_rows, width, blocks, message, num_warps=NUM_WARPS
+            )
+    return messages

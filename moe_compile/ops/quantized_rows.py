@@ -1,0 +1,160 @@
+"""The operators of the quantised wire: rows to messages, messages to rows, and rows by index.
+
+Contract
+    Each operator equals its reference in `moe_compile.ops.quantize` byte for byte, on a GPU by a
+    Triton kernel that reads and writes each byte once, elsewhere by the reference itself.
+    A message carries no gradient; `dequantize_exchanged` gives the rows theirs.
+
+Shapes: S rows to choose from, R rows of a message, D columns, M = row_bytes(D).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from moe_compile.ops.quantize import check_message, pack_rows, unpack_rows
+from moe_compile.ops.wire_format import row_bytes
+
+LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
+LIBRARY.define("gather_quantize_pack(Tensor rows, Tensor? index=None) -> Tensor")
+LIBRARY.define("unpack_dequantize(Tensor message, int width, ScalarType dtype) -> Tensor")
+LIBRARY.define(
+    "unpack_dequantize_permute(Tensor message, Tensor index, int width, ScalarType dtype) -> Tensor"
+)
+LIBRARY.define("gather_rows(Tensor rows, Tensor index) -> Tensor")
+
+GATHER_QUANTIZE_PACK = torch.ops.megamoe.gather_quantize_pack.default
+UNPACK_DEQUANTIZE = torch.ops.megamoe.unpack_dequantize.default
+UNPACK_DEQUANTIZE_PERMUTE = torch.ops.megamoe.unpack_dequantize_permute.default
+GATHER_ROWS = torch.ops.megamoe.gather_rows.default
+
+HAS_KERNELS: Final = (
+    torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+)
+if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
+    from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
+    from moe_compile.ops.kernels.gather_rows import gather_rows
+    from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether kernels of ours run the operators on `device`."""
+    return device.type == "cuda" and HAS_KERNELS
+
+
+def gather_quantize_pack_reference(
+    rows: torch.Tensor, index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the message `[R, M]` of rows `index`; rows `[S, D]` floating, index `[R]` integers.
+
+    Raises ValueError for rows that are no matrix of floating-point numbers.
+    """
+    _check_rows(rows)
+    return pack_rows(rows, index)
+
+
+def unpack_dequantize_reference(
+    message: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the rows `[R, width]` of a message `[R, M]`, rounded once to `dtype`."""
+    check_message(message, width)
+    return unpack_rows(message, width, dtype)
+
+
+def unpack_dequantize_permute_reference(
+    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return rows `index` of a message: `unpack_dequantize(message, ...)[index]`."""
+    check_message(message, width)
+    return unpack_rows(message.index_select(0, index), width, dtype)
+
+
+def gather_rows_reference(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return `rows[index]`: `[R, D]` of rows `[S, D]`."""
+    return rows.index_select(0, index)
+
+
+def _check_rows(rows: torch.Tensor) -> None:
+    if rows.dim() != 2 or not rows.dtype.is_floating_point:
+        raise ValueError(
+            f"rows are [S, D] of floating-point numbers, not {rows.dtype} {rows.shape}"
+        )
+
+
+def _fake_pack(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
+    _check_rows(rows)
+    num_rows = rows.shape[0] if index is None else index.shape[0]
+    return rows.new_empty((num_rows, row_bytes(int(rows.shape[1]))), dtype=torch.uint8)
+
+
+def _fake_unpack(message: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    check_message(message, width)
+    return message.new_empty((message.shape[0], width), dtype=dtype)
+
+
+def _fake_unpack_permute(
+    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    check_message(message, width)
+    return message.new_empty((index.shape[0], width), dtype=dtype)
+
+
+def _fake_gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((index.shape[0], *rows.shape[1:]))
+
+
+REFERENCES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: gather_quantize_pack_reference,
+    UNPACK_DEQUANTIZE: unpack_dequantize_reference,
+    UNPACK_DEQUANTIZE_PERMUTE: unpack_dequantize_permute_reference,
+    GATHER_ROWS: gather_rows_reference,
+}
+"""Operator -> what it computes, in plain PyTorch."""
+
+_FAKES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: _fake_pack,
+    UNPACK_DEQUANTIZE: _fake_unpack,
+    UNPACK_DEQUANTIZE_PERMUTE: _fake_unpack_permute,
+    GATHER_ROWS: _fake_gather,
+}
+
+
+def _pack_by_kernel(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
+    _check_rows(rows)
+    return gather_quantize_pack(rows, index)
+
+
+def _unpack_by_kernel(message: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    check_message(message, width)
+    return unpack_dequantize(message, None, width, dtype)
+
+
+def _unpack_permute_by_kernel(
+    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    check_message(message, width)
+    return unpack_dequantize(message, index, width, dtype)
+
+
+_KERNELS: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: _pack_by_kernel,
+    UNPACK_DEQUANTIZE: _unpack_by_kernel,
+    UNPACK_DEQUANTIZE_PERMUTE: _unpack_permute_by_kernel,
+    GATHER_ROWS: lambda rows, index: gather_rows(rows, index),
+}
+
+
+def _register() -> None:
+    for op, reference in REFERENCES.items():
+        name = op._schema.name
+        LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, _FAKES[op], lib=LIBRARY)
+        if HAS_KERNELS:
+            LIBRARY.impl(name, _KERNELS[op], "CUDA")
+
+
+_register()

@@ -1,0 +1,87 @@
+"""Write the wire's operators out in plain operators where no kernel of ours runs, for Inductor.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     every value: the operators' own references are what is written out.
+
+On a GPU the operators stay: each is one Triton kernel. On a CPU Inductor fuses the written-out form
+with what stands around it. With `codegen = "fx"` they run as they are.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.fx as fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import tensor_of
+from moe_compile.ops.quantized_rows import REFERENCES, has_kernel
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+
+class Left(enum.Enum):
+    """Why an operator stays as it is."""
+
+    HAS_KERNEL = "a kernel of ours runs it"
+    RUN_AS_IT_IS = "codegen = 'fx' runs operators one by one"
+
+
+@dataclass(frozen=True)
+class LowerRowOps(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "lower_row_ops"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Write out every operator of the wire that Inductor can fuse."""
+        nodes = [n for n in graph.nodes if n.target in REFERENCES]
+        left = {n: _left(n, state) for n in nodes}
+        chosen = [n for n in nodes if left[n] is None]
+        names = tuple(n.name for n in chosen)
+        for node in chosen:
+            _write_out(node)
+        return PassReport(
+            pass_name=self.name,
+            applied=names,
+            skipped=tuple(
+                Verdict(candidate=n.name, reason=reason) for n, reason in left.items() if reason
+            ),
+        )
+
+
+def _left(node: fx.Node, state: CompileState) -> Left | None:
+    if state.config.codegen == "fx":
+        return Left.RUN_AS_IT_IS
+    value = tensor_of(node)
+    assert value is not None
+    return Left.HAS_KERNEL if has_kernel(value.device) else None
+
+
+def _write_out(node: fx.Node) -> None:
+    inputs = list(dict.fromkeys(node.all_input_nodes))
+
+    def run(*values: Any) -> Any:
+        known = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        return REFERENCES[node.target](*args, **kwargs)
+
+    values = [n.meta["val"] for n in inputs]
+    traced = make_fx(run, decomposition_table=select_decomp_table())(*values)
+    emit = Emitter(node)
+    env: dict[fx.Node, Any] = dict(
+        zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    )
+    for inner in traced.graph.nodes:
+        if inner.op == "output":
+            node.replace_all_uses_with(env[inner.args[0]])
+        elif inner.op != "placeholder":
+            env[inner] = emit.copy(inner, env)
+            env[inner].meta["val"] = inner.meta["val"]
+    node.graph.erase_node(node)

@@ -1,0 +1,133 @@
+"""Send the rows of chosen exchanges as messages of eight bits: quantise, exchange, dequantise.
+
+Contract
+    Requires  REGIONS_FOUND.
+    Keeps     every collective but the payload of those rewritten; router, counts and scores.
+    Loses     what `moe_compile.ops.wire_format` says a row loses; only where `dispatch_wire` or
+              `combine_wire` asks for it.
+
+    all_to_all(rows) -> wait    becomes    pack(rows) -> all_to_all -> wait -> unpack
+
+The split lists count rows and so stay. AOTAutograd derives the backward: the same, reversed.
+A region need not be proven, nor chunked: nothing but the exchange is touched.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import group_name, input_splits, is_wait, output_splits
+from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
+from moe_compile.ops.wire_format import row_bytes
+from moe_compile.planning.state import CompileState, Exchange
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+QUANTIZED: Final = ("fp8", "fp8_forward")
+
+
+class Left(enum.Enum):
+    """Why the rows of an exchange travel as they are."""
+
+    SAME = "its wire option is `same`"
+    NOT_A_MATRIX = "its rows are no matrix of floating-point numbers with a known width"
+    NARROW = "a row would not get shorter"
+    UNKNOWN_FORM = "its launch is read by something else than one wait"
+
+
+NOT_OWED: Final = (Left.SAME, Left.NARROW)
+"""Not asked for, or of no use: `strict` accepts both."""
+
+
+@dataclass(frozen=True)
+class QuantizeExchanges(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "quantize_exchanges"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Rewrite the dispatches and combines that the options name, chunked or not."""
+        del graph  # the plans name its nodes
+        chosen: list[tuple[Exchange, int]] = []
+        applied: list[str] = []
+        skipped: list[Verdict] = []
+        for plan in state.plans:
+            for exchange in (plan.dispatch, plan.combine):
+                candidate = f"{exchange.name} of {plan.region.name}"
+                decided = _decide(exchange, state.config)
+                if isinstance(decided, Left):
+                    exchange.refusal = "" if decided in NOT_OWED else decided.value
+                    skipped.append(Verdict(candidate=candidate, reason=decided))
+                else:
+                    applied.append(candidate)
+                    chosen.append((exchange, decided))
+        for exchange, width in chosen:
+            exchange.wire = wire_of(exchange, state.config)
+            exchange.row_bytes = row_bytes(width)
+            for launch in exchange.launches:
+                _rewrite(launch, quantize_gradient=exchange.wire == "fp8")
+        return PassReport(pass_name=self.name, applied=tuple(applied), skipped=tuple(skipped))
+
+
+def wire_of(exchange: Exchange, config: MegaMoEConfig) -> str:
+    """Return what the options say of an exchange's wire."""
+    return config.dispatch_wire if exchange.name == "dispatch" else config.combine_wire
+
+
+def _decide(exchange: Exchange, config: MegaMoEConfig) -> int | Left:
+    """Return the width of the rows to quantise, or why they travel as they are."""
+    if wire_of(exchange, config) not in QUANTIZED:
+        return Left.SAME
+    rows = exchange.rows
+    if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
+        return Left.NOT_A_MATRIX
+    width: Any = rows.shape[1]
+    if isinstance(width, torch.SymInt):
+        return Left.NOT_A_MATRIX
+    if row_bytes(width) >= exchange.row_bytes_before:
+        return Left.NARROW
+    if any(len(launch.users) != 1 or not _waits(launch) for launch in exchange.launches):
+        return Left.UNKNOWN_FORM
+    return int(width)
+
+
+def _waits(launch: fx.Node) -> list[fx.Node]:
+    """Return the chain of waits on `launch`: most have one, some frontends wait twice."""
+    chain: list[fx.Node] = []
+    node: fx.Node | None = launch
+    while node is not None:
+        node = next((user for user in node.users if is_wait(user)), None)
+        if node is not None:
+            chain.append(node)
+    return chain
+
+
+def _rewrite(launch: fx.Node, *, quantize_gradient: bool) -> None:
+    rows = launch.args[0]
+    assert isinstance(rows, fx.Node)
+    waits = _waits(launch)
+    message = Emitter(launch).call(GATHER_QUANTIZE_PACK, rows)
+    launch.args = (message, *launch.args[1:])
+    for wait in reversed(waits[1:]):
+        wait.replace_all_uses_with(waits[0])
+        wait.graph.erase_node(wait)
+    received = Emitter(waits[0].next).call(
+        DEQUANTIZE_EXCHANGED,
+        waits[0],
+        rows,
+        output_splits(launch),
+        input_splits(launch),
+        group_name(launch),
+        quantize_gradient,
+    )
+    waits[0].replace_all_uses_with(received, delete_user_cb=lambda user: user is not received)
+    for node in (launch, waits[0]):
+        node.meta.pop("example_value", None)

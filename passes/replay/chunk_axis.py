@@ -1,0 +1,85 @@
+"""Which rows a chunk takes: whole experts, or a share of every expert's rows.
+
+Contract
+    What is emitted acts on each count by itself, so it commutes with exchanging counts and with
+    summing them: every rank splits what it sends as its peers split what they receive.
+
+By experts, expert e goes to chunk `e * N // local experts`. By tokens, of the n rows of an expert
+that one rank sends, chunk c takes rows `[n c // N, n (c + 1) // N)`.
+
+Worked example by tokens, N = 2, counts [3, 1]: chunk 0 takes [1, 0] rows, chunk 1 [2, 1].
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.regions import MoERegion
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import tensor_of
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAxis:
+    """How the rows sent fall apart in runs, and which chunk takes each run."""
+
+    inputs: tuple[dict[fx.Node, fx.Node], ...]
+    """Per chunk: counts as sent and as received -> the same for the chunk's rows alone."""
+    run_counts: fx.Node
+    """Rows of each run, in the order in which the runs lie."""
+    chunk_of_run: fx.Node
+
+
+def split_by_experts(emit: Emitter, region: MoERegion, num_chunks: int) -> ChunkAxis:
+    """Emit counts zeroed for the experts of other chunks; a run is one expert of one rank."""
+    local = region.num_local_experts
+    experts = emit.call(torch.arange, local * region.num_ranks, device=_device(region))
+    scaled = emit.call(operator.mul, emit.call(operator.mod, experts, local), num_chunks)
+    chunk_of = emit.call(operator.floordiv, scaled, local)
+    inputs = tuple(_masked(emit, region, chunk_of, chunk) for chunk in range(num_chunks))
+    return ChunkAxis(inputs, emit.method("reshape", region.counts, -1), chunk_of)
+
+
+def split_by_tokens(emit: Emitter, region: MoERegion, num_chunks: int) -> ChunkAxis:
+    """Emit each chunk's share of every count; a run is one expert's rows of one chunk."""
+    inputs: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_chunks)]
+    for node in (region.counts, region.received_counts):
+        ends = [_up_to(emit, node, chunk, num_chunks) for chunk in range(num_chunks + 1)]
+        for chunk, shares in enumerate(inputs):
+            shares[node] = emit.call(operator.sub, ends[chunk + 1], ends[chunk])
+    flat = [emit.method("reshape", shares[region.counts], -1) for shares in inputs]
+    runs = emit.method("reshape", emit.call(torch.stack, flat, 1), -1)
+    num_runs = num_chunks * region.num_ranks * region.num_local_experts
+    ordinals = emit.call(torch.arange, num_runs, device=_device(region))
+    return ChunkAxis(tuple(inputs), runs, emit.call(operator.mod, ordinals, num_chunks))
+
+
+def _up_to(emit: Emitter, counts: fx.Node, chunk: int, num_chunks: int) -> fx.Node:
+    """Emit how many rows of each count the chunks before `chunk` take."""
+    return emit.call(operator.floordiv, emit.call(operator.mul, counts, chunk), num_chunks)
+
+
+def _masked(
+    emit: Emitter, region: MoERegion, chunk_of: fx.Node, chunk: int
+) -> dict[fx.Node, fx.Node]:
+    mask = emit.call(operator.eq, chunk_of, chunk)
+    env = {}
+    for node in (region.counts, region.received_counts):
+        tensor = tensor_of(node)
+        assert tensor is not None
+        size = region.num_ranks * region.num_local_experts
+        repeats = tensor.numel() // size  # all-gathered counts hold every rank's vector
+        flat = mask if repeats == 1 else emit.method("repeat", mask, repeats)
+        shaped = emit.method("to", emit.method("view", flat, *tensor.shape), tensor.dtype)
+        env[node] = emit.call(operator.mul, node, shaped)
+    return env
+
+
+def _device(region: MoERegion) -> torch.device:
+    counts = tensor_of(region.counts)
+    assert counts is not None
+    return counts.device

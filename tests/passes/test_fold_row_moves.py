@@ -1,0 +1,210 @@
+"""Gathers and permutations next to the wire's operators become part of them; values stay."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.config import MegaMoEConfig
+from moe_compile.ops.quantized_rows import (
+    GATHER_QUANTIZE_PACK as PACK,
+)
+from moe_compile.ops.quantized_rows import (
+    REFERENCES,
+    UNPACK_DEQUANTIZE,
+    UNPACK_DEQUANTIZE_PERMUTE,
+)
+from passes.fold_row_moves import FoldRowMoves, Left, row_gather
+from passes.lower_row_ops import LowerRowOps
+from tests.capture import CapturedError, state
+from tests.layers import STYLES, GroupedExperts, LoopExperts
+
+WIDTH = 128
+ROWS = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def folded(program, *inputs):
+    """Return the traced graph of `program` after the pass, checked to compute the same."""
+    gm = make_fx(program, tracing_mode="fake")(*inputs)
+    report = FoldRowMoves().run(gm.graph, state())
+    gm.graph.lint()
+    gm.recompile()
+    for mine, theirs in zip(gm(*inputs), program(*inputs), strict=True):
+        assert torch.equal(mine, theirs)
+    return gm.graph, report
+
+
+def targets(graph):
+    return [n.target for n in graph.nodes]
+
+
+def gathers(graph):
+    return [n for n in graph.nodes if (move := row_gather(n)) and move[0].op == "placeholder"]
+
+
+def indices(count, size):
+    return st.lists(st.integers(0, size - 1), min_size=count, max_size=count).map(torch.tensor)
+
+
+@given(first=indices(9, 12), second=indices(7, 9), cut=st.integers(0, 7))
+@settings(deadline=None)
+def test_any_chain_of_gathers_and_splits_becomes_one_index(first, second, cut):
+    def program(x, i, j):
+        parts = torch.split(x[i].index_select(0, j), [cut, 7 - cut])
+        return [PACK(part) for part in parts]
+
+    graph, report = folded(program, ROWS, first, second)
+    assert len(report.applied) == 2 and not report.skipped
+    assert not gathers(graph)
+    packs = graph.find_nodes(op="call_function", target=PACK)
+    assert all(pack.args[0].op == "placeholder" and len(pack.args) == 2 for pack in packs)
+    assert targets(graph).count(torch.ops.aten.index.Tensor) == 1  # i[j], for both parts
+
+
+@given(index=indices(9, 12))
+@settings(deadline=None)
+def test_torchtitans_gather_by_an_expanded_index_is_one(index):
+    def program(x, i):
+        return [PACK(torch.gather(x, 0, i.reshape(-1, 1).expand(-1, WIDTH)))]
+
+    graph, report = folded(program, ROWS, index)
+    assert len(report.applied) == 1 and torch.ops.aten.gather.default not in targets(graph)
+
+
+@given(index=indices(9, 12))
+@settings(deadline=None)
+def test_a_permutation_of_unpacked_rows_becomes_one_with_the_unpack(index):
+    message = PACK(ROWS)
+
+    def program(m, i):
+        return [UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)[i]]
+
+    graph, report = folded(program, message, index)
+    assert len(report.applied) == 1
+    assert UNPACK_DEQUANTIZE_PERMUTE in targets(graph)
+    assert UNPACK_DEQUANTIZE not in targets(graph)
+
+
+MASK = torch.arange(12) % 2 == 0
+SOME = torch.tensor([3, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("program", "index"),
+    [
+        (lambda x, i: [PACK(rows := x[i]), rows], SOME),
+        (lambda x, i: [PACK(x[i] * 2)], SOME),
+        (lambda x, i: [PACK(x[i])], MASK),
+        (lambda x, i: [PACK(torch.gather(x, 0, i[:, None] + torch.arange(WIDTH) % 2))], SOME),
+        (lambda x, i: [PACK((parts := torch.split(x[i], [1, 2]))[0]), parts[1]], SOME),
+        (lambda x, i: [PACK(torch.split(x[i], [100, 28], 1)[0])], SOME),
+        (lambda x, i: [PACK(torch.split(x, [5, 7])[0]), i], SOME),
+    ],
+    ids=["read", "computed", "mask", "columns", "piece read", "split columns", "no gather"],
+)
+def test_what_is_no_gather_of_whole_rows_for_the_pack_alone_stays(program, index):
+    graph, report = folded(program, ROWS, index)
+    assert [v.reason for v in report.skipped] == [Left.NOT_GATHERED]
+    assert all(len(n.args) == 1 for n in graph.nodes if n.target is PACK)
+
+
+@given(index=indices(9, 24))
+@settings(deadline=None)
+def test_a_permutation_of_joined_messages_unpacks_them_once(index):
+    def program(a, b, i):
+        parts = [UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16) for m in (a, b)]
+        return [torch.cat(parts)[i]]
+
+    graph, report = folded(program, PACK(ROWS), PACK(ROWS * 3), index)
+    assert len(report.applied) == 2
+    assert targets(graph).count(UNPACK_DEQUANTIZE_PERMUTE) == 1
+    assert UNPACK_DEQUANTIZE not in targets(graph)
+
+
+def test_unpacked_rows_joined_with_others_are_permuted_apart():
+    def program(m, x, i):
+        return [torch.cat([UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16), x])[i]]
+
+    _, report = folded(program, PACK(ROWS), ROWS, SOME)
+    assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
+
+
+def test_unpacked_rows_with_a_second_reader_are_permuted_apart():
+    def program(m, i):
+        rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
+        return [rows[i], rows + 1]
+
+    _, report = folded(program, PACK(ROWS), SOME)
+    assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
+
+
+def both_graphs(layer, **options):
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    config = MegaMoEConfig(dispatch_wire="fp8", combine_wire="fp8", **options)
+    traced = []
+
+    def stop(*inputs):
+        raise CapturedError
+
+    def backend(gm, inputs):
+        traced.extend(trace_both(gm, inputs, rewrite(gm, config)[0]))
+        return stop
+
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        contextlib.suppress(CapturedError),
+    ):
+        torch.compile(layer, backend=backend, fullgraph=True)(x)
+    return [gm.graph for gm in traced]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_gather_before_the_dispatch_and_the_permutation_after_it_are_folded(fake_ranks, chunks):
+    forward, _ = both_graphs(
+        GroupedExperts(WIDTH, 64, 8, 2, fake_ranks), chunks=chunks, codegen="fx"
+    )
+    packs = forward.find_nodes(op="call_function", target=PACK)
+    from_tokens = [n for n in packs if n.args[0].op == "placeholder" and len(n.args) == 2]
+    assert len(packs) == 2 * chunks and len(from_tokens) == chunks
+    assert targets(forward).count(UNPACK_DEQUANTIZE_PERMUTE) == chunks + (
+        chunks > 1
+    )  # and the combines, joined
+    assert not any(move[0].op == "placeholder" for n in forward.nodes if (move := row_gather(n)))
+
+
+@pytest.mark.parametrize("style", [GroupedExperts, LoopExperts])
+def test_for_inductor_on_a_cpu_the_operators_are_written_out(fake_ranks, style):
+    for graph in both_graphs(style(WIDTH, 64, 8, 2, fake_ranks), chunks=2):
+        assert not set(targets(graph)) & set(REFERENCES)
+        assert torch.float8_e4m3fn in {
+            n.meta["val"].dtype for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
+        }
+
+
+def test_written_out_operators_compute_the_same():
+    def program(x, i):
+        message = PACK(x, i)
+        return [message, UNPACK_DEQUANTIZE(message, WIDTH, torch.bfloat16)]
+
+    with torch._subclasses.FakeTensorMode() as fake:
+        inputs = [fake.from_tensor(ROWS), fake.from_tensor(SOME)]
+        gm = make_fx(program)(*inputs)
+    report = LowerRowOps().run(gm.graph, state())
+    gm.graph.lint()
+    gm.recompile()
+    assert len(report.applied) == 2 and not set(targets(gm.graph)) & set(REFERENCES)
+    for mine, theirs in zip(gm(ROWS, SOME), program(ROWS, SOME), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_every_style_is_traced_with_messages_both_ways(fake_ranks):
+    for style in STYLES:
+        layer = style(WIDTH, 64, 8, 2, fake_ranks)
+        for graph in both_graphs(layer, chunks=2, codegen="fx"):
+            assert PACK in targets(graph)

@@ -1,0 +1,134 @@
+"""What the graph holds when exchanges are quantised: bytes on the wire, all else as it was."""
+
+import pytest
+import torch
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from moe_compile.backend import rewrite
+from moe_compile.errors import RegionRefused
+from moe_compile.graph.query import is_all_to_all
+from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
+from passes.pipeline import DYNAMO, run_level
+from passes.quantize_exchanges import Left, QuantizeExchanges
+from tests.capture import dynamo_graphs, state
+from tests.layers import GroupedExperts, LoopExperts
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 128, 24, 8, 2
+
+
+def quantized(program, dtype=torch.bfloat16, **options):
+    """Return the graph of `program` after our passes, and the report of quantize_exchanges."""
+    x = torch.randn(32, WIDTH, dtype=dtype, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    results = run_level(DYNAMO, gm.graph, state(**options))
+    (report,) = (r for r in results if r.pass_name == QuantizeExchanges.name)
+    return gm, report
+
+
+def layer(style, group, width=WIDTH):
+    return style(width, HIDDEN, EXPERTS, TOP_K, group)
+
+
+def messages(graph):
+    return [n for n in graph.nodes if n.target is GATHER_QUANTIZE_PACK]
+
+
+def unpacked(graph):
+    return [n for n in graph.nodes if n.target is DEQUANTIZE_EXCHANGED]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("style", [GroupedExperts, LoopExperts])
+def test_each_chunk_of_the_named_exchange_is_a_message_the_others_are_not(
+    fake_ranks, style, chunks
+):
+    gm, report = quantized(layer(style, fake_ranks), chunks=chunks, dispatch_wire="fp8")
+    assert report.applied == ("dispatch of region 0",)
+    assert [v.reason for v in report.skipped] == [Left.SAME]
+    assert len(messages(gm.graph)) == len(unpacked(gm.graph)) == chunks
+    launches = [n for n in gm.graph.nodes if is_all_to_all(n)]
+    assert len(launches) == 1 + 2 * chunks
+    assert sum(n.args[0] in messages(gm.graph) for n in launches) == chunks
+
+
+def test_both_exchanges_keep_their_split_lists_and_swap_them_for_the_gradient(fake_ranks):
+    gm, report = quantized(
+        layer(GroupedExperts, fake_ranks), chunks=1, dispatch_wire="fp8", combine_wire="fp8_forward"
+    )
+    assert report.applied == ("dispatch of region 0", "combine of region 0")
+    launches = [n for n in gm.graph.nodes if is_all_to_all(n) and n.args[0] in messages(gm.graph)]
+    for launch, back in zip(launches, unpacked(gm.graph), strict=True):
+        assert list(back.args[2:4]) == list(launch.args[1:3])
+    assert [back.args[-1] for back in unpacked(gm.graph)] == [True, False]
+
+
+def test_without_the_options_no_node_of_the_graph_changes(fake_ranks):
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), x)
+    before = str(gm.graph)
+    run_level(DYNAMO, gm.graph, state(chunks=1))
+    assert str(gm.graph) == before
+
+
+def test_the_report_has_the_bytes_of_a_row_before_and_after(fake_ranks):
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), x)
+    _, compilation = rewrite(gm, state(dispatch_wire="fp8").config)
+    (region,) = compilation.regions
+    assert region.wires == {"dispatch": ("fp8", 256, 132), "combine": ("same", 256, 256)}
+    assert "dispatch in fp8: 132 of 256 bytes per row (0.516)" in region.remarks
+
+
+def test_ranks_that_chose_other_wires_have_other_plans(fake_ranks):
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    digests = set()
+    for wire in ("same", "fp8", "fp8_forward"):
+        (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), x)
+        plan_state, _ = rewrite(gm, state(dispatch_wire=wire).config)
+        digests.add(plan_state.plan_digest)
+    assert len(digests) == 3
+
+
+class HeadsOfRows(GroupedExperts):
+    """Sends rows as matrices of heads: no width that the format speaks of."""
+
+    def forward(self, x):
+        def exchange(rows, *splits):
+            heads = rows.view(rows.shape[0], 4, -1)
+            return all_to_all_single_autograd(heads, *splits).flatten(1)
+
+        return self.with_exchange(x, exchange)
+
+    def with_exchange(self, x, exchange):
+        flat = self.route(x)[1].reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
+        received = self.exchange_counts(counts)
+        sent, got = self.splits(counts, received)
+        rows = exchange(x[order // self.top_k], got, sent, self.group)
+        return exchange(rows * 2, sent, got, self.group)
+
+
+def test_rows_that_are_no_matrix_travel_as_they_are_unless_strict(fake_ranks):
+    program = layer(HeadsOfRows, fake_ranks)
+    _, report = quantized(program, chunks=1, dispatch_wire="fp8")
+    assert [v.reason for v in report.skipped] == [Left.NOT_A_MATRIX, Left.SAME]
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    with pytest.raises(RegionRefused, match=r"dispatch_wire = 'same'"):
+        rewrite(gm, state(chunks=1, dispatch_wire="fp8", strict=True).config)
+
+
+def test_a_row_that_would_not_get_shorter_is_no_reason_to_raise(fake_ranks):
+    class Narrow(HeadsOfRows):
+        def forward(self, x):
+            return self.with_exchange(x[:, :4].contiguous(), all_to_all_single_autograd)
+
+        def route(self, x):
+            return super().route(x.repeat(1, WIDTH // 4))
+
+    program = layer(Narrow, fake_ranks)
+    gm, report = quantized(program, chunks=1, dispatch_wire="fp8", strict=True)
+    assert [v.reason for v in report.skipped] == [Left.NARROW, Left.SAME]
+    assert not messages(gm.graph)

@@ -1,0 +1,47 @@
+"""Layers whose exchanges quantise eagerly, in plain PyTorch: what the compiled wire must equal."""
+
+import itertools
+from unittest import mock
+
+import torch
+
+import tests.layers
+from moe_compile.ops.quantize import pack_rows, unpack_rows
+
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
+WAIT = torch.ops._c10d_functional.wait_tensor
+
+
+def exchanged(rows, output_splits, input_splits, group, quantized):
+    if not quantized:
+        return WAIT(ALL_TO_ALL(rows.contiguous(), output_splits, input_splits, group.group_name))
+    message = pack_rows(rows, None)
+    message = WAIT(ALL_TO_ALL(message, output_splits, input_splits, group.group_name))
+    return unpack_rows(message, rows.shape[1], rows.dtype)
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, output_splits, input_splits, group, wire):
+        ctx.back = (input_splits, output_splits, group, wire == "fp8")
+        return exchanged(rows, output_splits, input_splits, group, wire != "same")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return exchanged(gradient, *ctx.back), None, None, None, None
+
+
+def quantized_eagerly(style, dispatch_wire, combine_wire):
+    """Return `style` whose dispatch and combine, called in turn, use these wires."""
+
+    class Quantized(style):
+        def forward(self, x):
+            wires = itertools.cycle([dispatch_wire, combine_wire])
+
+            def exchange(rows, output_splits, input_splits, group):
+                return Exchange.apply(rows, output_splits, input_splits, group, next(wires))
+
+            with mock.patch.object(tests.layers, "all_to_all_single_autograd", exchange):
+                return super().forward(x)
+
+    return Quantized
