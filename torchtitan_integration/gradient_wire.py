@@ -26,7 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 from moe_compile.errors import ContractViolation
 from moe_compile.ops.rounded_sum import round_in_place, sum_contributions
 
-_REDUCE_SCATTER: Final[Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_REDUCE_SCATTER: Final[Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 """Newer torch has the first name, and warns of the second."""
 
 

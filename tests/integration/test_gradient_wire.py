@@ -21,7 +21,7 @@ SCALES = {"sum": lambda n: 1.0, "avg": lambda n: 1.0 / n, "half": lambda n: 0.5}
 
 def operation(name):
     if name == "half":
-        return dist.ReduceOp.PREMUL_SUM(0.5)
+        return dist._make_nccl_premul_sum(0.5)  # PREMUL_SUM(0.5) in newer torch
     return {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[name]
 
 
