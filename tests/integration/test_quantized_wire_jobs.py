@@ -30,12 +30,14 @@ def test_losses_are_close_to_those_of_unquantised_rows(two_ranks, tmp_path):
         assert mine.placements == theirs.placements
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_exchange_once_and_lose_no_more(two_ranks, tmp_path):
     plain = train(two_ranks, 2, tmp_path / "plain", OURS, WIRES)
     ours = train(two_ranks, 2, tmp_path / "ours", OURS, WIRES, CHECKPOINTED)
     assert ours[0].steps == plain[0].steps
 
 
+@pytest.mark.slow
 def test_chunks_of_tokens_train_as_chunks_of_experts_do(two_ranks, tmp_path):
     tokens = {**OURS, "megamoe.chunk_by": "tokens", "megamoe.chunks": 3}
     plain = train(two_ranks, 2, tmp_path / "plain", OURS)
