@@ -33,13 +33,17 @@ def run_case(rank, case, style, dispatch_wire, combine_wire):
     )
 
 
+def check(pool, data, style):
+    case = data.draw(moe_cases(2))
+    for rank, differing in enumerate(pool.run(run_case, case, style, *data.draw(WIRES))):
+        assert not differing, f"rank {rank}: {differing}"
+
+
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(2)
 def test_any_layer_equals_one_that_quantises_eagerly(two_ranks, style, data):
-    case = data.draw(moe_cases(2))
-    for rank, differing in enumerate(two_ranks.run(run_case, case, style, *data.draw(WIRES))):
-        assert not differing, f"rank {rank}: {differing}"
+    check(two_ranks, data, style)
 
 
 @pytest.mark.slow
@@ -47,9 +51,7 @@ def test_any_layer_equals_one_that_quantises_eagerly(two_ranks, style, data):
 @given(data=st.data())
 @examples(30)
 def test_many_layers_equal_ones_that_quantise_eagerly(two_ranks, style, data):
-    case = data.draw(moe_cases(2))
-    for rank, differing in enumerate(two_ranks.run(run_case, case, style, *data.draw(WIRES))):
-        assert not differing, f"rank {rank}: {differing}"
+    check(two_ranks, data, style)
 
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 512, 512, 256, 8, 2

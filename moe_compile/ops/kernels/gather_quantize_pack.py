@@ -28,21 +28,21 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_compile.ops.kernels.block_tile import (
+    COLUMNS,
+    NUM_WARPS,
+    SCALE_SIZE,
+    TILE_BLOCKS,
+    locate_blocks,
+)
 from moe_compile.ops.wire_format import (
     AMAX_MIN,
-    BLOCK,
     E4M3_MAX,
-    SCALE_BYTES,
     num_blocks,
     row_bytes,
 )
 
-TILE_BLOCKS = tl.constexpr(32)
-"""Blocks per program: 128 threads hold 32 columns each, 64 bytes of bf16 on their way at once."""
-NUM_WARPS = 4
-COLUMNS = tl.constexpr(BLOCK)
 LARGEST = tl.constexpr(E4M3_MAX)
-SCALE_SIZE = tl.constexpr(SCALE_BYTES)
 LEAST_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_MIN))[0])
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 """All bits of a float32 but its sign."""
@@ -60,16 +60,7 @@ def gather_quantize_pack_kernel(
     MESSAGE: tl.constexpr,  # bytes of a message
 ) -> None:
     """Pack the blocks of one tile."""
-    start = tl.program_id(0).to(tl.int64) * TILE_BLOCKS
-    position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)
-    row = tl.minimum(start // BLOCKS + position // BLOCKS, num_rows - 1)
-    block = position % BLOCKS
-    source = row
-    if index is not None:
-        source = tl.load(index + row).to(tl.int64)
-        source = tl.where(source < 0, source + num_sources, source)
-
-    column = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row, source, block, column = locate_blocks(index, num_rows, num_sources, BLOCKS)
     pointers = rows + source[:, None] * WIDTH + column
     if BLOCKS * COLUMNS == WIDTH:
         x = tl.load(pointers).to(tl.float32)

@@ -16,13 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_compile.ops.wire_format import BLOCK, SCALE_BYTES, num_blocks, row_bytes
-
-TILE_BLOCKS = tl.constexpr(32)
-"""Blocks per program: 128 threads hold 32 columns each."""
-NUM_WARPS = 4
-COLUMNS = tl.constexpr(BLOCK)
-SCALE_SIZE = tl.constexpr(SCALE_BYTES)
+from moe_compile.ops.kernels.block_tile import (
+    COLUMNS,
+    NUM_WARPS,
+    SCALE_SIZE,
+    TILE_BLOCKS,
+    locate_blocks,
+)
+from moe_compile.ops.wire_format import num_blocks, row_bytes
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sources"])
@@ -37,21 +38,13 @@ def unpack_dequantize_kernel(
     MESSAGE: tl.constexpr,  # bytes of a message
 ) -> None:
     """Unpack the blocks of one tile."""
-    start = tl.program_id(0).to(tl.int64) * TILE_BLOCKS
-    position = (start % BLOCKS).to(tl.int32) + tl.arange(0, TILE_BLOCKS)
-    row = tl.minimum(start // BLOCKS + position // BLOCKS, num_rows - 1)
-    block = position % BLOCKS
-    source = row
-    if index is not None:
-        source = tl.load(index + row).to(tl.int64)
-        source = tl.where(source < 0, source + num_sources, source)
+    row, source, block, column = locate_blocks(index, num_rows, num_sources, BLOCKS)
 
     words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
     first_scale = words - BLOCKS
     scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
     scale = tl.load(scales + source * words + (first_scale + block))
 
-    column = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     pointers = messages + source[:, None] * MESSAGE + column
     targets = rows + row[:, None] * WIDTH + column
     if BLOCKS * COLUMNS == WIDTH:
