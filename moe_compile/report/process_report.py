@@ -27,8 +27,10 @@ FIGURES: Final = (
     "exposed_us",
     "peak_bytes_before",
     "peak_bytes",
+    "gradient_bytes_before",
+    "gradient_bytes",
 )
-"""Measures of scheduling that the report shows."""
+"""Measures of the passes on graphs that the report shows."""
 
 
 class ProcessReport:
