@@ -10,11 +10,13 @@ with what stands around it. With `codegen = "fx"` they run as they are.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.fx as fx
+from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -73,7 +75,9 @@ def _write_out(node: fx.Node) -> None:
         return REFERENCES[node.target](*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
-    traced = make_fx(run, decomposition_table=select_decomp_table())(*values)
+    mode = detect_fake_mode(values) or contextlib.nullcontext()  # what takes no tensor is fake too
+    with mode:
+        traced = make_fx(run, decomposition_table=select_decomp_table())(*values)
     emit = Emitter(node)
     env: dict[fx.Node, Any] = dict(
         zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)
