@@ -64,14 +64,14 @@ def examples(count):
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(8)
+@examples(5)
 def test_any_layer_on_two_ranks_equals_eager(two_ranks, style, data):
     check(two_ranks, data.draw(moe_cases(2, dtypes(style))), style)
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(3)
+@examples(2)
 def test_any_layer_on_four_ranks_equals_eager(four_ranks, style, data):
     check(four_ranks, data.draw(moe_cases(4, dtypes(style))), style)
 

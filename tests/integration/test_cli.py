@@ -29,7 +29,7 @@ def write(folder, text):
         ("[megamoe]\nchunkz = 2\n", "no option 'chunkz'. Did you mean 'chunks'?"),
         ('[megamoe]\ncodegen = "fxx"\n', "megamoe.codegen is 'fxx'"),
         ('[megamoe]\nattention = "ulysses"\n', "not available in this version"),
-        ('[megamoe]\ndispatch_wire = "fp8"\n', "not available in this version"),
+        ('[megamoe]\ndispatch_wire = "auto"\n', "not available in this version"),
         ("megamoe = 3\n", "must be a table"),
         ("[megamoe\n", "is not TOML"),
         (OURS.replace("deepseek_v3", "gpt_oss"), 'write model.name = "deepseek_v3"'),
@@ -88,7 +88,7 @@ def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, messag
         (["--megamoe.no-strickt"], "Did you mean 'strict'?"),
         (["--megamoe.chunks=0"], "megamoe.chunks is 0"),
         (["--megamoe.codegen", "fxx"], "megamoe.codegen is 'fxx'"),
-        (["--megamoe.dispatch-wire", "fp8"], "not available in this version"),
+        (["--megamoe.dispatch-wire", "auto"], "not available in this version"),
         (["--megamoe.attention", "ulysses"], "not available in this version"),
         (
             ["--parallelism.context_parallel_degree", "2"],
