@@ -57,7 +57,7 @@ def test_many_layers_equal_ones_that_quantise_eagerly(two_ranks, style, data):
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 512, 512, 256, 8, 2
 
 
-def signal_to_noise(rank, dispatch_wire, combine_wire):
+def signal_to_noise(rank, codegen, dispatch_wire, combine_wire):
     """Return decibels of output, input gradient and the least of the expert weights' gradients.
 
     The gate weight multiplies what the combine brought back, after the down projection, where
@@ -72,7 +72,7 @@ def signal_to_noise(rank, dispatch_wire, combine_wire):
     for quantized in (False, True):
         layer = GroupedExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD)
         options = {
-            "megamoe.codegen": "fx",
+            "megamoe.codegen": codegen,
             "megamoe.chunks": 2,
             **(wires if quantized else {}),
         }
@@ -91,11 +91,12 @@ def decibels(exact, other):
     return 10 * math.log10(exact.double().square().sum() / error)
 
 
+@pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("wires", "floors"),
     [(("fp8", "same"), (28, 27.5, 25)), (("fp8", "fp8"), (26, 26, 25))],
     ids=["dispatch", "both"],
 )
-def test_routed_output_and_gradients_keep_their_signal(two_ranks, wires, floors):
-    for measured in two_ranks.run(signal_to_noise, *wires):
+def test_routed_output_and_gradients_keep_their_signal(two_ranks, wires, floors, codegen):
+    for measured in two_ranks.run(signal_to_noise, codegen, *wires):
         assert all(ratio >= floor for ratio, floor in zip(measured, floors, strict=True)), measured
