@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from torchtitan_integration.layout import KEYS, RULES, Layout
+from torchtitan_integration.layout import KEYS, Layout
+from torchtitan_integration.layout_rules import RULES
 
 TESTED: Final = (
     Layout(dp_shard=2, ep=2, checkpointing="none"),

@@ -12,7 +12,8 @@ from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import train_command
-from torchtitan_integration.layout import KEYS, RULES, Layout, check_layout
+from torchtitan_integration.layout import KEYS, Layout
+from torchtitan_integration.layout_rules import RULES, check_layout
 
 OURS = '[model]\nname = "deepseek_v3"\n[compile]\nbackend = "megamoe"\n'
 
