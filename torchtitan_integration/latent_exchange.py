@@ -19,19 +19,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.models.deepseek_v3.model.model import Attention, apply_rotary_emb
 
 from torchtitan_integration.head_exchange import to_heads, to_sequence
 
+ALL_GATHER: Final = getattr(
+    _functional_collectives,
+    "all_gather_single_autograd",  # its name in newer torch
+    getattr(_functional_collectives, "all_gather_tensor_autograd", None),
+)
+"""Gathers along dim 0; its gradient is a reduce-scatter."""
 Rotation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Rotary embedding of the positions of this rank's part, for `[B, S / n, heads, P]`."""
 
@@ -96,7 +102,7 @@ def _latent(attention: nn.Module, x: torch.Tensor, rotated: Rotation) -> torch.T
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return `[B, S, C]` of `x` `[B, S / n, C]`."""
-    by_part = all_gather_tensor_autograd(x.contiguous(), 0, group).unflatten(0, (group.size(), -1))
+    by_part = ALL_GATHER(x.contiguous(), 0, group).unflatten(0, (group.size(), -1))
     return by_part.movedim(0, 1).flatten(1, 2)
 
 

@@ -53,6 +53,7 @@ def from_seed(four_ranks, tmp_path_factory):
 
 def test_x(from_seed):
     import time
+
     for model in ("qwen3", "deepseek_v3"):
         t = time.time()
         for settings, ch in (
