@@ -106,7 +106,7 @@ RULES: Final = (
         what="a CP degree that does not divide the query heads, or neither divides the KV heads "
         "nor is divided by them",
         field="cp",
-        instead=lambda x: max(d for d in range(1, x.cp) if _heads_fit(x, d)),
+        instead=lambda x: _nearest_cp(x),
         why="with Ulysses each CP rank attends with an equal share of the model's heads",
     ),
     Rule(
@@ -175,6 +175,14 @@ def _heads_fit(layout: Layout, ranks: int) -> bool:
         return True
     shared = layout.kv_heads % ranks == 0 or ranks % layout.kv_heads == 0
     return shared and layout.query_heads % ranks == 0
+
+
+def _nearest_cp(layout: Layout) -> int:
+    """Return the largest smaller CP degree that fits heads and sequence; 1, if none does."""
+    fits = (
+        d for d in range(2, layout.cp) if _heads_fit(layout, d) and not layout.seq_len % (2 * d)
+    )
+    return max(fits, default=1)
 
 
 def check_layout(layout: Layout) -> None:

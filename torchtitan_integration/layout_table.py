@@ -38,6 +38,23 @@ TESTED: Final = (
 )
 """Layouts whose losses, over five steps, are torchtitan's to the last printed digit."""
 
+ULYSSES: Final = (
+    Layout(dp_shard=1, cp=2, ep=2, checkpointing="none"),
+    Layout(dp_shard=1, cp=4, ep=2, checkpointing="none"),
+    Layout(dp_shard=2, cp=2, ep=2, checkpointing="none"),
+    Layout(dp_shard=2, cp=2, ep=4, checkpointing="none"),
+    Layout(dp_replicate=2, dp_shard=1, cp=2, ep=2, checkpointing="none"),
+    Layout(dp_shard=1, cp=2, ep=2, checkpointing="full"),
+    Layout(dp_shard=1, cp=2, ep=2, checkpointing="selective", selective="op"),
+    Layout(model="qwen3", dp_shard=1, cp=2, ep=1, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=1, cp=4, ep=4, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=2, cp=2, ep=2, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=2, cp=2, ep=4, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=1, cp=2, pp=2, ep=2, checkpointing="none"),
+    Layout(model="llama4", dp_shard=1, cp=2, ep=2, checkpointing="none"),
+)
+"""Layouts with Ulysses attention whose losses are one-dimensional FSDP's to the last digit."""
+
 COLUMNS: Final = ("model", "dp_replicate", "dp_shard", "tp", "ep", "etp", "pp", "pp_schedule")
 """Fields the table shows, and activation checkpointing at the end."""
 
