@@ -123,7 +123,10 @@ def test_a_checkpoint_of_torchtitans_fsdp_goes_on_with_ulysses(from_seed, four_r
 
 
 def test_a_model_whose_heads_do_not_fit_is_refused_before_it_is_laid_out():
-    settings = {**settings_of(Layout(model="qwen3", dp_shard=1, cp=8)), "experimental.custom_import": ""}
+    settings = {
+        **settings_of(Layout(model="qwen3", dp_shard=1, cp=8)),
+        "experimental.custom_import": "",
+    }
     job = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags_of(settings)])
     spec = get_train_spec("qwen3")
     with torch.device("meta"):
