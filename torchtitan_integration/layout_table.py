@@ -74,8 +74,8 @@ layer is chunked. Other degrees on the same axes are laid out by the same code.
 DIVIDED: Final = """
 ## Ulysses attention, trained and compared
 
-torchtitan's own CP needs CUDA. These print, over five steps from one checkpoint, the same text and a
-learning rate of 5e-4, the losses and gradient norms of torchtitan's FSDP on two ranks, to the last
+torchtitan's own CP needs CUDA. From one checkpoint, on one text, at a learning rate of 5e-4, these
+print over five steps the losses and gradient norms of torchtitan's FSDP on two ranks, to the last
 digit; FSDP on four ranks prints these too.
 
 """
