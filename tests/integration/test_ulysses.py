@@ -23,7 +23,7 @@ from torchtitan_integration.parallelize import parallelize
 FAST = (0, 7)
 """Of `ULYSSES`, what every test run trains: with a gathered latent, and with q, k and v."""
 GLOBAL_BATCH = 4
-SMALL_STEPS = {"optimizer.lr": 5e-4, **ONE_STREAM}
+SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_STREAM}
 """At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 2}
 
