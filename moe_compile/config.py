@@ -37,9 +37,12 @@ NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
 """Documented values whose pass this version does not have."""
 
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
-    "attention": ("tensor",),
+    "attention": ("auto", "tensor", "ulysses"),
 }
-"""Options of the TOML table that a recipe acts on, and the values this version has."""
+"""Options of the TOML table that a recipe acts on, and the values this version has, the default
+first. `attention`: each rank its heads of the whole sequence ("tensor", by tensor parallelism), or
+its part of the sequence, exchanged for heads around attention ("ulysses", by context parallelism);
+"auto" follows the job's degrees."""
 
 
 TYPES: Final[Mapping[str, tuple[type, str]]] = {

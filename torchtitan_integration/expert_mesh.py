@@ -25,7 +25,7 @@ AXES: Final = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 def expert_mesh(dims: ParallelDims, axes: list[str]) -> DeviceMesh | None:
     """Return `axes` of the experts' mesh; None where one of them is not in use."""
     mesh = dims.get_optional_mesh(axes)
-    if mesh is None or not _shares_default_group(dims):
+    if mesh is None or not has_default_group(dims.get_mesh("ep")):
         return mesh
     shards = dims.dp_shard * dims.cp * dims.tp // (dims.etp * dims.ep)
     shape = (dims.pp, dims.dp_replicate, shards, dims.ep, dims.etp)
@@ -33,9 +33,9 @@ def expert_mesh(dims: ParallelDims, axes: list[str]) -> DeviceMesh | None:
     return own[axes[0]] if len(axes) == 1 else own[tuple(axes)]
 
 
-def _shares_default_group(dims: ParallelDims) -> bool:
-    ep = dims.get_mesh("ep").get_group()
-    return bool(ep.group_name == dist.group.WORLD.group_name)
+def has_default_group(axis: DeviceMesh) -> bool:
+    """Return whether an axis of a mesh shares its process group with all others that long."""
+    return bool(axis.get_group().group_name == dist.group.WORLD.group_name)
 
 
 @functools.lru_cache(maxsize=1)

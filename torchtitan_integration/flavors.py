@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from torchtitan.config import JobConfig
-from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
+from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4ModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
@@ -152,8 +152,21 @@ def _like_mixtral(experts: Mapping[str, int], **sizes: int) -> Qwen3ModelArgs:
     )
 
 
+def on_sdpa(flavor: str) -> DeepSeekV3ModelArgs:
+    """Return torchtitan's DeepSeek-V3 `flavor` with causal SDPA, as context parallelism needs.
+
+    torchtitan's own has FlexAttention, whose mask also ends at document boundaries.
+    """
+    own = deepseekv3_args[flavor]
+    return dataclasses.replace(own, attn_type="sdpa", attn_mask_type="causal")
+
+
 FLAVORS: Final[Mapping[str, Mapping[str, BaseModelArgs]]] = {
-    "deepseek_v3": {"debug_cpu": debug_deepseek_v3()},
+    "deepseek_v3": {
+        "debug_cpu": debug_deepseek_v3(),
+        "16B_sdpa": on_sdpa("16B"),
+        "671B_sdpa": on_sdpa("671B"),
+    },
     "llama4": {"debug_cpu": debug_llama4()},
     "qwen3": {
         "debug_cpu": debug_qwen3(),

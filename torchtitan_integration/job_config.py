@@ -73,6 +73,13 @@ def options_of(job: Any, environment: Mapping[str, str] = os.environ) -> MegaMoE
     return from_sources(table=_written(table), environment=environment)
 
 
+def option_of(job: Any, name: str) -> Any:
+    """Return one option of a torchtitan job, of the table only or not."""
+    if name in TABLE_ONLY:
+        return getattr(getattr(job, PREFIX.rstrip("."), None), name, TABLE_ONLY[name][0])
+    return getattr(options_of(job), name)
+
+
 def _written(table: Any) -> dict[str, Any]:
     standard = asdict(MegaMoE())
     return {k: v for k, v in asdict(table or MegaMoE()).items() if v != standard[k]}

@@ -24,7 +24,8 @@ from moe_compile.config import (
     from_sources,
 )
 from moe_compile.errors import InvalidConfig
-from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, check_layout, read_layout
+from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
+from torchtitan_integration.layout_rules import check_layout
 
 KNOWN: Final = (*OPTION_NAMES, *TABLE_ONLY)
 

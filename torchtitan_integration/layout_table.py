@@ -1,15 +1,16 @@
-"""Layouts shown to train as torchtitan does, those refused, and the table of both for the docs.
+"""Layouts shown to train as torchtitan does, those refused, and the tables for the docs.
 
 Contract
     `docs/layouts.md` is what `python -m torchtitan_integration.layout_table` prints. Tests train
-    every layout of `TESTED`, and compare its losses with torchtitan's own layout.
+    every layout of `TESTED` and of `ULYSSES`, and compare its losses with torchtitan's.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from torchtitan_integration.layout import KEYS, RULES, Layout
+from torchtitan_integration.layout import KEYS, Layout
+from torchtitan_integration.layout_rules import RULES
 
 TESTED: Final = (
     Layout(dp_shard=2, ep=2, checkpointing="none"),
@@ -37,7 +38,24 @@ TESTED: Final = (
 )
 """Layouts whose losses, over five steps, are torchtitan's to the last printed digit."""
 
-COLUMNS: Final = ("model", "dp_replicate", "dp_shard", "tp", "ep", "etp", "pp", "pp_schedule")
+ULYSSES: Final = (
+    Layout(dp_shard=1, cp=2, ep=2, checkpointing="none"),
+    Layout(dp_shard=1, cp=4, ep=2, checkpointing="none"),
+    Layout(dp_shard=2, cp=2, ep=2, checkpointing="none"),
+    Layout(dp_shard=2, cp=2, ep=4, checkpointing="none"),
+    Layout(dp_replicate=2, dp_shard=1, cp=2, ep=2, checkpointing="none"),
+    Layout(dp_shard=1, cp=2, ep=2, checkpointing="full"),
+    Layout(dp_shard=1, cp=2, ep=2, checkpointing="selective", selective="op"),
+    Layout(model="qwen3", dp_shard=1, cp=2, ep=1, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=1, cp=4, ep=4, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=2, cp=2, ep=2, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=2, cp=2, ep=4, checkpointing="none"),
+    Layout(model="qwen3", dp_shard=1, cp=2, pp=2, ep=2, checkpointing="none"),
+    Layout(model="llama4", dp_shard=1, cp=2, ep=2, checkpointing="none"),
+)
+"""Layouts with Ulysses attention whose losses are one-dimensional FSDP's to the last digit."""
+
+COLUMNS: Final = ("model", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "pp", "pp_schedule")
 """Fields the table shows, and activation checkpointing at the end."""
 
 HEAD: Final = """\
@@ -53,6 +71,14 @@ prints torchtitan's own losses and gradient norms, from the same seed, to the la
 layer is chunked. Other degrees on the same axes are laid out by the same code.
 
 """
+DIVIDED: Final = """
+## Ulysses attention, trained and compared
+
+torchtitan's own CP needs CUDA. From one checkpoint, on one text, at a learning rate of 5e-4, these
+print over five steps the losses and gradient norms of torchtitan's FSDP on two ranks, to the last
+digit; FSDP on four ranks prints these too.
+
+"""
 REFUSED: Final = """
 ## Refused before training starts
 
@@ -62,11 +88,16 @@ REFUSED: Final = """
 def table() -> str:
     """Return `docs/layouts.md`."""
     names = [*(name.replace("_", " ") for name in COLUMNS), "activation checkpointing"]
-    tested = [[*(_cell(x, name) for name in COLUMNS), _checkpointing(x)] for x in TESTED]
+    tested, divided = (
+        [[*(_cell(x, name) for name in COLUMNS), _checkpointing(x)] for x in layouts]
+        for layouts in (TESTED, ULYSSES)
+    )
     refused = [[rule.what, f"`{KEYS[rule.field]}`", rule.why] for rule in RULES]
     return (
         HEAD
         + _markdown(names, tested)
+        + DIVIDED
+        + _markdown(names, divided)
         + REFUSED
         + _markdown(["layout", "key to change", "why"], refused)
     )

@@ -18,16 +18,18 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.llama3.infra.parallelize import apply_ddp
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from moe_compile.config import PREFIX
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
-from torchtitan_integration.job_config import compile_options, options_of
-from torchtitan_integration.layout import BACKEND, check_layout, read_layout
+from torchtitan_integration.job_config import compile_options, option_of
+from torchtitan_integration.layout import BACKEND, of_model, read_layout
+from torchtitan_integration.layout_rules import check_layout
 from torchtitan_integration.model_parts import ModelParts, parts_of
+from torchtitan_integration.sequence_mesh import sequence_mesh
+from torchtitan_integration.ulysses import apply_ulysses
 
 COPIES_OF_PARAMETERS: Final = 4
 """A parameter, its gradient, and AdamW's two moments."""
@@ -39,7 +41,8 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
     Raises InvalidConfig for a layout this version does not have.
     """
     layout = read_layout(lambda key, _: _value(job, key))
-    check_layout(dataclasses.replace(layout, dp_shard=dims.dp_shard))
+    layout = of_model(dataclasses.replace(layout, dp_shard=dims.dp_shard), model.model_args)
+    check_layout(layout)
     apply_model_parallelism(model, dims, job)
     apply_data_parallelism(model, dims, job)
     return model
@@ -47,7 +50,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
 
 def _value(job: JobConfig, key: str) -> Any:
     section, _, name = key.partition(".")
-    return getattr(options_of(job) if section == BACKEND else getattr(job, section), name)
+    return option_of(job, name) if section == BACKEND else getattr(getattr(job, section), name)
 
 
 def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
@@ -71,8 +74,7 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
             ep_etp_mesh=expert_mesh(dims, ["ep", "etp"]),
         )
     if dims.cp_enabled:
-        attention = [block.attention.inner_attention for block in model.layers.values()]
-        apply_cp_to_attention_module(attention, dims.get_mesh("cp"), model.model_args.attn_type)
+        apply_ulysses(model.layers.values(), sequence_mesh(dims), job)
     compiles = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, job, parts, compiles=compiles)

@@ -21,7 +21,8 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan_integration.corpus import DATASET, prepare_corpus
 from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
-from torchtitan_integration.layout import BACKEND, MODELS
+from torchtitan_integration.layout import BACKEND
+from torchtitan_integration.layout_rules import MODELS
 from torchtitan_integration.metrics import MegaMoEMetrics
 from torchtitan_integration.parallelize import parallelize
 

@@ -1,5 +1,6 @@
 """`megamoe train` says what is wrong with a file before it starts anything."""
 
+import contextlib
 import dataclasses
 import re
 import subprocess
@@ -12,7 +13,8 @@ from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import train_command
-from torchtitan_integration.layout import KEYS, RULES, Layout, check_layout
+from torchtitan_integration.layout import KEYS, Layout
+from torchtitan_integration.layout_rules import RULES, check_layout
 
 OURS = '[model]\nname = "deepseek_v3"\n[compile]\nbackend = "megamoe"\n'
 
@@ -28,7 +30,11 @@ def write(folder, text):
     [
         ("[megamoe]\nchunkz = 2\n", "no option 'chunkz'. Did you mean 'chunks'?"),
         ('[megamoe]\ncodegen = "fxx"\n', "megamoe.codegen is 'fxx'"),
-        ('[megamoe]\nattention = "ulysses"\n', "not available in this version"),
+        ('[megamoe]\nattention = "ring"\n', "write one of auto, tensor, ulysses"),
+        (
+            f'{OURS}[megamoe]\nattention = "ulysses"\n',
+            'write megamoe.attention = "auto"',
+        ),
         ('[megamoe]\ndispatch_wire = "auto"\n', "not available in this version"),
         ("megamoe = 3\n", "must be a table"),
         ("[megamoe\n", "is not TOML"),
@@ -38,8 +44,8 @@ def write(folder, text):
             'write activation_checkpoint.mode = "selective"',
         ),
         (
-            f"{OURS}[parallelism]\ncontext_parallel_degree = 2\n",
-            "write parallelism.context_parallel_degree = 1",
+            f"{OURS}[parallelism]\ncontext_parallel_degree = 2\ntensor_parallel_degree = 2\n",
+            "write parallelism.tensor_parallel_degree = 1",
         ),
         (f"{OURS}[parallelism]\ndata_parallel_shard_degree = 'x'\n", "a whole number"),
         (
@@ -89,10 +95,10 @@ def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, messag
         (["--megamoe.chunks=0"], "megamoe.chunks is 0"),
         (["--megamoe.codegen", "fxx"], "megamoe.codegen is 'fxx'"),
         (["--megamoe.dispatch-wire", "auto"], "not available in this version"),
-        (["--megamoe.attention", "ulysses"], "not available in this version"),
+        (["--megamoe.attention", "ring"], "write one of auto, tensor, ulysses"),
         (
-            ["--parallelism.context_parallel_degree", "2"],
-            "write parallelism.context_parallel_degree",
+            ["--parallelism.context_parallel_degree", "2", "--megamoe.attention", "tensor"],
+            'write megamoe.attention = "ulysses"',
         ),
     ],
 )
@@ -166,34 +172,60 @@ def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
 
 def test_every_rule_refuses_and_what_it_says_to_write_passes():
     base = Layout(dp_shard=4, tp=2, ep=2)
-    wrong = {
-        "model": {"model": "gpt_oss"},
-        "dp_shard": {"dp_shard": 1},
-        "etp": {"tp": 4, "etp": 2},
-        "ep": {"ep": 5},
-        "pp_schedule": {"pp": 2, "pp_schedule": "GPipe"},
-        "cp": {"cp": 2},
-        "exchange": {"exchange": "deepep"},
-        "seq_len": {"seq_len": 130},
-        "async_tp": {"async_tp": True},
-        "checkpointing": {"checkpointing": "memory_budget"},
-        "reduce_dtype": {"gradient_wire": "bf16_fp32_sum", "reduce_dtype": "bfloat16"},
-        "gradient_wire": {"gradient_wire": "bf16_fp32_sum", "dp_shard": 1, "ep": 1},
-    }
+    wrong = (
+        {"model": "gpt_oss"},
+        {"dp_shard": 1},
+        {"tp": 4, "etp": 2},
+        {"ep": 5},
+        {"pp": 2, "pp_schedule": "GPipe"},
+        {"tp": 1, "cp": 2, "attention": "tensor"},
+        {"attention": "ulysses"},
+        {"cp": 2},
+        {"tp": 1, "cp": 8, "query_heads": 12, "kv_heads": 6},
+        {"tp": 1, "cp": 2, "kernel": "flex"},
+        {"exchange": "deepep"},
+        {"seq_len": 130},
+        {"async_tp": True},
+        {"checkpointing": "memory_budget"},
+        {"gradient_wire": "bf16_fp32_sum", "reduce_dtype": "bfloat16"},
+        {"gradient_wire": "bf16_fp32_sum", "dp_shard": 1, "ep": 1},
+    )
     check_layout(base)
-    for rule in RULES:
-        layout = dataclasses.replace(base, **wrong.pop(rule.field))
+    for rule, changes in zip(RULES, wrong, strict=True):
+        layout = dataclasses.replace(base, **changes)
+        assert rule.holds(layout)
         with pytest.raises(InvalidConfig, match=re.escape(f"write {KEYS[rule.field]} = ")):
             check_layout(layout)
         check_layout(dataclasses.replace(layout, **{rule.field: rule.instead(layout)}))
-    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "ranks", "fits"),
+    [(8, 8, 4, True), (8, 2, 4, True), (8, 1, 8, True), (6, 6, 4, False), (12, 3, 2, False)],
+)
+def test_heads_fit_where_every_rank_has_its_own_or_shares_one(query_heads, kv_heads, ranks, fits):
+    layout = Layout(cp=ranks, query_heads=query_heads, kv_heads=kv_heads)
+    refusal = contextlib.nullcontext() if fits else pytest.raises(InvalidConfig)
+    with refusal:
+        check_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("attention", "cp", "is_ulysses"),
+    [("auto", 1, False), ("auto", 2, True), ("ulysses", 2, True), ("tensor", 1, False)],
+)
+def test_attention_is_ulysses_where_asked_for_or_where_there_is_cp(attention, cp, is_ulysses):
+    assert Layout(attention=attention, cp=cp).is_ulysses is is_ulysses
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path):
-    text = "[parallelism]\ncontext_parallel_degree = 2\nexpert_parallel_comm_backend = 'deepep'\n"
+    text = (
+        "[parallelism]\ncontext_parallel_degree = 2\ntensor_parallel_degree = 2\n"
+        "expert_parallel_comm_backend = 'deepep'\n"
+    )
     with pytest.raises(InvalidConfig) as said:
         load_job(write(tmp_path, OURS + text), [])
-    assert "context_parallel_degree = 1" in str(said.value)
+    assert "tensor_parallel_degree = 1" in str(said.value)
     assert 'expert_parallel_comm_backend = "standard"' in str(said.value)
 
 

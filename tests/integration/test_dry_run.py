@@ -67,10 +67,32 @@ def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages()
     assert len(cells(output, "saved activations")) == 2
 
 
+def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_latent():
+    degrees = {DEGREE("context_parallel"): 2, DEGREE("data_parallel_shard"): 1}
+    output = dry_run(**degrees)
+    assert "fsdp 2, cp 2, ep 2" in output
+    queries, result, latent = 4 * (16 + 16), 4 * 32, 32 + 16
+    part = TOKENS // 2 * FLOAT32 / 1e6
+    rows = re.findall(r"^ +(\S+) +cp +(.*)$", output, re.MULTILINE)
+    exchanged = [f"{part * (queries + result):.2f}"]
+    assert [(name, cells.split()) for name, cells in rows[:3]] == [
+        ("all_to_all_single", ["2", *exchanged, "2", *exchanged]),
+        ("all_gather_into_tensor", ["1", f"{part * latent:.2f}", "0", "0.00"]),
+        ("reduce_scatter_tensor", ["0", "0.00", "1", f"{part * 2 * latent:.2f}"]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({DEGREE("context_parallel"): 2}, "write parallelism.context_parallel_degree = 1"),
+        (
+            {DEGREE("context_parallel"): 8, DEGREE("data_parallel_shard"): 1},
+            "write parallelism.context_parallel_degree = 4",  # the model has four heads
+        ),
+        (
+            {DEGREE("context_parallel"): 2, "model.flavor": "16B"},  # FlexAttention
+            "write parallelism.context_parallel_degree = 1",
+        ),
         ({"model.flavor": "debug_cpuu"}, "Did you mean 'debug_cpu'?"),
         ({"compile.backend": "inductor"}, 'write compile.backend = "megamoe"'),
         ({DEGREE("data_parallel_shard"): -1}, "say how many with --nproc N"),

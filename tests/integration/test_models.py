@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from tests.integration.titan_jobs import OURS, STOCK, train
-from torchtitan_integration.layout import KEYS, MODELS
+from torchtitan_integration.layout import KEYS
+from torchtitan_integration.layout_rules import MODELS
 
 GLOBAL_BATCH = 8
 ONE_D = {KEYS["ep"]: 1, "training.global_batch_size": GLOBAL_BATCH, KEYS["checkpointing"]: "none"}

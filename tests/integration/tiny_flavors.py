@@ -4,6 +4,7 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401  (registers the specs)
+from tests.integration.one_stream import read_one_stream
 from torchtitan_integration.flavors import debug_deepseek_v3, debug_llama4, debug_qwen3
 
 
@@ -35,3 +36,8 @@ get_train_spec("deepseek_v3").model_args["tiny_pipeline"] = debug_deepseek_v3(
 get_train_spec("qwen3").model_args["tiny_pipeline"] = debug_qwen3(
     **QWEN, n_layers=4, moe_args=moe(num_shared_experts=0, load_balance_coeff=None)
 )
+get_train_spec("deepseek_v3").model_args["tiny_wide_latent"] = debug_deepseek_v3(
+    **DEEPSEEK, moe_args=moe(), kv_lora_rank=128
+)
+for name in TINY:
+    read_one_stream(get_train_spec(name))

@@ -21,6 +21,7 @@ from torchtitan.train import Trainer
 
 from moe_compile.report.process_report import REPORT
 from tests.integration.titan_jobs import CONFIG, STEP, JobResult
+from torchtitan_integration.sequence_mesh import sequence_mesh
 
 
 def train(rank, ranks, port, flags):
@@ -95,8 +96,11 @@ def _look_at(trainer, result):
         modules = part.named_modules()
         result.gathered += [name for name, m in modules if isinstance(m, FSDPModule)]
     trainer.optimizers.register_step_pre_hook(lambda *_, **__: _hash_once(trainer, result))
-    if (mesh := trainer.parallel_dims.get_optional_mesh("fsdp")) is not None:
+    dims = trainer.parallel_dims
+    if (mesh := dims.get_optional_mesh("fsdp")) is not None:
         result.groups["fsdp"] = mesh.get_group().group_name
+    if dims.cp_enabled:
+        result.groups["cp"] = sequence_mesh(dims).get_group().group_name
 
 
 def _hash_once(trainer, result):

@@ -116,7 +116,10 @@ def _calls(model: nn.Module, rank: FakeRank) -> list[tuple[nn.Module, tuple[Any,
     batch = settings.local_batch_size
     if rank.dims.pp_enabled:
         batch = rank.job.parallelism.pipeline_parallel_microbatch_size
-    model(torch.zeros(batch, settings.seq_len, dtype=torch.int64, device="meta"))
+    part = (batch, settings.seq_len // rank.dims.cp)
+    tokens = torch.zeros(part, dtype=torch.int64, device="meta")
+    positions = torch.zeros(part, dtype=torch.int32, device="meta")
+    model(tokens, **({"positions": positions} if rank.dims.cp_enabled else {}))
     return calls
 
 

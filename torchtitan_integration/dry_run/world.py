@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -28,8 +29,11 @@ from torchtitan.tools.utils import set_default_dtype
 from moe_compile.errors import InvalidConfig, nearest
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_file import JobFile
+from torchtitan_integration.layout import Layout, of_model, read_layout
+from torchtitan_integration.layout_rules import check_layout
+from torchtitan_integration.sequence_mesh import sequence_mesh
 
-AXES: Final = ("tp", "ep", "etp", "efsdp", "fsdp", "dp_replicate", "pp")
+AXES: Final = ("cp", "tp", "ep", "etp", "efsdp", "fsdp", "dp_replicate", "pp")
 """Mesh axes a collective may run on, the most particular first."""
 
 
@@ -54,14 +58,16 @@ class FakeRank:
         """Return the mesh axis of each process group, by the group's name."""
         names: dict[str, str] = {}
         for axis in AXES:
-            find = expert_mesh if axis in ("ep", "etp", "efsdp") else _dense_mesh
-            if (mesh := find(self.dims, [axis])) is not None and mesh.size() > 1:
+            if (mesh := _mesh_of(self.dims, axis)) is not None and mesh.size() > 1:
                 names.setdefault(mesh.get_group().group_name, axis)
         return names
 
 
-def _dense_mesh(dims: ParallelDims, axes: list[str]) -> Any:
-    return dims.get_optional_mesh(axes)
+def _mesh_of(dims: ParallelDims, axis: str) -> DeviceMesh | None:
+    if axis == "cp":
+        return sequence_mesh(dims) if dims.cp_enabled else None
+    find = expert_mesh if axis in ("ep", "etp", "efsdp") else ParallelDims.get_optional_mesh
+    return find(dims, [axis])
 
 
 @contextlib.contextmanager
@@ -76,7 +82,7 @@ def fake_rank(file: JobFile, world: int, rank: int) -> Iterator[FakeRank]:
     try:
         dims = _dims(job, world)
         dims.build_mesh()
-        model_args, attention = _model_args(spec, job)
+        model_args, attention = _model_args(spec, job, read_layout(file.read))
         yield FakeRank(job, dims, spec, model_args, attention)
     finally:
         dist.destroy_process_group()
@@ -99,7 +105,7 @@ def _dims(job: JobConfig, world: int) -> ParallelDims:
         raise InvalidConfig(f"[parallelism] on {world} ranks: {error}") from None
 
 
-def _model_args(spec: TrainSpec, job: JobConfig) -> tuple[Any, str]:
+def _model_args(spec: TrainSpec, job: JobConfig, layout: Layout) -> tuple[Any, str]:
     name = job.model.flavor
     if name not in spec.model_args:
         known = tuple(spec.model_args)
@@ -108,6 +114,7 @@ def _model_args(spec: TrainSpec, job: JobConfig) -> tuple[Any, str]:
             f"{nearest(name, known)}"
         )
     args = copy.deepcopy(spec.model_args[name])
+    check_layout(of_model(layout, args))
     grouped = args.moe_args.use_grouped_mm
     args.update_from_config(job)
     args.moe_args.use_grouped_mm = grouped  # torchtitan turns it off where there is no SM90

@@ -1,0 +1,138 @@
+"""Ulysses attention trains as one-dimensional FSDP does, to the last printed digit."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import get_train_spec
+
+import torchtitan_integration.register  # noqa: F401
+from moe_compile.errors import InvalidConfig
+from tests.integration.one_stream import ONE_STREAM
+from tests.integration.titan_jobs import CONFIG, OURS, STEPS, STOCK, flags_of, train
+from torchtitan_integration.layout import DEGREES, KEYS, Layout
+from torchtitan_integration.layout_table import ULYSSES
+from torchtitan_integration.parallelize import parallelize
+
+FAST = (0, 7)
+"""Of `ULYSSES`, what every test run trains: with a gathered latent, and with q, k and v."""
+GLOBAL_BATCH = 4
+SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_STREAM}
+"""At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
+SAVES = {"checkpoint.enable": True, "checkpoint.interval": 2}
+
+
+def settings_of(layout, flavor="tiny"):
+    settings = {key: getattr(layout, name) for name, key in KEYS.items()}
+    settings["training.local_batch_size"] = GLOBAL_BATCH // (layout.dp_shard * layout.dp_replicate)
+    return {**settings, "model.flavor": flavor, **SMALL_STEPS}
+
+
+def num_ranks(settings):
+    return functools.reduce(lambda ranks, name: ranks * settings[KEYS[name]], DEGREES, 1)
+
+
+def fsdp(ranks, model="deepseek_v3", flavor="tiny"):
+    return settings_of(Layout(model=model, dp_shard=ranks, checkpointing="none"), flavor)
+
+
+@pytest.fixture(scope="module")
+def from_seed(four_ranks, tmp_path_factory):
+    """Train from the one seed checkpoint of a flavor; return each rank's result, and the folder."""
+
+    @functools.cache
+    def seed(model, flavor):
+        folder = tmp_path_factory.mktemp("seed")
+        creates = {"checkpoint.enable": True, "checkpoint.create_seed_checkpoint": True}
+        train(four_ranks, 1, folder, fsdp(1, model, flavor), STOCK, creates)
+        return folder / "checkpoint/step-0"
+
+    @functools.cache
+    def run(items, changes):
+        settings, folder = dict(items), tmp_path_factory.mktemp("job")
+        path = seed(settings[KEYS["model"]], settings["model.flavor"])
+        start = {"checkpoint.initial_load_path": path, **SAVES}
+        ranks = train(four_ranks, num_ranks(settings), folder, settings, start, dict(changes))
+        return ranks, folder
+
+    return lambda settings, changes: run(tuple(settings.items()), tuple(changes.items()))
+
+
+def check(from_seed, layout, flavor="tiny"):
+    settings = settings_of(layout, flavor)
+    ours, _ = from_seed(settings, OURS)
+    theirs, _ = from_seed(fsdp(2, layout.model, flavor), STOCK)
+    assert sorted(theirs[0].steps) == list(range(1, STEPS + 1))
+    first_with_loss = -len(ours) // layout.pp  # of the last pipeline stage
+    for rank in ours[first_with_loss:]:
+        assert rank.steps == theirs[0].steps
+    for rank in ours:
+        assert set(rank.verdicts) == ({"chunked"} if layout.ep > 1 else set())
+        others = {group for axis, group in rank.groups.items() if axis != "cp"}
+        assert rank.groups["cp"] not in others
+    assert ours[0].parameters.items() <= theirs[0].parameters.items()
+    assert set(ours[0].state_keys) <= set(theirs[0].state_keys)
+
+
+def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(from_seed):
+    """The control: at this rate the order in which ranks are summed shows in no printed digit."""
+    two, _ = from_seed(fsdp(2), STOCK)
+    four, _ = from_seed(fsdp(4), STOCK)
+    assert two[0].steps == four[0].steps
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(x, id=str(i), marks=() if i in FAST else pytest.mark.slow)
+        for i, x in enumerate(ULYSSES)
+    ],
+)
+def test_losses_are_those_of_one_dimensional_fsdp(from_seed, layout):
+    check(from_seed, layout, "tiny_pipeline" if layout.pp > 1 else "tiny")
+
+
+@pytest.mark.slow
+def test_a_wide_latent_is_not_gathered_and_losses_are_the_same(from_seed):
+    check(from_seed, ULYSSES[0], "tiny_wide_latent")
+
+
+def resume(pool, folder, before, settings, *changes):
+    """Go on from step 2 of the run that wrote into `before`."""
+    shutil.copytree(before / "checkpoint/step-2", folder / "checkpoint/step-2")
+    return train(pool, num_ranks(settings), folder, settings, SAVES, *changes)[0]
+
+
+def test_a_checkpoint_of_ulysses_goes_on_under_torchtitans_fsdp(from_seed, four_ranks, tmp_path):
+    written, folder = from_seed(settings_of(ULYSSES[FAST[1]]), OURS)
+    rest = resume(four_ranks, tmp_path, folder, fsdp(2, ULYSSES[FAST[1]].model), STOCK)
+    assert rest.steps == {step: written[0].steps[step] for step in (3, 4, 5)}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_torchtitans_fsdp_goes_on_with_ulysses(from_seed, four_ranks, tmp_path):
+    written, folder = from_seed(fsdp(2), STOCK)
+    rest = resume(four_ranks, tmp_path, folder, settings_of(ULYSSES[0]), OURS)
+    assert rest.steps == {step: written[0].steps[step] for step in (3, 4, 5)}
+
+
+def test_a_model_whose_heads_do_not_fit_is_refused_before_it_is_laid_out():
+    settings = {
+        **settings_of(Layout(model="qwen3", dp_shard=1, cp=8)),
+        "experimental.custom_import": "",
+    }
+    job = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags_of(settings)])
+    spec = get_train_spec("qwen3")
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args["debug_cpu"])
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=1, cp=8, tp=1, pp=1, ep=1, etp=1, world_size=8
+    )  # fmt: skip
+    with pytest.raises(InvalidConfig, match=r"write parallelism\.context_parallel_degree = 4"):
+        parallelize(model, dims, job)
