@@ -70,9 +70,9 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     compilation = describe(gm, state)
     _run_dynamo_level(gm, state, compilation)
     state.family = compilation.family
-    state.is_chunked = any(
-        region.num_chunks > 1 for region in (*compilation.regions, *compilation.attention)
-    )
+    nums = [r.num_chunks for r in compilation.regions]
+    nums += [a.num_chunks for a in compilation.attention]
+    state.is_chunked = any(num > 1 for num in nums)
     state.plan_digest = compilation.plan_digest()
     return state, compilation
 

@@ -92,7 +92,7 @@ class CompileState:
     family: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
-    """Whether some region of the compilation, of experts or attention, runs in more than one chunk."""
+    """Whether some region of the compilation, attention too, runs in more than one chunk."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     measures: dict[str, float] = field(default_factory=dict)

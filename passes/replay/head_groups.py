@@ -73,9 +73,7 @@ class _Groups:
             pieces = [emit.call(operator.getitem, parts, c) for c in range(self._num_groups)]
         return [emit.method("reshape", piece, self._sizes(dims)) for piece in pieces]
 
-    def _cut_pieces(
-        self, whole: fx.Node, dims: Dims, along: int, factor: Factor
-    ) -> list[fx.Node]:
+    def _cut_pieces(self, whole: fx.Node, dims: Dims, along: int, factor: Factor) -> list[fx.Node]:
         """Emit every group's piece of a concatenation: of each of its parts, joined again."""
         emit = self._emit
         parts = emit.call(torch.split, whole, [size_of(p) for p in factor.pieces], along)

@@ -52,9 +52,7 @@ def run_case(rank, case, style):
     options = {"megamoe.attention_chunks": case.groups, "megamoe.strict": True}
 
     def build():
-        return style(
-            16, case.heads, case.kv_heads, 8, dist.group.WORLD, case.dtype, seed=case.seed
-        )
+        return style(16, case.heads, case.kv_heads, 8, dist.group.WORLD, case.dtype, seed=case.seed)
 
     differing = differing_tensors(build, [tuple(pair)], options)
     attention = REPORT.compilations[-1].attention if REPORT.compilations else []
@@ -79,7 +77,7 @@ def examples(count):
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(3)
+@examples(1)
 def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):
     check(two_ranks, data.draw(cases(2)), style)
 
@@ -102,17 +100,13 @@ def test_any_attention_on_four_ranks_equals_eager(four_ranks, style, data):
 
 @pytest.mark.parametrize("style", [BatchExchange, HeadMixing], ids=lambda s: s.__name__)
 def test_a_decoy_runs_as_it_came(two_ranks, style):
-    case = Case(
-        heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0
-    )
+    case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
     for differing, _ in two_ranks.run(run_case, case, style):
         assert not differing
 
 
 def test_groups_that_do_not_divide_the_kv_heads_leave_the_region_whole(two_ranks):
-    case = Case(
-        heads=8, kv_heads=4, groups=3, batch=1, positions=4, dtype=torch.float32, seed=0
-    )
+    case = Case(heads=8, kv_heads=4, groups=3, batch=1, positions=4, dtype=torch.float32, seed=0)
     for style in (STYLES[0], LatentAttention):
         for differing, ((groups, verdict),) in two_ranks.run(run_case, case, style):
             assert not differing
