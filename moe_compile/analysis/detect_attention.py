@@ -26,6 +26,7 @@ from moe_compile.analysis.attention_regions import (
     AttentionRefused,
     AttentionRegion,
 )
+from moe_compile.analysis.attention_surroundings import backend_choices, nearest_launches
 from moe_compile.analysis.head_factors import Factor, Lost, flat, holds, size_of, unify
 from moe_compile.analysis.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
 from moe_compile.analysis.surroundings import changes_state
@@ -40,8 +41,6 @@ from moe_compile.graph.query import (
 )
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-BACKEND_CHOICE: Final = "_sdpa_kernel"
-"""What Dynamo calls to enter and to leave `torch.nn.attention.sdpa_kernel`."""
 
 
 class _Refuse(Exception):
@@ -92,7 +91,7 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
         local_operands=tuple(dict.fromkeys(local)),
         inward=tuple(n for n in _in_order(moved, dependence) if n in below - set(exchanges)),
         outward=tuple(outward),
-        state_calls=_state_calls(core),
+        state_calls=backend_choices(core),
         tracker=tracker,
         head=head,
         num_heads=size_of(dims(operands[0])[-3]),
@@ -146,22 +145,6 @@ def _outward(core: fx.Node) -> list[fx.Node]:
     return found if len(found) > 1 and is_wait(found[-1]) else []
 
 
-def _nearest(start: fx.Node, *, up: bool) -> list[fx.Node]:
-    """Return the first launches met from `start` against or along the data flow."""
-    seen: set[fx.Node] = set()
-    found, todo = [], [start]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_launch(node):
-            found.append(node)
-        else:
-            todo.extend(node.all_input_nodes if up else node.users)
-    return found
-
-
 def _check_shape(
     core: fx.Node,
     operands: list[fx.Node],
@@ -175,7 +158,7 @@ def _check_shape(
     if any(len(found) > 1 for found in entering):
         raise _Refuse(AttentionRefusal.SEVERAL_EXCHANGES)
     for operand, found in zip(operands, entering, strict=True):
-        if not found and any(not is_all_gather(n) for n in _nearest(operand, up=True)):
+        if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
             raise _Refuse(AttentionRefusal.COMPUTED_BETWEEN, operand.name)
     if not outward:
         raise _Refuse(AttentionRefusal.NO_EXCHANGE_BACK)
@@ -186,8 +169,8 @@ def _check_shape(
 
 
 def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> _Refuse:
-    above = [n for operand in operands for n in _nearest(operand, up=True)]
-    below = _nearest(core, up=False)
+    above = [n for operand in operands for n in nearest_launches(operand, up=True)]
+    below = nearest_launches(core, up=False)
     reduces = any("reduce" in overload_name(n) for n in below)
     if reduces and any(is_all_gather(n) for n in above):
         return _Refuse(AttentionRefusal.TENSOR_PARALLEL)
@@ -257,20 +240,6 @@ def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bo
         for dim in dims
         for i in range(len(dim))
     )
-
-
-def _state_calls(core: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the selections of a backend on either side of `core`: entering and leaving."""
-    nodes = list(core.graph.nodes)
-    at = nodes.index(core)
-    calls = [(i, n) for i, n in enumerate(nodes) if _is_backend_choice(n)]
-    before, after = [n for i, n in calls if i < at], [n for i, n in calls if i > at]
-    return (before[-1], after[0]) if before and after and len(before) % 2 else ()
-
-
-def _is_backend_choice(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and name == BACKEND_CHOICE
 
 
 def _check_surroundings(region: AttentionRegion, dependence: Dependence) -> None:
