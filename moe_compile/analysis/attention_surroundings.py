@@ -10,6 +10,7 @@ from typing import Final
 
 import torch.fx as fx
 
+from moe_compile.analysis.head_tracking import is_movement
 from moe_compile.graph.query import is_launch
 
 BACKEND_CHOICE: Final = "_sdpa_kernel"
@@ -44,3 +45,15 @@ def backend_choices(core: fx.Node) -> tuple[fx.Node, ...]:
 def _is_backend_choice(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", "")
     return node.op == "call_function" and name == BACKEND_CHOICE
+
+
+def movements_above(operand: fx.Node) -> set[fx.Node]:
+    """Return the movements of data above `operand`, and itself when it is one."""
+    seen: set[fx.Node] = set()
+    todo = [operand]
+    while todo:
+        node = todo.pop()
+        if node not in seen and is_movement(node):
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return seen

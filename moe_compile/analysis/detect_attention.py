@@ -26,7 +26,11 @@ from moe_compile.analysis.attention_regions import (
     AttentionRefused,
     AttentionRegion,
 )
-from moe_compile.analysis.attention_surroundings import backend_choices, nearest_launches
+from moe_compile.analysis.attention_surroundings import (
+    backend_choices,
+    movements_above,
+    nearest_launches,
+)
 from moe_compile.analysis.head_factors import Factor, Lost, flat, holds, size_of, unify
 from moe_compile.analysis.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
 from moe_compile.analysis.surroundings import changes_state
@@ -71,7 +75,7 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
 
 def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     operands = _operands(core)
-    above = [_moved_from(operand) for operand in operands]
+    above = [movements_above(operand) for operand in operands]
     entering = [[n for n in moved if is_launch(n)] for moved in above]
     outward = _outward(core)
     _check_shape(core, operands, entering, outward)
@@ -80,10 +84,9 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     local = [o for o, found in zip(operands, entering, strict=True) if not found]
     moved = {n for nodes, found in zip(above, entering, strict=True) if found for n in nodes}
     tracker = Tracker()
-    _track(tracker, [*_in_order(moved, dependence)], local)
+    _track(tracker, _in_order(moved, dependence), local)
     head = _find_heads(tracker, core, operands, entering, outward)
     below = dependence.below(exchanges)
-    dims = tracker.dims
     region = AttentionRegion(
         name=core.name,
         core=core,
@@ -94,7 +97,7 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
         state_calls=backend_choices(core),
         tracker=tracker,
         head=head,
-        num_heads=size_of(dims(operands[0])[-3]),
+        num_heads=size_of(tracker.dims(operands[0])[-3]),
         num_kv_heads=head.size if head else 1,
         group=group_name(exchanges[0]),
         num_ranks=len(output_splits(exchanges[0])),
@@ -117,18 +120,6 @@ def _operands(core: fx.Node) -> list[fx.Node]:
     if not all(isinstance(o, fx.Node) and len(sizes_of(o)) == 4 for o in found):
         raise _Refuse(AttentionRefusal.HEADS_LOST, "operands without four dimensions")
     return found
-
-
-def _moved_from(operand: fx.Node) -> set[fx.Node]:
-    """Return the movements of data above `operand`, and itself when it is one."""
-    seen: set[fx.Node] = set()
-    todo = [operand]
-    while todo:
-        node = todo.pop()
-        if node not in seen and is_movement(node):
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return seen
 
 
 def _outward(core: fx.Node) -> list[fx.Node]:
