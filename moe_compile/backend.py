@@ -1,8 +1,8 @@
 """The door: `torch.compile(model, backend="megamoe")`.
 
 Contract
-    Without a MoE region the graph goes to Inductor as it came: same code, same cache keys. Only
-    `gradient_wire` concerns such graphs too.
+    Without a MoE region, or attention between exchanges, the graph goes to Inductor as it came:
+    same code, same cache keys. Only `gradient_wire` concerns such graphs too.
     torch's configuration is changed only inside our own compilations, with one exception made
     at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
     the graph at the split sizes before any backend sees it.
@@ -57,11 +57,11 @@ def megamoe(
     check_names(config.disable_passes)
     patches = {**_mode_patches(mode), **inductor}
     state, compilation = rewrite(gm, config)
-    if compilation.regions:
+    if compilation.has_regions:
         REPORT.add(compilation, config.report, state.hardware.name)
         _log(compilation)
     compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
-    return compile_graph(gm, example_inputs, state, patches, has_regions=bool(compilation.regions))
+    return compile_graph(gm, example_inputs, state, patches, has_regions=compilation.has_regions)
 
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
@@ -70,7 +70,9 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     compilation = describe(gm, state)
     _run_dynamo_level(gm, state, compilation)
     state.family = compilation.family
-    state.is_chunked = any(region.num_chunks > 1 for region in compilation.regions)
+    nums = [r.num_chunks for r in compilation.regions]
+    nums += [a.num_chunks for a in compilation.attention]
+    state.is_chunked = any(num > 1 for num in nums)
     state.plan_digest = compilation.plan_digest()
     return state, compilation
 
@@ -98,12 +100,14 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
 def _check_groups(state: CompileState) -> None:
     """Raise InvalidConfig when a region exchanges over a process group that does not exist."""
-    for plan in state.plans:
+    found = [(plan.where, plan.region.group) for plan in state.plans]
+    found += [(a.where, a.group) for a in state.attention if a.is_region]
+    for where, group in found:
         try:
-            dist.distributed_c10d._resolve_process_group(plan.region.group)
+            dist.distributed_c10d._resolve_process_group(group)
         except (RuntimeError, ValueError, KeyError):
             raise InvalidConfig(
-                f"the exchange at {plan.where} uses process group {plan.region.group!r}, which "
+                f"the exchange at {where} uses process group {group!r}, which "
                 "does not exist in this process: call torch.distributed.init_process_group, and "
                 "make the group on every rank, before the compiled model runs"
             ) from None
@@ -112,6 +116,8 @@ def _check_groups(state: CompileState) -> None:
 def _log(compilation: Compilation) -> None:
     chunks = [region.num_chunks for region in compilation.regions]
     LOG.info("%s: %d MoE regions in %s chunks", compilation.family, len(chunks), chunks)
+    groups = [a.num_chunks for a in compilation.attention if a.is_region]
+    LOG.info("%s: %d attention regions in %s chunks", compilation.family, len(groups), groups)
     for line in (*compilation.left_alone, *compilation.dropped):
         LOG.debug("%s: left alone: %s", compilation.family, line)
     trace_structured(

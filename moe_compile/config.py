@@ -65,6 +65,9 @@ class MegaMoEConfig:
     chunk_by: str = "auto"
     """The axis a region is chunked along: "auto" takes experts, which changes no bit; "tokens", a
     share of every expert's rows, is for few local experts, and sums weight gradients by chunk."""
+    attention_chunks: int | str = 1
+    """Groups of heads that attention between exchanges runs in, a divisor of the local KV heads;
+    "auto": 2 where it divides them. 1, since no figure on several GPUs says that more pay."""
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
     gradient too; "fp8_forward", the gradient as the model has it."""
@@ -98,7 +101,8 @@ class MegaMoEConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a value no documented option takes."""
-        _check_chunks(self.chunks)
+        _check_chunks("chunks", self.chunks)
+        _check_chunks("attention_chunks", self.attention_chunks)
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         _check_share(self.max_memory_increase)
@@ -195,11 +199,11 @@ def _check_table_only(name: str, value: object) -> None:
         )
 
 
-def _check_chunks(chunks: object) -> None:
+def _check_chunks(name: str, chunks: object) -> None:
     whole = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
     if not whole and chunks != "auto":
         raise InvalidConfig(
-            f'megamoe.chunks is {chunks!r}; write "auto" or a whole number of at least 1'
+            f'megamoe.{name} is {chunks!r}; write "auto" or a whole number of at least 1'
         )
 
 

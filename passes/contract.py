@@ -24,6 +24,7 @@ class Fact(enum.Enum):
 
     WAITS_VISIBLE = "every exchange is a launch and a wait of `_c10d_functional`"
     REGIONS_FOUND = "every MoE region of the graph is known, with its proof or its refusal"
+    ATTENTION_FOUND = "every attention of the graph is known, split in groups or left"
     PLANNED = "every region has a number of chunks"
     CHUNKED = "every chosen region runs as chunks"
     FUNCTIONAL = "no op writes its inputs, but for copies back into graph inputs"

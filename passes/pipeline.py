@@ -19,6 +19,7 @@ import torch.fx as fx
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.planning.state import CompileState
+from passes.chunk_attention import ChunkAttention
 from passes.chunk_regions import ChunkRegions
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass, PassReport
@@ -46,7 +47,14 @@ class Level:
 
 
 DYNAMO: Final = Level(
-    (NormalizeExchanges(), DetectRegions(), PlanChunks(), ChunkRegions(), QuantizeExchanges())
+    (
+        NormalizeExchanges(),
+        DetectRegions(),
+        PlanChunks(),
+        ChunkRegions(),
+        QuantizeExchanges(),
+        ChunkAttention(),
+    )
 )
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 

@@ -92,7 +92,7 @@ def _is_pure(node: fx.Node) -> bool:
     """Whether the node may run later: it neither writes, communicates nor changes a mode."""
     if node.op not in ("call_function", "call_method", "get_attr"):
         return False
-    quiet = not (is_launch(node) or is_wait(node) or _changes_state(node))
+    quiet = not (is_launch(node) or is_wait(node) or changes_state(node))
     return quiet and not written_arguments(node)
 
 
@@ -135,7 +135,7 @@ def _stale(
     return [node for node in graph.nodes if node in stale]
 
 
-def _changes_state(node: fx.Node) -> bool:
+def changes_state(node: fx.Node) -> bool:
     """Whether the node switches a mode of the interpreter: grad mode, autocast and the like."""
     if node.op != "call_function":
         return False
@@ -154,7 +154,7 @@ def _state_change(region: MoERegion) -> fx.Node | None:
     modes: set[object] = set()
     last_change = None
     for node in region.result.graph.nodes:
-        if _changes_state(node):
+        if changes_state(node):
             last_change = node
             if "grad_enabled" in getattr(node.target, "__name__", ""):
                 grad_mode = node.args[0]

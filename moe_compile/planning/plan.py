@@ -1,4 +1,4 @@
-"""How many chunks a region runs in.
+"""How many chunks a region runs in, and how many groups of heads attention.
 
 Contract
     A function of the options and of static facts of the region: the same on every rank.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
+from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRegion
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.config import MegaMoEConfig
 
@@ -40,3 +41,21 @@ def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Rema
         return 1, Remark.ONE_EXPERT
     clamped = num_chunks < asked and config.chunks != "auto"
     return num_chunks, Remark.CLAMPED if clamped else None
+
+
+def plan_head_groups(
+    config: MegaMoEConfig, region: AttentionRegion
+) -> tuple[int, AttentionRefusal | None]:
+    """Return the number of groups of heads for `region`, and why it is one; else None.
+
+    "auto" asks for two groups where the local KV heads are even in number, else for one.
+    """
+    asked = config.attention_chunks
+    if asked == 1:
+        return 1, AttentionRefusal.ONE_GROUP
+    if region.head is None:
+        return 1, AttentionRefusal.ONE_KV_HEAD
+    num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
+    if region.head.size % num_groups:
+        return 1, AttentionRefusal.NOT_DIVISIBLE
+    return num_groups, None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
@@ -55,6 +56,27 @@ class RegionPlan:
     """Why `num_chunks` is not what was asked for, None when it is."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionVerdict:
+    """What became of one attention operator; the numbers are those of a region."""
+
+    name: str
+    where: str
+    """The user's line that calls it: `file.py:line in function`."""
+    reason: AttentionRefusal | None
+    """Why it is not split; None when it is."""
+    detail: str = ""
+    is_region: bool = False
+    """Whether it stands between exchanges of heads for sequence."""
+    group: str = ""
+    num_ranks: int = 1
+    num_heads: int = 0
+    """Query heads of this rank."""
+    num_kv_heads: int = 0
+    num_chunks: int = 1
+    """Groups of heads it runs in."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CompileState:
     """The analyses and decisions of one compilation."""
@@ -65,10 +87,12 @@ class CompileState:
     """One per region of the Dynamo graph at hand."""
     decoys: list[Refused] = field(default_factory=list)
     """Exchanges of the Dynamo graph at hand that are no region."""
+    attention: list[AttentionVerdict] = field(default_factory=list)
+    """One per attention operator of the Dynamo graph at hand."""
     family: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
-    """Whether some region of the compilation runs in more than one chunk."""
+    """Whether some region of the compilation, attention too, runs in more than one chunk."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     measures: dict[str, float] = field(default_factory=dict)

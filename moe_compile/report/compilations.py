@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
 from moe_compile.graph.query import is_launch, source_place
-from moe_compile.planning.state import CompileState, Exchange, RegionPlan
+from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
 
@@ -38,15 +38,39 @@ class RegionReport:
     remarks: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionReport:
+    """What became of one attention operator."""
+
+    name: str
+    where: str
+    """`file.py:line in function` of the attention."""
+    is_region: bool
+    """Whether it stands between exchanges of heads for sequence."""
+    num_ranks: int
+    num_heads: int
+    """Query heads of a rank; 0 where there is no region."""
+    num_kv_heads: int
+    num_chunks: int
+    verdict: str
+    """`chunked`, or why not."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Compilation:
     """One call of the backend that found regions."""
 
     family: str
     regions: list[RegionReport] = field(default_factory=list)
+    attention: list[AttentionReport] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     settings: str = ""
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether there is anything for later levels to schedule."""
+        return bool(self.regions) or any(a.is_region for a in self.attention)
 
     def add_level(self, results: Iterable[PassReport | Dropped], state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
@@ -58,12 +82,14 @@ class Compilation:
                 chunked |= set(result.applied)
         self.regions += [_region_report(plan, plan.region.name in chunked) for plan in state.plans]
         self.left_alone += [str(verdict(decoy)) for decoy in state.decoys]
-        state.plans, state.decoys = [], []
+        self.attention += [_attention_report(verdict) for verdict in state.attention]
+        state.plans, state.decoys, state.attention = [], [], []
 
     def plan_digest(self) -> str:
         """Return a hash of every decision, equal on ranks that decided alike."""
         decisions = [(r.where, r.num_chunks, r.verdict, r.wires) for r in self.regions]
-        text = f"{self.settings} {decisions} {sorted(self.dropped)}"
+        decisions_on_heads = [(a.where, a.num_chunks, a.verdict) for a in self.attention]
+        text = f"{self.settings} {decisions} {decisions_on_heads} {sorted(self.dropped)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -73,6 +99,20 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     launches = [n for graph in graphs for n in graph.nodes if is_launch(n)]
     places = list(dict.fromkeys(source_place(node) for node in launches))
     return Compilation(family="; ".join(places[:1]), settings=state.config.digest_text())
+
+
+def _attention_report(found: AttentionVerdict) -> AttentionReport:
+    detail = f" ({found.detail})" if found.detail else ""
+    return AttentionReport(
+        name=found.name,
+        where=found.where,
+        is_region=found.is_region,
+        num_ranks=found.num_ranks,
+        num_heads=found.num_heads,
+        num_kv_heads=found.num_kv_heads,
+        num_chunks=found.num_chunks,
+        verdict=found.reason.value + detail if found.reason else "chunked",
+    )
 
 
 def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:

@@ -23,6 +23,8 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     if not console.is_terminal:
         console.width = LOG_WIDTH
     console.print(_regions(report))
+    if report["attention"]:
+        console.print(_attention(report))
     if report["graphs"]:
         console.print(_graphs(report))
     for title, key in (("Left alone", "left_alone"), ("Passes left out", "dropped_passes")):
@@ -52,6 +54,19 @@ def _regions(report: Mapping[str, Any]) -> Table:
             str(region["num_host_reads"]),
             region["verdict"] + remarks,
         )
+    return table
+
+
+def _attention(report: Mapping[str, Any]) -> Table:
+    table = Table(title="Attention", box=SIMPLE_HEAD)
+    table.add_column("where", no_wrap=True)
+    for heading in ("ranks", "local\nheads", "local\nKV heads", "chunks"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for found in report["attention"]:
+        keys = ("num_ranks", "num_heads", "num_kv_heads", "num_chunks")
+        figures = (str(found[key]) if found["is_region"] else "-" for key in keys)
+        table.add_row(_place(found["where"]), *figures, found["verdict"])
     return table
 
 

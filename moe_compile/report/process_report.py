@@ -53,11 +53,13 @@ class ProcessReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report."""
         regions = [dataclasses.asdict(r) for c in self.compilations for r in c.regions]
+        attention = [dataclasses.asdict(a) for c in self.compilations for a in c.attention]
         graphs = executed_records()
         return {
             "versions": {"megamoe": _version(), "torch": torch.__version__},
             "hardware": self._hardware,
             "regions": regions,
+            "attention": attention,
             "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
             "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
             "graphs": [

@@ -1,0 +1,88 @@
+"""An attention region: what the passes know of attention and the exchanges around it.
+
+Contract
+    A region names nodes of one graph and is stale once that graph is edited.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.analysis.head_factors import Factor
+from moe_compile.analysis.head_tracking import Tracker
+
+
+class AttentionRefusal(enum.Enum):
+    """Why an attention operator is left as it is. Values are what reports print."""
+
+    NO_EXCHANGE = "no exchange around it"
+    TENSOR_PARALLEL = "its heads are sharded by tensor parallelism: gathered before, reduced after"
+    COMPUTED_BETWEEN = "an operator between the exchange and attention is no movement of data"
+    SEVERAL_EXCHANGES = "an operand is exchanged more than once"
+    GROUPS_DIFFER = "its exchanges are over different groups"
+    NOT_HEADS = "the exchange does not send heads away"
+    NOT_SEQUENCE = "the exchange does not gather the sequence"
+    NO_EXCHANGE_BACK = "no even exchange of its result alone, by movement of data only, follows"
+    NOT_BACK = "the exchange back does not split the sequence that was gathered"
+    HEADS_LOST = "the index of the heads cannot be followed"
+    VARIES_BY_HEAD = "its mask varies by head"
+    RANDOM = "its dropout draws random numbers"
+    ESCAPES = "a value inside the region is read outside it"
+    MUTATED_MEANWHILE = "a tensor the region reads is written inside it"
+    STATE_CHANGES = "grad mode or autocast changes inside the region"
+    ONE_GROUP = "one group of heads asked for"
+    ONE_KV_HEAD = "one local KV head: nothing to split by"
+    NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRegion:
+    """Attention between an exchange of heads for sequence and the exchange back."""
+
+    name: str
+    """Of the attention node."""
+    core: fx.Node
+    """The attention operator."""
+    exchanges: tuple[fx.Node, ...]
+    """Launches that bring operands, in graph order: one each, or one for all."""
+    local_operands: tuple[fx.Node, ...]
+    """Operands that no exchange brings, as those computed from a gathered latent."""
+    inward: tuple[fx.Node, ...]
+    """What moves data from the exchanges to the attention, both excluded, in graph order."""
+    outward: tuple[fx.Node, ...]
+    """What moves the result, from after the attention to the last wait, in graph order."""
+    state_calls: tuple[fx.Node, ...]
+    """Selections of a backend that the attention stands between."""
+    tracker: Tracker
+    head: Factor | None
+    """The factor that is the index of KV heads of this rank; None when there is one head."""
+    num_heads: int
+    """Query heads of this rank."""
+    num_kv_heads: int
+    """Those of this rank, repetitions not counted where they can be told."""
+    group: str
+    num_ranks: int
+
+    @property
+    def result(self) -> fx.Node:
+        """The last wait of the exchange back."""
+        return self.outward[-1]
+
+    @property
+    def launches(self) -> tuple[fx.Node, ...]:
+        """Every exchange of the region."""
+        back = [node for node in self.outward if node in self.tracker.sent]
+        return (*self.exchanges, *back)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRefused:
+    """An attention operator left alone, and why."""
+
+    name: str
+    core: fx.Node
+    reason: AttentionRefusal
+    detail: str = ""

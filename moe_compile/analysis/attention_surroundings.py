@@ -1,0 +1,59 @@
+"""What stands around an attention operator: the next collectives, the choice of its backend.
+
+Contract
+    Questions about one graph, answered from its structure; nothing is edited.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.analysis.head_tracking import is_movement
+from moe_compile.graph.query import is_launch
+
+BACKEND_CHOICE: Final = "_sdpa_kernel"
+"""What Dynamo calls to enter and to leave `torch.nn.attention.sdpa_kernel`."""
+
+
+def nearest_launches(start: fx.Node, *, up: bool) -> list[fx.Node]:
+    """Return the first launches met from `start` against or along the data flow."""
+    seen: set[fx.Node] = set()
+    found, todo = [], [start]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_launch(node):
+            found.append(node)
+        else:
+            todo.extend(node.all_input_nodes if up else node.users)
+    return found
+
+
+def backend_choices(core: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the selections of a backend on either side of `core`: entering and leaving."""
+    nodes = list(core.graph.nodes)
+    at = nodes.index(core)
+    calls = [(i, n) for i, n in enumerate(nodes) if _is_backend_choice(n)]
+    before, after = [n for i, n in calls if i < at], [n for i, n in calls if i > at]
+    return (before[-1], after[0]) if before and after and len(before) % 2 else ()
+
+
+def _is_backend_choice(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name == BACKEND_CHOICE
+
+
+def movements_above(operand: fx.Node) -> set[fx.Node]:
+    """Return the movements of data above `operand`, and itself when it is one."""
+    seen: set[fx.Node] = set()
+    todo = [operand]
+    while todo:
+        node = todo.pop()
+        if node not in seen and is_movement(node):
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return seen

@@ -1,0 +1,86 @@
+"""Split attention between exchanges in groups of heads, so that one group's exchanges can run
+under another group's attention.
+
+Contract
+    Requires  WAITS_VISIBLE.
+    Provides  ATTENTION_FOUND.
+    Keeps     every value and gradient bit for bit; the selection of an attention backend.
+    Every attention of the graph is noted in the state with its verdict, split or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRegion
+from moe_compile.analysis.detect_attention import find_attention
+from moe_compile.graph.edit import erase_unused
+from moe_compile.graph.query import source_place
+from moe_compile.planning.plan import plan_head_groups
+from moe_compile.planning.state import AttentionVerdict, CompileState
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+from passes.replay.head_groups import emit_head_groups
+
+
+@dataclass(frozen=True)
+class ChunkAttention(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "chunk_attention"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.ATTENTION_FOUND})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Replay each region whose heads the option splits; note all of them."""
+        regions, refused = find_attention(graph)
+        plans = [(r, *plan_head_groups(state.config, r)) for r in regions]
+        skipped = [
+            Verdict(candidate=region.name, reason=reason)
+            for region, _, reason in plans
+            if reason is not None
+        ]
+        skipped += [Verdict(candidate=r.name, reason=r.reason, detail=r.detail) for r in refused]
+        verdicts = [_verdict(*plan) for plan in plans]
+        state.attention = verdicts + [
+            AttentionVerdict(
+                name=r.name, where=source_place(r.core), reason=r.reason, detail=r.detail
+            )
+            for r in refused
+        ]
+        launches = {launch.name for region in regions for launch in region.launches}
+        state.decoys = [d for d in state.decoys if d.candidate not in launches]
+        chosen = [(region, num) for region, num, reason in plans if reason is None]
+        for region, num_groups in chosen:
+            _apply(region, num_groups)
+        return PassReport(
+            pass_name=self.name,
+            applied=tuple(region.name for region, _ in chosen),
+            skipped=tuple(skipped),
+        )
+
+
+def _verdict(
+    region: AttentionRegion, num_groups: int, reason: AttentionRefusal | None
+) -> AttentionVerdict:
+    return AttentionVerdict(
+        name=region.name,
+        where=source_place(region.core),
+        reason=reason,
+        is_region=True,
+        group=region.group,
+        num_ranks=region.num_ranks,
+        num_heads=region.num_heads,
+        num_kv_heads=region.num_kv_heads,
+        num_chunks=num_groups,
+    )
+
+
+def _apply(region: AttentionRegion, num_groups: int) -> None:
+    body = [*region.exchanges, *region.inward, region.core, *region.outward]
+    in_order = {node: i for i, node in enumerate(region.core.graph.nodes)}
+    joined = emit_head_groups(region, num_groups)
+    region.result.replace_all_uses_with(joined)
+    erase_unused(sorted(body, key=in_order.__getitem__))

@@ -1,0 +1,136 @@
+"""Replay an attention region on groups of heads.
+
+Contract
+    The groups partition the heads, along KV heads; joined, their results are the region's, bit
+    for bit, since attention treats heads apart and everything else moves data.
+    All groups' exchanges are launched before the first attention; gradients of what is cut in
+    groups are concatenated, never summed.
+    Everything is emitted just before the attention, so that a selection of its backend holds.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.attention_regions import AttentionRegion
+from moe_compile.analysis.head_factors import Dims, Factor, flat, group_size, holds, size_of
+from moe_compile.analysis.head_tracking import CUTS, cut_dim, is_form, move_name
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import is_launch, value_of
+
+
+def emit_head_groups(region: AttentionRegion, num_groups: int) -> fx.Node:
+    """Emit `region` in `num_groups` groups of heads; return the joined result."""
+    assert region.head is not None
+    groups = _Groups(Emitter(region.core), region, region.head, num_groups)
+    envs: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_groups)]
+    for source in _cut_sources(region):
+        for env, piece in zip(envs, groups.cut(source), strict=True):
+            env[source] = piece
+    for env in envs:
+        for launch in region.exchanges:
+            groups.replay(launch, env)
+    for env in envs:
+        for node in (*region.inward, region.core, *region.outward):
+            groups.replay(node, env)
+    joined = groups.join([env[region.result] for env in envs])
+    joined.meta["example_value"] = value_of(region.result)
+    return joined
+
+
+def _cut_sources(region: AttentionRegion) -> tuple[fx.Node, ...]:
+    sent = [launch.all_input_nodes[0] for launch in region.exchanges]
+    return tuple(dict.fromkeys([*sent, *region.local_operands]))
+
+
+class _Groups:
+    """Emits the pieces of one region."""
+
+    def __init__(
+        self, emit: Emitter, region: AttentionRegion, head: Factor, num_groups: int
+    ) -> None:
+        self._emit, self._region = emit, region
+        self._head, self._num_groups = head, num_groups
+
+    def cut(self, source: fx.Node) -> list[fx.Node]:
+        """Emit every group's piece of `source`."""
+        return self._cut(source, self._region.tracker.dims(source))
+
+    def _cut(self, source: fx.Node, dims: Dims) -> list[fx.Node]:
+        along = next(i for i, dim in enumerate(dims) if holds(dim, self._head))
+        at = next(i for i, f in enumerate(dims[along]) if holds([f], self._head))
+        outer, factor, inner = dims[along][:at], dims[along][at], dims[along][at + 1 :]
+        opened = [*dims[:along], outer, [factor], inner, *dims[along + 1 :]]
+        emit, middle = self._emit, along + 1
+        whole = emit.method("reshape", source, [size_of(dim) for dim in opened])
+        if factor.pieces:
+            pieces = self._cut_pieces(whole, opened, middle, factor)
+        else:
+            parts = emit.call(torch.split, whole, factor.size // self._num_groups, middle)
+            pieces = [emit.call(operator.getitem, parts, c) for c in range(self._num_groups)]
+        return [emit.method("reshape", piece, self._sizes(dims)) for piece in pieces]
+
+    def _cut_pieces(self, whole: fx.Node, dims: Dims, along: int, factor: Factor) -> list[fx.Node]:
+        """Emit every group's piece of a concatenation: of each of its parts, joined again."""
+        emit = self._emit
+        parts = emit.call(torch.split, whole, [size_of(p) for p in factor.pieces], along)
+        columns: list[list[fx.Node]] = []
+        for i, piece in enumerate(factor.pieces):
+            part = emit.call(operator.getitem, parts, i)
+            own = [*dims[:along], flat(piece), *dims[along + 1 :]]
+            cut = self._cut(part, own) if holds(piece, self._head) else [part] * self._num_groups
+            columns.append(cut)
+        return [emit.call(torch.cat, list(row), along) for row in zip(*columns, strict=True)]
+
+    def replay(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
+        """Emit `node` for one group, its sizes those of the group."""
+        emit, source = self._emit, node.all_input_nodes[0]
+        if is_form(node):
+            env[node] = emit.method("reshape", env[source], self._sizes_of(node))
+        elif move_name(node) == "expand":
+            env[node] = emit.method("expand", env[source], self._sizes_of(node))
+        elif move_name(node) in CUTS:
+            env[node] = emit.call(torch.split, env[source], self._cut_sizes(node), cut_dim(node))
+        elif is_launch(node):
+            exchanged = emit.method("contiguous", env[source])
+            env[node] = emit.copy(node, {**env, source: exchanged})
+            self._resplit(env[node], node)
+        else:
+            env[node] = emit.copy(node, dict(env))
+
+    def _resplit(self, copied: fx.Node, node: fx.Node) -> None:
+        """Give an exchange the rows of one group."""
+        rows = self._sizes_of(node)[0] // self._region.num_ranks
+        splits = [rows] * self._region.num_ranks
+        copied.args = (copied.args[0], splits, splits, *copied.args[3:])
+
+    def _sizes(self, dims: Dims) -> list[int]:
+        return [group_size(dim, self._head, self._num_groups) for dim in dims]
+
+    def _sizes_of(self, node: fx.Node) -> list[int]:
+        return self._sizes(self._region.tracker.dims(node))
+
+    def _cut_sizes(self, node: fx.Node) -> list[int]:
+        """Return the sizes of the pieces that a split has for one group, in order."""
+        pieces = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        along = cut_dim(node)
+        sizes = [int(value.shape[along]) for value in value_of(node)]
+        return [
+            self._sizes_of(pieces[i])[along] if i in pieces else size
+            for i, size in enumerate(sizes)
+        ]
+
+    def join(self, results: list[fx.Node]) -> fx.Node:
+        """Emit the results of all groups as one."""
+        dims = self._region.tracker.dims(self._region.result)
+        along = next(i for i, dim in enumerate(dims) if holds(dim, self._head))
+        at = dims[along].index(self._head)
+        outer, inner = dims[along][:at], dims[along][at + 1 :]
+        opened = [*dims[:along], outer, [self._head], inner, *dims[along + 1 :]]
+        emit = self._emit
+        parts = [emit.method("reshape", r, self._sizes(opened)) for r in results]
+        joined = emit.call(torch.cat, parts, along + 1)
+        return emit.method("reshape", joined, [size_of(dim) for dim in dims])

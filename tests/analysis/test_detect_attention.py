@@ -1,0 +1,66 @@
+"""Attention regions are found by what moves; what only looks like one is left with a reason."""
+
+import pytest
+import torch
+
+from moe_compile.analysis.attention_regions import AttentionRefusal
+from moe_compile.analysis.detect_attention import find_attention
+from tests import attention_layers as layers
+from tests.capture import dynamo_graphs
+
+
+def find(style, group, heads=8, kv_heads=4, batch=4):
+    layer = style(16, heads, kv_heads, 8, group)
+    (gm,) = dynamo_graphs(layer, torch.randn(batch, 6, 16))
+    return find_attention(gm.graph)
+
+
+@pytest.mark.parametrize(
+    ("style", "exchanges", "local", "kv_heads"),
+    [
+        (layers.SplitAttention, 3, 0, 2),
+        (layers.FusedAttention, 1, 0, 2),
+        (layers.RepeatedKVAttention, 3, 0, 2),
+        (layers.LateRepeatAttention, 3, 0, 2),
+        (layers.NormedAttention, 3, 0, 2),
+        (layers.LatentAttention, 1, 2, 4),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
+    (region,), refused = find(style, fake_ranks)
+    assert not refused
+    assert len(region.exchanges) == exchanges
+    assert len(region.local_operands) == local
+    assert (region.num_ranks, region.num_heads, region.num_kv_heads) == (2, 4, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("style", "reason"),
+    [
+        (layers.BatchExchange, AttentionRefusal.NOT_HEADS),
+        (layers.HeadMixing, AttentionRefusal.NO_EXCHANGE_BACK),
+        (layers.LateNorm, AttentionRefusal.COMPUTED_BETWEEN),
+        (layers.HeadMask, AttentionRefusal.VARIES_BY_HEAD),
+        (layers.Dropout, AttentionRefusal.RANDOM),
+        (layers.ReadOutside, AttentionRefusal.NO_EXCHANGE_BACK),
+        (layers.LocalAttention, AttentionRefusal.NO_EXCHANGE),
+        (layers.TensorParallel, AttentionRefusal.TENSOR_PARALLEL),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style, reason):
+    regions, (refused,) = find(style, fake_ranks)
+    assert not regions
+    assert refused.reason is reason
+
+
+def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):
+    (region,), _ = find(layers.NormedAttention, fake_ranks)
+    entering, leaving = region.state_calls
+    assert entering < region.core < leaving
+
+
+def test_one_local_kv_head_has_no_factor(fake_ranks):
+    (region,), _ = find(layers.SplitAttention, fake_ranks, kv_heads=2)
+    assert region.head is None

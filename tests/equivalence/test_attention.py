@@ -1,0 +1,114 @@
+"""Attention in groups of heads, scheduled, equals eager bit for bit, forward and backward."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from moe_compile.report.process_report import REPORT
+from moe_compile.testing.equivalence import differing_tensors
+from tests.attention_layers import STYLES, BatchExchange, HeadMixing, LatentAttention
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention layer on a number of ranks, and the groups it is split in."""
+
+    heads: int
+    kv_heads: int
+    groups: int
+    batch: int
+    positions: int
+    dtype: torch.dtype
+    seed: int
+
+
+@st.composite
+def cases(draw, num_ranks):
+    groups = draw(st.integers(2, 4), label="groups")
+    kv_heads = num_ranks * groups * draw(st.integers(1, 2), label="KV heads of a group")
+    return Case(
+        heads=kv_heads * draw(st.integers(1, 3), label="query heads of a KV head"),
+        kv_heads=kv_heads,
+        groups=groups,
+        batch=draw(st.integers(1, 3), label="batch"),
+        positions=draw(st.integers(1, 9), label="positions"),
+        dtype=draw(st.sampled_from(FLOATS), label="dtype"),
+        seed=draw(st.integers(0, 2**16), label="seed"),
+    )
+
+
+def run_case(rank, case, style):
+    """Return what differs from eager, and the verdict on the attention."""
+    torch._dynamo.reset()
+    own = torch.Generator().manual_seed(1000 * case.seed + rank)
+    shape = (case.batch, case.positions, 16)
+    pair = [torch.randn(shape, generator=own).to(case.dtype) for _ in range(2)]
+    options = {"megamoe.attention_chunks": case.groups, "megamoe.strict": True}
+
+    def build():
+        return style(16, case.heads, case.kv_heads, 8, dist.group.WORLD, case.dtype, seed=case.seed)
+
+    differing = differing_tensors(build, [tuple(pair)], options)
+    attention = REPORT.compilations[-1].attention if REPORT.compilations else []
+    return differing, [(a.num_chunks, a.verdict) for a in attention]
+
+
+def check(pool, case, style):
+    for rank, (differing, verdicts) in enumerate(pool.run(run_case, case, style)):
+        assert not differing, f"rank {rank}: {differing}"
+        assert verdicts == [(case.groups, "chunked")]
+
+
+def examples(count):
+    return settings(
+        max_examples=count,
+        deadline=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@given(data=st.data())
+@examples(1)
+def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):
+    check(two_ranks, data.draw(cases(2)), style)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@given(data=st.data())
+@examples(20)
+def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
+    check(two_ranks, data.draw(cases(2)), style)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@given(data=st.data())
+@examples(4)
+def test_any_attention_on_four_ranks_equals_eager(four_ranks, style, data):
+    check(four_ranks, data.draw(cases(4)), style)
+
+
+@pytest.mark.parametrize("style", [BatchExchange, HeadMixing], ids=lambda s: s.__name__)
+def test_a_decoy_runs_as_it_came(two_ranks, style):
+    case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
+    for differing, _ in two_ranks.run(run_case, case, style):
+        assert not differing
+
+
+def test_groups_that_do_not_divide_the_kv_heads_leave_the_region_whole(two_ranks):
+    case = Case(heads=8, kv_heads=4, groups=3, batch=1, positions=4, dtype=torch.float32, seed=0)
+    for style in (STYLES[0], LatentAttention):
+        for differing, ((groups, verdict),) in two_ranks.run(run_case, case, style):
+            assert not differing
+            assert groups == 1
+            assert verdict == "attention_chunks does not divide the local KV heads"
