@@ -102,6 +102,13 @@ RULES: Final = (
         "once are not tested",
     ),
     Rule(
+        holds=lambda x: x.cp > 1 and x.pp > 1,
+        what="CP with PP",
+        field="pp",
+        instead=lambda _: 1,
+        why="its equality with torchtitan's FSDP is not tested",
+    ),
+    Rule(
         holds=lambda x: x.cp > 1 and not _heads_fit(x, x.cp),
         what="a CP degree that does not divide the query heads, or neither divides the KV heads "
         "nor is divided by them",

@@ -40,17 +40,11 @@ TESTED: Final = (
 
 ULYSSES: Final = (
     Layout(dp_shard=1, cp=2, ep=2, checkpointing="none"),
-    Layout(dp_shard=1, cp=4, ep=2, checkpointing="none"),
-    Layout(dp_shard=2, cp=2, ep=2, checkpointing="none"),
-    Layout(dp_shard=2, cp=2, ep=4, checkpointing="none"),
-    Layout(dp_replicate=2, dp_shard=1, cp=2, ep=2, checkpointing="none"),
     Layout(dp_shard=1, cp=2, ep=2, checkpointing="full"),
-    Layout(dp_shard=1, cp=2, ep=2, checkpointing="selective", selective="op"),
     Layout(model="qwen3", dp_shard=1, cp=2, ep=1, checkpointing="none"),
     Layout(model="qwen3", dp_shard=1, cp=4, ep=4, checkpointing="none"),
     Layout(model="qwen3", dp_shard=2, cp=2, ep=2, checkpointing="none"),
     Layout(model="qwen3", dp_shard=2, cp=2, ep=4, checkpointing="none"),
-    Layout(model="qwen3", dp_shard=1, cp=2, pp=2, ep=2, checkpointing="none"),
     Layout(model="llama4", dp_shard=1, cp=2, ep=2, checkpointing="none"),
 )
 """Layouts with Ulysses attention whose losses are one-dimensional FSDP's to the last digit."""

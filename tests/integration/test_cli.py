@@ -181,6 +181,7 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         {"tp": 1, "cp": 2, "attention": "tensor"},
         {"attention": "ulysses"},
         {"cp": 2},
+        {"tp": 1, "cp": 2, "pp": 2},
         {"tp": 1, "cp": 8, "query_heads": 12, "kv_heads": 6},
         {"tp": 1, "cp": 2, "kernel": "flex"},
         {"exchange": "deepep"},
