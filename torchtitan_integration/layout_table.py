@@ -45,7 +45,6 @@ ULYSSES: Final = (
     Layout(model="qwen3", dp_shard=1, cp=4, ep=4, checkpointing="none"),
     Layout(model="qwen3", dp_shard=2, cp=2, ep=2, checkpointing="none"),
     Layout(model="qwen3", dp_shard=2, cp=2, ep=4, checkpointing="none"),
-    Layout(model="llama4", dp_shard=1, cp=2, ep=2, checkpointing="none"),
 )
 """Layouts with Ulysses attention whose losses are one-dimensional FSDP's to the last digit."""
 
@@ -70,7 +69,7 @@ DIVIDED: Final = """
 
 torchtitan's own CP needs CUDA. From one checkpoint, on one text, at a learning rate of 5e-4, these
 print over five steps the losses and gradient norms of torchtitan's FSDP on two ranks, to the last
-digit; FSDP on four ranks prints these too.
+digit; FSDP on four ranks prints these too. llama4 with cp 2 and ep 2 differs in one last digit.
 
 """
 REFUSED: Final = """
