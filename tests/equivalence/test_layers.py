@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import chosen_experts, moe_cases
-from tests.layers import STYLES, LoopExperts
+from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts
 
+ON_FOUR = (GroupedExperts, LoopExperts, SegmentStarts)
+"""What every test run tries on four ranks: grouped and looped experts, counts as a matrix."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -69,7 +71,11 @@ def test_any_layer_on_two_ranks_equals_eager(two_ranks, style, data):
     check(two_ranks, data.draw(moe_cases(2, dtypes(style))), style)
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "style",
+    [pytest.param(s, marks=() if s in ON_FOUR else pytest.mark.slow) for s in STYLES],
+    ids=lambda s: s.__name__,
+)
 @given(data=st.data())
 @examples(2)
 def test_any_layer_on_four_ranks_equals_eager(four_ranks, style, data):
