@@ -1,5 +1,6 @@
 """Checkpoints written with megamoe are torchtitan's, and the other way round."""
 
+import functools
 import shutil
 
 import pytest
@@ -14,11 +15,15 @@ EP_4 = {"parallelism.expert_parallel_degree": 4}
 
 @pytest.fixture(scope="module")
 def written(four_ranks, tmp_path_factory):
-    """Uninterrupted runs of five steps, with and without megamoe, and their folders."""
-    folders = {way: tmp_path_factory.mktemp(way) for way in ("ours", "stock")}
-    changes = {"ours": OURS, "stock": STOCK}
-    runs = {way: train(four_ranks, 4, folders[way], SAVES, changes[way])[0] for way in folders}
-    return folders, runs
+    """Make an uninterrupted run of five steps, with or without megamoe; return folder and run."""
+
+    @functools.cache
+    def run(way):
+        folder = tmp_path_factory.mktemp(way)
+        changes = {"ours": OURS, "stock": STOCK}[way]
+        return folder, train(four_ranks, 4, folder, SAVES, changes)[0]
+
+    return run
 
 
 def resume(pool, folder, before, *changes):
@@ -38,17 +43,17 @@ def resume(pool, folder, before, *changes):
 def test_a_resumed_run_prints_what_the_uninterrupted_one_did(
     four_ranks, written, tmp_path, writer, reader
 ):
-    folders, runs = written
-    rest = resume(four_ranks, tmp_path, folders[writer], reader)
-    assert rest.steps == {step: runs[writer].steps[step] for step in (3, 4, 5)}
+    folder, run = written(writer)
+    rest = resume(four_ranks, tmp_path, folder, reader)
+    assert rest.steps == {step: run.steps[step] for step in (3, 4, 5)}
 
 
 def test_another_ep_degree_loads_the_same_parameters_bit_for_bit(four_ranks, written, tmp_path):
-    folders, runs = written
-    same = resume(four_ranks, tmp_path / "2", folders["ours"], STOCK)
-    other = resume(four_ranks, tmp_path / "4", folders["ours"], OURS, EP_4)
+    folder, run = written("ours")
+    same = resume(four_ranks, tmp_path / "2", folder, STOCK)
+    other = resume(four_ranks, tmp_path / "4", folder, OURS, EP_4)
     assert same.parameters and other.parameters == same.parameters
-    assert other.parameters != runs["ours"].parameters  # those of step 1
+    assert other.parameters != run.parameters  # those of step 1
     assert other.placements != same.placements
     for step, (loss, _) in other.steps.items():
         assert abs(float(loss) - float(same.steps[step][0])) < 1e-3
