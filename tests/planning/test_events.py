@@ -1,5 +1,7 @@
 """Streams serve one task at a time, and contention stretches exactly what overlaps."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_a_timeline_keeps_needs_and_streams_and_slows_what_overlaps(tasks, conte
         assert work == pytest.approx(task.us)
     for stream in (COMPUTE, LINK):
         ends = [(s.start_us, s.end_us) for s in timeline.spans if s.stream == stream]
-        assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     assert max(t.us for t in tasks) <= timeline.total_us * (1 + 1e-9)
     if not contention:
         assert timeline.total_us <= run_in_order(tasks).total_us * (1 + 1e-9)
