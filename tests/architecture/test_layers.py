@@ -17,7 +17,7 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.codegen", "moe_compile.backend"),
     ("moe_compile.testing",),
     ("torchtitan_integration",),
-    ("moe_compile.cli",),
+    ("moe_compile.commands", "moe_compile.cli"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 SOURCES = [
