@@ -54,6 +54,7 @@ def _draw(axis: Any, layer: LayerTime, longest_ms: float) -> None:
             axis.text(start + width / 2, lane, span.name, ha="center", va="center", fontsize=6)
     axis.set_yticks(range(len(STREAMS)), reversed(STREAMS), fontsize=7)
     axis.set_xlim(0.0, longest_ms)
+    axis.set_ylim(-0.5, len(STREAMS) - 0.5)
 
 
 def _colour(name: str) -> str:

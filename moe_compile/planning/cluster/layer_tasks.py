@@ -108,7 +108,7 @@ class LayerTasks:
         """Make dispatched rows and activations again; needs no gradient (MegaScale-MoE 4.1)."""
         costs = self.costs
         us = costs.permute_us() + costs.activation_us() + costs.norm_us()
-        return self._pair("rebuild", us, costs.dispatch_us(), True, [start])
+        return self._pair("rebuild'", us, costs.dispatch_us(), True, [start])
 
     def _backward_attention(self, needed: list[int], leaves: list[int]) -> None:
         costs, heads = self.costs, self.costs.has_heads
