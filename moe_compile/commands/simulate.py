@@ -13,7 +13,7 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.planning.cluster import checks
-from moe_compile.planning.cluster.explain import explain_speedup, find_bounds
+from moe_compile.planning.cluster.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.planning.cluster.layer_time import time_layer
 from moe_compile.planning.cluster.models import MODELS
 from moe_compile.planning.cluster.scenario import (
@@ -109,14 +109,8 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
 def _table(known: argparse.Namespace) -> dict[str, Any]:
     if known.timeline:
         raise InvalidConfig("--timeline is of a model, not of a table; leave one out")
-    console = tables.new_console()
     if known.table == "waterfall":
-        gpus = known.gpus or GPUS[-1:]
-        found = {str(number): explain_speedup(number) for number in gpus}
-        if not known.json:
-            for number, changes in found.items():
-                tables.print_changes(changes, int(number), console)
-        return {number: tables.as_data(changes) for number, changes in found.items()}
+        return _waterfall(known)
     if known.table == "bounds":
         return _bounds(known)
     main = [checks.check_table_3(), checks.check_table_5()]
@@ -126,9 +120,24 @@ def _table(known: argparse.Namespace) -> dict[str, Any]:
         checks.check_eos(),
         checks.check_deepseek(),
     ]
+    ranked = checks.rank_deepseek()
     if not known.json:
+        console = tables.new_console()
         tables.print_checks([*main, *others], console)
-    return tables.checks_as_data([*main, *others], main)
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
+        console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
+    data = tables.checks_as_data([*main, *others], main)
+    return {**data, "deepseek_v3_tokens_per_gpu_s": ranked}
+
+
+def _waterfall(known: argparse.Namespace) -> dict[str, Any]:
+    data = {}
+    for gpus in known.gpus or GPUS[-1:]:
+        changes, own = explain_speedup(gpus), predict_own_part(gpus)
+        if not known.json:
+            tables.print_changes(changes, own, gpus, tables.new_console())
+        data[str(gpus)] = tables.as_data([*changes, own])
+    return data
 
 
 def _bounds(known: argparse.Namespace) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
     console.print(NOTE)
 
 
-def print_changes(changes: Sequence[Change], gpus: int, console: Console) -> None:
-    """Print what a speed-up is made of."""
+def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Console) -> None:
+    """Print what a speed-up is made of, and what of it megamoe has."""
     table = Table(title=f"352B on {gpus} H800: one thing after another", box=SIMPLE_HEAD)
     table.add_column("what changes", no_wrap=True)
     for heading in ("step s", "gain", "in all"):
@@ -104,6 +104,10 @@ def print_changes(changes: Sequence[Change], gpus: int, console: Console) -> Non
             change.by,
         )
     console.print(table)
+    console.print(
+        f"Of these megamoe and its recipe have: {own.by}. Alone: {own.seconds:.2f} s, "
+        f"{own.total_gain:.2f}x."
+    )
     console.print(f"{NOTE} In another order a step is worth something else.")
 
 

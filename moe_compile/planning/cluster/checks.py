@@ -164,6 +164,13 @@ def check_deepseek() -> Check:
     )
 
 
+def rank_deepseek() -> dict[str, float]:
+    """Return tokens per second and GPU of DeepSeek-V3's run by overlap, without a fit."""
+    fit = Fit(imbalance=systems.shipped("h800").fit("bytedance").imbalance)
+    order = (Overlap.SEQUENTIAL, Overlap.INTER_OP, Overlap.TWO_BATCHES, Overlap.IDEAL)
+    return {overlap.value: deepseek_tokens_per_gpu_s(overlap, fit) for overlap in order}
+
+
 def eos_mfu_percent(row: paper.EosRow, fit: Fit | None = None) -> float:
     """Return the predicted MFU of a row in its own convention: attention counted in full."""
     profile, model = systems.shipped("h100"), find_model(row.model)

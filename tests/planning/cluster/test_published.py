@@ -7,7 +7,6 @@ import pytest
 from moe_compile.planning.cluster import checks, fitting
 from moe_compile.planning.cluster import published as paper
 from moe_compile.planning.cluster.explain import explain_speedup, find_bounds
-from moe_compile.planning.cluster.method import Overlap
 from moe_compile.planning.cluster.models import find_model
 from moe_compile.planning.cluster.systems import shipped
 
@@ -51,11 +50,11 @@ def test_deepseek_v3_is_near_without_any_fit_and_overlaps_rank_as_they_should():
     assert abs(unfitted.error_percent) <= 15.0
     assert abs(eos.error_percent) <= 15.0
     assert bytedance.error_percent < -15.0  # one cluster's constants are not another's
-    fit = dataclasses.replace(shipped("h800").fit("none"), imbalance=1.18)
-    order = (Overlap.SEQUENTIAL, Overlap.INTER_OP, Overlap.TWO_BATCHES)
-    rates = [checks.deepseek_tokens_per_gpu_s(overlap, fit) for overlap in order]
-    assert rates == sorted(rates)
-    assert rates[0] < rates[2] / 1.2
+    ranked = checks.rank_deepseek()
+    assert list(ranked) == ["sequential", "inter-op", "two-batches", "ideal"]
+    assert list(ranked.values()) == sorted(ranked.values())
+    assert ranked["sequential"] < ranked["two-batches"] / 1.2
+    assert ranked["two-batches"] == unfitted.predicted
 
 
 def test_weak_scaling_stays_between_what_was_published():
