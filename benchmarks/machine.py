@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,15 +45,26 @@ def measure_profile(case: Case, link_bytes_per_s: float) -> HardwareProfile:
         op_overhead_us=_op_overhead_us(),
         link_gb_per_s=link_bytes_per_s / 1e9,
         link_latency_us=LATENCY_S * 1e6,
+        origins=_origins(),
     )
 
 
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Write `profile` as the TOML that `megamoe.hardware` takes, to two digits."""
-    rates = {name: getattr(profile, name) for name in HardwareProfile.__slots__ if name != "name"}
-    lines = [f'name = "{profile.name}"', *(f"{key} = {rate:.2g}" for key, rate in rates.items())]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(profile.as_toml())
+
+
+def emulated_link_origin() -> str:
+    """Return the origin of a rate of the emulated link: it is set, not measured."""
+    return "assumed: the emulated link of this benchmark"
+
+
+def _origins() -> dict[str, str]:
+    measured = f"measured: {datetime.now(UTC).date()} on one thread of {_cpu_name()}"
+    rates = dict.fromkeys(("matmul_tflops", "memory_gb_per_s", "op_overhead_us"), measured)
+    link = dict.fromkeys(("link_gb_per_s", "link_latency_us"), emulated_link_origin())
+    return {**rates, **link}
 
 
 def _matmul_tflops(case: Case) -> float:

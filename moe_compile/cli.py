@@ -1,5 +1,7 @@
 """The command line: `megamoe train CONFIG.toml` trains by torchtitan with our recipe.
 
+`megamoe simulate` and `megamoe doctor` are in moe_compile/commands.
+
 Contract
     What can be wrong with the file is said before a process starts: file, key, nearest name.
     The exit status is torchrun's; an interrupt ends every process that was started.
@@ -15,6 +17,8 @@ import os
 import sys
 from pathlib import Path
 
+from moe_compile.commands.doctor import add_doctor
+from moe_compile.commands.simulate import add_simulate
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from torchtitan_integration.job_file import JobFile, load_job, num_ranks, rank_with_loss
@@ -23,8 +27,13 @@ from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    known, overrides = _parser().parse_known_args(arguments)
+    parser = _parser()
+    known, overrides = parser.parse_known_args(arguments)
     try:
+        if known.command != "train":
+            if overrides:
+                parser.error(f"megamoe {known.command} has no {overrides[0]!r}")
+            return int(known.run(known))
         job = load_job(known.config, overrides)
         _require_torchtitan()
         if known.dry_run:
@@ -71,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_ranks,
         help="ranks of the machine a dry run is for; default: the product of the TOML's degrees",
     )
+    add_simulate(commands)
+    add_doctor(commands)
     return parser
 
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
-from moe_compile.hardware import PROFILES, load_profile
 
 
 def test_options_win_over_the_table_and_the_table_over_the_environment():
@@ -70,21 +69,3 @@ def test_any_unknown_name_is_refused(name):
 def test_the_report_path_is_no_part_of_the_cache_identity():
     assert MegaMoEConfig(report="a").digest_text() == MegaMoEConfig(report="b").digest_text()
     assert MegaMoEConfig(chunks=2).digest_text() != MegaMoEConfig(chunks=3).digest_text()
-
-
-@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.toml")), ids=lambda p: p.stem)
-def test_every_shipped_profile_loads(path):
-    assert load_profile(path.stem).name == path.stem
-    assert load_profile(str(path)) == load_profile(path.stem)
-
-
-def test_an_unknown_profile_names_the_nearest():
-    with pytest.raises(InvalidConfig, match="Did you mean 'h200'"):
-        load_profile("h20")
-
-
-def test_a_profile_with_a_missing_rate_is_refused(tmp_path):
-    path = tmp_path / "slow.toml"
-    path.write_text('name = "slow"\nmatmul_tflops = 1.0\n')
-    with pytest.raises(InvalidConfig, match="memory_gb_per_s"):
-        load_profile(str(path))

@@ -32,7 +32,7 @@ from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.one_rank_link import one_rank_link
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.machine import write_profile
+from benchmarks.machine import emulated_link_origin, write_profile
 from moe_compile.hardware import load_profile
 
 WARM_UP: Final = 3
@@ -53,7 +53,8 @@ def check_link(record: Record, sizes: Sizes) -> None:
     profile = record.path.with_name("link_profile.toml")
     hardware = load_profile("detect")
     link_gb_per_s = paces["1:1"].rate.bytes_per_s / 1e9
-    write_profile(replace(hardware, link_gb_per_s=link_gb_per_s), profile)
+    origins = {**hardware.origins, "link_gb_per_s": emulated_link_origin()}
+    write_profile(replace(hardware, link_gb_per_s=link_gb_per_s, origins=origins), profile)
     for name in sizes.link_variants:
         if name != BASELINE:
             run.compile(name, profile)

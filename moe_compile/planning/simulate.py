@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from moe_compile.planning.events import Streams
 from moe_compile.planning.schedule_problem import ScheduleProblem
+
+COMPUTE: Final = "<compute>"
+"""Name of the compute stream; a link is called as its group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +44,7 @@ class Clock:
         self.now_us = 0.0
         self.over_us: dict[int, float] = {}
         """Launch -> when its exchange is over."""
-        self._link_free_us: dict[str, float] = {}
+        self._streams = Streams()
 
     def run(self, node: int) -> None:
         """Run one node at the earliest time allowed."""
@@ -47,12 +52,11 @@ class Clock:
         if node in problem.awaits:
             self.now_us = max(self.now_us, self.wait_over_us(node))
             return
-        self.now_us += problem.compute_us[node]
+        self.now_us = self._streams.serve(COMPUTE, self.now_us, problem.compute_us[node]).end
         group = problem.group_of.get(node)
         if group is not None:
-            start = max(self.now_us, self._link_free_us.get(group, 0.0))
-            over = start + problem.link_us[node] * self.link_factor
-            self.over_us[node] = self._link_free_us[group] = over
+            exchange_us = problem.link_us[node] * self.link_factor
+            self.over_us[node] = self._streams.serve(group, self.now_us, exchange_us).end
 
     def wait_over_us(self, wait: int) -> float:
         """Return when what `wait` waits for is there; its launch has run."""

@@ -1,0 +1,1 @@
+"""The subcommands of `megamoe` but train."""

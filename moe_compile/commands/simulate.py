@@ -1,0 +1,199 @@
+"""`megamoe simulate`: predicted steps on clusters, beside published ones, and as timelines."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.hardware.cluster import load_cluster
+from moe_compile.planning.cluster import checks
+from moe_compile.planning.cluster.explain import explain_speedup, find_bounds, predict_own_part
+from moe_compile.planning.cluster.layer_time import time_layer
+from moe_compile.planning.cluster.models import MODELS
+from moe_compile.planning.cluster.scenario import (
+    DEFAULT_FIT,
+    make_setting,
+    predict,
+    schedules,
+)
+from moe_compile.planning.cluster.step import Setting
+from moe_compile.report import cluster_tables as tables
+from moe_compile.report.cluster_timeline import chrome_trace
+
+TABLES: Final = ("megascale", "waterfall", "bounds")
+DRAWN: Final = ("sequential", "inter-op", "2 chunks of experts", "two-batches", "ideal")
+"""Schedules of a timeline unless told."""
+GPUS: Final = (240, 480, 720, 960, 1440)
+SETTINGS: Final = (
+    ("batch", "global_batch", "sequences per step"),
+    ("seq-len", "seq_len", "tokens of a sequence"),
+    ("pipeline", "pipeline", "pipeline stages"),
+    ("virtual-stages", "virtual_stages", "chunks of layers per pipeline stage"),
+    ("ranks", "ranks", "GPUs that share a layer's attention"),
+    ("expert-ranks", "expert_ranks", "GPUs that share a layer's experts"),
+)
+"""Flag, field of the method or the job, help."""
+
+
+def add_simulate(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict training steps on a cluster",
+        description="Predict the step of a mixture-of-experts model on a cluster by formulas, for "
+        "every schedule; or print a table. Needs no GPU and no torch.",
+        epilog="What is not given is as in the model's published run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="352b", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--cluster", default="h800", help="a GPU's profile or a TOML path")
+    parser.add_argument("--gpus", type=_numbers, help="for instance 240,480,720")
+    for flag, _, text in SETTINGS:
+        parser.add_argument(f"--{flag}", type=int, metavar="N", help=text)
+    parser.add_argument("--wire", choices=("bf16", "fp8"), help="rows to experts and back")
+    parser.add_argument("--schedule", type=_words, default=(), help="names as printed, by comma")
+    parser.add_argument("--fit", help='constants of a fit in the profile, or "none"')
+    parser.add_argument("--table", choices=TABLES, help="print this instead")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="PATH",
+        help="write one layer's timelines: .png a picture, .json a trace for Perfetto",
+    )
+    parser.set_defaults(run=simulate)
+
+
+def simulate(known: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit status. Raises InvalidConfig."""
+    data = _table(known) if known.table else _predictions(known)
+    if known.json:
+        print(json.dumps(data, indent=1))  # noqa: T201  (what was asked for)
+    return 0
+
+
+def _predictions(known: argparse.Namespace) -> dict[str, Any]:
+    setting = _setting(known)
+    sizes = known.gpus or ((setting.job.gpus,) if known.model != "352b" else GPUS)
+    rows = [
+        predict(name, _on(changed, gpus))
+        for gpus in sizes
+        for name, changed in schedules(setting, known.schedule).items()
+    ]
+    if known.timeline:
+        _write_timeline(known, setting)
+    fit = {k: v for k, v in dataclasses.asdict(setting.fit).items() if v != 1.0}
+    said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
+    job = setting.job
+    title = (
+        f"{setting.model.name} on {setting.profile.name}: batch {job.global_batch}, sequence "
+        f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; fitted factors: {said}"
+    )
+    if not known.json:
+        tables.print_predictions(rows, title, tables.new_console())
+    return {
+        "model": setting.model.name,
+        "cluster": setting.profile.name,
+        "fit": dataclasses.asdict(setting.fit),
+        "job": dataclasses.asdict(job),
+        "rows": tables.as_data(rows),
+    }
+
+
+def _table(known: argparse.Namespace) -> dict[str, Any]:
+    if known.timeline:
+        raise InvalidConfig("--timeline is of a model, not of a table; leave one out")
+    if known.table == "waterfall":
+        return _waterfall(known)
+    if known.table == "bounds":
+        return _bounds(known)
+    main = [checks.check_table_3(), checks.check_table_5()]
+    others = [
+        checks.check_speedups(),
+        checks.check_weak_scaling(),
+        checks.check_eos(),
+        checks.check_deepseek(),
+    ]
+    ranked = checks.rank_deepseek()
+    if not known.json:
+        console = tables.new_console()
+        tables.print_checks([*main, *others], console)
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
+        console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
+    data = tables.checks_as_data([*main, *others], main)
+    return {**data, "deepseek_v3_tokens_per_gpu_s": ranked}
+
+
+def _waterfall(known: argparse.Namespace) -> dict[str, Any]:
+    data = {}
+    for gpus in known.gpus or GPUS[-1:]:
+        changes, own = explain_speedup(gpus), predict_own_part(gpus)
+        if not known.json:
+            tables.print_changes(changes, own, gpus, tables.new_console())
+        data[str(gpus)] = tables.as_data([*changes, own])
+    return data
+
+
+def _bounds(known: argparse.Namespace) -> dict[str, Any]:
+    profile = load_cluster(known.cluster)
+    fit = known.fit or DEFAULT_FIT.get(profile.name, "none")
+    bounds = find_bounds(profile, profile.fit(fit))
+    if not known.json:
+        title = f"Bounds on {profile.name}, fit {fit}"
+        tables.print_bounds(bounds, title, tables.new_console())
+    return {"cluster": profile.name, "fit": fit, "rows": tables.as_data(bounds)}
+
+
+def _setting(known: argparse.Namespace) -> Setting:
+    changes: dict[str, Any] = {
+        field: getattr(known, flag.replace("-", "_")) for flag, field, _ in SETTINGS
+    }
+    if known.wire:
+        nbytes = 1.0 if known.wire == "fp8" else 2.0
+        changes |= {"dispatch_bytes": nbytes, "combine_bytes": nbytes}
+    return make_setting(known.model, known.cluster, fit=known.fit, changes=changes)
+
+
+def _write_timeline(known: argparse.Namespace, setting: Setting) -> None:
+    found = schedules(setting)
+    names = known.schedule or [name for name in DRAWN if name in found]
+    layers = {name: time_layer(found[name].costs) for name in names}
+    path: Path = known.timeline
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(chrome_trace(layers)))
+    elif path.suffix == ".png":
+        _picture().draw_timelines(layers, f"{setting.model.name} on {setting.profile.name}", path)
+    else:
+        raise InvalidConfig(f"--timeline {path}: write a name that ends in .png or .json")
+
+
+def _picture() -> Any:
+    """Import what draws: matplotlib is not installed with megamoe."""
+    try:
+        return importlib.import_module("moe_compile.report.cluster_picture")
+    except ModuleNotFoundError:
+        raise InvalidConfig(
+            "a picture needs matplotlib; pip install matplotlib, or write a .json trace"
+        ) from None
+
+
+def _on(setting: Setting, gpus: int) -> Setting:
+    return dataclasses.replace(setting, job=dataclasses.replace(setting.job, gpus=gpus))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers of GPUs, 240,480 for instance")
+    return tuple(int(word) for word in words)
+
+
+def _words(text: str) -> Sequence[str]:
+    return tuple(word.strip() for word in text.split(","))

@@ -1,0 +1,5 @@
+"""What machines can do: profiles with origins, read from files, and NVML's account of this one."""
+
+from moe_compile.hardware.profile import PROFILES, HardwareProfile, load_profile
+
+__all__ = ["PROFILES", "HardwareProfile", "load_profile"]

@@ -1,0 +1,104 @@
+"""What the machine can do: rates the time estimates divide by.
+
+Contract
+    A profile is data: the same on every rank that names it, never measured on the spot.
+    Which one holds is asked of NVML once, or said by the user; no GPU means the `cpu` profile.
+    A profile with a number whose origin is not stated does not load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from moe_compile.errors import InvalidConfig, nearest
+from moe_compile.hardware.detect import detected_profile
+from moe_compile.hardware.sourced_file import SourcedFile, read_sourced, sourced_lines
+
+PROFILES: Final = Path(__file__).parent / "profiles"
+RATES: Final = (
+    "matmul_tflops",
+    "memory_gb_per_s",
+    "op_overhead_us",
+    "link_gb_per_s",
+    "link_latency_us",
+)
+CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
+"""What `moe_compile.hardware.cluster` reads from the same file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareProfile:
+    """Achievable rates of one device and of its link to the other ranks of a group."""
+
+    name: str
+    """What reports print."""
+    matmul_tflops: float
+    """Achieved matrix multiply rate, 1e12 floating-point operations per second."""
+    memory_gb_per_s: float
+    """Achieved device memory bandwidth, 1e9 bytes per second."""
+    op_overhead_us: float
+    """Fixed cost of one operator on the compute stream, microseconds."""
+    link_gb_per_s: float
+    """Bandwidth of an all-to-all per rank and direction, 1e9 bytes per second."""
+    link_latency_us: float
+    """Time of an empty all-to-all, microseconds."""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Rate -> where it comes from; complete when the profile was loaded."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidConfig for a rate that is not positive."""
+        for name in RATES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise InvalidConfig(
+                    f"hardware profile {self.name!r}: {name} is {value!r}; write a number"
+                )
+        for name in ("matmul_tflops", "memory_gb_per_s", "link_gb_per_s"):
+            if getattr(self, name) == 0:
+                raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
+
+    def as_toml(self) -> str:
+        """Return the file that loads as this profile, to two digits.
+
+        Raises InvalidConfig when a rate has no origin.
+        """
+        rates = {name: getattr(self, name) for name in RATES}
+        return "\n".join([f'name = "{self.name}"', *sourced_lines(rates, self.origins)]) + "\n"
+
+
+def load_profile(name: str) -> HardwareProfile:
+    """Return the profile called `name`, at the path `name`, or of this device for "detect".
+
+    Raises InvalidConfig when there is no such profile, its fields are wrong or lack an origin.
+    """
+    file = read_profile(name)
+    wanted = {"name", *RATES}
+    if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES)):
+        raise InvalidConfig(
+            f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
+        )
+    return HardwareProfile(origins=_own(file.origins), **{key: file.values[key] for key in wanted})
+
+
+def _own(origins: Mapping[str, str]) -> dict[str, str]:
+    return {name: origins[name] for name in RATES if name in origins}
+
+
+def read_profile(name: str) -> SourcedFile:
+    """Return the file of the profile called `name`, at the path `name`, or of this device.
+
+    Raises InvalidConfig when there is none or a number in it has no origin.
+    """
+    if name == "detect":
+        name = detected_profile()
+    path = Path(name) if name.endswith(".toml") else PROFILES / f"{name}.toml"
+    try:
+        return read_sourced(path)
+    except FileNotFoundError:
+        known = [p.stem for p in PROFILES.glob("*.toml")]
+        raise InvalidConfig(
+            f"megamoe.hardware: no profile {str(path)!r}.{nearest(path.stem, ['detect', *known])}"
+        ) from None

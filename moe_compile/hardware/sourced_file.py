@@ -1,0 +1,77 @@
+"""TOML files in which every number stands beside its origin.
+
+Contract
+    A number, or a list of them, is `{ value = ..., origin = "kind: text" }`; strings and tables
+    are as ever. Reading strips origins off and gathers them by dotted path.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.hardware.origin import check_origin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcedFile:
+    """A file read: plain values, and where each number comes from."""
+
+    path: Path
+    values: Mapping[str, Any]
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted path of a number, `compute.num_sms` or `link.0.gb_per_s` -> its origin."""
+
+
+def read_sourced(path: Path) -> SourcedFile:
+    """Return the file's values and origins.
+
+    Raises FileNotFoundError, and InvalidConfig when it is not TOML or a number has no origin.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidConfig(f"megamoe.hardware: {path} is not TOML: {error}") from None
+    origins: dict[str, str] = {}
+    try:
+        values = {key: _plain(value, key, origins) for key, value in table.items()}
+    except InvalidConfig as error:
+        raise InvalidConfig(f"megamoe.hardware: {path}: {error}") from None
+    return SourcedFile(path=path, values=values, origins=origins)
+
+
+def sourced_lines(numbers: Mapping[str, float], origins: Mapping[str, str]) -> list[str]:
+    """Return one TOML line per number; raise InvalidConfig when one has no origin."""
+    lines = []
+    for name, value in numbers.items():
+        origin = origins.get(name)
+        check_origin(name, origin)
+        lines.append(f'{name} = {{ value = {value:.2g}, origin = "{_escaped(str(origin))}" }}')
+    return lines
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _plain(value: Any, path: str, origins: dict[str, str]) -> Any:
+    if isinstance(value, dict) and "value" in value:
+        if extra := sorted(set(value) - {"value", "origin"}):
+            raise InvalidConfig(f"{path}: has {extra} beside value and origin")
+        check_origin(path, value.get("origin"))
+        origins[path] = value["origin"]
+        return value["value"]
+    if isinstance(value, dict):
+        return {key: _plain(inner, f"{path}.{key}", origins) for key, inner in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_plain(inner, f"{path}.{i}", origins) for i, inner in enumerate(value)]
+    if isinstance(value, str):
+        return value
+    raise InvalidConfig(
+        f"{path} = {value!r} has no origin; write "
+        f'{path.rpartition(".")[2]} = {{ value = {value!r}, origin = "measured: DAY on MACHINE" }}'
+    )

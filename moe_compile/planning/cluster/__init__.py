@@ -1,0 +1,1 @@
+"""Predicted step times of mixture-of-experts models on clusters, from formulas alone."""

@@ -1,0 +1,175 @@
+"""Predictions for clusters as tables for a person and as JSON data.
+
+Contract
+    Every table says what its figures are: predicted by formulas, with which constants, and which
+    rows those were fitted on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from moe_compile.planning.cluster.checks import Check, Row
+from moe_compile.planning.cluster.explain import Bound, Change
+from moe_compile.planning.cluster.scenario import Prediction
+from moe_compile.report.explain import LOG_WIDTH
+
+NOTE: Final = "Predicted by formulas; nothing was run."
+BOUND_COLUMNS: Final = ("sequential", "inter-op", "best chunks", "tiles", "two-batches")
+
+
+def new_console() -> Console:
+    """Return a console as wide as the terminal, or as a log's line."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    return console
+
+
+def print_predictions(rows: Sequence[Prediction], title: str, console: Console) -> None:
+    """Print one line per schedule and number of GPUs."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("GPUs", justify="right")
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("step s", "tok/s", "MFU %", "layer ms", "exposed %", "of bound %", "GB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("over first", justify="right")
+    first: dict[int, float] = {}
+    for row in rows:
+        slowest = first.setdefault(row.gpus, row.seconds)
+        table.add_row(
+            str(row.gpus),
+            row.schedule,
+            f"{row.seconds:.2f}",
+            f"{row.tokens_per_s / 1e3:.1f}k",
+            f"{row.mfu_percent:.1f}",
+            f"{row.layer_ms:.2f}",
+            f"{row.exposed_percent:.1f}",
+            f"{row.of_bound_percent:.1f}",
+            f"{row.memory_gb:.0f}" + ("" if row.fits_memory else " too much"),
+            f"{slowest / row.seconds:.2f}x",
+            end_section=row is rows[-1] or rows[rows.index(row) + 1].gpus != row.gpus,
+        )
+    console.print(table)
+    console.print(
+        f"{NOTE} exposed: no compute runs; of bound: time with free collectives over time; GB: "
+        "counted, without allocator and NCCL."
+    )
+
+
+def print_checks(checks: Sequence[Check], console: Console) -> None:
+    """Print published figures beside predicted ones."""
+    for check in checks:
+        table = Table(title=f"{check.title} ({check.constants})", box=SIMPLE_HEAD)
+        table.add_column(check.source, no_wrap=True)
+        for heading in ("published", "predicted", "error %"):
+            table.add_column(heading, justify="right")
+        table.add_column("")
+        for row in check.rows:
+            table.add_row(
+                row.label,
+                f"{row.published:.2f} {row.unit}",
+                f"{row.predicted:.2f} {row.unit}",
+                f"{row.error_percent:+.1f}",
+                "fitted" if row.is_fitted else "held out",
+            )
+        console.print(table)
+        error = check.heldout_mape_percent
+        if error is None:
+            console.print("Every row was fitted: no evidence.")
+        else:
+            console.print(f"Mean absolute error of held-out rows: {error:.1f} %.")
+    console.print(NOTE)
+
+
+def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Console) -> None:
+    """Print what a speed-up is made of, and what of it megamoe has."""
+    table = Table(title=f"352B on {gpus} H800: one thing after another", box=SIMPLE_HEAD)
+    table.add_column("what changes", no_wrap=True)
+    for heading in ("step s", "gain", "in all"):
+        table.add_column(heading, justify="right")
+    table.add_column("in megamoe")
+    for change in changes:
+        table.add_row(
+            change.name,
+            f"{change.seconds:.2f}",
+            f"{change.gain:.3f}x",
+            f"{change.total_gain:.2f}x",
+            change.by,
+        )
+    console.print(table)
+    console.print(
+        f"Of these megamoe and its recipe have: {own.by}. Alone: {own.seconds:.2f} s, "
+        f"{own.total_gain:.2f}x."
+    )
+    console.print(f"{NOTE} In another order a step is worth something else.")
+
+
+def print_bounds(bounds: Sequence[Bound], title: str, console: Console) -> None:
+    """Print how near schedules come to free collectives."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for heading in ("ideal ms", "its MFU %", "over TP", *BOUND_COLUMNS):
+        table.add_column(heading, justify="right")
+    for bound in bounds:
+        over = bound.tensor_over_ideal
+        table.add_row(
+            bound.model,
+            f"{bound.ideal_ms:.2f}",
+            f"{bound.ideal_mfu_percent:.1f}",
+            "-" if over is None else f"{over:.2f}x",
+            *(_pair(bound, column) for column in BOUND_COLUMNS),
+        )
+    console.print(table)
+    console.print(
+        f"{NOTE} One layer, forward and backward. Schedules in % of the ideal: in bf16, and with "
+        "an fp8 wire both ways. over TP: tensor parallelism, nothing overlapped, over the ideal."
+    )
+
+
+def checks_as_data(checks: Sequence[Check], main: Sequence[Check]) -> dict[str, Any]:
+    """Return JSON data: the rows of `main` and their held-out error, and all checks."""
+    rows = [row for check in main for row in check.rows]
+    errors = [abs(row.error_percent) for row in rows if not row.is_fitted]
+    return {
+        "rows": [_row(row, check.source) for check in main for row in check.rows],
+        "heldout_mape_percent": sum(errors) / len(errors),
+        "checks": [
+            {
+                "title": check.title,
+                "source": check.source,
+                "constants": check.constants,
+                "heldout_mape_percent": check.heldout_mape_percent,
+                "rows": [_row(row, check.source) for row in check.rows],
+            }
+            for check in checks
+        ],
+    }
+
+
+def _row(row: Row, source: str) -> dict[str, Any]:
+    return {
+        "source": source,
+        "label": row.label,
+        "unit": row.unit,
+        "published": row.published,
+        "predicted": row.predicted,
+        "error_percent": row.error_percent,
+        "fitted": row.is_fitted,
+    }
+
+
+def as_data(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return dataclasses as JSON data."""
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _pair(bound: Bound, column: str) -> str:
+    near = bound.of_bound_percent
+    return f"{near[column]:.0f} / {near[column + ' + fp8 wire']:.0f}"

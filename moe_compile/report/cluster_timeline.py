@@ -1,0 +1,55 @@
+"""Predicted timelines of one layer as a trace for Perfetto or chrome://tracing.
+
+Contract
+    One process per schedule, one thread per stream; times in microseconds, backward after
+    forward. Loading it needs nothing of megamoe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_compile.planning.cluster.layer_time import LayerTime
+from moe_compile.planning.cluster.tasks import STREAMS, Span
+
+
+def placed_spans(layer: LayerTime) -> Iterator[Span]:
+    """Return all spans on one axis: phases one after another."""
+    offset = 0.0
+    for phase in layer.phases:
+        for span in phase.spans:
+            yield Span(
+                name=span.name,
+                stream=span.stream,
+                start_us=span.start_us + offset,
+                end_us=span.end_us + offset,
+            )
+        offset += phase.total_us
+
+
+def chrome_trace(layers: Mapping[str, LayerTime]) -> dict[str, Any]:
+    """Return the trace of each schedule by name, in the trace event format."""
+    events: list[dict[str, Any]] = []
+    for process, (schedule, layer) in enumerate(layers.items()):
+        events.append(_name("process_name", process, 0, f"{schedule} (predicted)"))
+        for thread, stream in enumerate(STREAMS):
+            events.append(_name("thread_name", process, thread, stream))
+        events.extend(_event(span, process) for span in placed_spans(layer))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _event(span: Span, process: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.stream,
+        "pid": process,
+        "tid": STREAMS.index(span.stream),
+        "ts": span.start_us,
+        "dur": span.end_us - span.start_us,
+    }

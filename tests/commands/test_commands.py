@@ -1,0 +1,139 @@
+"""`megamoe simulate` and `megamoe doctor` print what they compute, and say what is wrong."""
+
+import argparse
+import itertools
+import json
+
+import pytest
+
+from moe_compile.cli import main
+from moe_compile.commands.doctor import doctor
+from moe_compile.hardware.devices import Machine, read_machine
+from moe_compile.planning.cluster.checks import check_table_3
+from tests.hardware.test_devices import Library
+
+
+def run(capsys, *arguments):
+    status = main(list(arguments))
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_steps_of_a_model_on_a_cluster_as_json(capsys):
+    status, out, _ = run(
+        capsys, "simulate", "--model", "352b", "--cluster", "h800", "--gpus", "240,1440", "--json"
+    )
+    data = json.loads(out)
+    assert status == 0
+    rows = {(row["gpus"], row["schedule"]): row for row in data["rows"]}
+    slow, fast = rows[1440, "megatron-like"], rows[1440, "tiles"]
+    assert slow["seconds"] / fast["seconds"] == pytest.approx(1.88, rel=0.05)
+    assert fast["mfu_percent"] == pytest.approx(27.89, rel=0.05)
+    assert rows[240, "ideal"]["exposed_percent"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_papers_tables_with_errors_as_json(capsys):
+    _, out, _ = run(capsys, "simulate", "--table", "megascale", "--json")
+    data = json.loads(out)
+    rows = data["rows"]
+    for row in rows:
+        error = 100 * (row["predicted"] / row["published"] - 1)
+        assert row["error_percent"] == pytest.approx(error)
+    held_out = [abs(row["error_percent"]) for row in rows if not row["fitted"]]
+    assert data["heldout_mape_percent"] == pytest.approx(sum(held_out) / len(held_out))
+    assert data["heldout_mape_percent"] == pytest.approx(check_table_3().heldout_mape_percent)
+    assert {check["heldout_mape_percent"] is None for check in data["checks"]} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "480"], ("megatron-like", "2 chunks of experts", "of bound %", "h800")),
+        (["--table", "megascale"], ("held out", "fitted", "Eos", "DeepSeek-V3", "2.5 %")),
+        (
+            ["--table", "waterfall"],
+            (
+                "+ EP for TP of experts",
+                "schedule_exchanges",
+                "megamoe and its recipe have",
+                "1.87x",
+            ),
+        ),
+        (["--table", "bounds", "--cluster", "h200"], ("deepseek-moe-16b", "two-batches")),
+    ],
+)
+def test_tables_for_a_person_have_what_they_are_asked_for(capsys, arguments, words):
+    status, out, _ = run(capsys, "simulate", *arguments)
+    assert status == 0
+    assert [word for word in words if word not in out] == []
+
+
+def test_a_timeline_as_a_trace_has_every_task_once(capsys, tmp_path):
+    path = tmp_path / "trace.json"
+    run(capsys, "simulate", "--gpus", "480", "--schedule", "inter-op", "--timeline", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    tasks = [event for event in events if event["ph"] == "X"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"inter-op (predicted)", "compute", "communication"}
+    assert {"attention", "experts 1: in", "experts 1 dW", "qkv': in"} - {
+        task["name"] for task in tasks
+    } == set()
+    for thread in (0, 1):
+        ends = sorted((t["ts"], t["ts"] + t["dur"]) for t in tasks if t["tid"] == thread)
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(ends))
+
+
+def test_a_timeline_as_a_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "timeline.png"
+    run(capsys, "simulate", "--gpus", "480", "--timeline", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "352"], "no model '352'. Did you mean '352b'?"),
+        (["--cluster", "h80"], "Did you mean 'h800'?"),
+        (["--cluster", "cpu"], "simulate with one of a GPU"),
+        (["--fit", "bytedanc"], "Did you mean 'bytedance'?"),
+        (["--gpus", "100"], "write a multiple of 120"),
+        (["--schedule", "inter"], "Did you mean 'inter-op'?"),
+        (["--timeline", "x.svg"], "ends in .png or .json"),
+        (["--table", "bounds", "--timeline", "x.png"], "leave one out"),
+    ],
+)
+def test_what_is_wrong_is_said(capsys, arguments, message):
+    status, _, err = run(capsys, "simulate", *arguments)
+    assert status == 2
+    assert message in err
+
+
+def test_an_unknown_flag_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--gpu", "8"])
+    assert "has no '--gpu'" in capsys.readouterr().err
+
+
+def test_the_doctor_of_a_machine_without_nvml_says_so_and_succeeds(capsys):
+    machine = Machine(devices=(), driver="", message="NVML is not available: not found")
+    assert doctor(argparse.Namespace(json=False), machine) == 0
+    out = capsys.readouterr().out
+    assert "NVML is not available" in out and "Profile: cpu" in out
+
+
+def test_the_doctor_names_profile_and_choices(capsys):
+    machine = read_machine(Library("NVIDIA H800", 8, 4))
+    assert doctor(argparse.Namespace(json=True), machine) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["profile"] == "h800"
+    assert len(data["choices"]) == 6
+    assert "106 GB/s" in data["findings"][0]
+    assert doctor(argparse.Namespace(json=False), machine) == 0
+    out = capsys.readouterr().out
+    assert "8 x" not in out and "4 x 26.6 GB/s" in out and "clique 7" in out
+
+
+def test_the_command_runs_on_this_machine(capsys):
+    assert run(capsys, "doctor")[0] == 0

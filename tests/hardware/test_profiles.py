@@ -1,0 +1,120 @@
+"""Profiles load only with the origin of every number, and say what is wrong with them."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.hardware import PROFILES, HardwareProfile, load_profile
+from moe_compile.hardware.cluster import Curve, load_cluster
+from moe_compile.hardware.detect import CHIPS, profile_of_chip
+from moe_compile.hardware.profile import RATES
+
+SHIPPED = sorted(PROFILES.glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+CLUSTERS = ("h100", "h200", "h800", "a100")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_every_shipped_profile_loads(path):
+    assert load_profile(path.stem).name == path.stem
+    assert load_profile(str(path)) == load_profile(path.stem)
+    assert set(load_profile(path.stem).origins) == set(RATES)
+
+
+def test_all_profiles_ordered_are_shipped():
+    assert {path.stem for path in SHIPPED} == {"cpu", *CLUSTERS}
+    assert {profile_of_chip(f"NVIDIA {chip.upper()} 80GB HBM3") for chip in CHIPS} == set(CLUSTERS)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_gpu_profile_describes_a_cluster(name):
+    cluster = load_cluster(name)
+    assert cluster.nvlink.gb_per_s > cluster.network.gb_per_s > 0
+    assert 0 < cluster.compute.grouped_weight_gradient.at(768) < cluster.compute.gemm_share
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_a_profile_without_one_of_its_origins_does_not_load(path, tmp_path):
+    """Strip every origin in turn, wherever it stands in the file."""
+    text = path.read_text()
+    origins = [match.span() for match in re.finditer(r', origin = "[^"]*"', text)]
+    assert len(origins) == text.count("value = ")
+    for number, (start, end) in enumerate(origins):
+        stripped = tmp_path / f"{number}.toml"
+        stripped.write_text(text[:start] + text[end:])
+        tomllib.loads(stripped.read_text())
+        with pytest.raises(InvalidConfig, match="origin is None; write one of measured"):
+            load_profile(str(stripped))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("matmul_tflops = 1.0", "matmul_tflops = 1.0 has no origin; write"),
+        ('matmul_tflops = { value = 1.0, origin = "" }', "write one of measured, datasheet"),
+        ('matmul_tflops = { value = 1.0, origin = "mesured: x" }', "Did you mean 'measured'"),
+        ('matmul_tflops = { value = 1.0, origin = "measured: fast" }', "the day and the machine"),
+        ('matmul_tflops = { value = 1.0, origin = "fitted: yes" }', "what it was fitted on"),
+        ('matmul_tflops = { value = 1.0, unit = "T", origin = "assumed: x" }', "has \\['unit'\\]"),
+        ('matmul_tflops = { value = 1.0, origin = "assumed: x" }', "memory_gb_per_s"),
+        ("matmul_tflops = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_profile_says_what_to_write(line, message, tmp_path):
+    path = tmp_path / "slow.toml"
+    path.write_text(f'name = "slow"\n{line}\n')
+    with pytest.raises(InvalidConfig, match=message):
+        load_profile(str(path))
+
+
+def test_an_unknown_profile_names_the_nearest():
+    with pytest.raises(InvalidConfig, match="Did you mean 'h200'"):
+        load_profile("h20")
+
+
+def test_a_profile_for_the_compiler_alone_is_no_cluster():
+    with pytest.raises(InvalidConfig, match="simulate with one of a GPU"):
+        load_cluster("cpu")
+
+
+def test_what_is_written_loads_again_with_its_origins(tmp_path):
+    rates = dict.fromkeys(RATES, 2.5)
+    origins = dict.fromkeys(RATES, 'measured: 2026-01-31 on a "box" \\ server')
+    profile = HardwareProfile(name="box", origins=origins, **rates)
+    path = tmp_path / "box.toml"
+    path.write_text(profile.as_toml())
+    assert load_profile(str(path)) == profile
+    assert load_profile(str(path)).origins == origins
+    with pytest.raises(InvalidConfig, match="memory_gb_per_s: origin is None"):
+        HardwareProfile(name="box", origins={"matmul_tflops": "assumed: x"}, **rates).as_toml()
+
+
+def test_a_curve_is_straight_in_the_logarithm_and_proportional_below_it():
+    curve = Curve(((64.0, 0.2), (256.0, 0.4)))
+    assert curve.at(32) == pytest.approx(0.1)
+    assert (curve.at(64), curve.at(128), curve.at(4096)) == pytest.approx((0.2, 0.3, 0.4))
+    with pytest.raises(InvalidConfig, match="rows rising"):
+        Curve(((256.0, 0.2), (64.0, 0.4)))
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_has_the_profiles(tmp_path):
+    """Built from a copy: setuptools leaves its build folder beside the sources."""
+    copy = tmp_path / "copy"
+    for name in ("moe_compile", "passes", "torchtitan_integration"):
+        shutil.copytree(ROOT / name, copy / name)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--quiet", "-w", tmp_path, copy], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for path in SHIPPED:
+        assert f"moe_compile/hardware/profiles/{path.name}" in names
