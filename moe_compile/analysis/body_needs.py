@@ -40,7 +40,8 @@ def needs_of_body(region: MoERegion) -> BodyNeeds:
     num_rows = tuple(n for n in region.count_side if total is not None and _is_size(n, total))
     given = {*received, *num_rows, region.counts, region.received_counts, *region.others}
     sent = region.combine.all_input_nodes[0]
-    needed = dependence.above([sent], stops=given)
+    writers = [n for n in dependence.needs(region.combine) if n in dependence.writes]
+    needed = dependence.above([sent, *writers], stops=given)
     nodes = tuple(node for node in region.body if node in needed and node not in given)
     return BodyNeeds(
         received=received,
