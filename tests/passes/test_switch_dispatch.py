@@ -1,7 +1,5 @@
 """What the graph holds when tokens are gathered, and why a region keeps its all-to-all."""
 
-import operator
-
 import pytest
 import torch
 
@@ -19,11 +17,10 @@ from moe_compile.graph.query import (
 )
 from passes.pipeline import DYNAMO, run_level
 from passes.switch_dispatch import SwitchDispatch
-from tests.analysis.titan_layer import TitanExperts
+from tests.analysis.titan_layer import TitanExperts, permute_indices
 from tests.capture import dynamo_graphs, state
 from tests.layers import (
     FusedGateUp,
-    GatheredCounts,
     GroupedExperts,
     LoopExperts,
     SegmentStarts,
@@ -293,9 +290,9 @@ class OtherTokens(Around):
         return torch.zeros_like(torch.cat([x, x])).index_add(0, index, out * weights)
 
 
-class NotByRow(Around):
+class ReadsResult(Around):
     def total(self, x, index, out, weights):
-        return torch.zeros_like(x).index_add(0, index, out * out.roll(1, 0) * weights)
+        return torch.zeros_like(x).index_add(0, index, out * out.cumsum(0) * weights)
 
 
 class ByColumn(Around):
@@ -338,7 +335,7 @@ class ReadsSent(Around):
         (NoSum, Unswitched.NO_SUM),
         (OtherIndex, Unswitched.OTHER_INDEX),
         (OtherTokens, Unswitched.OTHER_TOKENS),
-        (NotByRow, Unswitched.ROWS_READ),
+        (ReadsResult, Unswitched.ROWS_READ),
         (ByColumn, Unswitched.NOT_BY_ROW),
         (WritesTokens, Unswitched.WRITTEN),
         (ChangesMode, Unswitched.STATE_CHANGES),
@@ -366,7 +363,10 @@ def test_gathered_tokens_are_not_quantised(fake_ranks):
         rewrite(gm, state(strict=True, dispatch_wire="fp8", **ASKED).config)
 
 
-def test_experts_of_torchtitan_are_switched(fake_ranks):
+def test_experts_of_torchtitan_are_switched_with_its_sizes_read_once(fake_ranks, monkeypatch):
+    """Its layer stashes split sizes, which the host must know."""
+    monkeypatch.setattr("torchtitan.models.moe.utils.generate_permute_indices", permute_indices)
     program = TitanExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, use_grouped_mm=False)
-    _, report = switched(program, tokens(torch.float32))
+    gm, report = switched(program, tokens(torch.float32), dispatch_padding="worst")
     assert report.applied == ("region 0",)
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
