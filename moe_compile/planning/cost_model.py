@@ -20,8 +20,11 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import (
+    argument_of,
+    is_all_gather,
     is_all_to_all,
     is_launch,
+    is_reduce_scatter,
     is_wait,
     output_splits,
     overload_name,
@@ -172,6 +175,16 @@ def _called_module(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _leaving(launch: fx.Node) -> float:
-    """Return the share of an all-to-all's rows that go to another rank, routing balanced."""
-    num_ranks = len(output_splits(launch)) if is_all_to_all(launch) else 0
+    """Return the share of the payload that leaves a rank, an all-to-all's rows evenly routed.
+
+    All but a rank's own part; all of it where the launch does not say how many ranks there are.
+    """
+    num_ranks = len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
     return (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
+
+
+def _group_size(launch: fx.Node) -> int:
+    """Return the ranks of an all-gather or reduce-scatter, 0 of another collective."""
+    position = 1 if is_all_gather(launch) else 2 if is_reduce_scatter(launch) else None
+    size = None if position is None else argument_of(launch, position, "group_size")
+    return size if isinstance(size, int) else 0

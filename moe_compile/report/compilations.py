@@ -15,6 +15,7 @@ import torch.fx as fx
 from moe_compile.analysis.regions import Refused
 from moe_compile.graph.query import is_launch, source_place
 from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
+from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
 
@@ -32,7 +33,11 @@ class RegionReport:
     num_host_reads: int
     """Blocking reads by the host per forward pass of the region."""
     verdict: str
-    """`chunked`, or why not."""
+    """`chunked` or `all-gathered`, or why neither."""
+    dispatch: str = "all_to_all"
+    """What moves the tokens, as the option names it."""
+    dispatch_figures: dict[str, float] = field(default_factory=dict)
+    """Rows per token, bytes per token each way by either, worst-case padding; {} if not known."""
     wires: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """`dispatch` and `combine` -> number format, bytes of a row before, bytes of a row now."""
     remarks: tuple[str, ...] = ()
@@ -80,14 +85,17 @@ class Compilation:
                 self.dropped.append(f"{result.pass_name}: {result.reason}")
             elif result.pass_name == "chunk_regions":
                 chunked |= set(result.applied)
-        self.regions += [_region_report(plan, plan.region.name in chunked) for plan in state.plans]
+        asked = state.config.dispatch
+        self.regions += [
+            _region_report(plan, asked, chunked=plan.region.name in chunked) for plan in state.plans
+        ]
         self.left_alone += [str(verdict(decoy)) for decoy in state.decoys]
         self.attention += [_attention_report(verdict) for verdict in state.attention]
         state.plans, state.decoys, state.attention = [], [], []
 
     def plan_digest(self) -> str:
         """Return a hash of every decision, equal on ranks that decided alike."""
-        decisions = [(r.where, r.num_chunks, r.verdict, r.wires) for r in self.regions]
+        decisions = [(r.where, r.num_chunks, r.verdict, r.dispatch, r.wires) for r in self.regions]
         decisions_on_heads = [(a.where, a.num_chunks, a.verdict) for a in self.attention]
         text = f"{self.settings} {decisions} {decisions_on_heads} {sorted(self.dropped)}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -115,12 +123,11 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
     )
 
 
-def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
-    region = plan.region
+def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionReport:
+    region, switched = plan.region, plan.switch.is_switched
     refused = plan.proof if isinstance(plan.proof, Refused) else None
-    unchunked = refused.reason.value if refused else "left whole"
-    detail = f" ({refused.detail})" if refused and refused.detail else ""
     remarks = [plan.remark.value] if plan.remark else []
+    remarks += dispatch_remarks(plan, asked)
     remarks += [_wire(e) for e in (plan.dispatch, plan.combine) if e.wire != "same" or e.refusal]
     if refused is None and chunked:
         remarks += [f"weights not sliced: {why}" for why in _unsliced(plan)]
@@ -129,14 +136,27 @@ def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
         where=plan.where,
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
-        num_chunks=plan.num_chunks if chunked else 1,
+        num_chunks=plan.num_chunks if chunked or switched else 1,
         num_host_reads=1 if chunked else plan.num_host_reads,
-        verdict="chunked" if chunked else unchunked + detail,
+        verdict=_verdict(plan, chunked=chunked),
+        dispatch="all_gather" if switched else "all_to_all",
+        dispatch_figures=dispatch_figures(plan),
         wires={
             e.name: (e.wire, e.row_bytes_before, e.row_bytes) for e in (plan.dispatch, plan.combine)
         },
         remarks=tuple(remarks),
     )
+
+
+def _verdict(plan: RegionPlan, *, chunked: bool) -> str:
+    if plan.switch.is_switched:
+        return "all-gathered"
+    if chunked:
+        return "chunked"
+    if not isinstance(plan.proof, Refused):
+        return "left whole"
+    detail = f" ({plan.proof.detail})" if plan.proof.detail else ""
+    return plan.proof.reason.value + detail
 
 
 def _wire(exchange: Exchange) -> str:

@@ -1,0 +1,69 @@
+"""What became of a region's dispatch, in words: gathered tokens or exchanged rows, and why.
+
+Contract
+    Every figure comes from static facts of the region; bytes are per token and direction.
+"""
+
+from __future__ import annotations
+
+from moe_compile.planning.dispatch_rules import EXACT_ADDENDS, MEASURED_SHARE, DispatchCosts
+from moe_compile.planning.state import RegionPlan, SwitchVerdict
+
+
+def dispatch_remarks(plan: RegionPlan, asked: str) -> list[str]:
+    """Return what to say of the dispatch of one region for which the option says `asked`."""
+    switch = plan.switch
+    if asked == "all_to_all":
+        return []
+    said = []
+    if not switch.is_switched:
+        detail = f" ({switch.detail})" if switch.detail else ""
+        said.append(f"not all-gathered: {switch.reason.value}{detail}")
+    if switch.costs is not None:
+        said += _costs(switch.costs)
+    return said + (_switched(switch) if switch.is_switched else [])
+
+
+def dispatch_figures(plan: RegionPlan) -> dict[str, float]:
+    """Return bytes and padding either way, as numbers; empty where they are not known."""
+    costs = plan.switch.costs
+    if costs is None:
+        return {}
+    return {
+        "rows_per_token": costs.rows_per_token,
+        "all_to_all_bytes": costs.all_to_all_bytes,
+        "all_gather_bytes": costs.all_gather_bytes,
+        "padding": costs.padding,
+    }
+
+
+def _costs(costs: DispatchCosts) -> list[str]:
+    words = {True: "all-gather", False: "all-to-all"}
+    return [
+        f"bytes per token each way: all-gather {costs.all_gather_bytes:.0f}, "
+        f"all-to-all {costs.all_to_all_bytes:.0f}",
+        f"k = {costs.rows_per_token:g}, n = {costs.num_ranks}: "
+        f"k > n says {words[costs.by_volume]}, "
+        f"k > {MEASURED_SHARE} n says {words[costs.by_measurement]}",
+    ]
+
+
+def _switched(switch: SwitchVerdict) -> list[str]:
+    room = "exact: the host reads how many rows come"
+    if not switch.is_exact:
+        times = (
+            "" if switch.costs is None else f", {switch.costs.padding:g} times the balanced ones"
+        )
+        room = f"room for all rows that may come{times}"
+    return [room, _equality(switch.num_addends)]
+
+
+def _equality(num_addends: int | None) -> str:
+    if num_addends is None:
+        return "sums per token round in another order: how many rows a token has is not proven"
+    if num_addends <= EXACT_ADDENDS:
+        return f"no bit changes: sums per token have at most {EXACT_ADDENDS} addends"
+    return (
+        f"sums of {num_addends} per token round in another order: off by at most "
+        f"{num_addends - 1} eps times the sum of their magnitudes"
+    )

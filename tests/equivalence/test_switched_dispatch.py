@@ -1,0 +1,166 @@
+"""Tokens gathered instead of rows exchanged: eager's bits where sums have two addends at most."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.strategies import MoECase, Routing, moe_cases
+from tests.equivalence.test_layers import build, dtypes, examples, inputs
+from tests.equivalence.test_token_chunks import WholeNumbers
+from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
+
+PADDING = st.sampled_from(["worst", "exact"])
+
+
+@st.composite
+def gathered_cases(draw, num_ranks, types, most=2):
+    """Draw a case with as many tokens on every rank, and up to `most` rows a token."""
+    case = draw(moe_cases(num_ranks, types))
+    top_k = draw(st.integers(1, min(most, case.num_experts)), label="rows per token")
+    tokens = tuple((step[0],) * num_ranks for step in case.tokens)
+    return dataclasses.replace(case, top_k=top_k, tokens=tokens)
+
+
+def options(padding, **more):
+    return {
+        "megamoe.dispatch": "all_gather",
+        "megamoe.dispatch_padding": padding,
+        "megamoe.equal_tokens": True,
+        "megamoe.strict": True,
+        "megamoe.codegen": "fx",
+        **{f"megamoe.{name}": value for name, value in more.items()},
+    }
+
+
+def differing(rank, case, style, settings, *, whole=False):
+    torch._dynamo.reset()
+    pairs = inputs(case, rank)
+    if whole:
+        pairs = [tuple((t * 2).round() for t in pair) for pair in pairs]
+    return differing_tensors(lambda: build(case, style), pairs, settings)
+
+
+def differing_sums(rank, case, settings):
+    return differing(rank, case, WholeNumbers, settings, whole=True)
+
+
+def check(results):
+    for rank, found in enumerate(results):
+        assert not found, f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@given(data=st.data(), padding=PADDING)
+@examples(2)
+def test_two_rows_a_token_change_no_bit_on_two_ranks(two_ranks, style, data, padding):
+    case = data.draw(gathered_cases(2, dtypes(style)))
+    check(two_ranks.run(differing, case, style, options(padding)))
+
+
+@given(data=st.data(), padding=PADDING, chunks=st.integers(1, 3))
+@examples(3)
+def test_sums_that_do_not_round_are_equal_for_any_number_of_rows(two_ranks, data, padding, chunks):
+    """Slices of tokens too: whole numbers add up alike in every order."""
+    case = data.draw(gathered_cases(2, (torch.float64,), most=4))
+    settings = options(padding, chunk_by="tokens", chunks=chunks)
+    check(two_ranks.run(differing_sums, case, settings))
+
+
+def of_memory_that_is_not_zero(rank, case, style, settings):
+    """Run with NaN in all memory that nobody wrote."""
+    torch.use_deterministic_algorithms(True)  # fills memory, by torch.utils.deterministic
+    try:
+        return differing(rank, case, style, settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("style", [SegmentStarts, SharedAndBias])
+def test_padding_reads_no_memory_that_nobody_wrote(two_ranks, style):
+    """A body that writes in place once left its padding out, and gradients got what lay there."""
+    case = MoECase(
+        num_ranks=2, width=16, hidden=8, num_experts=4, top_k=2, chunks=1, dtype=torch.bfloat16,
+        routing=Routing.FIRST_RANK, tokens=((5, 5),), seed=1,
+    )  # fmt: skip
+    check(two_ranks.run(of_memory_that_is_not_zero, case, style, options("worst")))
+
+
+class Positive(GroupedExperts):
+    """Its experts' results are positive: a sum's magnitude is the sum of magnitudes."""
+
+    def experts(self, rows, received):
+        return super().experts(rows, received).abs()
+
+
+TOKENS, WIDTH, HIDDEN, EXPERTS = 48, 64, 32, 8
+EPS = torch.finfo(torch.bfloat16).eps
+
+
+def both_ways(rank, style, top_k, settings):
+    """Return output and gradients of eager and compiled, as float64."""
+    torch._dynamo.reset()
+    own = torch.Generator().manual_seed(rank)
+    x, gradient = (torch.randn(TOKENS, WIDTH, generator=own).bfloat16() for _ in range(2))
+    results = []
+    for compiled in (False, True):
+        layer = style(WIDTH, HIDDEN, EXPERTS, top_k, dist.group.WORLD)
+        run = (
+            torch.compile(layer, backend="megamoe", fullgraph=True, options=settings)
+            if compiled
+            else layer
+        )
+        rows = x.clone().requires_grad_()
+        output = run(rows)
+        output.backward(gradient)
+        tensors = {"output": output.detach(), "input": rows.grad}
+        tensors |= {name: p.grad for name, p in layer.named_parameters()}
+        results.append({name: tensor.double() for name, tensor in tensors.items()})
+    return results
+
+
+@pytest.mark.parametrize("top_k", [3, 4])
+def test_more_rows_a_token_are_off_by_the_reported_bound(two_ranks, top_k):
+    """Gradients of router and weights are of one row each, and stay as they are."""
+    for eager, gathered in two_ranks.run(both_ways, Positive, top_k, options("worst")):
+        off = {name: (eager[name] - gathered[name]).abs() for name in eager}
+        assert (off["output"] <= (top_k - 1) * EPS * eager["output"].abs()).all()
+        assert off["output"].any(), "nothing was added in another order"
+        assert off["input"].norm() <= (top_k - 1) * EPS * eager["input"].norm()
+        for name in ("router", "w1", "w2", "w3"):
+            assert torch.equal(eager[name], gathered[name]), name
+
+
+@pytest.mark.parametrize("style", [SharedAndBias, LoopExperts])
+def test_slices_of_tokens_change_weight_gradients_only(two_ranks, style):
+    chunks = 3
+    settings = options("worst", chunk_by="tokens", chunks=chunks)
+    for eager, gathered in two_ranks.run(both_ways, style, 2, settings):
+        for name in eager:
+            if name in ("w1", "w2", "w3"):
+                off = (eager[name] - gathered[name]).norm()
+                assert 0 < off <= chunks * EPS / 2 * eager[name].norm()
+            else:
+                assert torch.equal(eager[name], gathered[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@given(data=st.data(), padding=PADDING)
+@examples(2)
+def test_two_rows_a_token_change_no_bit_on_four_ranks(four_ranks, style, data, padding):
+    case = data.draw(gathered_cases(4, dtypes(style)))
+    check(four_ranks.run(differing, case, style, options(padding)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@given(data=st.data(), padding=PADDING)
+@examples(15)
+def test_many_layers_on_two_ranks_change_no_bit(two_ranks, style, data, padding):
+    case = data.draw(gathered_cases(2, dtypes(style)))
+    check(two_ranks.run(differing, case, style, options(padding)))

@@ -1,0 +1,372 @@
+"""What the graph holds when tokens are gathered, and why a region keeps its all-to-all."""
+
+import pytest
+import torch
+
+from moe_compile.analysis.token_regions import Unswitched
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.errors import RegionRefused
+from moe_compile.graph.query import (
+    is_all_gather,
+    is_all_to_all,
+    is_integer,
+    is_launch,
+    is_reduce_scatter,
+    overload_name,
+)
+from passes.pipeline import DYNAMO, run_level
+from passes.switch_dispatch import SwitchDispatch
+from tests.analysis.titan_layer import TitanExperts, permute_indices
+from tests.capture import dynamo_graphs, state
+from tests.layers import (
+    FusedGateUp,
+    GroupedExperts,
+    LoopExperts,
+    SegmentStarts,
+    SharedAndBias,
+    SortedChunks,
+)
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
+STATIC = (GroupedExperts, FusedGateUp, SharedAndBias, SegmentStarts)
+"""Styles whose experts read nothing on the host."""
+ASKED = {"dispatch": "all_gather", "equal_tokens": True}
+
+
+def layer(style, group, top_k=TOP_K):
+    return style(WIDTH, HIDDEN, EXPERTS, top_k, group)
+
+
+def tokens(dtype=torch.bfloat16):
+    return torch.randn(32, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def switched(program, x=None, **options):
+    """Return the Dynamo graph of `program` after our passes, and the report of the switch."""
+    (gm,) = dynamo_graphs(program, tokens() if x is None else x)
+    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, **options}))
+    (report,) = (r for r in results if r.pass_name == SwitchDispatch.name)
+    return gm, report
+
+
+def aot_graphs(program, **options):
+    """Return the forward and the backward graph of `program` after every pass."""
+    (gm,) = dynamo_graphs(program, tokens())
+    compile_state, _ = rewrite(gm, state(**{**ASKED, "strict": True, **options}).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    return [m.graph for m in trace_both(gm, inputs, compile_state)]
+
+
+def kinds(graph):
+    return [overload_name(n).rpartition("::")[2] for n in graph.nodes if is_launch(n)]
+
+
+def host_reads(graph):
+    """Return what the host waits for: copies to it of what is not on it, and reads of integers."""
+    return [
+        n
+        for n in graph.nodes
+        if overload_name(n) == "aten::_local_scalar_dense" or n.target in ("item", "tolist")
+    ]
+
+
+def symbolic_sizes(graph):
+    values = (n.meta.get("val") for n in graph.nodes)
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return [s for t in tensors for s in t.shape if isinstance(s, torch.SymInt)]
+
+
+@pytest.mark.parametrize("style", STATIC)
+def test_worst_case_has_no_all_to_all_no_host_read_and_no_size_of_run_time(fake_ranks, style):
+    forward, backward = aot_graphs(layer(style, fake_ranks), dispatch_padding="worst")
+    for graph in (forward, backward):
+        assert not any(map(is_all_to_all, graph.nodes))
+        assert not host_reads(graph)
+        assert not symbolic_sizes(graph)
+    assert sorted(kinds(forward)) == ["all_gather_into_tensor"] * 3 + ["reduce_scatter_tensor"]
+    assert sorted(kinds(backward)) == ["all_gather_into_tensor"] + ["reduce_scatter_tensor"] * 2
+
+
+@pytest.mark.parametrize("style", [*STATIC, LoopExperts, SortedChunks])
+def test_exact_sizes_need_one_read_by_the_host(fake_ranks, style):
+    gm, report = switched(layer(style, fake_ranks))
+    assert report.applied == ("region 0",)
+    assert not any(map(is_all_to_all, gm.graph.nodes))
+    copies = {n.args[0].args[0] for n in host_reads(gm.graph)}
+    assert len(copies) == 1
+    (copy,) = copies
+    assert copy.args[1] == torch.device("cpu")
+
+
+def test_experts_that_read_the_host_anyway_get_exact_sizes(fake_ranks):
+    gm, _ = switched(layer(LoopExperts, fake_ranks), dispatch_padding="worst")
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
+    assert not any(n.target is torch.where for n in gm.graph.nodes)  # no padding
+
+
+class KeepsSplits(GroupedExperts):
+    """Stashes its split sizes on the module, as torchtitan does."""
+
+    def splits(self, counts, received):
+        self.sent, self.got = super().splits(counts, received)
+        return self.sent, self.got
+
+
+def test_stashed_sizes_are_read_by_the_one_read_and_worst_becomes_exact(fake_ranks):
+    gm, _ = switched(layer(KeepsSplits, fake_ranks), dispatch_padding="worst")
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
+    (output,) = gm.graph.find_nodes(op="output")
+    assert sum(n in host_reads(gm.graph) for n in output.all_input_nodes) == 4
+
+
+def test_a_count_exchange_that_the_model_reads_elsewhere_stays(fake_ranks):
+    class Counts(GroupedExperts):
+        def exchange_counts(self, counts):
+            self.received = super().exchange_counts(counts)
+            return self.received
+
+    gm, report = switched(layer(Counts, fake_ranks), dispatch_padding="worst")
+    assert report.applied == ("region 0",)
+    assert [is_integer(n) for n in gm.graph.nodes if is_all_to_all(n)] == [True]
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_slices_of_tokens_share_the_exchange_of_routing(fake_ranks, slices):
+    gm, _ = switched(layer(GroupedExperts, fake_ranks), chunk_by="tokens", chunks=slices)
+    gathers = [n for n in gm.graph.nodes if is_all_gather(n)]
+    assert len(gathers) == slices + 2  # tokens of each slice, routing, weights
+    assert sum(map(is_reduce_scatter, gm.graph.nodes)) == slices
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
+
+
+def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_ranks):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
+    _, compilation = rewrite(gm, state(chunks=4, strict=True, **ASKED).config)
+    (region,) = compilation.regions
+    assert (region.num_chunks, region.verdict) == (1, "all-gathered")
+    assert any("chunk_by = tokens splits it" in remark for remark in region.remarks)
+
+
+def test_the_report_has_bytes_padding_both_rules_and_the_equality(fake_ranks):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
+    _, compilation = rewrite(gm, state(dispatch_padding="worst", chunks=1, **ASKED).config)
+    (region,) = compilation.regions
+    assert region.dispatch == "all_gather"
+    assert region.dispatch_figures == {
+        "rows_per_token": 2, "all_to_all_bytes": 32, "all_gather_bytes": 32, "padding": 2,
+    }  # fmt: skip
+    assert region.num_host_reads == 0
+    said = "; ".join(region.remarks)
+    assert "k = 2, n = 2: k > n says all-to-all, k > 0.75 n says all-gather" in said
+    assert "room for all rows that may come, 2 times the balanced ones" in said
+    assert "no bit changes" in said
+
+
+def test_the_report_bounds_sums_of_more_rows(fake_ranks):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks, top_k=4), tokens())
+    _, compilation = rewrite(gm, state(chunks=1, **ASKED).config)
+    (region,) = compilation.regions
+    assert any("off by at most 3 eps times the sum" in remark for remark in region.remarks)
+
+
+def test_one_rank_has_room_for_every_row_its_experts_can_get(fake_ranks):
+    """Two local experts: of a token's four rows at most two come to one rank."""
+    program = GroupedExperts(WIDTH, HIDDEN, 4, 4, fake_ranks)
+    forward, _ = aot_graphs(program, dispatch_padding="worst")
+    rows = {
+        n.args[0].meta["val"].shape[0]
+        for n in forward.nodes
+        if overload_name(n) == "aten::_grouped_mm"
+    }
+    assert rows == {2 * 32 * 2}
+
+
+# --- when not --------------------------------------------------------------------------------
+
+
+def reason(program, x=None, **options):
+    """Return why the region of `program` is not switched; its graph must be as it was."""
+    (gm,) = dynamo_graphs(program, tokens() if x is None else x)
+    before = str(gm.graph)
+    results = run_level(DYNAMO, gm.graph, state(**{"chunks": 1, **ASKED, **options}))
+    (report,) = (r for r in results if r.pass_name == SwitchDispatch.name)
+    assert str(gm.graph) == before
+    assert report.applied == ()
+    (verdict,) = report.skipped
+    return verdict.reason
+
+
+def test_a_default_option_asks_for_nothing(fake_ranks):
+    program = layer(GroupedExperts, fake_ranks)
+    assert reason(program, dispatch="all_to_all") is Unswitched.NOT_ASKED
+
+
+def test_without_the_promise_of_equal_tokens_nothing_is_switched(fake_ranks):
+    program = layer(GroupedExperts, fake_ranks)
+    assert reason(program, equal_tokens=False) is Unswitched.TOKENS_MAY_DIFFER
+
+
+@pytest.mark.parametrize(
+    ("top_k", "expected"), [(1, Unswitched.NOT_WORTHWHILE), (2, None), (3, Unswitched.LOSSY)]
+)
+def test_auto_switches_where_it_pays_and_changes_no_bit(fake_ranks, top_k, expected):
+    """Of two ranks: 0.75 n is 1.5 rows per token."""
+    program = layer(GroupedExperts, fake_ranks, top_k)
+    if expected is None:
+        _, report = switched(program, dispatch="auto")
+        assert report.applied == ("region 0",)
+    else:
+        assert reason(program, dispatch="auto") is expected
+
+
+class Centred(GroupedExperts):
+    """Its experts subtract a mean over all rows received."""
+
+    def experts(self, rows, received):
+        return super().experts(rows - rows.mean(0), received)
+
+
+class Computed(GroupedExperts):
+    """Its rows are no gather of tokens: each is the difference to the next token."""
+
+    def forward(self, x):
+        return super().forward(x.roll(1, 0) - x)
+
+
+class Around(GroupedExperts):
+    """GroupedExperts, with what stands around the region to be overridden."""
+
+    def forward(self, x):
+        scores, chosen = self.route(x)
+        flat = chosen.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
+        received = self.exchange_counts(counts)
+        sent_rows, got_rows = self.splits(counts, received)
+        rows = self.gather(x, order // self.top_k)
+        rows = self.exchange(rows, got_rows, sent_rows)
+        out = self.exchange(self.experts(rows, received), sent_rows, got_rows)
+        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
+        return self.total(x, order // self.top_k, out, weights)
+
+    def exchange(self, rows, out_sizes, in_sizes):
+        launch = torch.ops._c10d_functional.all_to_all_single(
+            rows, out_sizes, in_sizes, self.group.group_name
+        )
+        return torch.ops._c10d_functional.wait_tensor(launch)
+
+    def gather(self, x, index):
+        return x[index]
+
+    def total(self, x, index, out, weights):
+        return torch.zeros_like(x).index_add(0, index, out * weights)
+
+
+class NoGather(Around):
+    def gather(self, x, index):
+        return torch.cat([x, x])
+
+
+class ReadsRows(Around):
+    def gather(self, x, index):
+        rows = x[index]
+        self.seen = rows.sum()
+        return rows
+
+
+class NoSum(Around):
+    def total(self, x, index, out, weights):
+        return torch.zeros_like(x).index_copy(0, index, out * weights)
+
+
+class OtherIndex(Around):
+    def total(self, x, index, out, weights):
+        return torch.zeros_like(x).index_add(0, index.flip(0), out * weights)
+
+
+class OtherTokens(Around):
+    def total(self, x, index, out, weights):
+        return torch.zeros_like(torch.cat([x, x])).index_add(0, index, out * weights)
+
+
+class ReadsResult(Around):
+    def total(self, x, index, out, weights):
+        return torch.zeros_like(x).index_add(0, index, out * out.cumsum(0) * weights)
+
+
+class ByColumn(Around):
+    def total(self, x, index, out, weights):
+        return torch.zeros_like(x).index_add(0, index, out * x[index])
+
+
+class WritesTokens(Around):
+    def gather(self, x, index):
+        x = x * 1
+        rows = x[index]
+        x.add_(1)
+        return rows
+
+
+class ChangesMode(Around):
+    def total(self, x, index, out, weights):
+        with torch.no_grad():
+            summed = torch.zeros_like(x).index_add(0, index, out * weights)
+        return x + summed
+
+
+class ReadsSent(Around):
+    """Its experts know how many rows this rank sends."""
+
+    def splits(self, counts, received):
+        self.counts = counts
+        return super().splits(counts, received)
+
+    def experts(self, rows, received):
+        return super().experts(rows, received + 0 * self.counts)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        (Centred, Unswitched.NOT_PROVEN),
+        (NoGather, Unswitched.NO_GATHER),
+        (ReadsRows, Unswitched.ROWS_READ),
+        (NoSum, Unswitched.NO_SUM),
+        (OtherIndex, Unswitched.OTHER_INDEX),
+        (OtherTokens, Unswitched.OTHER_TOKENS),
+        (ReadsResult, Unswitched.ROWS_READ),
+        (ByColumn, Unswitched.NOT_BY_ROW),
+        (WritesTokens, Unswitched.WRITTEN),
+        (ChangesMode, Unswitched.STATE_CHANGES),
+        (ReadsSent, Unswitched.SENT_SIZES),
+    ],
+)
+def test_each_reason_leaves_the_graph_as_it_was(fake_ranks, style, expected):
+    assert reason(layer(style, fake_ranks)) is expected
+
+
+def test_around_itself_is_switched(fake_ranks):
+    _, report = switched(layer(Around, fake_ranks), strict=True)
+    assert report.applied == ("region 0",)
+
+
+def test_strict_raises_where_the_switch_was_asked_for(fake_ranks):
+    (gm,) = dynamo_graphs(layer(NoSum, fake_ranks), tokens())
+    with pytest.raises(RegionRefused, match="not a sum per token"):
+        rewrite(gm, state(strict=True, **ASKED).config)
+
+
+def test_gathered_tokens_are_not_quantised(fake_ranks):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
+    with pytest.raises(RegionRefused, match="tokens are gathered"):
+        rewrite(gm, state(strict=True, dispatch_wire="fp8", **ASKED).config)
+
+
+def test_experts_of_torchtitan_are_switched_with_its_sizes_read_once(fake_ranks, monkeypatch):
+    """Its layer stashes split sizes, which the host must know."""
+    monkeypatch.setattr("torchtitan.models.moe.utils.generate_permute_indices", permute_indices)
+    program = TitanExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, use_grouped_mm=False)
+    gm, report = switched(program, tokens(torch.float32), dispatch_padding="worst")
+    assert report.applied == ("region 0",)
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
