@@ -14,7 +14,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._logging import trace_structured
 
+from moe_compile.analysis.attention_regions import UNPROVEN
 from moe_compile.analysis.regions import Refused
 from moe_compile.codegen import compile_with_fx, compile_with_inductor
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
@@ -128,20 +129,40 @@ def _log(compilation: Compilation) -> None:
 
 
 def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
-    if not config.strict:
-        return
+    """Raise RegionRefused for the first matched region that an option asked for in vain."""
+    if config.strict:
+        for complaint in (*_unquantised(state), *_unchunked(state), *_unsplit(state)):
+            raise RegionRefused(complaint)
+
+
+def _unquantised(state: CompileState) -> Iterator[str]:
     for plan in state.plans:
         for exchange in (plan.dispatch, plan.combine):
             if exchange.refusal:
-                raise RegionRefused(
+                yield (
                     f"the {exchange.name} of {plan.region.name} is not quantised: "
                     f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
                 )
-    if config.chunks == 1:
+
+
+def _unchunked(state: CompileState) -> Iterator[str]:
+    if state.config.chunks == 1:
         return
     unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
     for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):
-        raise RegionRefused(
+        yield (
             f"{refused.candidate} is not chunked: {refused.reason.value} ({refused.detail}). "
             "Set megamoe.strict = False to run it as it is"
         )
+
+
+def _unsplit(state: CompileState) -> Iterator[str]:
+    if state.config.attention_chunks == 1:
+        return
+    for attention in state.attention:
+        if attention.reason in UNPROVEN:
+            yield (
+                f"the attention at {attention.where} is not split in groups of heads: "
+                f"{attention.reason.value} ({attention.detail}). "
+                "Set megamoe.attention_chunks = 1 to run it as it is"
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 import torch.fx as fx
 
@@ -23,6 +24,7 @@ class AttentionRefusal(enum.Enum):
     COMPUTED_BETWEEN = "an operator between the exchange and attention is no movement of data"
     SEVERAL_EXCHANGES = "an operand is exchanged more than once"
     GROUPS_DIFFER = "its exchanges are over different groups"
+    UNEVEN = "an exchange around it is not even"
     NOT_HEADS = "the exchange does not send heads away"
     NOT_SEQUENCE = "the exchange does not gather the sequence"
     NO_EXCHANGE_BACK = "no even exchange of its result alone, by movement of data only, follows"
@@ -36,6 +38,20 @@ class AttentionRefusal(enum.Enum):
     ONE_GROUP = "one group of heads asked for"
     ONE_KV_HEAD = "one local KV head: nothing to split by"
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
+
+
+UNPROVEN: Final = frozenset(
+    {
+        AttentionRefusal.HEADS_LOST,
+        AttentionRefusal.VARIES_BY_HEAD,
+        AttentionRefusal.RANDOM,
+        AttentionRefusal.ESCAPES,
+        AttentionRefusal.MUTATED_MEANWHILE,
+        AttentionRefusal.STATE_CHANGES,
+    }
+)
+"""Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
+All others say that there is no region, or that nothing is to be split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

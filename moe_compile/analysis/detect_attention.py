@@ -74,18 +74,20 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
 
 
 def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
-    operands = _operands(core)
+    operands = [argument(core, i, name) for i, name in enumerate(("query", "key", "value"))]
     above = [movements_above(operand) for operand in operands]
     entering = [[n for n in moved if is_launch(n)] for moved in above]
     outward = _outward(core)
     _check_shape(core, operands, entering, outward)
-    _check_arithmetic(core)
+    if any(len(sizes_of(operand)) != 4 for operand in operands):
+        raise Lost("operands without four dimensions")
     exchanges = _in_order({n for found in entering for n in found}, dependence)
     local = [o for o, found in zip(operands, entering, strict=True) if not found]
     moved = {n for nodes, found in zip(above, entering, strict=True) if found for n in nodes}
     tracker = Tracker()
     _track(tracker, _in_order(moved, dependence), local)
     head = _find_heads(tracker, core, operands, entering, outward)
+    _check_arithmetic(core)
     below = dependence.below(exchanges)
     region = AttentionRegion(
         name=core.name,
@@ -113,13 +115,6 @@ def _in_order(nodes: set[fx.Node], dependence: Dependence) -> list[fx.Node]:
 def argument(core: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """Return an argument of the attention operator."""
     return core.args[position] if len(core.args) > position else core.kwargs.get(name, default)
-
-
-def _operands(core: fx.Node) -> list[fx.Node]:
-    found = [argument(core, i, name) for i, name in enumerate(("query", "key", "value"))]
-    if not all(isinstance(o, fx.Node) and len(sizes_of(o)) == 4 for o in found):
-        raise _Refuse(AttentionRefusal.HEADS_LOST, "operands without four dimensions")
-    return found
 
 
 def _outward(core: fx.Node) -> list[fx.Node]:
@@ -154,7 +149,7 @@ def _check_shape(
     if not outward:
         raise _Refuse(AttentionRefusal.NO_EXCHANGE_BACK)
     if not all(is_even_exchange(n) for n in launches):
-        raise _Refuse(AttentionRefusal.HEADS_LOST, "an exchange that is not even")
+        raise _Refuse(AttentionRefusal.UNEVEN)
     if len({group_name(n) for n in launches}) > 1:
         raise _Refuse(AttentionRefusal.GROUPS_DIFFER)
 
