@@ -166,3 +166,8 @@ def _unsplit(state: CompileState) -> Iterator[str]:
                 f"{attention.reason.value} ({attention.detail}). "
                 "Set megamoe.attention_chunks = 1 to run it as it is"
             )
+        for why in attention.projections_whole:
+            yield (
+                f"the attention at {attention.where} is not split as asked: {why}. "
+                "Set megamoe.attention_split = 'none'"
+            )

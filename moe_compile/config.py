@@ -24,6 +24,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "dispatch": ("all_to_all", "all_gather", "auto"),
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
     "gradient_wire": ("same", "bf16_fp32_sum"),
+    "attention_split": ("none", "qkv", "out", "both"),
     "codegen": ("inductor", "fx"),
 }
 """Values each closed option takes."""
@@ -68,6 +69,9 @@ class MegaMoEConfig:
     attention_chunks: int | str = 1
     """Groups of heads that attention between exchanges runs in, a divisor of the local KV heads;
     "auto": 2 where it divides them. 1, since no figure on several GPUs says that more pay."""
+    attention_split: str = "none"
+    """Projections that run by groups of heads too, each under the other groups' exchanges: "qkv",
+    "out", "both". Sums over groups round otherwise than whole ones: only for who asks for it."""
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
     gradient too; "fp8_forward", the gradient as the model has it."""
@@ -181,7 +185,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return words[text.lower()]
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("chunks", "step_peak_bytes"):
+    if name in ("chunks", "attention_chunks", "step_peak_bytes"):
         return int(text) if text.lstrip("-").isdigit() else text
     if isinstance(default, float):
         try:

@@ -14,6 +14,8 @@ from torch.distributed._functional_collectives import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan_integration import head_exchange
+
 
 def swap(x, group):
     return all_to_all_single_autograd(x, None, None, group)
@@ -78,6 +80,17 @@ class FusedAttention(SplitAttention):
         x = swap(torch.cat(parts, -1), self.group).permute(1, 0, 2, 3).reshape(b, n * s, -1)
         pieces = torch.split(x, [t.shape[-1] for t in parts], -1)
         return tuple(t.reshape(b, n * s, -1, d).transpose(1, 2) for t in pieces)
+
+
+class TitanAttention(SplitAttention):
+    """The exchanges of our torchtitan recipe."""
+
+    def exchange(self, q, k, v):
+        return tuple(head_exchange.to_heads(t, self.group) for t in (q, k, v))
+
+    def forward(self, x):
+        o = self.attend(*self.exchange(*self.project(x)))
+        return self.output(head_exchange.to_sequence(o, self.group))
 
 
 class RepeatedKVAttention(SplitAttention):
@@ -152,6 +165,7 @@ class LatentAttention(SplitAttention):
 STYLES = (
     SplitAttention,
     FusedAttention,
+    TitanAttention,
     RepeatedKVAttention,
     LateRepeatAttention,
     NormedAttention,

@@ -62,10 +62,13 @@ class AttentionRegion:
     """Of the attention node."""
     core: fx.Node
     """The attention operator."""
+    operands: tuple[fx.Node, ...]
+    """Query, key and value."""
+    sources: tuple[fx.Node | None, ...]
+    """The launch that brings each operand; None for one that is computed here, as from a gathered
+    latent."""
     exchanges: tuple[fx.Node, ...]
     """Launches that bring operands, in graph order: one each, or one for all."""
-    local_operands: tuple[fx.Node, ...]
-    """Operands that no exchange brings, as those computed from a gathered latent."""
     inward: tuple[fx.Node, ...]
     """What moves data from the exchanges to the attention, both excluded, in graph order."""
     outward: tuple[fx.Node, ...]
@@ -86,6 +89,17 @@ class AttentionRegion:
     def result(self) -> fx.Node:
         """The last wait of the exchange back."""
         return self.outward[-1]
+
+    @property
+    def local_operands(self) -> tuple[fx.Node, ...]:
+        """Operands that no exchange brings."""
+        pairs = zip(self.operands, self.sources, strict=True)
+        return tuple(dict.fromkeys(operand for operand, source in pairs if source is None))
+
+    @property
+    def body(self) -> tuple[fx.Node, ...]:
+        """All that is replayed for a group of heads, in the order it runs."""
+        return (*self.exchanges, *self.inward, self.core, *self.outward)
 
     @property
     def launches(self) -> tuple[fx.Node, ...]:

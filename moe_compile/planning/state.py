@@ -75,6 +75,10 @@ class AttentionVerdict:
     num_kv_heads: int = 0
     num_chunks: int = 1
     """Groups of heads it runs in."""
+    projections_cut: tuple[str, ...] = ()
+    """Which projections run in groups too, and the bound of what that changes."""
+    projections_whole: tuple[str, ...] = ()
+    """Why a projection that `attention_split` asks to cut is computed whole."""
 
 
 @dataclass(kw_only=True, slots=True)

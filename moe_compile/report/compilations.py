@@ -54,6 +54,7 @@ class AttentionReport:
     num_chunks: int
     verdict: str
     """`chunked`, or why not."""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,7 +89,7 @@ class Compilation:
     def plan_digest(self) -> str:
         """Return a hash of every decision, equal on ranks that decided alike."""
         decisions = [(r.where, r.num_chunks, r.verdict, r.wires) for r in self.regions]
-        decisions_on_heads = [(a.where, a.num_chunks, a.verdict) for a in self.attention]
+        decisions_on_heads = [(a.where, a.num_chunks, a.verdict, a.remarks) for a in self.attention]
         text = f"{self.settings} {decisions} {decisions_on_heads} {sorted(self.dropped)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -112,6 +113,7 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
         num_kv_heads=found.num_kv_heads,
         num_chunks=found.num_chunks,
         verdict=found.reason.value + detail if found.reason else "chunked",
+        remarks=(*found.projections_cut, *found.projections_whole),
     )
 
 

@@ -66,7 +66,8 @@ def _attention(report: Mapping[str, Any]) -> Table:
     for found in report["attention"]:
         keys = ("num_ranks", "num_heads", "num_kv_heads", "num_chunks")
         figures = (str(found[key]) if found["is_region"] else "-" for key in keys)
-        table.add_row(_place(found["where"]), *figures, found["verdict"])
+        remarks = "".join(f"\n{remark}" for remark in found["remarks"])
+        table.add_row(_place(found["where"]), *figures, found["verdict"] + remarks)
     return table
 
 
