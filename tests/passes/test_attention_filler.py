@@ -58,6 +58,27 @@ def test_attention_and_other_compute_hide_its_exchanges(fake_ranks, schedule):
         assert (attention and "aten::mm" in kinds) is schedule
 
 
+@pytest.mark.parametrize(("split", "products", "hidden"), [("none", 3, 1), ("both", 6, 4)])
+def test_projections_of_one_group_run_under_exchanges_of_another(
+    fake_ranks, split, products, hidden
+):
+    """Whole, only that of k and v runs under an exchange, that of q; by groups, all but the first
+    and the last."""
+    (gm,) = dynamo_graphs(
+        SplitAttention(256, 16, 8, 16, fake_ranks), torch.randn(2, 128, 256, requires_grad=True)
+    )
+    config = MegaMoEConfig(
+        attention_chunks=2, attention_split=split, max_memory_increase=2.0, hardware="cpu"
+    )
+    state, _ = rewrite(gm, config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    forward, _ = trace_both(gm, inputs, state)
+    is_product = [overload_name(n).endswith("::mm") for n in forward.graph.nodes]
+    under = {n for between in hidden_launches(forward.graph).values() for n in between}
+    assert sum(is_product) == products
+    assert sum(overload_name(n).endswith("::mm") for n in under) == hidden
+
+
 @pytest.mark.parametrize("style", [SerialBlock, ParallelBlock])
 def test_exchanges_of_attention_and_of_experts_run_under_compute_of_other_kinds(fake_ranks, style):
     groups = {"attention": dist.new_group(), "experts": fake_ranks}
