@@ -31,7 +31,7 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         for line in report[key]:
             console.print(f"{title}: {line}", highlight=False)
     console.print(
-        f"Compilations with MoE regions: {report['compilations']}, of these recompiles: "
+        f"Compilations with regions: {report['compilations']}, of these recompiles: "
         f"{report['recompiles']}. Times are predicted for hardware profile "
         f"{report['hardware']!r}, not measured.",
         highlight=False,

@@ -6,7 +6,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_compile.backend import megamoe
 from moe_compile.errors import RegionRefused
-from tests.attention_layers import BatchExchange, HeadMask, HeadMixing, SplitAttention
+from tests.attention_layers import (
+    BatchExchange,
+    HeadMask,
+    HeadMixing,
+    NormOverHeads,
+    SplitAttention,
+)
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
@@ -78,3 +84,11 @@ def test_attention_that_is_no_region_does_not_raise(fake_ranks, style):
 def test_kv_heads_that_cannot_be_divided_do_not_raise(fake_ranks, kv_heads, groups):
     gm, inputs = attention_graph(SplitAttention, fake_ranks, kv_heads)
     assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_chunks": groups}))
+
+
+def test_a_projection_that_is_asked_to_be_split_and_stays_whole_raises(fake_ranks):
+    gm, inputs = attention_graph(NormOverHeads, fake_ranks)
+    with pytest.raises(RegionRefused, match=r"not split as asked: .* mixes heads \(rms_norm\)"):
+        megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "qkv"})
+    gm, inputs = attention_graph(NormOverHeads, fake_ranks)
+    assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "out"}))

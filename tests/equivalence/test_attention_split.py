@@ -88,3 +88,9 @@ def test_the_error_of_any_style_of_split_projections_is_that_of_whole_ones(two_r
 @pytest.mark.parametrize(("which", "remarks"), [("qkv", BOTH[:1]), ("out", BOTH[1:]), ("none", ())])
 def test_only_what_is_asked_for_is_split(two_ranks, which, remarks):
     check(two_ranks, NormedAttention, torch.float32, which, 2, remarks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+def test_projections_are_split_on_four_ranks(four_ranks, style):
+    check(four_ranks, style, torch.float32, "both", 2, BOTH)
