@@ -29,7 +29,9 @@ from moe_compile.analysis.regions import Refused
 from moe_compile.codegen import compile_with_fx, compile_with_inductor
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig, RegionRefused
+from moe_compile.graph.async_tp import probe_means
 from moe_compile.hardware import load_profile
+from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
 from moe_compile.planning.state import CompileState
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
@@ -81,6 +83,7 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
 def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Compilation) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
     results = run_level(DYNAMO, gm.graph, state)
+    _hand_over_tensor_parallelism(state)
     _check_groups(state)
     _refuse_if_strict(state.config, state)
     compilation.add_level(results, state)
@@ -88,6 +91,16 @@ def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Comp
     for body in gm.children():
         if isinstance(body, fx.GraphModule):
             _run_dynamo_level(body, state, compilation)
+
+
+def _hand_over_tensor_parallelism(state: CompileState) -> None:
+    """Decide which attention Inductor's async TP gets, from what this process has for it."""
+    means = probe_means({group for a in state.attention for group in a.tp_groups})
+    for i, attention in enumerate(state.attention):
+        if attention.tp_groups:
+            decision = decide_async_tp(state.config, attention, means)
+            state.attention[i] = dataclasses.replace(attention, async_tp=decision.value)
+            state.async_tp |= decision is AsyncTP.HANDED
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

@@ -48,6 +48,7 @@ its part of the sequence, exchanged for heads around attention ("ulysses", by co
 
 TYPES: Final[Mapping[str, tuple[type, str]]] = {
     "schedule": (bool, "true or false"),
+    "async_tp": (bool, "true or false"),
     "strict": (bool, "true or false"),
     "step_peak_bytes": (int, "a number of bytes"),
     "hardware": (str, "a string"),
@@ -72,6 +73,9 @@ class MegaMoEConfig:
     attention_split: str = "none"
     """Projections that run by groups of heads too, each under the other groups' exchanges: "qkv",
     "out", "both". Sums over groups round otherwise than whole ones: only for who asks for it."""
+    async_tp: bool = False
+    """Whether attention under tensor parallelism is handed to Inductor's async TP, where symmetric
+    memory is enabled for its group; it sums over ranks in an order of its own."""
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
     gradient too; "fp8_forward", the gradient as the model has it."""

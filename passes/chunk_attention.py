@@ -21,7 +21,7 @@ from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRe
 from moe_compile.analysis.detect_attention import find_attention
 from moe_compile.analysis.head_split import HeadSplit, split_projections
 from moe_compile.graph.edit import erase_unused
-from moe_compile.graph.query import source_place
+from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.planning.plan import SplitBound, plan_head_groups
 from moe_compile.planning.state import AttentionVerdict, CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
@@ -55,7 +55,12 @@ class ChunkAttention(GraphPass):
         splits = {split.region.core: split for split, _ in chosen}
         state.attention = [_verdict(*plan, splits.get(plan[0].core)) for plan in plans] + [
             AttentionVerdict(
-                name=r.name, where=source_place(r.core), reason=r.reason, detail=r.detail
+                name=r.name,
+                where=source_place(r.core),
+                reason=r.reason,
+                detail=r.detail,
+                device=_device(r.core),
+                tp_groups=r.groups,
             )
             for r in refused
         ]
@@ -89,6 +94,11 @@ def _verdict(
         projections_cut=tuple(_cut_projections(split)) if split else (),
         projections_whole=split.kept_whole if split else (),
     )
+
+
+def _device(core: fx.Node) -> str:
+    tensor = tensor_of(core)
+    return tensor.device.type if tensor is not None else ""
 
 
 def _cut_projections(split: HeadSplit) -> Iterator[str]:

@@ -116,3 +116,5 @@ class AttentionRefused:
     core: fx.Node
     reason: AttentionRefusal
     detail: str = ""
+    groups: tuple[str, ...] = ()
+    """Under tensor parallelism: the groups that gather before it and reduce after it."""

@@ -30,6 +30,7 @@ from moe_compile.analysis.attention_surroundings import (
     backend_choices,
     movements_above,
     nearest_launches,
+    tensor_parallel_groups,
 )
 from moe_compile.analysis.head_factors import Lost, size_of
 from moe_compile.analysis.head_proof import (
@@ -47,10 +48,10 @@ from moe_compile.graph.query import (
     is_launch,
     is_wait,
     output_splits,
-    overload_name,
 )
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+TENSOR_PARALLEL: Final = AttentionRefusal.TENSOR_PARALLEL
 
 
 def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[AttentionRefused]]:
@@ -65,7 +66,13 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
             regions.append(_region(core, dependence))
         except Refuse as e:
             refused.append(
-                AttentionRefused(name=core.name, core=core, reason=e.reason, detail=e.detail)
+                AttentionRefused(
+                    name=core.name,
+                    core=core,
+                    reason=e.reason,
+                    detail=e.detail,
+                    groups=tensor_parallel_groups(core) if e.reason is TENSOR_PARALLEL else (),
+                )
             )
         except Lost as e:
             lost = AttentionRefusal.HEADS_LOST
@@ -154,11 +161,10 @@ def _check_shape(
 
 
 def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
+    if tensor_parallel_groups(core):
+        return Refuse(TENSOR_PARALLEL)
     above = [n for operand in operands for n in nearest_launches(operand, up=True)]
     below = nearest_launches(core, up=False)
-    reduces = any("reduce" in overload_name(n) for n in below)
-    if reduces and any(is_all_gather(n) for n in above):
-        return Refuse(AttentionRefusal.TENSOR_PARALLEL)
     if any(is_even_exchange(n) for n in above) and any(is_even_exchange(n) for n in below):
         return Refuse(AttentionRefusal.COMPUTED_BETWEEN, operands[0].name)
     return Refuse(AttentionRefusal.NO_EXCHANGE)

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
 from moe_compile.graph.query import is_launch, source_place
+from moe_compile.planning.async_tp import AsyncTP
 from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
@@ -55,6 +56,8 @@ class AttentionReport:
     verdict: str
     """`chunked`, or why not."""
     remarks: tuple[str, ...] = ()
+    is_handed_over: bool = False
+    """Whether Inductor's async TP has its collectives."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +73,8 @@ class Compilation:
 
     @property
     def has_regions(self) -> bool:
-        """Whether there is anything for later levels to schedule."""
-        return bool(self.regions) or any(a.is_region for a in self.attention)
+        """Whether there is anything for later levels to do."""
+        return bool(self.regions) or any(a.is_region or a.is_handed_over for a in self.attention)
 
     def add_level(self, results: Iterable[PassReport | Dropped], state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
@@ -113,8 +116,13 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
         num_kv_heads=found.num_kv_heads,
         num_chunks=found.num_chunks,
         verdict=found.reason.value + detail if found.reason else "chunked",
-        remarks=(*found.projections_cut, *found.projections_whole),
+        remarks=(*found.projections_cut, *found.projections_whole, *_said(found.async_tp)),
+        is_handed_over=found.async_tp == AsyncTP.HANDED.value,
     )
+
+
+def _said(text: str) -> tuple[str, ...]:
+    return (text,) if text else ()
 
 
 def _region_report(plan: RegionPlan, chunked: bool) -> RegionReport:
