@@ -177,8 +177,8 @@ class Tracker:
         dims = self._source(node)
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
         times = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
-        if not isinstance(times, int):
-            raise Lost("an uneven repetition")
+        if not isinstance(times, int) or "output_size" in node.kwargs:
+            raise Lost("an uneven repetition, or one that names its size")
         i = _number(dim, len(dims))
         dims[i] = [*dims[i], Factor(times)]
         return dims
