@@ -14,7 +14,8 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -24,11 +25,14 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._logging import trace_structured
 
+from moe_compile.analysis.attention_regions import UNPROVEN
 from moe_compile.analysis.regions import Refused
 from moe_compile.codegen import compile_with_fx, compile_with_inductor
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig, RegionRefused
+from moe_compile.graph.async_tp import probe_means
 from moe_compile.hardware import load_profile
+from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
 from moe_compile.planning.state import CompileState
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
@@ -80,6 +84,7 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
 def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Compilation) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
     results = run_level(DYNAMO, gm.graph, state)
+    _hand_over_tensor_parallelism(state)
     _check_groups(state)
     _refuse_if_strict(state.config, state)
     compilation.add_level(results, state)
@@ -87,6 +92,16 @@ def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Comp
     for body in gm.children():
         if isinstance(body, fx.GraphModule):
             _run_dynamo_level(body, state, compilation)
+
+
+def _hand_over_tensor_parallelism(state: CompileState) -> None:
+    """Decide which attention Inductor's async TP gets, from what this process has for it."""
+    means = probe_means({group for a in state.attention for group in a.tp_groups})
+    for i, attention in enumerate(state.attention):
+        if attention.tp_groups:
+            decision = decide_async_tp(state.config, attention, means)
+            state.attention[i] = dataclasses.replace(attention, async_tp=decision.value)
+            state.async_tp |= decision is AsyncTP.HANDED
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
@@ -128,26 +143,57 @@ def _log(compilation: Compilation) -> None:
 
 
 def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
-    if not config.strict:
-        return
+    """Raise RegionRefused for the first matched region that an option asked for in vain."""
+    if config.strict:
+        asked = (_unquantised, _unswitched, _unchunked, _unsplit)
+        for complaint in chain.from_iterable(unmet(state) for unmet in asked):
+            raise RegionRefused(complaint)
+
+
+def _unquantised(state: CompileState) -> Iterator[str]:
     for plan in state.plans:
         for exchange in (plan.dispatch, plan.combine):
             if exchange.refusal:
-                raise RegionRefused(
+                yield (
                     f"the {exchange.name} of {plan.region.name} is not quantised: "
                     f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
                 )
-        if config.dispatch == "all_gather" and not plan.switch.is_switched:
-            why = f"{plan.switch.reason.value} ({plan.switch.detail})"
-            raise RegionRefused(
-                f"{plan.region.name} is not all-gathered: {why}. "
-                "Set megamoe.dispatch = 'all_to_all' or megamoe.strict = False"
+
+
+def _unswitched(state: CompileState) -> Iterator[str]:
+    if state.config.dispatch != "all_gather":
+        return
+    for plan in state.plans:
+        if not plan.switch.is_switched:
+            yield (
+                f"{plan.region.name} is not all-gathered: {plan.switch.reason.value} "
+                f"({plan.switch.detail}). Set megamoe.dispatch = 'all_to_all'"
             )
-    if config.chunks == 1:
+
+
+def _unchunked(state: CompileState) -> Iterator[str]:
+    if state.config.chunks == 1:
         return
     unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
     for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):
-        raise RegionRefused(
+        yield (
             f"{refused.candidate} is not chunked: {refused.reason.value} ({refused.detail}). "
             "Set megamoe.strict = False to run it as it is"
         )
+
+
+def _unsplit(state: CompileState) -> Iterator[str]:
+    if state.config.attention_chunks == 1:
+        return
+    for attention in state.attention:
+        if attention.reason in UNPROVEN:
+            yield (
+                f"the attention at {attention.where} is not split in groups of heads: "
+                f"{attention.reason.value} ({attention.detail}). "
+                "Set megamoe.attention_chunks = 1 to run it as it is"
+            )
+        for why in attention.projections_whole:
+            yield (
+                f"the attention at {attention.where} is not split as asked: {why}. "
+                "Set megamoe.attention_split = 'none'"
+            )

@@ -23,6 +23,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
+from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.planning.state import CompileState
 from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, Level, run_level
@@ -115,7 +116,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does."""
     levels = _levels(state, has_regions=has_regions)
-    ours: dict[str, Any] = {}
+    ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
     if POST_GRAD in levels and state.config.schedule:
         ours.update(pinning_patches())
     for hook, level in HOOKS.items():

@@ -25,6 +25,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "dispatch_padding": ("exact", "worst"),
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
     "gradient_wire": ("same", "bf16_fp32_sum"),
+    "attention_split": ("none", "qkv", "out", "both"),
     "codegen": ("inductor", "fx"),
 }
 """Values each closed option takes."""
@@ -48,6 +49,7 @@ its part of the sequence, exchanged for heads around attention ("ulysses", by co
 TYPES: Final[Mapping[str, tuple[type, str]]] = {
     "equal_tokens": (bool, "true or false"),
     "schedule": (bool, "true or false"),
+    "async_tp": (bool, "true or false"),
     "strict": (bool, "true or false"),
     "step_peak_bytes": (int, "a number of bytes"),
     "hardware": (str, "a string"),
@@ -69,6 +71,12 @@ class MegaMoEConfig:
     attention_chunks: int | str = 1
     """Groups of heads that attention between exchanges runs in, a divisor of the local KV heads;
     "auto": 2 where it divides them. 1, since no figure on several GPUs says that more pay."""
+    attention_split: str = "none"
+    """Projections that run by groups of heads too, each under the other groups' exchanges: "qkv",
+    "out", "both". Sums over groups round otherwise than whole ones: only for who asks for it."""
+    async_tp: bool = False
+    """Whether attention under tensor parallelism is handed to Inductor's async TP, where symmetric
+    memory is enabled for its group; it sums over ranks in an order of its own."""
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
     gradient too; "fp8_forward", the gradient as the model has it."""
@@ -189,7 +197,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return words[text.lower()]
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("chunks", "step_peak_bytes"):
+    if name in ("chunks", "attention_chunks", "step_peak_bytes"):
         return int(text) if text.lstrip("-").isdigit() else text
     if isinstance(default, float):
         try:

@@ -4,12 +4,14 @@ under another group's attention.
 Contract
     Requires  WAITS_VISIBLE.
     Provides  ATTENTION_FOUND.
-    Keeps     every value and gradient bit for bit; the selection of an attention backend.
+    Keeps     every value and gradient bit for bit, unless `attention_split` asks for projections
+              to be cut too; the selection of an attention backend.
     Every attention of the graph is noted in the state with its verdict, split or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,9 +19,10 @@ import torch.fx as fx
 
 from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRegion
 from moe_compile.analysis.detect_attention import find_attention
+from moe_compile.analysis.head_split import HeadSplit, split_projections
 from moe_compile.graph.edit import erase_unused
-from moe_compile.graph.query import source_place
-from moe_compile.planning.plan import plan_head_groups
+from moe_compile.graph.query import source_place, tensor_of
+from moe_compile.planning.plan import SplitBound, plan_head_groups
 from moe_compile.planning.state import AttentionVerdict, CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 from passes.replay.head_groups import emit_head_groups
@@ -43,27 +46,40 @@ class ChunkAttention(GraphPass):
             if reason is not None
         ]
         skipped += [Verdict(candidate=r.name, reason=r.reason, detail=r.detail) for r in refused]
-        verdicts = [_verdict(*plan) for plan in plans]
-        state.attention = verdicts + [
+        which = state.config.attention_split
+        chosen = [
+            (split_projections(r, qkv=which in ("qkv", "both"), out=which in ("out", "both")), num)
+            for r, num, reason in plans
+            if reason is None
+        ]
+        splits = {split.region.core: split for split, _ in chosen}
+        state.attention = [_verdict(*plan, splits.get(plan[0].core)) for plan in plans] + [
             AttentionVerdict(
-                name=r.name, where=source_place(r.core), reason=r.reason, detail=r.detail
+                name=r.name,
+                where=source_place(r.core),
+                reason=r.reason,
+                detail=r.detail,
+                device=_device(r.core),
+                tp_groups=r.groups,
             )
             for r in refused
         ]
         launches = {launch.name for region in regions for launch in region.launches}
         state.decoys = [d for d in state.decoys if d.candidate not in launches]
-        chosen = [(region, num) for region, num, reason in plans if reason is None]
-        for region, num_groups in chosen:
-            _apply(region, num_groups)
+        for split, num_groups in reversed(chosen):  # so that what a region reads is still there
+            _apply(split, num_groups)
         return PassReport(
             pass_name=self.name,
-            applied=tuple(region.name for region, _ in chosen),
+            applied=tuple(split.region.name for split, _ in chosen),
             skipped=tuple(skipped),
         )
 
 
 def _verdict(
-    region: AttentionRegion, num_groups: int, reason: AttentionRefusal | None
+    region: AttentionRegion,
+    num_groups: int,
+    reason: AttentionRefusal | None,
+    split: HeadSplit | None,
 ) -> AttentionVerdict:
     return AttentionVerdict(
         name=region.name,
@@ -75,12 +91,25 @@ def _verdict(
         num_heads=region.num_heads,
         num_kv_heads=region.num_kv_heads,
         num_chunks=num_groups,
+        projections_cut=tuple(_cut_projections(split)) if split else (),
+        projections_whole=split.kept_whole if split else (),
     )
 
 
-def _apply(region: AttentionRegion, num_groups: int) -> None:
-    body = [*region.exchanges, *region.inward, region.core, *region.outward]
-    in_order = {node: i for i, node in enumerate(region.core.graph.nodes)}
-    joined = emit_head_groups(region, num_groups)
-    region.result.replace_all_uses_with(joined)
-    erase_unused(sorted(body, key=in_order.__getitem__))
+def _device(core: fx.Node) -> str:
+    tensor = tensor_of(core)
+    return tensor.device.type if tensor is not None else ""
+
+
+def _cut_projections(split: HeadSplit) -> Iterator[str]:
+    if split.projections:
+        yield SplitBound.QKV.value
+    if split.output is not None:
+        yield SplitBound.OUT.value
+
+
+def _apply(split: HeadSplit, num_groups: int) -> None:
+    in_order = {node: i for i, node in enumerate(split.region.core.graph.nodes)}
+    body = sorted(set(split.body), key=in_order.__getitem__)
+    split.result.replace_all_uses_with(emit_head_groups(split, num_groups))
+    erase_unused(body)

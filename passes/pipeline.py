@@ -33,6 +33,7 @@ from passes.record_order import RecordOrder
 from passes.save_exchanges import SaveExchanges
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.switch_dispatch import SwitchDispatch
+from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
@@ -69,7 +70,8 @@ POST_GRAD_EARLY: Final = Level(
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(
-    (ScheduleExchanges(), VerifySchedule(), RecordOrder()), frozenset({Fact.FUNCTIONAL})
+    (VerifyAsyncTP(), ScheduleExchanges(), VerifySchedule(), RecordOrder()),
+    frozenset({Fact.FUNCTIONAL}),
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""
 

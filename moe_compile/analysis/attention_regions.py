@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 import torch.fx as fx
 
@@ -23,6 +24,7 @@ class AttentionRefusal(enum.Enum):
     COMPUTED_BETWEEN = "an operator between the exchange and attention is no movement of data"
     SEVERAL_EXCHANGES = "an operand is exchanged more than once"
     GROUPS_DIFFER = "its exchanges are over different groups"
+    UNEVEN = "an exchange around it is not even"
     NOT_HEADS = "the exchange does not send heads away"
     NOT_SEQUENCE = "the exchange does not gather the sequence"
     NO_EXCHANGE_BACK = "no even exchange of its result alone, by movement of data only, follows"
@@ -38,6 +40,20 @@ class AttentionRefusal(enum.Enum):
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
 
 
+UNPROVEN: Final = frozenset(
+    {
+        AttentionRefusal.HEADS_LOST,
+        AttentionRefusal.VARIES_BY_HEAD,
+        AttentionRefusal.RANDOM,
+        AttentionRefusal.ESCAPES,
+        AttentionRefusal.MUTATED_MEANWHILE,
+        AttentionRefusal.STATE_CHANGES,
+    }
+)
+"""Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
+All others say that there is no region, or that nothing is to be split."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRegion:
     """Attention between an exchange of heads for sequence and the exchange back."""
@@ -46,10 +62,13 @@ class AttentionRegion:
     """Of the attention node."""
     core: fx.Node
     """The attention operator."""
+    operands: tuple[fx.Node, ...]
+    """Query, key and value."""
+    sources: tuple[fx.Node | None, ...]
+    """The launch that brings each operand; None for one that is computed here, as from a gathered
+    latent."""
     exchanges: tuple[fx.Node, ...]
     """Launches that bring operands, in graph order: one each, or one for all."""
-    local_operands: tuple[fx.Node, ...]
-    """Operands that no exchange brings, as those computed from a gathered latent."""
     inward: tuple[fx.Node, ...]
     """What moves data from the exchanges to the attention, both excluded, in graph order."""
     outward: tuple[fx.Node, ...]
@@ -72,6 +91,17 @@ class AttentionRegion:
         return self.outward[-1]
 
     @property
+    def local_operands(self) -> tuple[fx.Node, ...]:
+        """Operands that no exchange brings."""
+        pairs = zip(self.operands, self.sources, strict=True)
+        return tuple(dict.fromkeys(operand for operand, source in pairs if source is None))
+
+    @property
+    def body(self) -> tuple[fx.Node, ...]:
+        """All that is replayed for a group of heads, in the order it runs."""
+        return (*self.exchanges, *self.inward, self.core, *self.outward)
+
+    @property
     def launches(self) -> tuple[fx.Node, ...]:
         """Every exchange of the region."""
         back = [node for node in self.outward if node in self.tracker.sent]
@@ -86,3 +116,5 @@ class AttentionRefused:
     core: fx.Node
     reason: AttentionRefusal
     detail: str = ""
+    groups: tuple[str, ...] = ()
+    """Under tensor parallelism: the groups that gather before it and reduce after it."""

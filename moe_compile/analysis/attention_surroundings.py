@@ -11,7 +11,7 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.analysis.head_tracking import is_movement
-from moe_compile.graph.query import is_launch
+from moe_compile.graph.query import group_name, is_all_gather, is_launch, overload_name
 
 BACKEND_CHOICE: Final = "_sdpa_kernel"
 """What Dynamo calls to enter and to leave `torch.nn.attention.sdpa_kernel`."""
@@ -31,6 +31,15 @@ def nearest_launches(start: fx.Node, *, up: bool) -> list[fx.Node]:
         else:
             todo.extend(node.all_input_nodes if up else node.users)
     return found
+
+
+def tensor_parallel_groups(core: fx.Node) -> tuple[str, ...]:
+    """Return the groups that gather what `core` reads and reduce what it makes, in order of names;
+    () unless both are done."""
+    above = [n for n in nearest_launches(core, up=True) if is_all_gather(n)]
+    below = [n for n in nearest_launches(core, up=False) if "reduce" in overload_name(n)]
+    both = above and below
+    return tuple(sorted({group_name(n) for n in (*above, *below)})) if both else ()
 
 
 def backend_choices(core: fx.Node) -> tuple[fx.Node, ...]:

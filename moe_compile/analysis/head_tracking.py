@@ -30,6 +30,7 @@ FORMS: Final = frozenset(
 
 COPIES: Final = frozenset({"contiguous", "clone"})
 SWAPS: Final = frozenset({"transpose", "swapaxes"})
+SHIFTS: Final = frozenset({"movedim", "moveaxis"})
 CUTS: Final = frozenset({"split", "chunk"})
 OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
 
@@ -62,7 +63,7 @@ def is_movement(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.all_input_nodes[0]
         return move_name(source) in CUTS and isinstance(node.args[1], int)
-    moves = FORMS | COPIES | SWAPS | CUTS | OTHERS
+    moves = FORMS | COPIES | SWAPS | SHIFTS | CUTS | OTHERS
     return is_all_to_all(node) or move_name(node) in moves
 
 
@@ -102,6 +103,8 @@ class Tracker:
         """Exchange -> the factors that said which rank a row went to."""
         self.source: dict[fx.Node, Factor] = {}
         """Exchange -> the factor that says which rank a row came from."""
+        self.closed: list[tuple[fx.Node, list[Factor]]] = []
+        """Node -> a dimension whose indices it does not treat apart."""
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether the factors of `node` are known."""
@@ -112,9 +115,13 @@ class Tracker:
         self._dims[node] = [[Factor(size)] for size in sizes_of(node)]
         self._started.append(node)
 
-    def started(self) -> list[Dims]:
-        """Return the factors of every value that tracking began at."""
-        return [self.dims(node) for node in self._started]
+    def put(self, node: fx.Node, dims: Dims) -> None:
+        """Say what the factors of `node` are."""
+        self._dims[node] = dims
+
+    def started(self) -> tuple[fx.Node, ...]:
+        """Return every value that tracking began at."""
+        return tuple(self._started)
 
     def result_of_attention(self, core: fx.Node, query: fx.Node, value: fx.Node) -> None:
         """Give the result of attention the query's factors but for the last dimension."""
@@ -126,22 +133,13 @@ class Tracker:
 
     def step(self, node: fx.Node) -> None:
         """Find the factors of a movement from those of its inputs."""
-        self._dims[node] = self._moved(node)
-
-    def _moved(self, node: fx.Node) -> Dims:
-        if node.target is operator.getitem:
-            return self._piece(node)
-        rule = _rule_of(node)
-        return rule(self, node)
+        self.put(node, _rule_of(node)(self, node))
 
     def _source(self, node: fx.Node) -> Dims:
         source = node.args[0]
         if not isinstance(source, fx.Node):
             raise Lost("an operator with its input in an unknown place")
         return self.dims(source)
-
-    def _same(self, node: fx.Node) -> Dims:
-        return self._source(node)
 
     def _formed(self, node: fx.Node) -> Dims:
         return regroup([f for dim in self._source(node) for f in dim], sizes_of(node))
@@ -151,6 +149,16 @@ class Tracker:
         i, j = (_number(a, len(dims)) for a in node.args[1:3])
         dims[i], dims[j] = dims[j], dims[i]
         return dims
+
+    def _shifted(self, node: fx.Node) -> Dims:
+        dims = self._source(node)
+        moved, places = (
+            [_number(d, len(dims)) for d in (given if isinstance(given, list | tuple) else [given])]
+            for given in node.args[1:3]
+        )
+        placed = dict(zip(places, moved, strict=True))
+        rest = iter(i for i in range(len(dims)) if i not in moved)
+        return [dims[placed[i] if i in placed else next(rest)] for i in range(len(dims))]
 
     def _permuted(self, node: fx.Node) -> Dims:
         dims = self._source(node)
@@ -169,8 +177,8 @@ class Tracker:
         dims = self._source(node)
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
         times = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
-        if not isinstance(times, int):
-            raise Lost("an uneven repetition")
+        if not isinstance(times, int) or "output_size" in node.kwargs:
+            raise Lost("an uneven repetition, or one that names its size")
         i = _number(dim, len(dims))
         dims[i] = [*dims[i], Factor(times)]
         return dims
@@ -218,22 +226,25 @@ def _number(value: Any, num_dims: int) -> int:
     return value % num_dims
 
 
+RULES: Final = {
+    **dict.fromkeys(COPIES | CUTS, Tracker._source),
+    **dict.fromkeys(FORMS, Tracker._formed),
+    **dict.fromkeys(SWAPS, Tracker._swapped),
+    **dict.fromkeys(SHIFTS, Tracker._shifted),
+    "permute": Tracker._permuted,
+    "expand": Tracker._expanded,
+    "repeat_interleave": Tracker._repeated,
+    "cat": Tracker._joined,
+}
+
+
 def _rule_of(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims]:
-    name = move_name(node)
     if is_all_to_all(node):
         return Tracker._exchanged
-    if is_wait(node) or name in COPIES or name in CUTS:
-        return Tracker._same
-    if name in FORMS:
-        return Tracker._formed
-    if name in SWAPS:
-        return Tracker._swapped
-    rules = {
-        "permute": Tracker._permuted,
-        "expand": Tracker._expanded,
-        "repeat_interleave": Tracker._repeated,
-        "cat": Tracker._joined,
-    }
-    if name not in rules:
+    if is_wait(node):
+        return Tracker._source
+    if node.target is operator.getitem:
+        return Tracker._piece
+    if (name := move_name(node)) not in RULES:
         raise Lost(f"{node.name} is no movement of data")
-    return rules[name]
+    return RULES[name]

@@ -110,6 +110,10 @@ class Dependence:
                     self._later.setdefault(writer, []).append(node)
                     self._earlier.setdefault(node, []).append(writer)
 
+    def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return `nodes` in graph order."""
+        return sorted(nodes, key=self.position.__getitem__)
+
     def reads(self, node: fx.Node) -> frozenset[int]:
         """Return the storages of the tensors `node` takes as arguments."""
         return frozenset(s for a in node.all_input_nodes for s in storages(a))

@@ -1,4 +1,4 @@
-"""The order of exchanges and matrix products in the code Inductor generated.
+"""The order of exchanges, matrix products and attention in the code Inductor generated.
 
 Contract
     Reads the Python text of a wrapper (CPU or CUDA): one event per call, in the order of calls.
@@ -19,6 +19,7 @@ class EventKind(enum.Enum):
     LAUNCH = "L"
     WAIT = "W"
     GEMM = "m"
+    ATTENTION = "a"
     KERNEL = "k"
 
 
@@ -33,6 +34,8 @@ class Event:
     """Process group of a launch."""
     names: tuple[str, ...] = ()
     """The buffer a launch makes; what a wait is given, among it that buffer."""
+    line: str = ""
+    """The generated line of a product or an attention: its operands, and where the result goes."""
 
 
 COLLECTIVE: Final = re.compile(r"torch\.ops\._c10d_functional\.(\w+?)(?:\.default)?\((.*)")
@@ -43,6 +46,7 @@ MATMUL: Final = re.compile(
     r"|cpp_\w*gemm\w*|triton_tem_\w*)"
     r"(?:\.\w+)?\("
 )
+ATTENTION: Final = re.compile(r"torch\.ops\.aten\.(_scaled_dot_product_\w+)")
 KERNEL: Final = re.compile(r"\b((?:cpp|triton)_\w+)(?:\.run)?\(")
 NAME: Final = re.compile(r"[A-Za-z_]\w*")
 STRING: Final = re.compile(r"'([^']*)'")
@@ -51,7 +55,7 @@ BODIES: Final = ("call", "partition_")
 
 
 def wrapper_events(source: str) -> tuple[Event, ...]:
-    """Return the launches, waits, matrix products and other kernels in the order they run."""
+    """Return launches, waits, matrix products, attentions and other kernels in their order."""
     events: list[Event] = []
     inside = False
     for line in source.splitlines():
@@ -65,7 +69,7 @@ def wrapper_events(source: str) -> tuple[Event, ...]:
 
 
 def event_letters(events: tuple[Event, ...], kinds: str = "LWm") -> str:
-    """Return one letter per event of the kinds asked for: L launch, W wait, m gemm, k kernel."""
+    """Return one letter per event of `kinds`: L launch, W wait, m gemm, a attention, k kernel."""
     return "".join(e.kind.value for e in events if e.kind.value in kinds)
 
 
@@ -95,7 +99,9 @@ def _event(line: str) -> list[Event]:
         made = line.partition("=")[0].strip()
         return [Event(EventKind.LAUNCH, op, strings[-1] if strings else "", (made,))]
     if found := MATMUL.search(line):
-        return [Event(EventKind.GEMM, found[1].rpartition(".")[2])]
+        return [Event(EventKind.GEMM, found[1].rpartition(".")[2], line=line.strip())]
+    if found := ATTENTION.search(line):
+        return [Event(EventKind.ATTENTION, found[1], line=line.strip())]
     if found := KERNEL.search(line):
         return [Event(EventKind.KERNEL, found[1])]
     return []

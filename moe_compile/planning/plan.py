@@ -38,6 +38,19 @@ class Remark(enum.Enum):
     )
 
 
+class SplitBound(enum.Enum):
+    """What `attention_split` changes. Values are what reports print."""
+
+    QKV = (
+        "q, k and v projected by groups of heads: gradients of what the groups share are summed "
+        "over them, off by at most chunks * eps / 2 of the sum of their magnitudes"
+    )
+    OUT = (
+        "output projection summed over groups of heads: off by at most chunks * eps / 2 of the "
+        "sum of their magnitudes"
+    )
+
+
 def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Remark | None]:
     """Return the number of chunks for `region`, and a remark when it is not what was asked."""
     asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)

@@ -94,6 +94,16 @@ class AttentionVerdict:
     num_kv_heads: int = 0
     num_chunks: int = 1
     """Groups of heads it runs in."""
+    device: str = ""
+    """Type of the device its result is on."""
+    tp_groups: tuple[str, ...] = ()
+    """Under tensor parallelism: the groups that gather before it and reduce after it."""
+    async_tp: str = ""
+    """What became of these collectives; "" where there are none."""
+    projections_cut: tuple[str, ...] = ()
+    """Which projections run in groups too, and the bound of what that changes."""
+    projections_whole: tuple[str, ...] = ()
+    """Why a projection that `attention_split` asks to cut is computed whole."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,6 +122,8 @@ class CompileState:
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
     """Whether some region of the compilation, attention too, runs in more than one chunk."""
+    async_tp: bool = False
+    """Whether some attention is handed to Inductor's async TP."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     gathered_groups: set[str] = field(default_factory=set)

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
 from moe_compile.graph.query import is_launch, source_place
+from moe_compile.planning.async_tp import AsyncTP
 from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from passes.contract import PassReport, verdict
@@ -59,6 +60,9 @@ class AttentionReport:
     num_chunks: int
     verdict: str
     """`chunked`, or why not."""
+    remarks: tuple[str, ...] = ()
+    is_handed_over: bool = False
+    """Whether Inductor's async TP has its collectives."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,8 +78,8 @@ class Compilation:
 
     @property
     def has_regions(self) -> bool:
-        """Whether there is anything for later levels to schedule."""
-        return bool(self.regions) or any(a.is_region for a in self.attention)
+        """Whether there is anything for later levels to do."""
+        return bool(self.regions) or any(a.is_region or a.is_handed_over for a in self.attention)
 
     def add_level(self, results: Iterable[PassReport | Dropped], state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
@@ -96,7 +100,7 @@ class Compilation:
     def plan_digest(self) -> str:
         """Return a hash of every decision, equal on ranks that decided alike."""
         decisions = [(r.where, r.num_chunks, r.verdict, r.dispatch, r.wires) for r in self.regions]
-        decisions_on_heads = [(a.where, a.num_chunks, a.verdict) for a in self.attention]
+        decisions_on_heads = [(a.where, a.num_chunks, a.verdict, a.remarks) for a in self.attention]
         text = f"{self.settings} {decisions} {decisions_on_heads} {sorted(self.dropped)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -120,7 +124,13 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
         num_kv_heads=found.num_kv_heads,
         num_chunks=found.num_chunks,
         verdict=found.reason.value + detail if found.reason else "chunked",
+        remarks=(*found.projections_cut, *found.projections_whole, *_said(found.async_tp)),
+        is_handed_over=found.async_tp == AsyncTP.HANDED.value,
     )
+
+
+def _said(text: str) -> tuple[str, ...]:
+    return (text,) if text else ()
 
 
 def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionReport:

@@ -31,7 +31,7 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         for line in report[key]:
             console.print(f"{title}: {line}", highlight=False)
     console.print(
-        f"Compilations with MoE regions: {report['compilations']}, of these recompiles: "
+        f"Compilations with regions: {report['compilations']}, of these recompiles: "
         f"{report['recompiles']}. Times are predicted for hardware profile "
         f"{report['hardware']!r}, not measured.",
         highlight=False,
@@ -66,7 +66,8 @@ def _attention(report: Mapping[str, Any]) -> Table:
     for found in report["attention"]:
         keys = ("num_ranks", "num_heads", "num_kv_heads", "num_chunks")
         figures = (str(found[key]) if found["is_region"] else "-" for key in keys)
-        table.add_row(_place(found["where"]), *figures, found["verdict"])
+        remarks = "".join(f"\n{remark}" for remark in found["remarks"])
+        table.add_row(_place(found["where"]), *figures, found["verdict"] + remarks)
     return table
 
 

@@ -29,6 +29,7 @@ FIGURES: Final = (
     "peak_bytes",
     "gradient_bytes_before",
     "gradient_bytes",
+    "num_async_tp_products",
 )
 """Measures of the passes on graphs that the report shows."""
 

@@ -5,45 +5,57 @@ Contract
     for bit, since attention treats heads apart and everything else moves data.
     All groups' exchanges are launched before the first attention; gradients of what is cut in
     groups are concatenated, never summed.
+    Projections cut by heads are no more bit for bit: gradients of what all groups read, and the
+    result of the output projection, are sums over groups.
     Everything is emitted just before the attention, so that a selection of its backend holds.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 
 from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.head_factors import Dims, Factor, flat, group_size, holds, size_of
+from moe_compile.analysis.head_split import HeadSplit
 from moe_compile.analysis.head_tracking import CUTS, cut_dim, is_form, move_name
+from moe_compile.analysis.linear_layers import Linear
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import is_launch, value_of
 
 
-def emit_head_groups(region: AttentionRegion, num_groups: int) -> fx.Node:
-    """Emit `region` in `num_groups` groups of heads; return the joined result."""
+def emit_head_groups(split: HeadSplit, num_groups: int) -> fx.Node:
+    """Emit a region in `num_groups` groups of heads; return what takes its result's place."""
+    region = split.region
     assert region.head is not None
     groups = _Groups(Emitter(region.core), region, region.head, num_groups)
     envs: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_groups)]
-    for source in _cut_sources(region):
+    for source in split.cut:
         for env, piece in zip(envs, groups.cut(source), strict=True):
             env[source] = piece
+    weights = [groups.cut_features(linear, linear.node) for linear in split.projections]
+    for c, env in enumerate(envs):
+        for linear, pieces in zip(split.projections, weights, strict=True):
+            env[linear.node] = groups.multiply(linear, linear.x, pieces[c])
+        groups.replay((*split.path, *region.exchanges), env)
     for env in envs:
-        for launch in region.exchanges:
-            groups.replay(launch, env)
-    for env in envs:
-        for node in (*region.inward, region.core, *region.outward):
-            groups.replay(node, env)
-    joined = groups.join([env[region.result] for env in envs])
-    joined.meta["example_value"] = value_of(region.result)
-    return joined
+        groups.replay((*region.inward, region.core, *region.outward, *split.after), env)
+    if split.output is not None:
+        return groups.add(split.output, [env[split.output.x] for env in envs])
+    return groups.join([env[region.result] for env in envs])
 
 
-def _cut_sources(region: AttentionRegion) -> tuple[fx.Node, ...]:
-    sent = [launch.all_input_nodes[0] for launch in region.exchanges]
-    return tuple(dict.fromkeys([*sent, *region.local_operands]))
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """A group's share of the weights of a product."""
+
+    matrix: fx.Node
+    bias: fx.Node | None
 
 
 class _Groups:
@@ -85,9 +97,14 @@ class _Groups:
             columns.append(cut)
         return [emit.call(torch.cat, list(row), along) for row in zip(*columns, strict=True)]
 
-    def replay(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
-        """Emit `node` for one group, its sizes those of the group."""
+    def replay(self, nodes: Iterable[fx.Node], env: dict[fx.Node, fx.Node]) -> None:
+        """Emit `nodes` for one group, their sizes those of the group."""
+        for node in nodes:
+            self._replay(node, env)
+
+    def _replay(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
         emit, source = self._emit, node.all_input_nodes[0]
+        env.setdefault(source, source)
         if is_form(node):
             env[node] = emit.method("reshape", env[source], self._sizes_of(node))
         elif move_name(node) == "expand":
@@ -123,6 +140,35 @@ class _Groups:
             for i, size in enumerate(sizes)
         ]
 
+    def cut_features(self, linear: Linear, features: fx.Node) -> list[_Weights]:
+        """Emit every group's share of a weight: that of the heads in the last dimension of
+        `features`, which is what `linear` makes or what it reads."""
+        dim = self._region.tracker.dims(features)[-1]
+        makes = features is linear.node
+        other = [Factor(int(value_of(linear.weight).shape[linear.by_rows is makes]))]
+        dims = [dim, other] if linear.by_rows is makes else [other, dim]
+        weights = self._cut(linear.weight, dims)
+        biases: list[fx.Node | None] = [linear.bias] + [None] * (self._num_groups - 1)
+        if makes and linear.bias is not None:
+            biases = [*self._cut(linear.bias, [dim])]
+        return [_Weights(*pair) for pair in zip(weights, biases, strict=True)]
+
+    def multiply(self, linear: Linear, x: fx.Node, weights: _Weights) -> fx.Node:
+        """Emit `linear` of `x` with a share of its weights."""
+        if linear.by_rows:
+            return self._emit.call(F.linear, x, weights.matrix, weights.bias)
+        return self._emit.call(torch.matmul, x, weights.matrix)
+
+    def add(self, linear: Linear, parts: list[fx.Node]) -> fx.Node:
+        """Emit `linear` of all groups as the sum of what each of them adds."""
+        total: fx.Node | None = None
+        for x, weights in zip(parts, self.cut_features(linear, linear.x), strict=True):
+            part = self.multiply(linear, x, weights)
+            total = part if total is None else self._emit.call(torch.add, total, part)
+        assert total is not None
+        total.meta["example_value"] = value_of(linear.node)
+        return total
+
     def join(self, results: list[fx.Node]) -> fx.Node:
         """Emit the results of all groups as one."""
         dims = self._region.tracker.dims(self._region.result)
@@ -133,4 +179,6 @@ class _Groups:
         emit = self._emit
         parts = [emit.method("reshape", r, self._sizes(opened)) for r in results]
         joined = emit.call(torch.cat, parts, along + 1)
-        return emit.method("reshape", joined, [size_of(dim) for dim in dims])
+        whole = emit.method("reshape", joined, [size_of(dim) for dim in dims])
+        whole.meta["example_value"] = value_of(self._region.result)
+        return whole

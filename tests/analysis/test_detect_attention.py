@@ -6,6 +6,7 @@ import torch
 from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.detect_attention import find_attention
 from tests import attention_layers as layers
+from tests.attention_refusals import REFUSED
 from tests.capture import dynamo_graphs
 
 
@@ -20,6 +21,7 @@ def find(style, group, heads=8, kv_heads=4, batch=4):
     [
         (layers.SplitAttention, 3, 0, 2),
         (layers.FusedAttention, 1, 0, 2),
+        (layers.TitanAttention, 3, 0, 2),
         (layers.RepeatedKVAttention, 3, 0, 2),
         (layers.LateRepeatAttention, 3, 0, 2),
         (layers.NormedAttention, 3, 0, 2),
@@ -36,18 +38,7 @@ def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
 
 
 @pytest.mark.parametrize(
-    ("style", "reason"),
-    [
-        (layers.BatchExchange, AttentionRefusal.NOT_HEADS),
-        (layers.HeadMixing, AttentionRefusal.NO_EXCHANGE_BACK),
-        (layers.LateNorm, AttentionRefusal.COMPUTED_BETWEEN),
-        (layers.HeadMask, AttentionRefusal.VARIES_BY_HEAD),
-        (layers.Dropout, AttentionRefusal.RANDOM),
-        (layers.ReadOutside, AttentionRefusal.NO_EXCHANGE_BACK),
-        (layers.LocalAttention, AttentionRefusal.NO_EXCHANGE),
-        (layers.TensorParallel, AttentionRefusal.TENSOR_PARALLEL),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("style", "reason"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", None)
 )
 def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style, reason):
     regions, (refused,) = find(style, fake_ranks)
@@ -64,3 +55,9 @@ def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):
 def test_one_local_kv_head_has_no_factor(fake_ranks):
     (region,), _ = find(layers.SplitAttention, fake_ranks, kv_heads=2)
     assert region.head is None
+
+
+def test_every_reason_has_a_program():
+    """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
+    of_plan = {AttentionRefusal[n] for n in ("ONE_GROUP", "ONE_KV_HEAD", "NOT_DIVISIBLE")}
+    assert of_plan | set(REFUSED.values()) == set(AttentionRefusal)

@@ -6,6 +6,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_compile.backend import megamoe
 from moe_compile.errors import RegionRefused
+from tests.attention_layers import (
+    BatchExchange,
+    HeadMask,
+    HeadMixing,
+    NormOverHeads,
+    SplitAttention,
+)
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
@@ -47,3 +54,41 @@ def test_exchanges_that_are_no_region_do_not_raise(fake_ranks):
 def test_more_chunks_than_experts_do_not_raise(fake_ranks):
     gm, inputs = graph(GroupedExperts(16, 24, 8, 2, fake_ranks))
     assert callable(megamoe(gm, inputs, options={**STRICT, "megamoe.chunks": 64}))
+
+
+SPLIT = {"megamoe.strict": True, "megamoe.codegen": "fx", "megamoe.attention_chunks": 2}
+
+
+def attention_graph(style, group, kv_heads=4):
+    layer = style(16, 8, kv_heads, 8, group)
+    (gm,) = dynamo_graphs(layer, torch.randn(4, 6, 16, requires_grad=True))
+    return gm, [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def test_attention_between_exchanges_that_cannot_be_proven_raises(fake_ranks):
+    gm, inputs = attention_graph(HeadMask, fake_ranks)
+    why = r"attention_layers.py:\d+ in attend is not split .*: its mask varies by head"
+    with pytest.raises(RegionRefused, match=why):
+        megamoe(gm, inputs, options=SPLIT)
+    gm, inputs = attention_graph(HeadMask, fake_ranks)
+    assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_chunks": 1}))
+
+
+@pytest.mark.parametrize("style", [BatchExchange, HeadMixing])
+def test_attention_that_is_no_region_does_not_raise(fake_ranks, style):
+    gm, inputs = attention_graph(style, fake_ranks)
+    assert callable(megamoe(gm, inputs, options=SPLIT))
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(2, 2), (4, 3)])
+def test_kv_heads_that_cannot_be_divided_do_not_raise(fake_ranks, kv_heads, groups):
+    gm, inputs = attention_graph(SplitAttention, fake_ranks, kv_heads)
+    assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_chunks": groups}))
+
+
+def test_a_projection_that_is_asked_to_be_split_and_stays_whole_raises(fake_ranks):
+    gm, inputs = attention_graph(NormOverHeads, fake_ranks)
+    with pytest.raises(RegionRefused, match=r"not split as asked: .* mixes heads \(rms_norm\)"):
+        megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "qkv"})
+    gm, inputs = attention_graph(NormOverHeads, fake_ranks)
+    assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "out"}))

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
-from tests.attention_layers import STYLES, BatchExchange, HeadMixing, LatentAttention
+from tests.attention_layers import (
+    STYLES,
+    BatchExchange,
+    HeadMixing,
+    LatentAttention,
+    RepeatedKVAttention,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -96,6 +102,24 @@ def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
 @examples(4)
 def test_any_attention_on_four_ranks_equals_eager(four_ranks, style, data):
     check(four_ranks, data.draw(cases(4)), style)
+
+
+def few_kv_heads(kv_heads, ranks):
+    """KV heads repeated to two for each rank: the groups share them."""
+    heads, floats = 2 * ranks, torch.float32
+    return Case(
+        heads=heads, kv_heads=kv_heads, groups=2, batch=2, positions=6, dtype=floats, seed=0
+    )
+
+
+def test_one_kv_head_on_two_ranks_equals_eager(two_ranks):
+    check(two_ranks, few_kv_heads(1, 2), RepeatedKVAttention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_kv_heads_than_four_ranks_equal_eager(four_ranks, kv_heads):
+    check(four_ranks, few_kv_heads(kv_heads, 4), RepeatedKVAttention)
 
 
 @pytest.mark.parametrize("style", [BatchExchange, HeadMixing], ids=lambda s: s.__name__)

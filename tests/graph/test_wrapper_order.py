@@ -34,6 +34,7 @@ class Runner:
         buf3 = extern_kernels._grouped_mm(buf0, arg0_1, buf1, out_dtype=None)
         buf4 = torch.ops.aten._grouped_mm.default(buf0, arg0_1, buf1)
         torch.ops._c10d_functional.wait_tensor.default(buf2)
+        buf5 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(buf2, buf2, buf2)
         return (buf3, )
 
 runner = Runner(partitions=[])
@@ -64,7 +65,8 @@ def call(args):
 
 def test_a_cpu_wrapper_is_read_in_order():
     events = wrapper_events(CPU)
-    assert event_letters(events, "LWmk") == "mkLmmW"
+    assert event_letters(events, "LWmka") == "mkLmmWa"
+    assert events[0].line == "extern_kernels.mm(arg0_1, arg0_1, out=buf0)"
     (launch,) = [e for e in events if e.kind is EventKind.LAUNCH]
     assert (launch.op, launch.group) == ("all_to_all_single", "7")
 

@@ -25,6 +25,8 @@ FAST = (0, 2)
 GLOBAL_BATCH = 4
 SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_STREAM}
 """At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
+SPLIT = {**OURS, "megamoe.attention_chunks": "auto"}
+ONE_KV_HEAD = "one local KV head: nothing to split by"
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 2}
 
 
@@ -66,12 +68,14 @@ def from_seed(four_ranks, tmp_path_factory):
 
 def check(from_seed, layout, flavor="tiny"):
     settings = settings_of(layout, flavor)
-    ours, _ = from_seed(settings, OURS)
+    ours, _ = from_seed(settings, SPLIT)
     theirs, _ = from_seed(fsdp(2, layout.model, flavor), STOCK)
     assert sorted(theirs[0].steps) == list(range(1, STEPS + 1))
     for rank in ours:
         assert rank.steps == theirs[0].steps
         assert set(rank.verdicts) == ({"chunked"} if layout.ep > 1 else set())
+        assert rank.attention and all(is_region for is_region, _ in rank.attention)
+        assert {verdict for _, verdict in rank.attention} <= {"chunked", ONE_KV_HEAD}
         others = {group for axis, group in rank.groups.items() if axis != "cp"}
         assert rank.groups["cp"] not in others
     same = zip(ours[0].parameters.values(), theirs[0].parameters.values(), strict=True)

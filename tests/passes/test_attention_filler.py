@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_compile.backend import rewrite
@@ -9,7 +10,9 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from tests.attention_layers import SplitAttention
+from tests.block_layers import ParallelBlock, SerialBlock, block_input
 from tests.capture import dynamo_graphs
+from tests.filler_kinds import expected, kinds_in_graph
 
 COMPUTE = ("aten::mm", "aten::_scaled_dot_product")
 
@@ -53,3 +56,38 @@ def test_attention_and_other_compute_hide_its_exchanges(fake_ranks, schedule):
         kinds = {overload_name(n) for between in hidden.values() for n in between}
         attention = any("_scaled_dot_product" in kind for kind in kinds)
         assert (attention and "aten::mm" in kinds) is schedule
+
+
+@pytest.mark.parametrize(("split", "products", "hidden"), [("none", 3, 1), ("both", 6, 4)])
+def test_projections_of_one_group_run_under_exchanges_of_another(
+    fake_ranks, split, products, hidden
+):
+    """Whole, only that of k and v runs under an exchange, that of q; by groups, all but the first
+    and the last."""
+    (gm,) = dynamo_graphs(
+        SplitAttention(256, 16, 8, 16, fake_ranks), torch.randn(2, 128, 256, requires_grad=True)
+    )
+    config = MegaMoEConfig(
+        attention_chunks=2, attention_split=split, max_memory_increase=2.0, hardware="cpu"
+    )
+    state, _ = rewrite(gm, config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    forward, _ = trace_both(gm, inputs, state)
+    is_product = [overload_name(n).endswith("::mm") for n in forward.graph.nodes]
+    under = {n for between in hidden_launches(forward.graph).values() for n in between}
+    assert sum(is_product) == products
+    assert sum(overload_name(n).endswith("::mm") for n in under) == hidden
+
+
+@pytest.mark.parametrize("style", [SerialBlock, ParallelBlock])
+def test_exchanges_of_attention_and_of_experts_run_under_compute_of_other_kinds(fake_ranks, style):
+    groups = {"attention": dist.new_group(), "experts": fake_ranks}
+    (gm,) = dynamo_graphs(style(groups["attention"], groups["experts"]), block_input())
+    config = MegaMoEConfig(chunks=2, attention_chunks=2, max_memory_increase=3.0, hardware="cpu")
+    state, _ = rewrite(gm, config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    graphs = trace_both(gm, inputs, state)
+    for phase, graph_module in zip(("forward", "backward"), graphs, strict=True):
+        found = kinds_in_graph(graph_module.graph)
+        for kind, kinds in expected(style, phase).items():
+            assert kinds <= found[groups[kind].group_name], (phase, kind, found)

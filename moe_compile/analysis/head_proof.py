@@ -1,0 +1,104 @@
+"""Prove which factor is the index of heads, and that a region may be replayed where it stands.
+
+Contract
+    Raises Refuse or Lost where the proof fails; the graph is not edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch.fx as fx
+
+from moe_compile.analysis.attention_regions import AttentionRefusal
+from moe_compile.analysis.head_factors import Factor, Lost, flat, holds, unify
+from moe_compile.analysis.head_rules import step
+from moe_compile.analysis.head_tracking import Tracker
+from moe_compile.analysis.surroundings import changes_state
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.query import is_launch
+
+
+class Refuse(Exception):
+    """Attention is left as it is, for a reason."""
+
+    def __init__(self, reason: AttentionRefusal, detail: str = "") -> None:
+        """Keep `reason`, and the node or value it speaks of in `detail`."""
+        super().__init__(reason.value)
+        self.reason, self.detail = reason, detail
+
+
+def track(tracker: Tracker, moved: Sequence[fx.Node], local: Sequence[fx.Node]) -> None:
+    """Follow factors through `moved`, in graph order, from what it reads; begin at `local` too."""
+    for node in moved:
+        for source in node.all_input_nodes:
+            if source not in tracker:
+                tracker.start(source)
+        step(tracker, node)
+    for operand in local:
+        if operand not in tracker:
+            tracker.start(operand)
+
+
+def find_heads(
+    tracker: Tracker,
+    core: fx.Node,
+    operands: Sequence[fx.Node],
+    sources: Sequence[fx.Node | None],
+    outward: Sequence[fx.Node],
+) -> Factor | None:
+    """Return the factor that is the index of KV heads; refuses what does not move heads."""
+    query, key, value = operands
+    unify(tracker.dims(key)[-3], tracker.dims(value)[-3])
+    unify(tracker.dims(key)[-3], tracker.dims(query)[-3], prefix=True)
+    heads = tracker.dims(query)[-3]
+    first = sources[0]
+    if first is None or not _sends_heads(tracker, first, heads):
+        raise Refuse(AttentionRefusal.NOT_HEADS)
+    for operand, source in zip(operands, sources, strict=True):
+        if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
+            raise Refuse(AttentionRefusal.NOT_SEQUENCE, operand.name)
+    tracker.result_of_attention(core, query, value)
+    for node in outward:
+        tracker.step(node)
+    back = next(n for n in outward if is_launch(n))
+    if flat(tracker.sent[back]) != flat([tracker.source[first]]):
+        raise Refuse(AttentionRefusal.NOT_BACK)
+    kv_heads = tracker.dims(key)[-3]
+    head = kv_heads[0] if kv_heads else None
+    sent = [source.all_input_nodes[0] for source in sources if source]
+    if head and not all(any(holds(d, head) for d in tracker.dims(n)) for n in sent):
+        raise Lost("the heads are not in what is sent")
+    return head
+
+
+def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bool:
+    """Whether what `exchange` sends by is the outer part of the index that `heads` end."""
+    sent = flat(tracker.sent[exchange])
+    return any(
+        dim[i : i + len(sent) + len(heads)] == sent + heads
+        for node in tracker.started()
+        for dim in tracker.dims(node)
+        for i in range(len(dim))
+    )
+
+
+def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
+    """Refuse when one of `nodes` is read outside `body`."""
+    inside = set(body)
+    for node in nodes:
+        if any(user not in inside for user in node.users):
+            raise Refuse(AttentionRefusal.ESCAPES, node.name)
+
+
+def check_meanwhile(body: Collection[fx.Node], dependence: Dependence) -> None:
+    """Refuse when `body` would compute something else, or otherwise, in another place of itself."""
+    read = {s for n in body for i in (n, *n.all_input_nodes) for s in storages(i)}
+    places = [dependence.position[node] for node in body]
+    first, last = min(places), max(places)
+    for node, place in dependence.position.items():
+        if first < place < last:
+            if dependence.writes.get(node, frozenset()) & read:
+                raise Refuse(AttentionRefusal.MUTATED_MEANWHILE, node.name)
+            if changes_state(node):
+                raise Refuse(AttentionRefusal.STATE_CHANGES, node.name)

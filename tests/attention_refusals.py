@@ -1,0 +1,120 @@
+"""Attention that almost is a region: one program for each reason it is left whole."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from moe_compile.analysis.attention_regions import AttentionRefusal
+from tests import attention_layers as layers
+from tests.attention_layers import SplitAttention, swap, to_heads, to_positions
+
+
+class TwiceExchanged(SplitAttention):
+    """The queries go to their heads, back, and again to their heads."""
+
+    def exchange(self, q, k, v):
+        return super().exchange(to_positions(to_heads(q, self.group), self.group), k, v)
+
+
+class TwoGroups(SplitAttention):
+    """The values travel over another group of the same ranks."""
+
+    def __init__(self, *sizes_and_group, **settings):
+        super().__init__(*sizes_and_group, **settings)
+        self.other = dist.new_group()
+
+    def exchange(self, q, k, v):
+        return to_heads(q, self.group), to_heads(k, self.group), to_heads(v, self.other)
+
+
+class UnevenBack(SplitAttention):
+    """One rank gets more of the result than the other."""
+
+    def forward(self, x):
+        o = self.attend(*self.exchange(*self.project(x)))
+        rows = o.permute(2, 0, 1, 3).contiguous()
+        n = rows.shape[0]
+        back = all_to_all_single_autograd(rows, [n // 2, n // 2], [n - 4, 4], self.group)
+        return back.sum()
+
+
+class Interleaved(SplitAttention):
+    """The parts of the sequence are dealt out position by position."""
+
+    def exchange(self, *operands):
+        return tuple(self.interleave(t) for t in operands)
+
+    def interleave(self, x):
+        b, _, s, d = x.shape
+        n = dist.get_world_size(self.group)
+        x = swap(x.reshape(b, n, -1, s, d).permute(1, 0, 2, 3, 4).contiguous(), self.group)
+        return x.permute(1, 2, 3, 0, 4).reshape(b, -1, s * n, d)
+
+
+class BackByBatch(SplitAttention):
+    """The result is exchanged by batch, not by the sequence that was gathered."""
+
+    def forward(self, x):
+        o = self.attend(*self.exchange(*self.project(x)))
+        return self.output(swap(o.contiguous(), self.group)[:, :, : x.shape[1]].repeat(1, 2, 1, 1))
+
+
+class Flattened(SplitAttention):
+    """Batch and heads are one dimension."""
+
+    def attend(self, q, k, v):
+        b, h, _, _ = q.shape
+        k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
+        o = F.scaled_dot_product_attention(*(t.flatten(0, 1) for t in (q, k, v)))
+        return o.unflatten(0, (b, h))
+
+
+class ReadInside(SplitAttention):
+    """The exchanged queries are read outside as well."""
+
+    def forward(self, x):
+        q, k, v = self.exchange(*self.project(x))
+        return self.output(to_positions(self.attend(q, k, v), self.group)) + q.mean()
+
+
+class WrittenMask(SplitAttention):
+    """The mask is written after the attention, before the result is back."""
+
+    def __init__(self, *sizes_and_group, **settings):
+        super().__init__(*sizes_and_group, **settings)
+        self.register_buffer("mask", torch.zeros(12, 12))
+
+    def attend(self, q, k, v):
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+        self.mask.add_(1.0)
+        return o
+
+
+class Autocast(SplitAttention):
+    """The attention alone runs under autocast."""
+
+    def attend(self, q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().attend(q, k, v)
+
+
+REFUSED = {
+    layers.BatchExchange: AttentionRefusal.NOT_HEADS,
+    layers.HeadMixing: AttentionRefusal.NO_EXCHANGE_BACK,
+    layers.LateNorm: AttentionRefusal.COMPUTED_BETWEEN,
+    layers.HeadMask: AttentionRefusal.VARIES_BY_HEAD,
+    layers.Dropout: AttentionRefusal.RANDOM,
+    layers.ReadOutside: AttentionRefusal.NO_EXCHANGE_BACK,
+    layers.LocalAttention: AttentionRefusal.NO_EXCHANGE,
+    layers.TensorParallel: AttentionRefusal.TENSOR_PARALLEL,
+    TwiceExchanged: AttentionRefusal.SEVERAL_EXCHANGES,
+    TwoGroups: AttentionRefusal.GROUPS_DIFFER,
+    UnevenBack: AttentionRefusal.UNEVEN,
+    Interleaved: AttentionRefusal.NOT_SEQUENCE,
+    BackByBatch: AttentionRefusal.NOT_BACK,
+    Flattened: AttentionRefusal.HEADS_LOST,
+    ReadInside: AttentionRefusal.ESCAPES,
+    WrittenMask: AttentionRefusal.MUTATED_MEANWHILE,
+    Autocast: AttentionRefusal.STATE_CHANGES,
+}

@@ -1,0 +1,94 @@
+"""Groups of heads as the options say, and what the report says of them."""
+
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+from moe_compile.backend import rewrite
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import is_launch
+from moe_compile.planning.plan import SplitBound
+from moe_compile.report.explain import print_report
+from moe_compile.report.process_report import ProcessReport
+from tests.attention_layers import (
+    NormOverHeads,
+    ReadProjection,
+    SplitAttention,
+    TensorParallel,
+)
+from tests.capture import dynamo_graphs
+
+NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
+
+
+def compiled(style, group, kv_heads=8, **options):
+    """Return the rewritten graph of a layer with `kv_heads / 2` local KV heads, and its report."""
+    x = torch.randn(4, 6, 16, requires_grad=True)
+    (gm,) = dynamo_graphs(style(16, 24, kv_heads, 8, group), x)
+    _, compilation = rewrite(gm, MegaMoEConfig(hardware="cpu", **options))
+    return gm, compilation
+
+
+@pytest.mark.parametrize(
+    ("asked", "kv_heads", "groups", "verdict"),
+    [
+        (1, 8, 1, "one group of heads asked for"),
+        (4, 8, 4, "chunked"),
+        (4, 4, 1, NOT_DIVISIBLE),
+        (2, 2, 1, "one local KV head: nothing to split by"),
+        ("auto", 8, 2, "chunked"),
+        ("auto", 6, 1, NOT_DIVISIBLE),
+        ("auto", 2, 1, "one local KV head: nothing to split by"),
+    ],
+)
+def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_heads, groups, verdict):
+    gm, compilation = compiled(SplitAttention, fake_ranks, kv_heads, attention_chunks=asked)
+    (found,) = compilation.attention
+    assert (found.num_chunks, found.verdict) == (groups, verdict)
+    assert sum(map(is_launch, gm.graph.nodes)) == 4 * groups
+
+
+@pytest.mark.parametrize(
+    ("style", "remarks"),
+    [
+        (
+            NormOverHeads,
+            (
+                SplitBound.OUT.value,
+                "projections of q, k and v whole: what stands between a projection and the "
+                "exchange mixes heads (rms_norm)",
+            ),
+        ),
+        (
+            ReadProjection,
+            (
+                "projections of q, k and v whole: a value inside the region is read outside it "
+                "(q_1)",
+                "output projection whole: no product by a weight follows the result by movements "
+                "of data",
+            ),
+        ),
+    ],
+)
+def test_projections_that_cannot_be_cut_are_whole_and_the_region_is_not(fake_ranks, style, remarks):
+    gm, compilation = compiled(style, fake_ranks, attention_chunks=2, attention_split="both")
+    (found,) = compilation.attention
+    assert (found.num_chunks, found.verdict, found.remarks) == (2, "chunked", remarks)
+    assert sum(map(is_launch, gm.graph.nodes)) == 8
+
+
+def test_the_report_shows_what_became_of_every_attention(fake_ranks):
+    report = ProcessReport()
+    for style, options in (
+        (SplitAttention, {"attention_chunks": 2, "attention_split": "out"}),
+        (TensorParallel, {"attention_chunks": 2}),
+    ):
+        report.add(compiled(style, fake_ranks, **options)[1], "", "cpu")
+    console = Console(record=True, width=200)
+    print_report(report.as_dict(), console)
+    text = " ".join(console.export_text().split())
+    place = r"attention_layers\.py:\d+"
+    assert re.search(place + " 2 12 4 2 chunked output projection summed over groups", text)
+    assert re.search(place + " - - - - its heads are sharded by tensor parallelism", text)
