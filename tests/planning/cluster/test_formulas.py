@@ -199,6 +199,14 @@ def test_what_cannot_be_is_said_with_what_to_write(changes, message):
         predict_step(make_setting("352b", "h800", changes=changes))
 
 
+def test_a_model_is_simulated_with_the_fit_of_its_own_cluster():
+    fits = {model: make_setting(model, "h800").fit for model in ("352b", "deepseek-v3")}
+    assert fits["352b"] == H800.fit("bytedance")
+    assert fits["deepseek-v3"] == H800.fit("routed")
+    assert make_setting("352b", "h200").fit == Fit()
+    assert make_setting("352b", "h800", fit="none").fit == Fit()
+
+
 def test_chunks_need_experts_to_split():
     for chunks, local in itertools.product((2, 8), (1, 4)):
         method = Method(overlap=Overlap.CHUNKS, num_chunks=chunks, expert_ranks=32 // local)
