@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_compile.errors import InvalidConfig
@@ -113,6 +113,7 @@ FITS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     model=st.sampled_from([shape.name for shape in TABLE_2]),
     method=METHODS,
@@ -124,6 +125,7 @@ def test_free_collectives_bound_every_schedule_of_one_batch(model, method, fit, 
     assert time_layer(layer).total_us >= bound_us(layer) * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(model=st.sampled_from([shape.name for shape in TABLE_2]), fit=FITS)
 def test_overlap_hides_and_never_loses_collectives(model, fit):
     sequential = time_layer(costs(model, Method(), fit=fit))
