@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -16,17 +13,15 @@ import torch
 
 from benchmarks.cases import LATENCY_S, Case
 from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.measure import cpu_name, memory_gb_per_s, op_overhead_us, seconds_of
 
-REPEATS: Final = 7
-COPIED_BYTES: Final = 64 * 2**20
-"""More than the last-level cache keeps for one core."""
-SMALL_OPS: Final = 1000
+CPU: Final = "cpu"
 
 
 def describe_machine() -> dict[str, Any]:
     """Return hardware and versions, for the head of the results."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
@@ -39,10 +34,10 @@ def describe_machine() -> dict[str, Any]:
 def measure_profile(case: Case, link_bytes_per_s: float) -> HardwareProfile:
     """Measure this thread's rates at the sizes of `case`; the link's is the emulated one's."""
     return HardwareProfile(
-        name=f"{_cpu_name()}, one thread; emulated link",
+        name=f"{cpu_name()}, one thread; emulated link",
         matmul_tflops=_matmul_tflops(case),
-        memory_gb_per_s=_memory_gb_per_s(),
-        op_overhead_us=_op_overhead_us(),
+        memory_gb_per_s=memory_gb_per_s(CPU),
+        op_overhead_us=op_overhead_us(CPU),
         link_gb_per_s=link_bytes_per_s / 1e9,
         link_latency_us=LATENCY_S * 1e6,
         origins=_origins(),
@@ -61,7 +56,7 @@ def emulated_link_origin() -> str:
 
 
 def _origins() -> dict[str, str]:
-    measured = f"measured: {datetime.now(UTC).date()} on one thread of {_cpu_name()}"
+    measured = f"measured: {datetime.now(UTC).date()} on one thread of {cpu_name()}"
     rates = dict.fromkeys(("matmul_tflops", "memory_gb_per_s", "op_overhead_us"), measured)
     link = dict.fromkeys(("link_gb_per_s", "link_latency_us"), emulated_link_origin())
     return {**rates, **link}
@@ -73,36 +68,8 @@ def _matmul_tflops(case: Case) -> float:
     x = torch.randn(rows, case.width, dtype=torch.bfloat16)
     weight = torch.randn(experts, case.width, case.hidden, dtype=torch.bfloat16)
     ends = torch.arange(1, experts + 1, dtype=torch.int32) * (rows // experts)
-    seconds = _seconds(lambda: torch._grouped_mm(x, weight, offs=ends))
+    seconds = seconds_of(CPU, lambda: torch._grouped_mm(x, weight, offs=ends))
     return 2.0 * rows * case.width * case.hidden / seconds / 1e12
-
-
-def _memory_gb_per_s() -> float:
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    seconds = _seconds(lambda: target.copy_(source))
-    return 2.0 * COPIED_BYTES / seconds / 1e9
-
-
-def _op_overhead_us() -> float:
-    x = torch.zeros(8)
-
-    def many() -> None:
-        for _ in range(SMALL_OPS):
-            torch.add(x, 1.0, out=x)
-
-    return _seconds(many) / SMALL_OPS * 1e6
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    """Return the median CPU time of this thread for `work`, after one call to warm up."""
-    work()
-    times = []
-    for _ in range(REPEATS):
-        began = time.thread_time()
-        work()
-        times.append(time.thread_time() - began)
-    return statistics.median(times)
 
 
 def _revision() -> str:
@@ -113,13 +80,3 @@ def _revision() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return found.stdout.strip()
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown processor"

@@ -18,6 +18,7 @@ from moe_compile.planning.cluster.layer_time import time_layer
 from moe_compile.planning.cluster.models import MODELS
 from moe_compile.planning.cluster.scenario import (
     DEFAULT_FIT,
+    default_fit,
     make_setting,
     predict,
     schedules,
@@ -90,17 +91,19 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         _write_timeline(known, setting)
     fit = {k: v for k, v in dataclasses.asdict(setting.fit).items() if v != 1.0}
     said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
-    job = setting.job
+    job, name = setting.job, known.fit or default_fit(known.model, setting.profile)
     title = (
         f"{setting.model.name} on {setting.profile.name}: batch {job.global_batch}, sequence "
-        f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; fitted factors: {said}"
+        f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; fit {name}: {said}"
     )
     if not known.json:
         tables.print_predictions(rows, title, tables.new_console())
     return {
         "model": setting.model.name,
         "cluster": setting.profile.name,
-        "fit": dataclasses.asdict(setting.fit),
+        "fit": name,
+        "factors": dataclasses.asdict(setting.fit),
+        "contention": setting.costs.contention,
         "job": dataclasses.asdict(job),
         "rows": tables.as_data(rows),
     }

@@ -8,7 +8,7 @@ Contract
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,30 @@ def sourced_lines(numbers: Mapping[str, float], origins: Mapping[str, str]) -> l
         check_origin(name, origin)
         lines.append(f'{name} = {{ value = {value:.2g}, origin = "{_escaped(str(origin))}" }}')
     return lines
+
+
+def dump_sourced(table: Mapping[str, Any]) -> str:
+    """Return TOML for a raw table in which numbers are `{ value, origin }`, subtables last."""
+    return "\n".join(_lines(table, "")) + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: str) -> Iterator[str]:
+    later: list[tuple[str, Mapping[str, Any]]] = []
+    for key, value in table.items():
+        where = f"{path}.{key}" if path else key
+        if isinstance(value, str):
+            yield f'{key} = "{_escaped(value)}"'
+        elif isinstance(value, list):
+            later.extend((f"[[{where}]]", inner) for inner in value)
+        elif "value" in value:
+            check_origin(where, value.get("origin"))
+            number, origin = value["value"], _escaped(value["origin"])
+            yield f'{key} = {{ value = {number}, origin = "{origin}" }}'
+        else:
+            later.append((f"[{where}]", value))
+    for heading, inner in later:
+        yield f"\n{heading}"
+        yield from _lines(inner, heading.strip("[]"))
 
 
 def _escaped(text: str) -> str:

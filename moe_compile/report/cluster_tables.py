@@ -8,6 +8,7 @@ Contract
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -40,26 +41,29 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
     for heading in ("step s", "tok/s", "MFU %", "layer ms", "exposed %", "of bound %", "GB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("over first", justify="right")
-    first: dict[int, float] = {}
-    for row in rows:
-        slowest = first.setdefault(row.gpus, row.seconds)
-        table.add_row(
-            str(row.gpus),
-            row.schedule,
-            f"{row.seconds:.2f}",
-            f"{row.tokens_per_s / 1e3:.1f}k",
-            f"{row.mfu_percent:.1f}",
-            f"{row.layer_ms:.2f}",
-            f"{row.exposed_percent:.1f}",
-            f"{row.of_bound_percent:.1f}",
-            f"{row.memory_gb:.0f}" + ("" if row.fits_memory else " too much"),
-            f"{slowest / row.seconds:.2f}x",
-            end_section=row is rows[-1] or rows[rows.index(row) + 1].gpus != row.gpus,
-        )
+    for gpus, group in itertools.groupby(rows, key=lambda row: row.gpus):
+        same = list(group)
+        for row in same:
+            over = same[0].seconds / row.seconds
+            table.add_row(str(gpus), *_figures(row), f"{over:.2f}x")
+        table.add_section()
     console.print(table)
     console.print(
         f"{NOTE} exposed: no compute runs; of bound: time with free collectives over time; GB: "
         "counted, without allocator and NCCL."
+    )
+
+
+def _figures(row: Prediction) -> tuple[str, ...]:
+    return (
+        row.schedule,
+        f"{row.seconds:.2f}",
+        f"{row.tokens_per_s / 1e3:.1f}k",
+        f"{row.mfu_percent:.1f}",
+        f"{row.layer_ms:.2f}",
+        f"{row.exposed_percent:.1f}",
+        f"{row.of_bound_percent:.1f}",
+        f"{row.memory_gb:.0f}" + ("" if row.fits_memory else " too much"),
     )
 
 

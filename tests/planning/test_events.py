@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_compile.planning.cluster.tasks import COMPUTE, LINK, TaskList, run_in_order, run_tasks
@@ -23,6 +23,7 @@ def task_lists(draw):
     return tasks.tasks
 
 
+@settings(deadline=None)
 @given(tasks=task_lists(), contention=st.sampled_from([0.0, 0.12, 1.0]))
 def test_a_timeline_keeps_needs_and_streams_and_slows_what_overlaps(tasks, contention):
     """The oracle is the definition: a task's work is its span less the share contention took."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig, nearest
-from moe_compile.hardware.cluster import load_cluster
+from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.planning.cluster import systems
 from moe_compile.planning.cluster.layer_time import bound_us
 from moe_compile.planning.cluster.memory import count_memory
@@ -21,8 +21,8 @@ CHUNKS: Final = (2, 4, 8)
 GENERAL_JOB: Final = Job(gpus=8, global_batch=1024)
 """Of a model without a published job."""
 DEFAULT_FIT: Final[Mapping[str, str]] = {"h800": "bytedance", "h100": "eos"}
-UNFITTED_MODELS: Final = ("deepseek-v3",)
-"""Models on clusters of others: a fit of one cluster is wrong by 20 % on another."""
+UNFITTED: Final[Mapping[str, str]] = {"deepseek-v3": "routed"}
+"""Model on a cluster of others -> fit: one cluster's constants are wrong by 20 % on another."""
 DEFAULTS: Final[Mapping[str, tuple[Method, Job]]] = {
     "352b": (systems.MEGASCALE, systems.MEGASCALE_JOB),
     "deepseek-v3": (systems.DEEPSEEK, systems.DEEPSEEK_JOB),
@@ -66,7 +66,7 @@ def make_setting(
     for key in given:
         if key not in names[0] | names[1]:
             raise InvalidConfig(f"no setting {key!r}.{nearest(key, names[0] | names[1])}")
-    chosen = fit or default_fit(model, profile.name)
+    chosen = fit or default_fit(model, profile)
     return Setting(
         model=shape,
         profile=profile,
@@ -76,9 +76,10 @@ def make_setting(
     )
 
 
-def default_fit(model: str, profile: str) -> str:
+def default_fit(model: str, profile: ClusterProfile) -> str:
     """Return the name of the fit a model is simulated with unless told."""
-    return "none" if model in UNFITTED_MODELS else DEFAULT_FIT.get(profile, "none")
+    name = UNFITTED.get(model, DEFAULT_FIT.get(profile.name, "none"))
+    return name if name in profile.fits else "none"
 
 
 def schedules(setting: Setting, wanted: Sequence[str] = ()) -> dict[str, Setting]:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_compile.errors import InvalidConfig
@@ -113,6 +113,7 @@ FITS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     model=st.sampled_from([shape.name for shape in TABLE_2]),
     method=METHODS,
@@ -124,6 +125,7 @@ def test_free_collectives_bound_every_schedule_of_one_batch(model, method, fit, 
     assert time_layer(layer).total_us >= bound_us(layer) * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(model=st.sampled_from([shape.name for shape in TABLE_2]), fit=FITS)
 def test_overlap_hides_and_never_loses_collectives(model, fit):
     sequential = time_layer(costs(model, Method(), fit=fit))
@@ -197,6 +199,14 @@ def test_every_model_runs_under_every_schedule_it_is_offered(model):
 def test_what_cannot_be_is_said_with_what_to_write(changes, message):
     with pytest.raises(InvalidConfig, match=message):
         predict_step(make_setting("352b", "h800", changes=changes))
+
+
+def test_a_model_is_simulated_with_the_fit_of_its_own_cluster():
+    fits = {model: make_setting(model, "h800").fit for model in ("352b", "deepseek-v3")}
+    assert fits["352b"] == H800.fit("bytedance")
+    assert fits["deepseek-v3"] == H800.fit("routed")
+    assert make_setting("352b", "h200").fit == Fit()
+    assert make_setting("352b", "h800", fit="none").fit == Fit()
 
 
 def test_chunks_need_experts_to_split():

@@ -1,0 +1,103 @@
+"""`megamoe calibrate`: measure what one device can and write it as a profile.
+
+Contract
+    What one device cannot tell (links, capacities, peaks) stays as the profile started from has
+    it, with its origin; its fits are left out. What is written loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.hardware.detect import NO_GPU, detected_profile
+from moe_compile.hardware.profile import load_profile, read_profile
+from moe_compile.hardware.sourced_file import dump_sourced
+from moe_compile.report.cluster_tables import new_console
+
+ROWS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Rows per expert at which curves are measured."""
+DIGITS: Final = 4
+"""Significant digits that are written; medians repeat to two or three."""
+DEVICES: Final = ("auto", "cuda", "cpu")
+
+
+def add_calibrate(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure this device and write its profile",
+        description="Run small kernels on one device for a minute at most and write a profile "
+        "with the rates measured; links and peaks stay as the profile started from has them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="TOML file to write")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="what to measure")
+    parser.add_argument("--start", metavar="PROFILE", help="profile to start from; default: detect")
+    parser.set_defaults(run=calibrate)
+
+
+def calibrate(known: argparse.Namespace) -> int:
+    """Measure and write; return the exit status. Raises InvalidConfig."""
+    torch: Any = importlib.import_module("torch")
+    has_gpu = torch.cuda.is_available()
+    device = ("cuda" if has_gpu else "cpu") if known.device == "auto" else known.device
+    if device == "cuda" and not has_gpu:
+        raise InvalidConfig("--device cuda: torch sees no CUDA device; write cpu")
+    if known.out.suffix != ".toml":
+        raise InvalidConfig(f"{known.out}: write a name that ends in .toml")
+    start = known.start or (detected_profile() if device == "cuda" else NO_GPU)
+    table = tomllib.loads(read_profile(start).path.read_text())
+    if device == "cpu" and "compute" in table:
+        raise InvalidConfig(f"a processor says nothing of {start}: leave --start out, or write cpu")
+    table.pop("fit", None)  # fitted on other efficiencies
+    measure: Any = importlib.import_module("moe_compile.hardware.measure")
+    chip = measure.device_name(device)
+    day = datetime.now(UTC).date()
+    origin = f"measured: {day} on {chip}, torch {torch.__version__}, median of {measure.REPEATS}"
+    table["name"] = known.out.stem
+    for path, value in _measured(measure, device, table).items():
+        *tables, key = path.split(".")
+        inner = table
+        for name in tables:
+            inner = inner[name]
+        inner[key] = {"value": value, "origin": origin}
+    known.out.parent.mkdir(parents=True, exist_ok=True)
+    known.out.write_text(dump_sourced(table))
+    load_profile(str(known.out))
+    new_console().print(f"{known.out}: measured on {chip}, links from profile {start}.")
+    return 0
+
+
+def _measured(measure: Any, device: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was measured, by dotted path in the profile."""
+    memory = measure.memory_gb_per_s(device)
+    found: dict[str, Any] = {
+        "matmul_tflops": _short(measure.matmul_tflops(device)),
+        "memory_gb_per_s": _short(memory),
+        "op_overhead_us": _short(measure.op_overhead_us(device)),
+    }
+    if "compute" not in table:
+        return found
+    compute = table["compute"]
+    peak = compute["bf16_tflops"]["value"]
+    long = measure.GROUPED_WIDTH[device] / (
+        measure.GROUPED_WIDTH[device] + compute["half_reduction"]["value"]
+    )
+    found["memory.share"] = _short(min(memory / table["memory"]["gb_per_s"]["value"], 1.0))
+    found["compute.gemm_share"] = _short(min(found["matmul_tflops"] / peak, 1.0))
+    for name, is_gradient in (("grouped_forward", False), ("grouped_weight_gradient", True)):
+        shares = measure.grouped_shares(device, ROWS, peak, is_gradient=is_gradient)
+        scale = 1.0 if is_gradient else long  # the model counts the reduction apart
+        found[f"compute.{name}"] = [[n, _short(min(s / scale, 1.0))] for n, s in shares]
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,119 @@
+"""Rates of one device by running small kernels on it; imports torch.
+
+Contract
+    On a GPU times are the device's, between CUDA events around work queued back to back; on a
+    processor this thread's own. Medians, after one round to warm up.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+CUDA: Final = "cuda"
+REPEATS: Final = 7
+COPIED_BYTES: Final = {CUDA: 2**30, "cpu": 64 * 2**20}
+"""More than the last-level cache keeps, of the GPU or for one core."""
+SMALL_OPS: Final = 1000
+MATRIX: Final = {CUDA: 8192, "cpu": 512}
+"""Rows and columns of a large product."""
+GROUPED_WIDTH: Final = {CUDA: 4096, "cpu": 512}
+GROUPED_HIDDEN: Final = {CUDA: 14336, "cpu": 1792}
+"""Sizes of the experts measured: those of Mixtral-8x7B, an eighth of them on a processor."""
+HEAD_START_CYCLES: Final = 2_000_000
+"""About a millisecond that the device spins, so that the host's launches do not count."""
+
+
+def device_name(device: str) -> str:
+    """Return what the device calls itself; of a processor one thread is measured."""
+    return torch.cuda.get_device_name() if device == CUDA else f"one thread of {cpu_name()}"
+
+
+def cpu_name() -> str:
+    """Return what this machine calls its processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown processor"
+
+
+def matmul_tflops(device: str) -> float:
+    """Return the rate of a large bf16 product, 1e12 operations per second."""
+    size = MATRIX[device]
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2.0 * size**3 / seconds_of(device, lambda: torch.mm(left, right)) / 1e12
+
+
+def memory_gb_per_s(device: str) -> float:
+    """Return the rate of a copy, bytes read and bytes written, 1e9 per second."""
+    source = torch.zeros(COPIED_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() / seconds_of(device, lambda: target.copy_(source)) / 1e9
+
+
+def op_overhead_us(device: str) -> float:
+    """Return the time of one tiny operator among many, microseconds."""
+    x = torch.zeros(8, device=device)
+
+    def many() -> None:
+        for _ in range(SMALL_OPS):
+            torch.add(x, 1.0, out=x)
+
+    return seconds_of(device, many, head_start=False) / SMALL_OPS * 1e6
+
+
+def grouped_shares(
+    device: str, rows: Sequence[int], peak_tflops: float, *, is_gradient: bool
+) -> list[tuple[int, float]]:
+    """Return (rows per expert, share of the peak) of a grouped GEMM, or of its weight gradient.
+
+    Four experts of `GROUPED_WIDTH` and `GROUPED_HIDDEN`.
+    """
+    experts, width, hidden = 4, GROUPED_WIDTH[device], GROUPED_HIDDEN[device]
+    weight = torch.randn(experts, width, hidden, device=device, dtype=torch.bfloat16)
+    shares = []
+    for count in rows:
+        x = torch.randn(experts * count, width, device=device, dtype=torch.bfloat16)
+        made = torch.randn(experts * count, hidden, device=device, dtype=torch.bfloat16)
+        ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * count
+
+        def product(x: Any = x, made: Any = made, ends: Any = ends) -> Any:
+            if is_gradient:
+                return torch._grouped_mm(x.t(), made, offs=ends)
+            return torch._grouped_mm(x, weight, offs=ends)
+
+        operations = 2.0 * experts * count * width * hidden
+        shares.append((count, operations / seconds_of(device, product) / 1e12 / peak_tflops))
+    return shares
+
+
+def seconds_of(device: str, work: Callable[[], Any], *, head_start: bool = True) -> float:
+    """Return the median seconds of `work`."""
+    if device != CUDA:
+        torch.set_num_threads(1)
+    work()
+    return statistics.median(_once(device, work, head_start) for _ in range(REPEATS))
+
+
+def _once(device: str, work: Callable[[], Any], head_start: bool) -> float:
+    if device != CUDA:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if head_start:
+        torch.cuda._sleep(HEAD_START_CYCLES)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
