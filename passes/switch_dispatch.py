@@ -24,7 +24,7 @@ from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.query import waits_on
-from moe_compile.planning.dispatch_rules import dispatch_costs, is_bitwise, num_addends
+from moe_compile.planning.dispatch_rules import dispatch_costs, rounding_of
 from moe_compile.planning.plan import plan_token_slices
 from moe_compile.planning.state import CompileState, RegionPlan, SwitchVerdict
 from passes.contract import Fact, GraphPass, PassReport, Verdict
@@ -110,7 +110,7 @@ def _against(plan: RegionPlan, config: MegaMoEConfig, found: TokenRows) -> Unswi
         return Unswitched.TOKENS_MAY_DIFFER
     if config.dispatch != "auto":
         return None
-    if not is_bitwise(found):
+    if not rounding_of(found).is_bitwise:
         return Unswitched.LOSSY
     costs = plan.switch.costs
     return None if costs is not None and costs.by_measurement else Unswitched.NOT_WORTHWHILE
@@ -126,17 +126,16 @@ def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
     plan.switch = SwitchVerdict(
         is_switched=True,
         is_exact=switch.is_exact,
-        num_addends=num_addends(found),
+        rounding=rounding_of(found),
         costs=plan.switch.costs,
     )
     for node, value in emitted.instead.items():
         node.replace_all_uses_with(value)
-    found.total.replace_all_uses_with(emitted.result)
+    found.sums.total.replace_all_uses_with(emitted.result)
     for node in around.readers_of_kept:
         region.result.prepend(node)
     count_waits = waits_on(region.count_exchange)
-    erase_unused([found.total])
-    erase_unused([region.result, *found.after])
+    erase_unused([region.result, *found.after, *found.sums.tail])
     erase_unused([node for node in region.body if node is not region.result])
     erase_unused([region.count_exchange, *count_waits])
     erase_unused([found.gather, *found.before])

@@ -55,10 +55,11 @@ def examine_surroundings(region: MoERegion) -> Surroundings | Refused:
     ]
     alive = _closure(escaping, inside)
     reads = [n for n in region.count_side if n in alive and n.target == "item"]
-    readers = _readers_before(region, reads, inside - alive)
+    stale = _stale(graph, only_asserted, inside, alive)
+    readers = _readers_before(region, reads, (inside - alive).union(stale))
     movable = all(_is_pure(n) for n in readers)
     return Surroundings(
-        stale_assertions=tuple(_stale(graph, only_asserted, inside, alive)),
+        stale_assertions=tuple(stale),
         kept_reads=tuple(reads) if movable else (),
         readers_of_kept=tuple(readers) if movable else (),
     )

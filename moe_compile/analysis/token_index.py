@@ -57,6 +57,12 @@ def rows_of_each_token(index: fx.Node, tokens: fx.Node) -> int | None:
     return k if num_rows is not None and num_rows == k * num_tokens else None
 
 
+def order_of(index: fx.Node) -> fx.Node | None:
+    """Return `order` where `index` is `order // k`, else None."""
+    divided = _divided(index)
+    return None if divided is None else divided[0]
+
+
 def chosen_of(index: fx.Node) -> fx.Node | None:
     """Return the indices of the `topk` whose flat order sorts the rows; None when not found.
 

@@ -35,10 +35,28 @@ class Unswitched(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSum:
+    """The sums after a combine."""
+
+    total: fx.Node
+    """`[T, D]`: one sum per token."""
+    index: fx.Node
+    """`[R]`: the token of each row; where rows are put in order first, the order."""
+    is_order: bool
+    """Whether `index` is the order of the rows, `k` to a token, instead of their tokens."""
+    base: fx.Node | None = None
+    """What the sums are added to; None for zeros."""
+    weights: fx.Node | None = None
+    """Weights of the rows in order, `k` to a token; None for 1."""
+    tail: tuple[fx.Node, ...]
+    """All nodes of the form, from the rows on, `total` included, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRows:
     """The gather before a region's dispatch and the sum after its combine.
 
-    Shapes: `tokens` `[T, D]`, `index` `[R]`, each factor `[R, 1]`, `total` `[T, D']`.
+    Shapes: `tokens` `[T, D]`, `index` `[R]`, each factor `[R, 1]`.
     """
 
     tokens: fx.Node
@@ -50,10 +68,7 @@ class TokenRows:
     """What changes the rows that came back before they are summed, in order."""
     factors: tuple[fx.Node, ...]
     """Factors per row that `before` and `after` read, each once."""
-    total: fx.Node
-    """The sum per token."""
-    base: fx.Node | None
-    """What it adds to; None for zeros."""
+    sums: TokenSum
     rows_per_token: int | None
     """Rows that every token has; None when not proven to be one number."""
     is_chosen_once: bool

@@ -27,6 +27,10 @@ IN_PLACE_OPERATORS: Final = frozenset(
 )  # fmt: skip
 
 
+NAMED_BY_KEYWORD: Final = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
+"""Operators whose names end like those that write in place, and that write nothing."""
+
+
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the arguments whose tensors `node` writes in place."""
     if node.op == "call_method":
@@ -42,6 +46,8 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
         return _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_operator(node, target.name())
+    if target in NAMED_BY_KEYWORD:
+        return ()
     name = getattr(target, "__name__", "")
     if node.kwargs.get("inplace") or (name.endswith("_") and not name.startswith("_")):
         return _nodes(node.args[:1])

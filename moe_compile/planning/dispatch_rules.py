@@ -84,14 +84,37 @@ def dispatch_costs(region: MoERegion, found: TokenRows) -> DispatchCosts | None:
     )
 
 
-def num_addends(found: TokenRows) -> int | None:
-    """Return how many numbers each sum per token adds, None when they are not proven to be one."""
-    if found.rows_per_token is None:
-        return None
-    return found.rows_per_token + (found.base is not None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """How far a token's sums, forward and backward, may be from the model's.
+
+    With a unit roundoff of eps / 2, a sum of m numbers in any order is off by at most
+    (m - 1) eps / 2 of the sum of their magnitudes, to first order (Higham, section 4.2), and two
+    orders differ by at most twice that. A weighted sum adds products before it rounds: each rank's
+    share of it is rounded once more, at most m shares.
+    """
+
+    num_addends: int | None
+    """Numbers that each sum adds; None where they are not proven to be one number."""
+    is_weighted: bool
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether nothing differs."""
+        most = 1 if self.is_weighted else EXACT_ADDENDS
+        return self.num_addends is not None and self.num_addends <= most
+
+    @property
+    def bound_eps(self) -> int | None:
+        """Largest difference, in eps times the sum of magnitudes; None where not known."""
+        if self.num_addends is None:
+            return None
+        return 0 if self.is_bitwise else self.num_addends - (not self.is_weighted)
 
 
-def is_bitwise(found: TokenRows) -> bool:
-    """Whether no sum, forward or backward, adds more than two numbers."""
-    addends = num_addends(found)
-    return addends is not None and addends <= EXACT_ADDENDS
+def rounding_of(found: TokenRows) -> Rounding:
+    """Return how sums per token round where tokens are gathered."""
+    addends = found.rows_per_token
+    if addends is not None and found.sums.base is not None:
+        addends += 1
+    return Rounding(num_addends=addends, is_weighted=found.sums.weights is not None)

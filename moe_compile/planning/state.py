@@ -17,7 +17,7 @@ from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
-from moe_compile.planning.dispatch_rules import DispatchCosts
+from moe_compile.planning.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.planning.plan import Remark
 
 
@@ -50,8 +50,8 @@ class SwitchVerdict:
     detail: str = ""
     is_exact: bool = True
     """Whether it has room for the rows that come; else for all that may."""
-    num_addends: int | None = None
-    """Numbers that each sum per token adds; None when not proven to be one number."""
+    rounding: Rounding | None = None
+    """How its sums per token may differ; None where it is not switched."""
     costs: DispatchCosts | None = None
     """Bytes and padding either way; None where the gather or the sum was not found."""
 

@@ -6,7 +6,12 @@ Contract
 
 from __future__ import annotations
 
-from moe_compile.planning.dispatch_rules import EXACT_ADDENDS, MEASURED_SHARE, DispatchCosts
+from moe_compile.planning.dispatch_rules import (
+    EXACT_ADDENDS,
+    MEASURED_SHARE,
+    DispatchCosts,
+    Rounding,
+)
 from moe_compile.planning.state import RegionPlan, SwitchVerdict
 
 
@@ -55,15 +60,15 @@ def _switched(switch: SwitchVerdict) -> list[str]:
             "" if switch.costs is None else f", {switch.costs.padding:g} times the balanced ones"
         )
         room = f"room for all rows that may come{times}"
-    return [room, _equality(switch.num_addends)]
+    return [room] if switch.rounding is None else [room, _equality(switch.rounding)]
 
 
-def _equality(num_addends: int | None) -> str:
-    if num_addends is None:
+def _equality(rounding: Rounding) -> str:
+    if rounding.bound_eps is None:
         return "sums per token round in another order: how many rows a token has is not proven"
-    if num_addends <= EXACT_ADDENDS:
+    if rounding.is_bitwise:
         return f"no bit changes: sums per token have at most {EXACT_ADDENDS} addends"
     return (
-        f"sums of {num_addends} per token round in another order: off by at most "
-        f"{num_addends - 1} eps times the sum of their magnitudes"
+        f"sums of {rounding.num_addends} per token round otherwise: off by at most "
+        f"{rounding.bound_eps} eps times the sum of their magnitudes"
     )

@@ -62,8 +62,9 @@ def emit_gathered(switch: Switch, kept: Iterable[fx.Node]) -> Gathered:
     writer.gather_factors(slices, found.before)
     for part in slices:
         writer.run_experts(part)
-    writer.emit = Emitter(found.total)
+    writer.emit = Emitter(found.sums.total)
     writer.gather_factors(slices, found.after)
+    writer.gather_weights(slices)
     reduces = [writer.launch_sums(part) for part in slices]
     return Gathered(_joined(writer.emit, switch, reduces), instead, tuple(gathers), tuple(reduces))
 
@@ -112,6 +113,6 @@ def _joined(emit: Emitter, switch: Switch, reduces: list[fx.Node]) -> fx.Node:
     """Emit the sums of all this rank's tokens, and what they are added to."""
     sums = [emit.call(C10D.wait_tensor, launch) for launch in reduces]
     result = sums[0] if len(sums) == 1 else emit.call(torch.cat, sums)
-    if switch.found.base is not None:
-        result = emit.call(operator.add, switch.found.base, result)
+    if switch.found.sums.base is not None:
+        result = emit.call(operator.add, switch.found.sums.base, result)
     return result

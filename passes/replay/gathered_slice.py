@@ -133,9 +133,21 @@ class SliceWriter:
         for factor in dict.fromkeys(read):
             if factor in slices[0].factors:
                 continue
-            everyone = emit_factor(self.emit, self._region, self._routing, factor)
-            for part, own in zip(slices, everyone, strict=True):
-                part.factors[factor] = self.emit.call(operator.getitem, own, part.source)
+            self._gather(slices, factor, factor)
+
+    def gather_weights(self, slices: list[Slice]) -> None:
+        """Emit, for this rank's rows, the weights of a weighted sum, which stand by token."""
+        sums = self._found.sums
+        if sums.weights is None:
+            return
+        flat = self.emit.method("reshape", sums.weights, -1)
+        of_rows = self.emit.call(operator.getitem, flat, sums.index)
+        self._gather(slices, sums.weights, self.emit.method("unsqueeze", of_rows, -1))
+
+    def _gather(self, slices: list[Slice], name: fx.Node, factor: fx.Node) -> None:
+        everyone = emit_factor(self.emit, self._region, self._routing, factor)
+        for part, own in zip(slices, everyone, strict=True):
+            part.factors[name] = self.emit.call(operator.getitem, own, part.source)
 
     def run_experts(self, part: Slice) -> None:
         """Emit the rows of the slice, and the region's body on them."""
@@ -162,8 +174,16 @@ class SliceWriter:
         sent = region.combine.all_input_nodes[0]
         rows = part.replay.env.get(sent, sent)
         rows = self._changed(part, region.result, rows, found.after)
+        if (weights := found.sums.weights) is not None:
+            wide = tensor_of(weights)
+            assert wide is not None
+            rows = emit.method("to", rows, wide.dtype)
+            rows = emit.call(operator.mul, rows, part.factors[weights])
         rows = self._without_padding(part, rows)
         all_tokens = times(emit, self._num_tokens(), region.num_ranks)
-        zeros = emit.method("new_zeros", rows, (all_tokens, extent(emit, found.total, 1)))
+        zeros = emit.method("new_zeros", rows, (all_tokens, extent(emit, found.sums.total, 1)))
         sums = emit.method("index_add", zeros, 0, part.target, rows)
+        total = tensor_of(found.sums.total)
+        assert total is not None
+        sums = emit.method("to", sums, total.dtype)
         return emit.call(C10D.reduce_scatter_tensor, sums, "sum", region.num_ranks, region.group)

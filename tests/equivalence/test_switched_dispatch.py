@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import MoECase, Routing, moe_cases
+from tests.dispatch_layers import InOrder, InOrderWeighted
 from tests.equivalence.test_layers import build, dtypes, examples, inputs
 from tests.equivalence.test_token_chunks import WholeNumbers
 from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
@@ -54,7 +55,7 @@ def check(results):
         assert not found, f"rank {rank}: {found}"
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", (*STYLES, InOrder), ids=lambda s: s.__name__)
 @given(data=st.data(), padding=PADDING)
 @examples(2)
 def test_two_rows_a_token_change_no_bit_on_two_ranks(two_ranks, style, data, padding):
@@ -132,6 +133,22 @@ def test_more_rows_a_token_are_off_by_the_reported_bound(two_ranks, top_k):
         assert off["output"].any(), "nothing was added in another order"
         assert off["input"].norm() <= (top_k - 1) * EPS * eager["input"].norm()
         for name in ("router", "w1", "w2", "w3"):
+            assert torch.equal(eager[name], gathered[name]), name
+
+
+class PositiveWeighted(InOrderWeighted):
+    def experts(self, rows, received):
+        return super().experts(rows, received).abs()
+
+
+def test_a_weighted_sum_of_two_is_off_by_the_reported_bound(two_ranks):
+    """The router's gradient is a product summed over the width, by another operator in float32."""
+    for eager, gathered in two_ranks.run(both_ways, PositiveWeighted, 2, options("worst")):
+        off = {name: (eager[name] - gathered[name]).abs() for name in eager}
+        assert (off["output"] <= 2 * EPS * eager["output"].abs()).all()
+        assert off["output"].any(), "no share of a rank was rounded"
+        assert off["router"].norm() <= EPS * eager["router"].norm()
+        for name in ("w1", "w2", "w3"):
             assert torch.equal(eager[name], gathered[name]), name
 
 

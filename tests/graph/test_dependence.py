@@ -42,6 +42,13 @@ def test_setitem_and_augmented_assignment_write_their_first_argument():
     assert all(argument.name == "y" for (argument,) in writers.values())
 
 
+def test_operators_named_like_keywords_write_nothing():
+    graph = graph_of(lambda x, y: (x & y) | x, *torch.ones(2, 4, dtype=torch.bool))
+    named = [n for n in graph.nodes if n.target in (operator.and_, operator.or_)]
+    assert len(named) == 2
+    assert not any(map(written_arguments, named))
+
+
 def test_a_pure_operator_writes_nothing():
     graph = graph_of(lambda x: torch.relu(x) + x.t(), torch.ones(2, 2))
     assert not any(written_arguments(n) for n in graph.nodes)

@@ -19,6 +19,7 @@ from passes.pipeline import DYNAMO, run_level
 from passes.switch_dispatch import SwitchDispatch
 from tests.analysis.titan_layer import TitanExperts, permute_indices
 from tests.capture import dynamo_graphs, state
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted
 from tests.layers import (
     FusedGateUp,
     GroupedExperts,
@@ -234,85 +235,68 @@ class Computed(GroupedExperts):
         return super().forward(x.roll(1, 0) - x)
 
 
-class Around(GroupedExperts):
-    """GroupedExperts, with what stands around the region to be overridden."""
-
-    def forward(self, x):
-        scores, chosen = self.route(x)
-        flat = chosen.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
-        received = self.exchange_counts(counts)
-        sent_rows, got_rows = self.splits(counts, received)
-        rows = self.gather(x, order // self.top_k)
-        rows = self.exchange(rows, got_rows, sent_rows)
-        out = self.exchange(self.experts(rows, received), sent_rows, got_rows)
-        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
-        return self.total(x, order // self.top_k, out, weights)
-
-    def exchange(self, rows, out_sizes, in_sizes):
-        launch = torch.ops._c10d_functional.all_to_all_single(
-            rows, out_sizes, in_sizes, self.group.group_name
-        )
-        return torch.ops._c10d_functional.wait_tensor(launch)
-
-    def gather(self, x, index):
-        return x[index]
-
-    def total(self, x, index, out, weights):
-        return torch.zeros_like(x).index_add(0, index, out * weights)
-
-
 class NoGather(Around):
-    def gather(self, x, index):
+    def gather(self, x, order, scores):
         return torch.cat([x, x])
 
 
 class ReadsRows(Around):
-    def gather(self, x, index):
-        rows = x[index]
+    def gather(self, x, order, scores):
+        rows = super().gather(x, order, scores)
         self.seen = rows.sum()
         return rows
 
 
+class ReadsResult(Around):
+    def total(self, x, order, out, scores):
+        return super().total(x, order, out * out.cumsum(0), scores)
+
+
+class ByElement(Around):
+    def total(self, x, order, out, scores):
+        return super().total(x, order, out * x[order // self.top_k], scores)
+
+
 class NoSum(Around):
-    def total(self, x, index, out, weights):
-        return torch.zeros_like(x).index_copy(0, index, out * weights)
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_copy(0, order // self.top_k, out)
 
 
 class OtherIndex(Around):
-    def total(self, x, index, out, weights):
-        return torch.zeros_like(x).index_add(0, index.flip(0), out * weights)
+    def total(self, x, order, out, scores):
+        return super().total(x, order.flip(0), out, scores)
 
 
 class OtherTokens(Around):
-    def total(self, x, index, out, weights):
-        return torch.zeros_like(torch.cat([x, x])).index_add(0, index, out * weights)
-
-
-class ReadsResult(Around):
-    def total(self, x, index, out, weights):
-        return torch.zeros_like(x).index_add(0, index, out * out.cumsum(0) * weights)
-
-
-class ByColumn(Around):
-    def total(self, x, index, out, weights):
-        return torch.zeros_like(x).index_add(0, index, out * x[index])
+    def total(self, x, order, out, scores):
+        return super().total(torch.cat([x, x]), order, out, scores)
 
 
 class WritesTokens(Around):
-    def gather(self, x, index):
+    def gather(self, x, order, scores):
         x = x * 1
-        rows = x[index]
+        rows = super().gather(x, order, scores)
         x.add_(1)
         return rows
 
 
 class ChangesMode(Around):
-    def total(self, x, index, out, weights):
+    def total(self, x, order, out, scores):
         with torch.no_grad():
-            summed = torch.zeros_like(x).index_add(0, index, out * weights)
+            summed = super().total(x, order, out, scores)
         return x + summed
+
+
+class OtherOrder(InOrder):
+    def total(self, x, order, out, scores):
+        return super().total(x, order.flip(0), out, scores)
+
+
+class AcrossTokens(InOrder):
+    """Its last step adds rows of several tokens."""
+
+    def summed(self, by_token, scores):
+        return by_token.sum(dim=0).repeat(by_token.shape[0] // self.top_k, 1)
 
 
 class ReadsSent(Around):
@@ -336,18 +320,28 @@ class ReadsSent(Around):
         (OtherIndex, Unswitched.OTHER_INDEX),
         (OtherTokens, Unswitched.OTHER_TOKENS),
         (ReadsResult, Unswitched.ROWS_READ),
-        (ByColumn, Unswitched.NOT_BY_ROW),
+        (ByElement, Unswitched.NOT_BY_ROW),
         (WritesTokens, Unswitched.WRITTEN),
         (ChangesMode, Unswitched.STATE_CHANGES),
         (ReadsSent, Unswitched.SENT_SIZES),
+        (OtherOrder, Unswitched.OTHER_INDEX),
+        (AcrossTokens, Unswitched.NO_SUM),
     ],
 )
 def test_each_reason_leaves_the_graph_as_it_was(fake_ranks, style, expected):
     assert reason(layer(style, fake_ranks)) is expected
 
 
-def test_around_itself_is_switched(fake_ranks):
-    _, report = switched(layer(Around, fake_ranks), strict=True)
+@pytest.mark.parametrize("style", [Around, InOrder, InOrderWeighted])
+def test_what_these_are_made_of_is_switched(fake_ranks, style):
+    gm, report = switched(layer(style, fake_ranks), strict=True)
+    assert report.applied == ("region 0",)
+    assert not any(map(is_all_to_all, gm.graph.nodes))
+
+
+def test_a_weighted_sum_is_lossy_for_two_rows(fake_ranks):
+    assert reason(layer(InOrderWeighted, fake_ranks), dispatch="auto") is Unswitched.LOSSY
+    _, report = switched(layer(InOrder, fake_ranks), dispatch="auto")
     assert report.applied == ("region 0",)
 
 

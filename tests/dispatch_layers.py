@@ -1,0 +1,61 @@
+"""Layers that differ in what stands around the exchanges: the gather before, the sum after."""
+
+import torch
+
+from tests.layers import GroupedExperts
+
+
+class Around(GroupedExperts):
+    """GroupedExperts, with what stands around the region to be overridden."""
+
+    def forward(self, x):
+        scores, chosen = self.route(x)
+        flat = chosen.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
+        received = self.exchange_counts(counts)
+        sent_rows, got_rows = self.splits(counts, received)
+        rows = self.gather(x, order, scores)
+        rows = self.exchange(rows, got_rows, sent_rows)
+        out = self.exchange(self.experts(rows, received), sent_rows, got_rows)
+        return self.total(x, order, out, scores)
+
+    def exchange(self, rows, out_sizes, in_sizes):
+        launch = torch.ops._c10d_functional.all_to_all_single(
+            rows, out_sizes, in_sizes, self.group.group_name
+        )
+        return torch.ops._c10d_functional.wait_tensor(launch)
+
+    def gather(self, x, order, scores):
+        return x[order // self.top_k]
+
+    def total(self, x, order, out, scores):
+        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out * weights)
+
+
+class InOrder(Around):
+    """torchtitan's form: rows are weighted before they are sent, put in order, and summed."""
+
+    def gather(self, x, order, scores):
+        weights = scores.reshape(-1)[order].reshape(-1, 1)
+        return (super().gather(x, order, scores).float() * weights).to(x.dtype)
+
+    def total(self, x, order, out, scores):
+        ordered = torch.zeros((x.shape[0] * self.top_k, x.shape[1]), dtype=x.dtype)
+        ordered[order] = out
+        return self.summed(ordered.reshape(-1, self.top_k, x.shape[1]), scores).to(x.dtype)
+
+    def summed(self, by_token, scores):
+        return by_token.sum(dim=1)
+
+
+class InOrderWeighted(InOrder):
+    """The same with weights after the experts, in float32, by a batched product."""
+
+    def gather(self, x, order, scores):
+        return x[order // self.top_k]
+
+    def summed(self, by_token, scores):
+        weights = scores.reshape(-1, 1, self.top_k)
+        return torch.bmm(weights, by_token.float()).to(by_token.dtype).squeeze(1)
