@@ -121,6 +121,11 @@ class MegaMoEConfig:
         _check_chunks("attention_chunks", self.attention_chunks)
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
+        if self.attention_split != "none" and self.attention_chunks == 1:
+            raise InvalidConfig(
+                f"megamoe.attention_split is {self.attention_split!r}, with one group of heads; "
+                "write megamoe.attention_chunks = 2 or more as well"
+            )
         _check_share(self.max_memory_increase)
         for name, (kind, what) in TYPES.items():
             value = getattr(self, name)

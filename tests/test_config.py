@@ -15,6 +15,13 @@ def test_options_win_over_the_table_and_the_table_over_the_environment():
     assert (config.chunks, config.codegen, config.strict) == (4, "inductor", True)
 
 
+@pytest.mark.parametrize("name", ["chunks", "attention_chunks"])
+def test_a_number_of_chunks_may_come_from_the_environment(name):
+    for text, value in (("3", 3), ("auto", "auto")):
+        config = from_sources(environment={f"MEGAMOE_{name.upper()}": text})
+        assert getattr(config, name) == value
+
+
 def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
     ours, inductor = split_options({"megamoe.chunks": 2, "max_autotune": True})
     assert (ours, inductor) == ({"chunks": 2}, {"max_autotune": True})
@@ -32,6 +39,7 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
             {"chunk_by": "batch"},
             "not available in this version; write one of auto, experts, tokens",
         ),
+        ({"attention_split": "both"}, "write megamoe.attention_chunks = 2 or more as well"),
         ({"schedule": "yes"}, "write true or false"),
         ({"max_memory_increase": -0.1}, "fraction of at least 0"),
         ({"disable_passes": "chunk_regions"}, "write a list of pass names"),
