@@ -15,6 +15,7 @@ from moe_compile.hardware.cluster import load_cluster
 from moe_compile.planning.cluster import checks
 from moe_compile.planning.cluster.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.planning.cluster.layer_time import time_layer
+from moe_compile.planning.cluster.layouts import check_layouts
 from moe_compile.planning.cluster.models import MODELS
 from moe_compile.planning.cluster.scenario import (
     DEFAULT_FIT,
@@ -120,6 +121,7 @@ def _table(known: argparse.Namespace) -> dict[str, Any]:
     others = [
         checks.check_speedups(),
         checks.check_weak_scaling(),
+        check_layouts(),
         checks.check_eos(),
         checks.check_deepseek(),
     ]

@@ -42,9 +42,8 @@ def count_memory(setting: Setting) -> Memory:
     dense = setting.dense_params * whole
     embedding = model.vocab_size * model.width / method.ranks
     held = setting.expert_params + dense + embedding
-    sharded = setting.expert_params / setting.expert_replicas + (dense + embedding) / (
-        max(setting.replicas, 1.0) * whole
-    )
+    shared_out = (setting.dense_params + embedding) / max(setting.replicas, 1.0)
+    sharded = setting.expert_params / setting.expert_replicas + shared_out
     return Memory(
         weights=held * (BF16 + FP32),
         optimizer=sharded * OPTIMIZER_STATE,

@@ -117,3 +117,5 @@ WEAK_SCALING: Final = ((480, 360), (960, 720), (1440, 1080))
 """GPUs and global batch of MegaScale-MoE figure 12."""
 WEAK_SCALING_SPEEDUPS: Final = (1.74, 1.79)
 """Lowest and highest there; the rows in between are bars without numbers."""
+FIGURE_14_GAINS: Final = (1.149, 1.329)
+"""Least and greatest gain in MFU of SP + EP over TP + TP, six models on 8 H800."""

@@ -178,6 +178,24 @@ def test_rebuilding_saves_the_memory_the_paper_counts():
     assert ratio == pytest.approx(share)
 
 
+def test_optimizer_states_of_all_gpus_are_one_copy_of_the_model():
+    """ZeRO-1: 12 bytes per parameter, once; the first stage has the embedding, here as all have."""
+    for model in ("352b", "mixtral-8x22b"):
+        setting = make_setting(model, "h800", changes={"gpus": 960, "pipeline": 4})
+        shape = setting.model
+        held = count_memory(setting).optimizer * 960
+        embedding = shape.vocab_size * shape.width
+        assert held == pytest.approx(12 * (shape.num_params - 2 * embedding + 4 * embedding))
+
+
+def test_gradients_of_chunks_of_tokens_are_summed_once():
+    """Each chunk's own would read and write fp32 sums anew; chunks of experts have own weights."""
+    for by_tokens, count in ((True, 1), (False, 4)):
+        method = Method(overlap=Overlap.CHUNKS, num_chunks=4, chunks_tokens=by_tokens)
+        names = [span.name for span in time_layer(costs(method=method)).phases[1].spans]
+        assert sum(name.startswith("experts 1 dW") for name in names) == count
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_runs_under_every_schedule_it_is_offered(model):
     setting = make_setting(model, "h200", changes={"gpus": 2048, "pipeline": 16})
