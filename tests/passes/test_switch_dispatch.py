@@ -21,7 +21,7 @@ from passes.pipeline import DYNAMO, run_level
 from passes.switch_dispatch import SwitchDispatch
 from tests.analysis.titan_layer import TitanExperts, permute_indices
 from tests.capture import dynamo_graphs, state
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
 from tests.layers import (
     FusedGateUp,
     GroupedExperts,
@@ -374,8 +374,9 @@ def test_what_these_are_made_of_is_switched(fake_ranks, style):
     assert not any(map(is_all_to_all, gm.graph.nodes))
 
 
-def test_a_weighted_sum_is_lossy_for_two_rows(fake_ranks):
+def test_a_weighted_sum_of_two_rows_or_a_third_addend_is_lossy(fake_ranks):
     assert reason(layer(InOrderWeighted, fake_ranks), dispatch="auto") is Unswitched.LOSSY
+    assert reason(layer(OntoTokens, fake_ranks), dispatch="auto") is Unswitched.LOSSY
     _, report = switched(layer(InOrder, fake_ranks), dispatch="auto")
     assert report.applied == ("region 0",)
 
