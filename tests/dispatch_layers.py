@@ -59,3 +59,11 @@ class InOrderWeighted(InOrder):
     def summed(self, by_token, scores):
         weights = scores.reshape(-1, 1, self.top_k)
         return torch.bmm(weights, by_token.float()).to(by_token.dtype).squeeze(1)
+
+
+class OntoTokens(Around):
+    """Adds the rows to what stands there already."""
+
+    def total(self, x, order, out, scores):
+        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
+        return (x * 2).index_add(0, order // self.top_k, out * weights)

@@ -44,7 +44,9 @@ class MegaMoEMetrics(MetricsProcessor):
         traces = Path(job.job.dump_folder, job.profiling.save_traces_folder)
         dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
         width = int(getattr(model_args, "dim", 0))
-        self._bytes_per_row = bytes_of_routed_row(width, dtype.itemsize, options_of(job))
+        options = options_of(job)
+        self._bytes_per_row = bytes_of_routed_row(width, dtype.itemsize, options)
+        self._sends_rows = options.dispatch == "all_to_all"  # else tokens, whatever the routing
         self._window = ProfileWindow(traces, dist.get_rank())
         self._routing = RoutingCounter()
         self._ep_rank = 0
@@ -100,16 +102,18 @@ class MegaMoEMetrics(MetricsProcessor):
         dims, rows = self.parallel_dims, self._routing.rows
         assert rows is not None
         uneven = imbalance(self._routing.total(), dims.ep)
-        sent = rows_to_others(rows, dims.ep, self._ep_rank, dims.tp // dims.etp)
-        gigabytes = sent * self._bytes_per_row / 1e9
-        return {
+        found = {
             "megamoe/rows_per_expert_max_over_mean": uneven.experts,
             "megamoe/rows_per_expert_max_over_mean_worst_layer": uneven.experts_worst_layer,
             "megamoe/rows_per_rank_max_over_mean": uneven.ranks,
             "megamoe/rows_per_rank_max_over_mean_worst_layer": uneven.ranks_worst_layer,
-            "megamoe/exchange_GB_per_step": gigabytes,
-            "megamoe/exchange_GB_per_s_of_step": gigabytes / step_seconds,
         }
+        if self._sends_rows:
+            sent = rows_to_others(rows, dims.ep, self._ep_rank, dims.tp // dims.etp)
+            gigabytes = sent * self._bytes_per_row / 1e9
+            found["megamoe/exchange_GB_per_step"] = gigabytes
+            found["megamoe/exchange_GB_per_s_of_step"] = gigabytes / step_seconds
+        return found
 
 
 def bytes_of_routed_row(width: int, itemsize: int, options: MegaMoEConfig) -> int:

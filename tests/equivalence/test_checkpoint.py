@@ -28,7 +28,7 @@ class Plain(Checkpointed):
         return self.layer(x)
 
 
-def run(rank, recompute, wire="same"):
+def run(rank, recompute, wire="same", more=None):
     """Return what differs from eager, and the launches of the backward graph."""
     torch._dynamo.reset()
     before = len(executed_records())
@@ -38,10 +38,20 @@ def run(rank, recompute, wire="same"):
         "megamoe.chunks": CHUNKS, "megamoe.strict": True, "megamoe.recompute": recompute,
         "megamoe.dispatch_wire": wire, "megamoe.combine_wire": wire,
     }  # fmt: skip
+    options |= {f"megamoe.{name}": value for name, value in (more or {}).items()}
     eager = quantized_eagerly(GroupedExperts, wire, wire)
     differing = differing_tensors(Checkpointed, [(x, gradient)], options, lambda: Plain(eager))
     phases = {r["phase"]: len(r["launches"]["0"]) for r in executed_records()[before:]}
     return differing, phases
+
+
+@pytest.mark.parametrize(("recompute", "backward"), [("save_exchanges", 3), ("model", 6)])
+def test_gathered_tokens_are_saved_unless_asked_otherwise(two_ranks, recompute, backward):
+    """Gathered again would be tokens, routing and weights; the last sum is needed by nothing."""
+    more = {"dispatch": "all_gather", "dispatch_padding": "worst", "equal_tokens": True}
+    for differing, phases in two_ranks.run(run, recompute, "same", more):
+        assert differing == []
+        assert phases == {"forward": 4, "backward": backward}
 
 
 @pytest.mark.parametrize("wire", ["same", "fp8"])

@@ -18,16 +18,23 @@ def results(layer, function, x, gradient):
     return [out.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
-def errors(rank, chunks):
+GATHERED = {
+    "megamoe.dispatch": "all_gather",
+    "megamoe.dispatch_padding": "worst",
+    "megamoe.equal_tokens": True,
+}
+
+
+def errors(rank, ours, style=LoopExperts):
     """Return, per tensor, the largest error of plain Inductor and of megamoe against float64."""
-    exact = LoopExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD, torch.float64)
+    exact = style(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD, torch.float64)
     own = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, WIDTH, generator=own)
     gradient = torch.randn(TOKENS, WIDTH, generator=own)
     found = []
-    for backend, options in (("inductor", None), ("megamoe", {"megamoe.chunks": chunks})):
+    for backend, options in (("inductor", None), ("megamoe", {**ours, "megamoe.strict": True})):
         torch._dynamo.reset()
-        layer = LoopExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD, torch.float32)
+        layer = style(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD, torch.float32)
         with torch.no_grad():
             for p, source in zip(layer.parameters(), exact.parameters(), strict=True):
                 source.copy_(p)  # both hold the same float32 values
@@ -41,17 +48,22 @@ def errors(rank, chunks):
     ]
 
 
-def check(pool, chunks):
-    for per_tensor in pool.run(errors, chunks):
+def check(pool, options):
+    for per_tensor in pool.run(errors, options):
         for plain, ours in per_tensor:
             assert ours <= ALLOWED * plain + 1e-9
 
 
 def test_two_chunks_are_as_exact_as_inductor(two_ranks):
-    check(two_ranks, 2)
+    check(two_ranks, {"megamoe.chunks": 2})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_any_chunks_on_any_ranks_are_as_exact_as_inductor(two_ranks, chunks):
-    check(two_ranks, chunks)
+    check(two_ranks, {"megamoe.chunks": chunks})
+
+
+@pytest.mark.slow
+def test_gathered_tokens_are_as_exact_as_inductor(two_ranks):
+    check(two_ranks, GATHERED)

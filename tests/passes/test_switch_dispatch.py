@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.backend import rewrite
@@ -13,13 +14,14 @@ from moe_compile.graph.query import (
     is_integer,
     is_launch,
     is_reduce_scatter,
+    is_wait,
     overload_name,
 )
 from passes.pipeline import DYNAMO, run_level
 from passes.switch_dispatch import SwitchDispatch
 from tests.analysis.titan_layer import TitanExperts, permute_indices
 from tests.capture import dynamo_graphs, state
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
 from tests.layers import (
     FusedGateUp,
     GroupedExperts,
@@ -183,6 +185,39 @@ def test_one_rank_has_room_for_every_row_its_experts_can_get(fake_ranks):
     assert rows == {2 * 32 * 2}
 
 
+class WithSharedExpert(nn.Module):
+    """Routed experts, and one that every token passes."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.routed = GroupedExperts(64, 64, EXPERTS, TOP_K, group)
+        self.shared = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.routed(x) + self.shared(x)
+
+
+@pytest.mark.parametrize("schedule", [True, False])
+def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_ranks, schedule):
+    """Products under an exchange: the shared expert's, and in the backward weight gradients."""
+    x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(WithSharedExpert(fake_ranks), x)
+    more = {"max_memory_increase": 2.0, "hardware": "cpu", "dispatch_padding": "worst"}
+    compile_state, _ = rewrite(gm, state(schedule=schedule, **ASKED, **more).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    hiding = set()
+    phases = zip(("forward", "backward"), trace_both(gm, inputs, compile_state), strict=True)
+    for phase, graph_module in phases:
+        nodes = list(graph_module.graph.nodes)
+        for launch in filter(is_launch, nodes):
+            wait = next(user for user in launch.users if is_wait(user))
+            between = nodes[nodes.index(launch) : nodes.index(wait)]
+            if any(overload_name(n) == "aten::mm" for n in between):
+                hiding.add((phase, overload_name(launch).rpartition("::")[2]))
+    sums = {("forward", "reduce_scatter_tensor"), ("backward", "all_gather_into_tensor")}
+    assert sums <= hiding if schedule else not sums & hiding
+
+
 # --- when not --------------------------------------------------------------------------------
 
 
@@ -339,8 +374,9 @@ def test_what_these_are_made_of_is_switched(fake_ranks, style):
     assert not any(map(is_all_to_all, gm.graph.nodes))
 
 
-def test_a_weighted_sum_is_lossy_for_two_rows(fake_ranks):
+def test_a_weighted_sum_of_two_rows_or_a_third_addend_is_lossy(fake_ranks):
     assert reason(layer(InOrderWeighted, fake_ranks), dispatch="auto") is Unswitched.LOSSY
+    assert reason(layer(OntoTokens, fake_ranks), dispatch="auto") is Unswitched.LOSSY
     _, report = switched(layer(InOrder, fake_ranks), dispatch="auto")
     assert report.applied == ("region 0",)
 

@@ -82,6 +82,17 @@ def test_an_exchange_costs_latency_and_bytes_and_a_wait_nothing():
     assert (wait.compute_us, wait.link_us) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_what_is_gathered_or_reduced_a_ranks_own_part_does_not_travel(ranks):
+    def program(x):
+        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x, ranks, "0"))
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(gathered, "sum", ranks, "0"))
+
+    costs = costs_of(program, torch.ones(4, 3))
+    links = [c.link_us for n, c in costs.items() if is_launch(n)]
+    assert links == [pytest.approx(5.0 + (ranks - 1) * 4 * 3 * 4)] * 2
+
+
 def test_elementwise_chains_move_their_ends_only():
     """Four ops cost the reads of the first and the writes of the last: a compiler fuses them."""
     one = compute_us(lambda x: x + 1, A)
