@@ -187,9 +187,10 @@ def _unsplit(state: CompileState) -> Iterator[str]:
         return
     for attention in state.attention:
         if attention.reason in UNPROVEN:
+            detail = f" ({attention.detail})" if attention.detail else ""
             yield (
                 f"the attention at {attention.where} is not split in groups of heads: "
-                f"{attention.reason.value} ({attention.detail}). "
+                f"{attention.reason.value}{detail}. "
                 "Set megamoe.attention_chunks = 1 to run it as it is"
             )
         for why in attention.projections_whole:

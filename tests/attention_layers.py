@@ -162,6 +162,28 @@ class LatentAttention(SplitAttention):
         return self.output(to_positions(o, self.group))
 
 
+class SharedKeyAttention(SplitAttention):
+    """Keys are part of a head's own, part one rotated key for all heads, as in DeepSeek's."""
+
+    def __init__(self, width, heads, kv_heads, head_width, group, dtype=torch.float32, seed=0):
+        super().__init__(width, heads, kv_heads, head_width, group, dtype, seed)
+        self.down = nn.Linear(width, 12 + head_width, bias=False, dtype=dtype)
+        self.norm = nn.RMSNorm(12, dtype=dtype)
+        self.up = nn.Linear(12, heads * 2 * head_width, bias=False, dtype=dtype)
+        self.wq = nn.Linear(width, heads * 2 * head_width, bias=False, dtype=dtype)
+        del self.wkv
+
+    def project(self, x):
+        b, s, _ = x.shape
+        q = self.wq(x).view(b, s, self.heads, 2 * self.d)
+        latent, shared = self.down(x).split([12, self.d], -1)
+        kv = self.up(self.norm(latent)).view(b, s, self.heads, 2 * self.d)
+        k, v = kv.split([self.d, self.d], -1)
+        shared = (shared * 0.5).unsqueeze(2).expand(-1, -1, self.heads, -1)
+        k = torch.cat([k, shared], -1)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
 class FusedProjection(SplitAttention):
     """q, k and v from one projection with a bias, a complex rotation, an output with a bias."""
 
@@ -218,6 +240,7 @@ STYLES = (
     LateRepeatAttention,
     NormedAttention,
     LatentAttention,
+    SharedKeyAttention,
     FusedProjection,
     BareWeights,
 )

@@ -46,7 +46,7 @@ class NotCut(enum.Enum):
 class _Refuse(Exception):
     def __init__(self, reason: NotCut, detail: str = "") -> None:
         super().__init__(reason.value)
-        self.text = f"{reason.value} ({detail})" if detail else reason.value
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +102,11 @@ def split_projections(region: AttentionRegion, *, qkv: bool, out: bool) -> HeadS
     return dataclasses.replace(split, kept_whole=tuple(reasons))
 
 
-def _text(refusal: Exception) -> str:
-    if isinstance(refusal, _Refuse):
-        return refusal.text
-    if isinstance(refusal, Refuse):
-        return f"{refusal.reason.value} ({refusal.detail})"
-    return f"{NotCut.UNPROVEN.value} ({refusal})"
+def _text(refusal: _Refuse | Refuse | Lost) -> str:
+    if isinstance(refusal, Lost):
+        return f"{NotCut.UNPROVEN.value} ({refusal})"
+    detail = f" ({refusal.detail})" if refusal.detail else ""
+    return refusal.reason.value + detail
 
 
 def _with_projections(region: AttentionRegion, dependence: Dependence) -> HeadSplit:

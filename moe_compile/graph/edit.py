@@ -7,10 +7,11 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack")
 """Meta keys that tell where a node comes from; all others are facts about one value."""
@@ -56,6 +57,19 @@ class ValuedEmitter(Emitter):
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         node.meta["val"] = target(*values[0], **values[1])
         return node
+
+
+def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:
+    """Have the backward pass compute again, not keep, what `results` are made of from `source`.
+
+    The key is read by AOTAutograd's partitioner, as it is for activation checkpointing.
+    """
+    todo = list(results)
+    while todo:
+        node = todo.pop()
+        if node is not source and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            todo.extend(node.all_input_nodes)
 
 
 def erase_unused(nodes: list[fx.Node]) -> int:

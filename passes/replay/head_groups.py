@@ -25,7 +25,7 @@ from moe_compile.analysis.head_factors import Dims, Factor, flat, group_size, ho
 from moe_compile.analysis.head_split import HeadSplit
 from moe_compile.analysis.head_tracking import CUTS, cut_dim, is_form, move_name
 from moe_compile.analysis.linear_layers import Linear
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, recompute_between
 from moe_compile.graph.query import is_launch, value_of
 
 
@@ -142,12 +142,15 @@ class _Groups:
 
     def cut_features(self, linear: Linear, features: fx.Node) -> list[_Weights]:
         """Emit every group's share of a weight: that of the heads in the last dimension of
-        `features`, which is what `linear` makes or what it reads."""
+        `features`, which is what `linear` makes or what it reads.
+
+        Shares are copies: kept for the backward pass they would be the weights once more."""
         dim = self._region.tracker.dims(features)[-1]
         makes = features is linear.node
         other = [Factor(int(value_of(linear.weight).shape[linear.by_rows is makes]))]
         dims = [dim, other] if linear.by_rows is makes else [other, dim]
         weights = self._cut(linear.weight, dims)
+        recompute_between(linear.weight, weights)
         biases: list[fx.Node | None] = [linear.bias] + [None] * (self._num_groups - 1)
         if makes and linear.bias is not None:
             biases = [*self._cut(linear.bias, [dim])]

@@ -1,10 +1,13 @@
 """Attention regions are found by what moves; what only looks like one is left with a reason."""
 
+import operator
+
 import pytest
 import torch
 
 from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.detect_attention import find_attention
+from moe_compile.analysis.head_split import split_projections
 from tests import attention_layers as layers
 from tests.attention_refusals import REFUSED
 from tests.capture import dynamo_graphs
@@ -26,6 +29,7 @@ def find(style, group, heads=8, kv_heads=4, batch=4):
         (layers.LateRepeatAttention, 3, 0, 2),
         (layers.NormedAttention, 3, 0, 2),
         (layers.LatentAttention, 1, 2, 4),
+        (layers.SharedKeyAttention, 3, 0, 4),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -61,3 +65,13 @@ def test_every_reason_has_a_program():
     """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
     of_plan = {AttentionRefusal[n] for n in ("ONE_GROUP", "ONE_KV_HEAD", "NOT_DIVISIBLE")}
     assert of_plan | set(REFUSED.values()) == set(AttentionRefusal)
+
+
+def test_what_holds_no_heads_is_computed_once_for_all_groups(fake_ranks):
+    layer = layers.SharedKeyAttention(16, 8, 8, 8, fake_ranks)
+    (gm,) = dynamo_graphs(layer, torch.randn(4, 6, 16))
+    ((region,), _) = find_attention(gm.graph)
+    split = split_projections(region, qkv=True, out=False)
+    assert len(split.projections) == 2, "the latent and the shared key are made by a third"
+    per_group = [n for n in split.path if n.target in ("mul", operator.mul)]
+    assert not per_group, "the rotation of the shared key"

@@ -7,8 +7,9 @@ import torch
 from rich.console import Console
 
 from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import is_launch
+from moe_compile.graph.query import is_launch, tensor_of
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import SplitAttention, TensorParallel
@@ -55,6 +56,24 @@ def test_a_projection_that_cannot_be_cut_is_whole_and_the_region_is_not(fake_ran
     said = tuple(remark.partition(" (")[0] for remark in found.remarks if "whole: " in remark)
     assert said == whole
     assert sum(map(is_launch, gm.graph.nodes)) == 8
+
+
+def saved_bytes(group, **options):
+    """Return what the forward graph hands to the backward one, but for graph inputs."""
+    x = torch.randn(4, 6, 16, requires_grad=True)
+    (gm,) = dynamo_graphs(SplitAttention(16, 24, 8, 8, group), x)
+    state, _ = rewrite(gm, MegaMoEConfig(hardware="cpu", **options))
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    forward, _ = trace_both(gm, inputs, state)
+    (output,) = forward.graph.find_nodes(op="output")
+    values = [tensor_of(n) for n in output.all_input_nodes if n.op != "placeholder"]
+    return sum(v.numel() * v.element_size() for v in values)
+
+
+def test_cut_weights_are_not_kept_for_the_backward_pass(fake_ranks):
+    """They are copies: under FSDP every layer's would be held at once."""
+    whole = saved_bytes(fake_ranks, attention_chunks=2)
+    assert saved_bytes(fake_ranks, attention_chunks=2, attention_split="both") == whole
 
 
 def test_the_report_shows_what_became_of_every_attention(fake_ranks):
