@@ -14,6 +14,8 @@ from torch.distributed._functional_collectives import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan_integration import head_exchange
+
 
 def swap(x, group):
     return all_to_all_single_autograd(x, None, None, group)
@@ -65,6 +67,17 @@ class SplitAttention(nn.Module):
     def forward(self, x):
         o = self.attend(*self.exchange(*self.project(x)))
         return self.output(to_positions(o, self.group))
+
+
+class RecipesAttention(SplitAttention):
+    """The exchanges of our own recipe for torchtitan."""
+
+    def exchange(self, *operands):
+        return tuple(head_exchange.to_heads(t, self.group) for t in operands)
+
+    def forward(self, x):
+        o = self.attend(*self.exchange(*self.project(x)))
+        return self.output(head_exchange.to_sequence(o, self.group))
 
 
 class FusedAttention(SplitAttention):
@@ -151,6 +164,7 @@ class LatentAttention(SplitAttention):
 
 STYLES = (
     SplitAttention,
+    RecipesAttention,
     FusedAttention,
     RepeatedKVAttention,
     LateRepeatAttention,

@@ -31,7 +31,7 @@ FORMS: Final = frozenset(
 COPIES: Final = frozenset({"contiguous", "clone"})
 SWAPS: Final = frozenset({"transpose", "swapaxes"})
 CUTS: Final = frozenset({"split", "chunk"})
-OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
+OTHERS: Final = frozenset({"permute", "movedim", "expand", "repeat_interleave", "cat"})
 
 
 def move_name(node: fx.Node) -> str:
@@ -157,6 +157,12 @@ class Tracker:
         order: Any = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
         return [dims[_number(i, len(dims))] for i in order]
 
+    def _one_moved(self, node: fx.Node) -> Dims:
+        dims = self._source(node)
+        source, target = (_number(a, len(dims)) for a in node.args[1:3])
+        dims.insert(target, dims.pop(source))
+        return dims
+
     def _expanded(self, node: fx.Node) -> Dims:
         sizes, dims = sizes_of(node), self._source(node)
         dims = [[] for _ in range(len(sizes) - len(dims))] + dims
@@ -230,6 +236,7 @@ def _rule_of(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims]:
         return Tracker._swapped
     rules = {
         "permute": Tracker._permuted,
+        "movedim": Tracker._one_moved,
         "expand": Tracker._expanded,
         "repeat_interleave": Tracker._repeated,
         "cat": Tracker._joined,
