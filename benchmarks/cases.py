@@ -21,12 +21,43 @@ class Case:
     shared_expert: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCase(Case):
+    """A transformer block; tokens per rank are its share of `batch` sequences."""
+
+    batch: int
+    heads: int = 16
+    kv_heads: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse what some plan cannot divide."""
+        for name in ("kv_heads", "heads", "hidden", "experts", "sequence"):
+            if getattr(self, name) % self.num_ranks:
+                raise ValueError(f"{name} must be a multiple of {self.num_ranks} ranks")
+
+    @property
+    def sequence(self) -> int:
+        """Return the length of each sequence, over all ranks."""
+        return self.tokens * self.num_ranks // self.batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How a block is divided over the ranks."""
+
+    attention: str
+    """"tp": by heads, sequence gathered; "sp": by sequence, heads exchanged (Ulysses)."""
+    experts: str
+    """"tp": every expert in slices; "a2a": whole experts, rows exchanged."""
+
+
 ROUTED: Final = Case(name="routed", num_ranks=2, tokens=2048, experts=8)
 SHARED: Final = Case(name="shared", num_ranks=2, tokens=2048, experts=8, shared_expert=True)
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
 
 RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5, "1:4": 0.25}
 """Compute over communication, as plain Inductor's layer has them."""
+EVEN: Final = "1:1"
 NO_LINK_RATIO: Final = "inf"
 """Name of the control in results: infinite bandwidth, no latency."""
 
@@ -52,11 +83,15 @@ class Preset:
     """Rounds at each ratio."""
     timeout_s: float
     """Of one case, compilation included."""
+    ratios: tuple[str, ...] = tuple(RATIOS)
+    baseline: str = BASELINE
+    """Its compute and its exchanges set the link, for all variants."""
+    reordered: str = REORDERED
 
     def __post_init__(self) -> None:
         """Refuse a preset without the baseline that everything is divided by."""
-        if BASELINE not in self.variants:
-            raise ValueError(f"variants must include {BASELINE!r}")
+        if self.baseline not in self.variants:
+            raise ValueError(f"variants must include {self.baseline!r}")
 
 
 PRESETS: Final[Mapping[str, Preset]] = {

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from benchmarks.cases import BASELINE, REORDERED
+from benchmarks.cases import BASELINE, REORDERED, Plan
 from benchmarks.layer import TokenHalves
 
 REORDER_PASSES: Final[Mapping[str, Any]] = {
@@ -39,7 +39,11 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     in_token_halves: bool = False
     max_error: float = MAX_ERROR
-    """Relative, against eager."""
+    """Relative, against the reference."""
+    plan: Plan | None = None
+    """How a block is divided; None for a layer."""
+    rival: str = ""
+    """A variant to be compared with besides the baseline."""
 
     def build(self, layer: nn.Module, profile: Path) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the layer run this way; it compiles at its first call.
