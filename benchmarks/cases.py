@@ -53,6 +53,11 @@ class Plan:
 
 ROUTED: Final = Case(name="routed", num_ranks=2, tokens=2048, experts=8)
 SHARED: Final = Case(name="shared", num_ranks=2, tokens=2048, experts=8, shared_expert=True)
+BLOCKS: Final = (
+    BlockCase(name="block-2", num_ranks=2, tokens=1024, batch=2, experts=8),
+    BlockCase(name="block-4", num_ranks=4, tokens=1024, batch=4, experts=16),
+)
+"""Sequences of 1024, two query heads to a KV head."""
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
 
 RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5, "1:4": 0.25}
@@ -66,6 +71,9 @@ LATENCY_S: Final = 50e-6
 
 BASELINE: Final = "inductor"
 REORDERED: Final = "inductor reorder"
+BLOCK_BASELINE: Final = "tp+tp inductor"
+BLOCK_REORDERED: Final = "tp+tp inductor reorder"
+"""Of a block: tensor parallelism throughout."""
 QUANTIZED: Final = "fp8"
 """In the name of every variant whose rows travel quantised."""
 
@@ -140,5 +148,24 @@ PRESETS: Final[Mapping[str, Preset]] = {
         control_rounds=30,
         rounds=15,
         timeout_s=3600.0,
+    ),
+    "block": Preset(
+        cases=BLOCKS,
+        variants=(
+            BLOCK_BASELINE,
+            BLOCK_REORDERED,
+            "tp+a2a N=2",
+            "sp+a2a inductor",
+            "sp+a2a inductor reorder",
+            "sp+a2a N=1",
+            "sp+a2a N=2",
+            "sp+a2a N=4",
+        ),
+        control_rounds=24,
+        rounds=15,
+        timeout_s=1800.0,
+        ratios=("2:1", "1:1", "1:2"),
+        baseline=BLOCK_BASELINE,
+        reordered=BLOCK_REORDERED,
     ),
 }

@@ -71,6 +71,7 @@ class Outcome:
     is_from_cache: bool = False
     error: str = ""
     relative_error: float = 0.0
+    rival: str = ""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     """By ratio, one per round."""
 
@@ -149,7 +150,7 @@ class _Run:
         """Compile and check one variant; all ranks return the same verdict."""
         stepper = self._stepper(variant.plan)
         way = _Way(stepper, variant.build(stepper.module, self._job.profile))
-        mine = Outcome()
+        mine = Outcome(rival=variant.rival)
         try:
             mine.relative_error = relative_error(self._first(variant, way), stepper.expected)
             if variant.backend:

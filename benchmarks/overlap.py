@@ -1,4 +1,4 @@
-"""`python -m benchmarks.overlap`: how much communication each way of running a MoE layer hides.
+"""`python -m benchmarks.overlap`: how much communication each way to run a layer or block hides.
 
 Every rank is a process of this machine; the link between them is emulated (emulated_link.py) and
 its bandwidth is set so that communication takes half to four times what compute takes.
@@ -58,11 +58,12 @@ def main() -> int:
     report: dict[str, Any] = {**head, "cases": [], "rows": []}
     began = time.monotonic()
     for case in preset.cases:
-        _run_case(console, case, preset, arguments, report)
+        if arguments.case in (None, case.name):
+            _run_case(console, case, preset, arguments, report)
     report["seconds"] = round(time.monotonic() - began, 1)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(_joined(report, arguments), indent=1) + "\n")
     return 1 if any("error" in case for case in report["cases"]) else 0
 
 
@@ -97,10 +98,23 @@ def _run_case(
     report["rows"] += [asdict(row) for row in rows]
 
 
+def _joined(report: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the report with the other cases the file has, when one case was run of several."""
+    if arguments.case is None or not arguments.json.exists():
+        return report
+    before = json.loads(arguments.json.read_text())
+    cases = [case for case in before["cases"] if case["name"] != arguments.case]
+    rows = [row for row in before["rows"] if row["case"] != arguments.case]
+    return {**report, "cases": cases + report["cases"], "rows": rows + report["rows"]}
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
-    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--case", help="of the preset's cases only this one")
+    parser.add_argument(
+        "--json", type=Path, help="write the results here as well; --case keeps the other cases"
+    )
     parser.add_argument(
         "--clock",
         choices=sorted(CLOCKS),

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from benchmarks.cases import BASELINE, REORDERED, Plan
+from benchmarks.cases import BASELINE, BLOCK_BASELINE, BLOCK_REORDERED, REORDERED, Plan
 from benchmarks.layer import TokenHalves
 
 REORDER_PASSES: Final[Mapping[str, Any]] = {
@@ -59,7 +59,35 @@ class Variant:
         return torch.compile(module, backend=self.backend, fullgraph=True, options=options)
 
 
-VARIANTS: Final = (
+SLICED = Plan(attention="tp", experts="tp")
+HEADS_AND_EXPERTS = Plan(attention="tp", experts="a2a")
+SEQUENCE_AND_EXPERTS = Plan(attention="sp", experts="a2a")
+
+
+def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
+    return {"megamoe.chunks": chunks, "megamoe.attention_chunks": attention_chunks}
+
+
+OF_BLOCKS: Final = (
+    Variant(name=BLOCK_BASELINE, plan=SLICED),
+    Variant(name=BLOCK_REORDERED, plan=SLICED, options=REORDER_PASSES),
+    Variant(name="tp+a2a N=2", plan=HEADS_AND_EXPERTS, backend="megamoe", options=_split(2, 1)),
+    Variant(name="sp+a2a inductor", plan=SEQUENCE_AND_EXPERTS),
+    Variant(name="sp+a2a inductor reorder", plan=SEQUENCE_AND_EXPERTS, options=REORDER_PASSES),
+    *(
+        Variant(
+            name=f"sp+a2a N={chunks}",
+            plan=SEQUENCE_AND_EXPERTS,
+            backend="megamoe",
+            options=_split(chunks, attention_chunks),
+            rival="sp+a2a N=1",
+        )
+        for chunks, attention_chunks in ((1, 1), (2, 2), (4, 2))
+    ),
+)
+"""N is the chunks of the experts; attention goes in two groups of heads where N is more than 1."""
+
+OF_LAYERS: Final = (
     Variant(name="eager", backend=None),
     Variant(name=BASELINE),
     Variant(name=REORDERED, options=REORDER_PASSES),
@@ -83,6 +111,7 @@ VARIANTS: Final = (
         for chunks in (1, 2, 4)
     ),
 )
+VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS)
 
 
 def named_variants(names: tuple[str, ...]) -> tuple[Variant, ...]:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def test_ratios_are_against_the_same_rounds_of_the_baselines():
     assert row.vs_inductor_reorder == pytest.approx(0.8)
     assert row.inf_bandwidth_ratio == pytest.approx(1.1)
     assert row.inf_bandwidth_pairs == 2
+
+
+def test_a_rival_and_own_exchanges_are_told_beside_the_baseline():
+    other = outcome(2.2, linked=2.4)
+    other.rival = "inductor reorder"
+    both = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": outcome(2.0, linked=3.0)}
+    row = rows(**both, other=other)
+    assert row["other", "1:1"].vs_rival == pytest.approx(0.8)
+    assert row["other", "1:1"].own_comm_ms == 2000.0  # two latencies, 100 bytes at 100 a second
+    assert row["other", "inf"].own_comm_ms == 0.0
+    assert row["inductor", "1:1"].vs_rival is None
+
+
+def test_only_the_ratios_of_the_preset_are_measured():
+    preset = replace(PRESETS["quick"], ratios=("1:1",))
+    measured = result(inductor=outcome(2.0, linked=4.0))
+    assert {row.ratio for row in rows_of(replace(JOB, preset=preset), measured)} == {"inf", "1:1"}
 
 
 def test_a_failed_variant_has_rows_that_say_why():
