@@ -58,6 +58,10 @@ BLOCKS: Final = (
     BlockCase(name="block-4", num_ranks=4, tokens=1024, batch=4, experts=16),
 )
 """Sequences of 1024, two query heads to a KV head."""
+DISPATCHES: Final = tuple(
+    Case(name=f"top-{k}", num_ranks=4, tokens=1024, experts=16, top_k=k) for k in range(1, 5)
+)
+"""Rows exchanged are k / n of the tokens gathered: 1/4 to as many."""
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
 
 RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5, "1:4": 0.25}
@@ -160,6 +164,8 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "sp+a2a N=1",
             "sp+a2a N=2",
             "sp+a2a N=4",
+            "tp+ag/rs",
+            "sp+ag/rs",
         ),
         control_rounds=24,
         rounds=15,
@@ -167,5 +173,20 @@ PRESETS: Final[Mapping[str, Preset]] = {
         ratios=("2:1", "1:1", "1:2"),
         baseline=BLOCK_BASELINE,
         reordered=BLOCK_REORDERED,
+    ),
+    "dispatch": Preset(
+        cases=DISPATCHES,
+        variants=(
+            BASELINE,
+            "megamoe N=1",
+            "megamoe N=2",
+            "megamoe N=4",
+            "ag/rs exact",
+            "ag/rs worst",
+        ),
+        control_rounds=24,
+        rounds=15,
+        timeout_s=1800.0,
+        ratios=("2:1", "1:1", "1:2"),
     ),
 }

@@ -68,6 +68,15 @@ def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
     return {"megamoe.chunks": chunks, "megamoe.attention_chunks": attention_chunks}
 
 
+def _gathered(padding: str) -> dict[str, Any]:
+    return {
+        "megamoe.dispatch": "all_gather",
+        "megamoe.dispatch_padding": padding,
+        "megamoe.equal_tokens": True,
+        "megamoe.chunks": 1,
+    }
+
+
 OF_BLOCKS: Final = (
     Variant(name=BLOCK_BASELINE, plan=SLICED),
     Variant(name=BLOCK_REORDERED, plan=SLICED, options=REORDER_PASSES),
@@ -83,6 +92,15 @@ OF_BLOCKS: Final = (
             rival="sp+a2a N=1",
         )
         for chunks, attention_chunks in ((1, 1), (2, 2), (4, 2))
+    ),
+    *(
+        Variant(
+            name=f"{plan.attention}+ag/rs",
+            plan=plan,
+            backend="megamoe",
+            options=_gathered("exact"),
+        )
+        for plan in (HEADS_AND_EXPERTS, SEQUENCE_AND_EXPERTS)
     ),
 )
 """N is the chunks of the experts; attention goes in two groups of heads where N is more than 1."""
@@ -109,6 +127,15 @@ OF_LAYERS: Final = (
             max_error=MAX_ERROR_FP8,
         )
         for chunks in (1, 2, 4)
+    ),
+    *(
+        Variant(
+            name=f"ag/rs {padding}",
+            backend="megamoe",
+            options=_gathered(padding),
+            rival="megamoe N=2",
+        )
+        for padding in ("exact", "worst")
     ),
 )
 VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS)
