@@ -137,6 +137,12 @@ def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
                     f"the {exchange.name} of {plan.region.name} is not quantised: "
                     f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
                 )
+        if config.dispatch == "all_gather" and not plan.switch.is_switched:
+            why = f"{plan.switch.reason.value} ({plan.switch.detail})"
+            raise RegionRefused(
+                f"{plan.region.name} is not all-gathered: {why}. "
+                "Set megamoe.dispatch = 'all_to_all' or megamoe.strict = False"
+            )
     if config.chunks == 1:
         return
     unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]

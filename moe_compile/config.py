@@ -22,6 +22,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "dispatch_wire": ("same", "fp8", "fp8_forward", "auto"),
     "combine_wire": ("same", "fp8", "fp8_forward", "auto"),
     "dispatch": ("all_to_all", "all_gather", "auto"),
+    "dispatch_padding": ("exact", "worst"),
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
     "gradient_wire": ("same", "bf16_fp32_sum"),
     "codegen": ("inductor", "fx"),
@@ -32,7 +33,6 @@ NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("batch",),
     "dispatch_wire": ("auto",),
     "combine_wire": ("auto",),
-    "dispatch": ("all_gather", "auto"),
 }
 """Documented values whose pass this version does not have."""
 
@@ -46,6 +46,7 @@ its part of the sequence, exchanged for heads around attention ("ulysses", by co
 
 
 TYPES: Final[Mapping[str, tuple[type, str]]] = {
+    "equal_tokens": (bool, "true or false"),
     "schedule": (bool, "true or false"),
     "strict": (bool, "true or false"),
     "step_peak_bytes": (int, "a number of bytes"),
@@ -74,7 +75,14 @@ class MegaMoEConfig:
     combine_wire: str = "same"
     """Number format of the combine exchange, in the same words."""
     dispatch: str = "all_to_all"
-    """Collective that moves tokens to experts."""
+    """What moves tokens to experts: "all_to_all"; "all_gather", then a reduce-scatter back, which
+    rounds sums of more than two rows otherwise; "auto": that where it pays and changes no bit."""
+    dispatch_padding: str = "exact"
+    """Rows an all-gathered region has room for: "exact", those that came, read by the host once;
+    "worst", all that may come, the rest zeros: static shapes, no host read, more memory."""
+    equal_tokens: bool = False
+    """The promise that in every step all ranks have the same number of tokens, which no rank can
+    see: without it nothing is all-gathered. The torchtitan recipe, whose batches are, makes it."""
     schedule: bool = True
     """Whether to reorder launches, waits and compute so that exchanges run under compute."""
     recompute: str = "save_exchanges"

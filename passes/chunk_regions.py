@@ -20,6 +20,7 @@ from moe_compile.graph.edit import erase_unused
 from moe_compile.planning.plan import Remark
 from moe_compile.planning.state import CompileState, RegionPlan
 from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
+from passes.plan_chunks import Left
 from passes.replay.masked_replay import emit_chunks
 
 
@@ -37,7 +38,9 @@ class ChunkRegions(GraphPass):
         decided: list[tuple[RegionPlan, RowProof, Surroundings]] = []
         skipped: list[Verdict] = []
         for plan in state.plans:
-            if isinstance(plan.proof, Refused):
+            if plan.switch.is_switched:
+                skipped.append(Verdict(candidate=plan.region.name, reason=Left.GATHERED))
+            elif isinstance(plan.proof, Refused):
                 skipped.append(verdict(plan.proof))
             elif plan.num_chunks == 1:
                 reason = plan.remark or Remark.ONE_CHUNK

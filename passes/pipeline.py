@@ -32,6 +32,7 @@ from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
 from passes.save_exchanges import SaveExchanges
 from passes.schedule_exchanges import ScheduleExchanges
+from passes.switch_dispatch import SwitchDispatch
 from passes.verify_schedule import VerifySchedule
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
@@ -50,6 +51,7 @@ DYNAMO: Final = Level(
     (
         NormalizeExchanges(),
         DetectRegions(),
+        SwitchDispatch(),
         PlanChunks(),
         ChunkRegions(),
         QuantizeExchanges(),

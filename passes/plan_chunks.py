@@ -8,6 +8,7 @@ Contract
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,12 @@ from moe_compile.analysis.regions import Refused
 from moe_compile.planning.plan import Remark, plan_num_chunks
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
+
+
+class Left(enum.Enum):
+    """Why a region gets no plan here."""
+
+    GATHERED = "its tokens are gathered: in slices already, or whole"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,9 @@ class PlanChunks(GraphPass):
         for plan in state.plans:
             if isinstance(plan.proof, Refused):
                 skipped.append(verdict(plan.proof))
+                continue
+            if plan.switch.is_switched:  # planned where it was switched
+                skipped.append(Verdict(candidate=plan.region.name, reason=Left.GATHERED))
                 continue
             plan.num_chunks, plan.remark = plan_num_chunks(state.config, plan.region)
             if plan.remark is None or plan.remark is Remark.BY_TOKENS:

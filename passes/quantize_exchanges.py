@@ -39,6 +39,9 @@ class Left(enum.Enum):
     SAME = "its wire option is `same`"
     NOT_A_MATRIX = "its rows are no matrix of floating-point numbers with a known width"
     NARROW = "a row would not get shorter"
+    GATHERED = (
+        "tokens are gathered, and sums of them travel back: no message of eight bits for these"
+    )
     UNKNOWN_FORM = "its launch is read by something else than one wait"
 
 
@@ -62,7 +65,7 @@ class QuantizeExchanges(GraphPass):
         for plan in state.plans:
             for exchange in (plan.dispatch, plan.combine):
                 candidate = f"{exchange.name} of {plan.region.name}"
-                decided = _decide(exchange, state.config)
+                decided = _decide(exchange, state.config, gathered=plan.switch.is_switched)
                 if isinstance(decided, Left):
                     exchange.refusal = "" if decided in NOT_OWED else decided.value
                     skipped.append(Verdict(candidate=candidate, reason=decided))
@@ -82,10 +85,12 @@ def wire_of(exchange: Exchange, config: MegaMoEConfig) -> str:
     return config.dispatch_wire if exchange.name == "dispatch" else config.combine_wire
 
 
-def _decide(exchange: Exchange, config: MegaMoEConfig) -> int | Left:
+def _decide(exchange: Exchange, config: MegaMoEConfig, *, gathered: bool) -> int | Left:
     """Return the width of the rows to quantise, or why they travel as they are."""
     if wire_of(exchange, config) not in QUANTIZED:
         return Left.SAME
+    if gathered:
+        return Left.GATHERED
     rows = exchange.rows
     if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
         return Left.NOT_A_MATRIX

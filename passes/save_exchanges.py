@@ -13,13 +13,20 @@ as those of tensor parallelism, follow the model's policy always: the user chose
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from moe_compile.graph.query import is_all_to_all, is_wait
+from moe_compile.graph.query import (
+    group_name,
+    is_all_gather,
+    is_all_to_all,
+    is_reduce_scatter,
+    is_wait,
+)
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
@@ -40,7 +47,8 @@ class SaveExchanges(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write the policy on the launches and waits of checkpointed forward exchanges."""
-        nodes = [n for n in graph.nodes if is_all_to_all(n) or _is_received(n)]
+        groups = state.gathered_groups
+        nodes = [n for n in graph.nodes if _is_exchange(n, groups) or _is_received(n, groups)]
         forward = [n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"]
         if state.config.recompute == "model":
             return _all_left(self.name, forward, Left.MODEL)
@@ -59,8 +67,15 @@ class SaveExchanges(GraphPass):
         )
 
 
-def _is_received(node: fx.Node) -> bool:
-    return is_wait(node) and is_all_to_all(node.all_input_nodes[0])
+def _is_exchange(node: fx.Node, gathered_groups: Container[str]) -> bool:
+    """Whether the node is an all-to-all, or a gather or sum of a region that has none any more."""
+    if is_all_gather(node) or is_reduce_scatter(node):
+        return group_name(node) in gathered_groups
+    return is_all_to_all(node)
+
+
+def _is_received(node: fx.Node, gathered_groups: Container[str]) -> bool:
+    return is_wait(node) and _is_exchange(node.all_input_nodes[0], gathered_groups)
 
 
 def _all_left(name: str, nodes: list[fx.Node], reason: Left) -> PassReport:

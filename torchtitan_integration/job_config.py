@@ -2,7 +2,8 @@
 
 Contract
     One field per option of `moe_compile.config.MegaMoEConfig`, with its name, type and default;
-    but for `max_memory_increase`, which is tighter in a training job that knows its whole step.
+    but for `max_memory_increase`, which is tighter in a training job that knows its whole step, and
+    `equal_tokens`: torchtitan gives every rank batches of one size.
     Annotations here are types, not strings: torchtitan builds its own class from them.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, Final, get_type_hints
 
 from moe_compile.config import ENVIRONMENT_PREFIX, PREFIX, TABLE_ONLY, MegaMoEConfig, from_sources
 
-RECIPE_DEFAULTS: Final = {"max_memory_increase": 0.05}
+RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {"max_memory_increase": 0.05, "equal_tokens": True}
 """Where the recipe's default differs from that of torch.compile."""
 
 OUTSIDE_GRAPHS: Final = ("gradient_wire",)

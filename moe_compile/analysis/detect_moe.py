@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.query import (
+    expression_of,
     group_name,
     has_dynamic_splits,
     input_splits,
@@ -32,7 +32,6 @@ from moe_compile.graph.query import (
     is_wait,
     output_splits,
     tensor_of,
-    value_of,
 )
 
 VALUE_KEEPING: Final = frozenset(
@@ -114,14 +113,8 @@ def _swapped(dispatch: fx.Node, combine: fx.Node) -> bool:
 
 def _same_sizes(left: list[object], right: list[object]) -> bool:
     return len(left) == len(right) and all(
-        _size(a) == _size(b) for a, b in zip(left, right, strict=True)
+        expression_of(a) == expression_of(b) for a, b in zip(left, right, strict=True)
     )
-
-
-def _size(size: object) -> object:
-    """Return what two equal sizes share: the number, or the symbolic expression."""
-    value = value_of(size) if isinstance(size, fx.Node) else size
-    return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
 def _last_wait(launch: fx.Node) -> fx.Node | None:

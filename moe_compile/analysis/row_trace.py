@@ -23,7 +23,7 @@ from moe_compile.analysis.constant_nodes import constant_nodes
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import Unproven
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import is_launch, is_wait, tensor_of, value_of
+from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
 
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 """What running a node on fake tensors may raise where this torch cannot trace it."""
@@ -187,7 +187,7 @@ class _Stopped(Exception):
 def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
     """Return what runs between dispatch and combine, or the node where tracing stopped."""
     received = _received_rows(region)
-    after = set(_waits_on(region.combine)) | {region.combine} | set(_waits_on(region.dispatch))
+    after = set(waits_on(region.combine)) | {region.combine} | set(waits_on(region.dispatch))
     constants = constant_nodes(region)
     body = [node for node in region.body if node not in after]
     for node in body:
@@ -217,14 +217,6 @@ def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node])
         runner.run(sources, nodes, tensors)
 
 
-def _waits_on(launch: fx.Node) -> list[fx.Node]:
-    waits: list[fx.Node] = []
-    for node in launch.users:
-        if is_wait(node):
-            waits += [node, *_waits_on(node)]
-    return waits
-
-
 def _received_rows(region: MoERegion) -> fx.Node:
-    waits = _waits_on(region.dispatch)
+    waits = waits_on(region.dispatch)
     return waits[-1] if waits else region.dispatch

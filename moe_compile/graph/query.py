@@ -29,9 +29,32 @@ def overload_name(node: fx.Node) -> str:
     return ""
 
 
+def called_name(node: fx.Node) -> str:
+    """Return the name of the function or tensor method a Dynamo node calls, "" for all else."""
+    if node.op == "call_method":
+        return str(node.target)
+    return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
+
+
+def argument_of(call: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Return the argument at `position`, or that called `name`, or `default`."""
+    if len(call.args) > position:
+        return call.args[position]
+    return call.kwargs.get(name, default)
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
     return overload_name(node) == "_c10d_functional::wait_tensor"
+
+
+def waits_on(launch: fx.Node) -> list[fx.Node]:
+    """Return the waits on `launch`, and the waits on those: some frontends wait twice."""
+    found: list[fx.Node] = []
+    for user in launch.users:
+        if is_wait(user):
+            found += [user, *waits_on(user)]
+    return found
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -79,6 +102,12 @@ def _splits(exchange: fx.Node, position: int) -> list[Any]:
 def has_dynamic_splits(exchange: fx.Node) -> bool:
     """Whether a split list holds sizes known only at run time."""
     return any(isinstance(s, fx.Node) for s in (*output_splits(exchange), *input_splits(exchange)))
+
+
+def expression_of(size: Any) -> Any:
+    """Return what two equal sizes share: the number, or the symbolic expression; of a node too."""
+    value = value_of(size) if isinstance(size, fx.Node) else size
+    return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
 def value_of(node: fx.Node) -> Any:

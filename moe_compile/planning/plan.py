@@ -11,7 +11,9 @@ from typing import Final
 
 from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRegion
 from moe_compile.analysis.regions import MoERegion
+from moe_compile.analysis.token_regions import TokenRows
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import tensor_of
 
 AUTO_CHUNKS: Final = 2
 """What "auto" asks for: with a second chunk one exchange always runs beside compute."""
@@ -23,6 +25,13 @@ class Remark(enum.Enum):
     ONE_CHUNK = "one chunk asked for"
     ONE_EXPERT = "one local expert: nothing to split by"
     CLAMPED = "more chunks asked for than there are local experts"
+    GATHERED = (
+        "all-gathered whole: chunks of experts would repeat the reduce-scatter; "
+        "chunk_by = tokens splits it"
+    )
+    UNEVEN_SLICES = (
+        "all-gathered whole: the tokens of a rank are not known to split evenly in that many slices"
+    )
     BY_TOKENS = (
         "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
         "chunks * eps / 2 of the sum of their magnitudes"
@@ -41,6 +50,21 @@ def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Rema
         return 1, Remark.ONE_EXPERT
     clamped = num_chunks < asked and config.chunks != "auto"
     return num_chunks, Remark.CLAMPED if clamped else None
+
+
+def plan_token_slices(config: MegaMoEConfig, found: TokenRows) -> tuple[int, Remark | None]:
+    """Return the slices of tokens an all-gathered region runs in, and a remark unless as asked."""
+    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
+    if asked == 1:
+        return 1, Remark.ONE_CHUNK
+    if config.chunk_by != "tokens":
+        return 1, Remark.GATHERED
+    tokens = tensor_of(found.tokens)
+    num_tokens = None if tokens is None else tokens.shape[0]
+    is_even = type(num_tokens) is int and num_tokens % asked == 0
+    if not is_even or found.rows_per_token is None:
+        return 1, Remark.UNEVEN_SLICES
+    return asked, Remark.BY_TOKENS
 
 
 def plan_head_groups(

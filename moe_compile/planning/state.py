@@ -14,8 +14,10 @@ import torch.fx as fx
 
 from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
+from moe_compile.planning.dispatch_rules import DispatchCosts
 from moe_compile.planning.plan import Remark
 
 
@@ -39,6 +41,22 @@ class Exchange:
 
 
 @dataclass(kw_only=True, slots=True)
+class SwitchVerdict:
+    """What became of a region's all-to-all: gathered tokens instead, or why not."""
+
+    is_switched: bool = False
+    reason: Unswitched = Unswitched.NOT_ASKED
+    """Why it is not switched, where it is not."""
+    detail: str = ""
+    is_exact: bool = True
+    """Whether it has room for the rows that come; else for all that may."""
+    num_addends: int | None = None
+    """Numbers that each sum per token adds; None when not proven to be one number."""
+    costs: DispatchCosts | None = None
+    """Bytes and padding either way; None where the gather or the sum was not found."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RegionPlan:
     """What to do with one region."""
 
@@ -52,6 +70,7 @@ class RegionPlan:
     combine: Exchange
     num_chunks: int = 1
     """Chunks the region runs in; 1 leaves it whole."""
+    switch: SwitchVerdict = field(default_factory=SwitchVerdict)
     remark: Remark | None = None
     """Why `num_chunks` is not what was asked for, None when it is."""
 
@@ -95,6 +114,8 @@ class CompileState:
     """Whether some region of the compilation, attention too, runs in more than one chunk."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
+    gathered_groups: set[str] = field(default_factory=set)
+    """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)
     """Figures of the passes that ran on the AOTAutograd graph at hand."""
     is_backward: bool = False

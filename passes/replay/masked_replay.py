@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -26,19 +26,10 @@ from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.graph.edit import Emitter
 from moe_compile.ops.permute import PERMUTE_ROWS
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
-from passes.replay.host_reads import BulkRead, is_host_read, is_move_to_host
-from passes.replay.prune import Pruned, prune_other_experts
+from passes.replay.host_reads import BulkRead
+from passes.replay.prune import prune_other_experts
+from passes.replay.replayed import Replay, emit_rest, emit_until_reads, needed_for
 from passes.replay.row_order import emit_row_order
-
-
-@dataclass(slots=True)
-class Replay:
-    """One chunk: what each node of the region became in it."""
-
-    experts: range
-    env: dict[fx.Node, fx.Node]
-    """Node of the region -> its copy for this chunk; inputs of the region included."""
-    pruned: Pruned = field(default_factory=Pruned)
 
 
 def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
@@ -92,13 +83,13 @@ def emit_chunks(
     weights = _split_weights(emit, sliceable, bounds)
     for c, replay in enumerate(replays):
         replay.env[region.rows] = emit.call(operator.getitem, parts, c)
-        _emit_rest(emit, region.count_side, replay)
+        emit_rest(emit, region.count_side, replay)
     for replay in replays:
         replay.env[region.dispatch] = emit.copy(region.dispatch, replay.env)
     for c, replay in enumerate(replays):
         for gemm in sliceable:
             _slice_to_chunk(emit, gemm, weights, c, replay)
-        _emit_rest(emit, region.row_side, replay)
+        emit_rest(emit, region.row_side, replay)
 
     together = emit.call(torch.cat, [replay.env[region.result] for replay in replays])
     region.result.target = PERMUTE_ROWS
@@ -128,47 +119,13 @@ def _emit_reads(
     reads = BulkRead(emit)
     for replay in replays:
         reads.add(emit.method("sum", replay.env[region.counts]))
-    _emit_until_reads(emit, region, whole, reads, _needed_for(kept, region))
+    emit_until_reads(emit, region, whole, reads, needed_for(kept, region))
     for replay in replays:
-        _emit_until_reads(emit, region, replay, reads, set(region.count_side))
+        emit_until_reads(emit, region, replay, reads, set(region.count_side))
     values = reads.finish()
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
     return values[: len(replays)]
-
-
-def _needed_for(kept: Iterable[fx.Node], region: MoERegion) -> set[fx.Node]:
-    """Return the nodes of the region that the host reads in `kept` depend on, and those reads."""
-    inside, needed, todo = set(region.count_side), set(), list(kept)
-    while todo:
-        node = todo.pop()
-        if node in inside and node not in needed:
-            needed.add(node)
-            todo.extend(node.all_input_nodes)
-    return needed
-
-
-def _emit_until_reads(
-    emit: Emitter, region: MoERegion, replay: Replay, reads: BulkRead, wanted: set[fx.Node]
-) -> None:
-    """Emit what the host reads of one chunk depend on; ask for each read's value."""
-    after_read: set[fx.Node] = set()
-    for node in region.count_side:
-        if node not in wanted or node in replay.pruned.nodes:
-            continue
-        if any(i in after_read for i in node.all_input_nodes):
-            after_read.add(node)
-        elif is_host_read(node):
-            after_read.add(node)
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            reads.ask(replay, node, replay.env.get(source, source))
-        elif is_move_to_host(node):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            replay.env[node] = replay.env.get(source, source)
-        else:
-            replay.env[node] = emit.copy(node, replay.env)
 
 
 def _split_weights(
@@ -201,16 +158,3 @@ def _slice_to_chunk(
     experts = slice(replay.experts.start, replay.experts.stop)
     sliced = emit.call(operator.getitem, replay.env[offsets], experts)
     replay.pruned.inputs[gemm] = {offsets: sliced, weight: weights[weight][chunk]}
-
-
-def _emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
-    """Emit the nodes this chunk does not have yet, without those it does not need."""
-    for node in nodes:
-        if node in replay.env or node in replay.pruned.nodes:
-            continue
-        env = {**replay.env, **replay.pruned.inputs.get(node, {})}
-        copied = emit.copy(node, env)
-        if dropped := replay.pruned.dropped_from.get(node):
-            pieces = [env.get(a, a) for a in node.args[0] if a not in dropped]
-            copied.args = (pieces, *copied.args[1:])
-        replay.env[node] = copied

@@ -1,0 +1,68 @@
+"""The words of the dispatch switch: what is around a region, and why it keeps its all-to-all.
+
+Contract
+    A `TokenRows` names nodes of one graph and is stale once that graph is edited.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+
+class Unswitched(enum.Enum):
+    """Why a region keeps its all-to-all. Values are what reports print."""
+
+    NOT_ASKED = "dispatch is all_to_all"
+    TOKENS_MAY_DIFFER = (
+        "ranks may have different numbers of tokens: set megamoe.equal_tokens = true "
+        "if in every step all have the same"
+    )
+    NOT_PROVEN = "its experts are not proven to treat rows independently"
+    NO_GATHER = "the rows sent are not a gather of tokens by an index"
+    NO_SUM = "what follows the combine is not a sum per token"
+    OTHER_INDEX = "rows are summed by another index than they were gathered by"
+    OTHER_TOKENS = "the sum has not one row per token gathered"
+    ROWS_READ = "rows are read by something else, before the dispatch or after the combine"
+    NOT_BY_ROW = "rows meet something other than one factor per row"
+    WRITTEN = "a tensor that the switch reads later or elsewhere is written in place"
+    STATE_CHANGES = "grad mode or autocast changes between the gather and the sum"
+    SENT_SIZES = "the experts read how many rows this rank sends"
+    NOT_WORTHWHILE = "all-to-all moves less: k is at most 0.75 n"
+    LOSSY = "auto changes no bit, and sums of more than two rows would be rounded otherwise"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRows:
+    """The gather before a region's dispatch and the sum after its combine.
+
+    Shapes: `tokens` `[T, D]`, `index` `[R]`, each factor `[R, 1]`, `total` `[T, D']`.
+    """
+
+    tokens: fx.Node
+    index: fx.Node
+    gather: fx.Node
+    before: tuple[fx.Node, ...]
+    """What changes the gathered rows before they are sent, in order."""
+    after: tuple[fx.Node, ...]
+    """What changes the rows that came back before they are summed, in order."""
+    factors: tuple[fx.Node, ...]
+    """Factors per row that `before` and `after` read, each once."""
+    total: fx.Node
+    """The sum per token."""
+    base: fx.Node | None
+    """What it adds to; None for zeros."""
+    rows_per_token: int | None
+    """Rows that every token has; None when not proven to be one number."""
+    is_chosen_once: bool
+    """Whether no token is proven to have two rows for one expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFound:
+    """Why the gather and the sum of a region were not found, or must not be replaced."""
+
+    reason: Unswitched
+    detail: str = ""

@@ -1,0 +1,117 @@
+"""Run a MoE region on tokens that all ranks gather, and add the results up by a reduce-scatter.
+
+Contract
+    Requires  a proof that the experts treat rows independently given the counts, the gather that
+              made the rows, the sum that follows, and equally many tokens on all ranks.
+    Keeps     what the experts are given: the rows, their order and the counts are those that the
+              all-to-all would bring; padding, if any, is zeros behind the last row.
+
+Pseudo-code
+    all-gather the tokens of each slice, the counts and tokens of rows, the factors of rows
+    per slice: this rank's rows = the tokens they name, by sender, then expert
+               the region's body on those rows and counts
+               their sums per token of every rank -> reduce-scatter: this rank's tokens
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import C10D
+from passes.replay.gathered_routing import Routing, emit_gather, emit_routing
+from passes.replay.gathered_slice import Slice, SliceWriter, Switch
+from passes.replay.host_reads import BulkRead
+from passes.replay.replayed import Replay, emit_until_reads, needed_for
+from passes.replay.sizes import extent
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What a region became."""
+
+    result: fx.Node
+    """The sums of this rank's tokens, instead of the sum per token."""
+    instead: dict[fx.Node, fx.Node]
+    """Host read whose value the graph needs outside the region -> what to read instead."""
+    gathers: tuple[fx.Node, ...]
+    reduces: tuple[fx.Node, ...]
+    """Launches that move the tokens, and the sums, of each slice."""
+
+
+def emit_gathered(switch: Switch, kept: Iterable[fx.Node]) -> Gathered:
+    """Emit the region in its new form; the old one is for the caller to take out.
+
+    `kept` are host reads of the region whose value the graph needs outside it; with any, the
+    switch must be exact.
+    """
+    region, found = switch.region, switch.found
+    gathers = _launch_tokens(switch)
+    emit = Emitter(region.result)
+    routing = emit_routing(emit, region, found, switch.num_slices)
+    writer = SliceWriter(emit, switch, routing)
+    slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]
+    instead = _read_host(writer, switch, routing, slices, list(kept)) if switch.is_exact else {}
+    for part in slices:
+        writer.place_rows(part)
+    writer.gather_factors(slices, found.before)
+    for part in slices:
+        writer.run_experts(part)
+    writer.emit = Emitter(found.total)
+    writer.gather_factors(slices, found.after)
+    reduces = [writer.launch_sums(part) for part in slices]
+    return Gathered(_joined(writer.emit, switch, reduces), instead, tuple(gathers), tuple(reduces))
+
+
+def _launch_tokens(switch: Switch) -> list[fx.Node]:
+    """Gather the tokens where the rows were gathered: gradients meet in the order they had."""
+    emit, tokens = Emitter(switch.found.gather), switch.found.tokens
+    parts = [tokens]
+    if switch.num_slices > 1:
+        share = extent(emit, tokens, 0)
+        assert isinstance(share, int)
+        split = emit.call(torch.split, tokens, share // switch.num_slices)
+        parts = [emit.call(operator.getitem, split, c) for c in range(switch.num_slices)]
+    return [emit_gather(emit, switch.region, part) for part in parts]
+
+
+def _read_host(
+    writer: SliceWriter,
+    switch: Switch,
+    routing: Routing,
+    slices: list[Slice],
+    kept: list[fx.Node],
+) -> dict[fx.Node, fx.Node]:
+    """Emit the one read of all that the host must know; return what `kept` became."""
+    emit, region = writer.emit, switch.region
+    reads = BulkRead(emit)
+    for counts in routing.counts:
+        reads.add(emit.method("sum", writer.mine(counts)))
+    whole = Replay(range(region.num_local_experts), {})
+    if kept:
+        counts = emit.method("sum", emit.call(torch.stack, list(routing.counts)), 0)
+        whole.env[region.received_counts] = writer.received(counts)
+        emit_until_reads(emit, region, whole, reads, needed_for(kept, region))
+    for part in slices:
+        wanted, asked = set(switch.needs.nodes), switch.needs.num_rows
+        emit_until_reads(emit, region, part.replay, reads, wanted, asked)
+    values = reads.finish()
+    for replay in (whole, *(part.replay for part in slices)):
+        replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
+    for part, num_rows in zip(slices, values, strict=False):
+        writer.set_num_rows(part, num_rows)
+    return {node: whole.env[node] for node in kept}
+
+
+def _joined(emit: Emitter, switch: Switch, reduces: list[fx.Node]) -> fx.Node:
+    """Emit the sums of all this rank's tokens, and what they are added to."""
+    sums = [emit.call(C10D.wait_tensor, launch) for launch in reduces]
+    result = sums[0] if len(sums) == 1 else emit.call(torch.cat, sums)
+    if switch.found.base is not None:
+        result = emit.call(operator.add, switch.found.base, result)
+    return result

@@ -1,0 +1,169 @@
+"""One slice of a region that runs on gathered tokens: its rows, its experts, its sums.
+
+Contract
+    Padding is zeros when the experts get it, and adds nothing to any sum, forward or backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+from moe_compile.analysis.body_needs import BodyNeeds
+from moe_compile.analysis.regions import MoERegion
+from moe_compile.analysis.token_regions import TokenRows
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import C10D, tensor_of
+from moe_compile.ops.gathered_rows import LOCAL_ROWS, PAD_LAST_RUN
+from passes.replay.gathered_routing import Routing, emit_factor
+from passes.replay.replayed import Replay, emit_rest
+from passes.replay.sizes import Size, extent, times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """How a region is to be switched."""
+
+    region: MoERegion
+    found: TokenRows
+    needs: BodyNeeds
+    num_slices: int
+    is_exact: bool
+    """Whether the host reads how many rows come; else there is room for all that may."""
+
+
+@dataclass(slots=True)
+class Slice:
+    """One slice of the tokens."""
+
+    number: int
+    tokens: fx.Node
+    """Its tokens of all ranks, `[ranks * T, D]`."""
+    replay: Replay
+    num_rows: Size = 0
+    """Rows that this rank has, padding included."""
+    source: fx.Node | None = None
+    """Number of each row among the rows of all ranks."""
+    target: fx.Node | None = None
+    """Number of each row's token among the tokens of all ranks."""
+    is_row: fx.Node | None = None
+    """Which rows are no padding, `[rows, 1]`; None without padding."""
+    factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Factor per row of the model -> that of this rank's rows."""
+
+
+class SliceWriter:
+    """Emits the parts of slices, through an emitter that moves down the graph."""
+
+    def __init__(self, emit: Emitter, switch: Switch, routing: Routing) -> None:
+        """Write what `switch` says of the rows that `routing` tells."""
+        self.emit, self._switch, self._routing = emit, switch, routing
+        self._region, self._found = switch.region, switch.found
+        group = dist.distributed_c10d._resolve_process_group(self._region.group)
+        self._first = dist.get_rank(group) * self._region.num_local_experts
+
+    def begin(self, number: int, launch: fx.Node) -> Slice:
+        """Emit what a slice has before the host has read anything."""
+        tokens = self.emit.call(C10D.wait_tensor, launch)
+        part = Slice(number, tokens, Replay(range(self._region.num_local_experts), {}))
+        counts = self._routing.counts[number]
+        if not self._switch.is_exact:
+            local = self._region.num_local_experts
+            self.set_num_rows(part, self._most_rows())
+            counts = self.emit.call(PAD_LAST_RUN, counts, self._first, local, part.num_rows)
+        part.replay.env[self._region.received_counts] = self.received(counts)
+        return part
+
+    def set_num_rows(self, part: Slice, num_rows: Size) -> None:
+        """Note how many rows the slice has, wherever the experts read it."""
+        part.num_rows = num_rows
+        part.replay.env.update(dict.fromkeys(self._switch.needs.num_rows, num_rows))
+
+    def _most_rows(self) -> Size:
+        """Return the most rows this rank may get: of every rank, all that its tokens may send."""
+        found, region = self._found, self._region
+        if found.rows_per_token is None or not found.is_chosen_once:
+            return times(self.emit, self._routing.num_rows, region.num_ranks)
+        per_token = min(found.rows_per_token, region.num_local_experts)
+        return times(self.emit, self._num_tokens(), per_token * region.num_ranks)
+
+    def _num_tokens(self) -> Size:
+        size = extent(self.emit, self._found.tokens, 0)
+        return size // self._switch.num_slices if isinstance(size, int) else size
+
+    def received(self, counts: fx.Node) -> fx.Node:
+        """Emit `[ranks, experts]` counts in the form in which the region receives its own."""
+        tensor = tensor_of(self._region.received_counts)
+        assert tensor is not None
+        if tensor.numel() == self._region.num_ranks * self._region.num_local_experts:
+            counts = self.mine(counts)  # otherwise the region has everyone's
+        shaped = self.emit.method("reshape", counts, list(tensor.shape))
+        return self.emit.method("to", shaped, tensor.dtype)
+
+    def mine(self, counts: fx.Node) -> fx.Node:
+        """Emit the counts of this rank's experts, `[ranks, local experts]`."""
+        experts = slice(self._first, self._first + self._region.num_local_experts)
+        return self.emit.call(operator.getitem, counts, (slice(None), experts))
+
+    def place_rows(self, part: Slice) -> None:
+        """Emit which rows the slice has, and of which tokens."""
+        emit, routing, local = self.emit, self._routing, self._region.num_local_experts
+        counts = routing.counts[part.number]
+        sizes = (part.num_rows, routing.num_rows)
+        numbers = emit.call(LOCAL_ROWS, counts, self._first, local, *sizes)
+        part.source = emit.call(operator.getitem, numbers, 0)
+        if not self._switch.is_exact:
+            is_row = emit.call(operator.getitem, numbers, 1)
+            part.is_row = emit.method("unsqueeze", is_row, -1)
+        of_sender = emit.method("reshape", routing.tokens[part.number], -1)
+        token = emit.call(operator.getitem, of_sender, part.source)
+        sender = emit.call(operator.floordiv, part.source, routing.num_rows)
+        ahead = emit.call(operator.mul, sender, self._num_tokens())
+        part.target = emit.call(operator.add, token, ahead)
+
+    def gather_factors(self, slices: list[Slice], readers: Iterable[fx.Node]) -> None:
+        """Emit, for this rank's rows, each factor that `readers` read."""
+        read = [i for node in readers for i in node.all_input_nodes if i in self._found.factors]
+        for factor in dict.fromkeys(read):
+            if factor in slices[0].factors:
+                continue
+            everyone = emit_factor(self.emit, self._region, self._routing, factor)
+            for part, own in zip(slices, everyone, strict=True):
+                part.factors[factor] = self.emit.call(operator.getitem, own, part.source)
+
+    def run_experts(self, part: Slice) -> None:
+        """Emit the rows of the slice, and the region's body on them."""
+        rows = self.emit.call(operator.getitem, part.tokens, part.target)
+        rows = self._changed(part, self._found.gather, rows, self._found.before)
+        env = part.replay.env
+        env.update(dict.fromkeys(self._switch.needs.received, self._without_padding(part, rows)))
+        emit_rest(self.emit, self._switch.needs.nodes, part.replay)
+
+    def _changed(
+        self, part: Slice, first: fx.Node, rows: fx.Node, chain: Iterable[fx.Node]
+    ) -> fx.Node:
+        env: dict[fx.Node, Any] = {**part.factors, first: rows}
+        for node in chain:
+            rows = env[node] = self.emit.copy(node, env)
+        return rows
+
+    def _without_padding(self, part: Slice, rows: fx.Node) -> fx.Node:
+        return rows if part.is_row is None else self.emit.call(torch.where, part.is_row, rows, 0)
+
+    def launch_sums(self, part: Slice) -> fx.Node:
+        """Emit the sums per token of all ranks, and launch what adds them up over ranks."""
+        emit, region, found = self.emit, self._region, self._found
+        sent = region.combine.all_input_nodes[0]
+        rows = part.replay.env.get(sent, sent)
+        rows = self._changed(part, region.result, rows, found.after)
+        rows = self._without_padding(part, rows)
+        all_tokens = times(emit, self._num_tokens(), region.num_ranks)
+        zeros = emit.method("new_zeros", rows, (all_tokens, extent(emit, found.total, 1)))
+        sums = emit.method("index_add", zeros, 0, part.target, rows)
+        return emit.call(C10D.reduce_scatter_tensor, sums, "sum", region.num_ranks, region.group)

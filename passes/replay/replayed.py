@@ -1,0 +1,83 @@
+"""One replay of a region's body: what each node became, and how its host reads join one read.
+
+Contract
+    What the host must know is asked for, not read: one bulk read serves every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from moe_compile.analysis.regions import MoERegion
+from moe_compile.graph.edit import Emitter
+from passes.replay.host_reads import BulkRead, is_host_read, is_move_to_host
+from passes.replay.prune import Pruned
+
+
+@dataclass(slots=True)
+class Replay:
+    """One chunk: what each node of the region became in it."""
+
+    experts: range
+    env: dict[fx.Node, Any]
+    """Node of the region -> its copy for this chunk, or a number; inputs of the region included."""
+    pruned: Pruned = field(default_factory=Pruned)
+
+
+def needed_for(kept: Iterable[fx.Node], region: MoERegion) -> set[fx.Node]:
+    """Return the nodes of the region that the host reads in `kept` depend on, and those reads."""
+    inside, needed, todo = set(region.count_side), set(), list(kept)
+    while todo:
+        node = todo.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            todo.extend(node.all_input_nodes)
+    return needed
+
+
+def emit_until_reads(
+    emit: Emitter,
+    region: MoERegion,
+    replay: Replay,
+    reads: BulkRead,
+    wanted: set[fx.Node],
+    asked: Iterable[fx.Node] = (),
+) -> None:
+    """Emit what the host reads of one chunk depend on; ask for each read's value.
+
+    `asked` are nodes whose values are asked for already.
+    """
+    after_read = set(asked)
+    for node in region.count_side:
+        if node not in wanted or node in replay.env or node in replay.pruned.nodes:
+            continue
+        if any(i in after_read for i in node.all_input_nodes):
+            after_read.add(node)
+        elif is_host_read(node):
+            after_read.add(node)
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            reads.ask(replay, node, replay.env.get(source, source))
+        elif is_move_to_host(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            replay.env[node] = replay.env.get(source, source)
+        else:
+            replay.env[node] = emit.copy(node, replay.env)
+
+
+def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
+    """Emit the nodes this chunk does not have yet, without those it does not need."""
+    for node in nodes:
+        if node in replay.env or node in replay.pruned.nodes:
+            continue
+        env = {**replay.env, **replay.pruned.inputs.get(node, {})}
+        copied = emit.copy(node, env)
+        if dropped := replay.pruned.dropped_from.get(node):
+            pieces = [env.get(a, a) for a in node.args[0] if a not in dropped]
+            copied.args = (pieces, *copied.args[1:])
+        replay.env[node] = copied

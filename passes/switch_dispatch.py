@@ -1,0 +1,142 @@
+"""Move tokens by all-gather and reduce-scatter instead of rows by all-to-all, where asked.
+
+Contract
+    Requires  REGIONS_FOUND.
+    Keeps     the rows, their order and the counts that the experts see; every value bit for bit
+              where a token's sum has at most two addends, else each sum to one rounding of the
+              wire's type per addend and rank. `dispatch = "auto"` switches the former only.
+    Loses     the exchange of counts, and with `dispatch_padding = "worst"` every host read and
+              every size known only at run time, of bodies that have none of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from moe_compile.analysis.body_needs import needs_of_body
+from moe_compile.analysis.regions import Refused
+from moe_compile.analysis.surroundings import Surroundings, examine_surroundings
+from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
+from moe_compile.analysis.token_rows import find_token_rows
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.edit import erase_unused
+from moe_compile.graph.query import waits_on
+from moe_compile.planning.dispatch_rules import dispatch_costs, is_bitwise, num_addends
+from moe_compile.planning.plan import plan_token_slices
+from moe_compile.planning.state import CompileState, RegionPlan, SwitchVerdict
+from passes.contract import Fact, GraphPass, PassReport, Verdict
+from passes.replay.gathered import emit_gathered
+from passes.replay.gathered_slice import Switch
+
+
+@dataclass(frozen=True)
+class SwitchDispatch(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "switch_dispatch"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Rewrite the regions that the options ask for and that allow it."""
+        del graph  # the plans name its nodes
+        chosen: list[tuple[RegionPlan, Switch, Surroundings]] = []
+        skipped: list[Verdict] = []
+        for plan in state.plans:
+            decided = _decide(plan, state.config)
+            if isinstance(decided, NotFound):
+                skipped.append(
+                    Verdict(
+                        candidate=plan.region.name, reason=decided.reason, detail=decided.detail
+                    )
+                )
+            else:
+                chosen.append((plan, *decided))
+        for plan, switch, around in chosen:
+            _apply(plan, switch, around)
+            state.gathered_groups.add(plan.region.group)
+        return PassReport(
+            pass_name=self.name,
+            applied=tuple(plan.region.name for plan, _, _ in chosen),
+            skipped=tuple(skipped),
+        )
+
+
+def _decide(plan: RegionPlan, config: MegaMoEConfig) -> tuple[Switch, Surroundings] | NotFound:
+    """Return how to switch a region, or why not; the plan keeps the verdict for the report."""
+    found = find_token_rows(plan.region)
+    if isinstance(found, TokenRows):
+        plan.switch.costs = dispatch_costs(plan.region, found)
+    decided = _allowed(plan, config, found)
+    if isinstance(decided, NotFound):
+        plan.switch.reason, plan.switch.detail = decided.reason, decided.detail
+    return decided
+
+
+def _allowed(
+    plan: RegionPlan, config: MegaMoEConfig, found: TokenRows | NotFound
+) -> tuple[Switch, Surroundings] | NotFound:
+    if config.dispatch == "all_to_all":
+        return NotFound(reason=Unswitched.NOT_ASKED)
+    if isinstance(plan.proof, Refused):
+        return NotFound(reason=Unswitched.NOT_PROVEN, detail=plan.proof.reason.value)
+    if isinstance(found, NotFound):
+        return found
+    if (refused := _against(plan, config, found)) is not None:
+        return NotFound(reason=refused)
+    around = examine_surroundings(plan.region)
+    if isinstance(around, Refused):
+        return NotFound(reason=Unswitched.NOT_PROVEN, detail=around.reason.value)
+    needs = needs_of_body(plan.region)
+    if needs.reads_sent:
+        return NotFound(reason=Unswitched.SENT_SIZES)
+    reads_anyway = needs.reads_host or bool(around.kept_reads)
+    slices, remark = plan_token_slices(config, found)
+    plan.num_chunks, plan.remark = slices, remark
+    switch = Switch(
+        region=plan.region,
+        found=found,
+        needs=needs,
+        num_slices=slices,
+        is_exact=reads_anyway or config.dispatch_padding == "exact",
+    )
+    return switch, around
+
+
+def _against(plan: RegionPlan, config: MegaMoEConfig, found: TokenRows) -> Unswitched | None:
+    if not config.equal_tokens:
+        return Unswitched.TOKENS_MAY_DIFFER
+    if config.dispatch != "auto":
+        return None
+    if not is_bitwise(found):
+        return Unswitched.LOSSY
+    costs = plan.switch.costs
+    return None if costs is not None and costs.by_measurement else Unswitched.NOT_WORTHWHILE
+
+
+def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
+    region, found = plan.region, switch.found
+    for node in reversed(around.stale_assertions):
+        node.graph.erase_node(node)
+    emitted = emit_gathered(switch, around.kept_reads)
+    plan.dispatch.launches, plan.combine.launches = emitted.gathers, emitted.reduces
+    plan.num_host_reads = int(switch.is_exact)
+    plan.switch = SwitchVerdict(
+        is_switched=True,
+        is_exact=switch.is_exact,
+        num_addends=num_addends(found),
+        costs=plan.switch.costs,
+    )
+    for node, value in emitted.instead.items():
+        node.replace_all_uses_with(value)
+    found.total.replace_all_uses_with(emitted.result)
+    for node in around.readers_of_kept:
+        region.result.prepend(node)
+    count_waits = waits_on(region.count_exchange)
+    erase_unused([found.total])
+    erase_unused([region.result, *found.after])
+    erase_unused([node for node in region.body if node is not region.result])
+    erase_unused([region.count_exchange, *count_waits])
+    erase_unused([found.gather, *found.before])
