@@ -68,12 +68,13 @@ def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
     return {"megamoe.chunks": chunks, "megamoe.attention_chunks": attention_chunks}
 
 
-def _gathered(padding: str) -> dict[str, Any]:
+def _gathered(chunks: int, padding: str = "exact") -> dict[str, Any]:
     return {
         "megamoe.dispatch": "all_gather",
         "megamoe.dispatch_padding": padding,
         "megamoe.equal_tokens": True,
-        "megamoe.chunks": 1,
+        "megamoe.chunk_by": "tokens" if chunks > 1 else "auto",
+        **_split(chunks, min(chunks, 2)),
     }
 
 
@@ -95,10 +96,7 @@ OF_BLOCKS: Final = (
     ),
     *(
         Variant(
-            name=f"{plan.attention}+ag/rs",
-            plan=plan,
-            backend="megamoe",
-            options=_gathered("exact"),
+            name=f"{plan.attention}+ag/rs N=2", plan=plan, backend="megamoe", options=_gathered(2)
         )
         for plan in (HEADS_AND_EXPERTS, SEQUENCE_AND_EXPERTS)
     ),
@@ -130,12 +128,13 @@ OF_LAYERS: Final = (
     ),
     *(
         Variant(
-            name=f"ag/rs {padding}",
+            name=f"ag/rs {padding} N={chunks}",
             backend="megamoe",
-            options=_gathered(padding),
+            options=_gathered(chunks, padding),
             rival="megamoe N=2",
         )
         for padding in ("exact", "worst")
+        for chunks in (1, 2)
     ),
 )
 VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from benchmarks.block import replicated_names
 from benchmarks.cases import BlockCase, Plan
 from benchmarks.subjects import BlockSubjects
+from benchmarks.variants import named_variants
 from moe_compile.report.process_report import REPORT
 
 PLANS = [Plan(attention=a, experts=e) for a in ("tp", "sp") for e in ("tp", "a2a")]
@@ -84,6 +85,24 @@ def run_split(rank, plan):
 def test_attention_and_experts_of_one_graph_are_split_and_no_bit_changes(two_ranks):
     for same, chunks in two_ranks.run(run_split, Plan(attention="sp", experts="a2a")):
         assert all(same) and chunks == ([2], [2])
+
+
+def run_gathered(rank, plan):
+    """Return the relative errors against the reference, and what the report remarks."""
+    torch._dynamo.reset()
+    ours = subject(small(2), plan, torch.bfloat16)
+    (variant,) = named_variants((f"{plan.attention}+ag/rs N=2",))
+    options = {**variant.options, "megamoe.codegen": "fx", "megamoe.strict": True}
+    compiled = torch.compile(ours.module, backend="megamoe", fullgraph=True, options=options)
+    pairs = step(ours, compiled)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
+    (region,) = REPORT.compilations[-1].regions
+    return errors, " ".join(region.remarks)
+
+
+def test_a_gathered_dispatch_in_halves_computes_the_same(two_ranks):
+    for errors, remarks in two_ranks.run(run_gathered, Plan(attention="sp", experts="a2a")):
+        assert max(errors) < 0.02 and "chunks of tokens" in remarks
 
 
 def test_attention_divided_by_heads_leaves_no_gradient_of_it_to_be_summed():

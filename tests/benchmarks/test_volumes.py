@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -53,8 +54,12 @@ def sent_both_ways(group, module, x):
     return forward, list(group.log)
 
 
-def elements(log, dtype=torch.float32):
-    return sum(sent.elements for sent in log if sent.dtype is dtype)
+def elements(log):
+    return sum(sent.elements for sent in log if sent.dtype is torch.float32)
+
+
+def is_rows(sent):
+    return len(sent.shape) == 2 and sent.shape[1] == WIDTH
 
 
 def sequence_first(ranks):
@@ -154,3 +159,47 @@ def test_sliced_experts_send_one_unit_whatever_k(ranks, top_k):
     for log in ways:
         assert elements(log) == unit_of(ranks)
         assert {sent.dtype for sent in log} == {torch.float32}
+
+
+def bfloat16_experts(case, group):
+    """Compiled, torch's grouped GEMM takes nothing wider."""
+    experts = with_balanced_router(MoELayer(case, group)).bfloat16()
+    experts.router.data = experts.router.data.float()
+    return experts
+
+
+def send_gathered(ranks, top_k, padding):
+    torch._dynamo.reset()
+    options = {
+        "megamoe.codegen": "fx",
+        "megamoe.dispatch": "all_gather",
+        "megamoe.dispatch_padding": padding,
+        "megamoe.equal_tokens": True,
+    }
+    with alike_ranks(ranks) as group:
+        experts = bfloat16_experts(case_of(ranks, top_k=top_k), group)
+        compiled = torch.compile(experts, backend="megamoe", fullgraph=True, options=options)
+        return sent_both_ways(group, compiled, balanced_tokens(top_k).bfloat16())
+
+
+def check_gathered(ranks, top_k, ways):
+    """One unit; where each row goes and its weight go with it, and the weight's gradient back."""
+    others, per_expert, per_row, per_gradient = ranks - 1, 4, 4 + 2, 2
+    routing = (TOKENS * top_k * per_row + EXPERTS * per_expert) * others
+    for log, metadata in zip(ways, (routing, TOKENS * top_k * per_gradient * others), strict=True):
+        assert sum(sent.elements for sent in log if is_rows(sent)) == unit_of(ranks)
+        assert not [sent for sent in log if sent.kind == "all_to_all"]
+        assert sum(sent.bytes for sent in log if not is_rows(sent)) <= metadata
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "padding"), [(2, 1, "exact"), (8, 8, "worst")])
+def test_gathered_tokens_are_one_unit(ranks, top_k, padding):
+    check_gathered(ranks, top_k, send_gathered(ranks, top_k, padding))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", ["exact", "worst"])
+@pytest.mark.parametrize("top_k", TOP_K)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gathered_tokens_are_one_unit_whatever_k(ranks, top_k, padding):
+    check_gathered(ranks, top_k, send_gathered(ranks, top_k, padding))
