@@ -30,7 +30,7 @@ from benchmarks.table import print_case, print_head
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 CACHE: Final = Path("outputs") / "benchmark_cache"
-WIDTH: Final = 150
+WIDTH: Final = 170
 """Columns of the table, whatever the terminal's."""
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
