@@ -25,7 +25,7 @@ from benchmarks.clocks import CLOCKS
 from benchmarks.machine import describe_machine
 from benchmarks.measure import Job, measure_case
 from benchmarks.post_board import create_board
-from benchmarks.results import header_of_case, rows_of
+from benchmarks.results import header_of_case, rows_of, with_other_cases
 from benchmarks.table import print_case, print_head
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
@@ -63,7 +63,9 @@ def main() -> int:
     report["seconds"] = round(time.monotonic() - began, 1)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(_joined(report, arguments), indent=1) + "\n")
+        if arguments.case and arguments.json.exists():
+            report = with_other_cases(report, json.loads(arguments.json.read_text()))
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if any("error" in case for case in report["cases"]) else 0
 
 
@@ -96,16 +98,6 @@ def _run_case(
     print_case(console, head, rows)
     report["cases"].append(head)
     report["rows"] += [asdict(row) for row in rows]
-
-
-def _joined(report: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the report with the other cases the file has, when one case was run of several."""
-    if arguments.case is None or not arguments.json.exists():
-        return report
-    before = json.loads(arguments.json.read_text())
-    cases = [case for case in before["cases"] if case["name"] != arguments.case]
-    rows = [row for row in before["rows"] if row["case"] != arguments.case]
-    return {**report, "cases": cases + report["cases"], "rows": rows + report["rows"]}
 
 
 def _arguments() -> argparse.Namespace:

@@ -103,6 +103,14 @@ def header_of_case(job: Job, result: CaseResult) -> dict[str, Any]:
     }
 
 
+def with_other_cases(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return `report` with the cases of the file `before` that it does not have, first."""
+    new = {case["name"] for case in report["cases"]}
+    cases = [case for case in before["cases"] if case["name"] not in new]
+    rows = [row for row in before["rows"] if row["case"] not in new]
+    return {**report, "cases": cases + report["cases"], "rows": rows + report["rows"]}
+
+
 def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: str) -> Row:
     place = {
         "case": job.case.name,

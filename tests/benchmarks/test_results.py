@@ -6,7 +6,7 @@ import pytest
 from benchmarks.cases import PRESETS, RATIOS, ROUTED, Preset
 from benchmarks.emulated_link import LinkRate, Traffic
 from benchmarks.measure import CaseResult, Job, Outcome
-from benchmarks.results import rows_of, warnings_of
+from benchmarks.results import rows_of, warnings_of, with_other_cases
 from benchmarks.step import Sample
 from benchmarks.variants import VARIANTS, named_variants
 
@@ -109,3 +109,17 @@ def test_an_unknown_variant_is_named():
 def test_a_preset_without_the_baseline_is_refused():
     with pytest.raises(ValueError, match="inductor"):
         Preset(cases=(), variants=("eager",), control_rounds=20, rounds=1, timeout_s=1.0)
+
+
+def test_a_case_measured_again_replaces_its_rows_and_keeps_the_others():
+    def file(**milliseconds):
+        rows = [{"case": name, "ms": ms} for name, ms in milliseconds.items()]
+        return {
+            "clock": "virtual",
+            "cases": [{"name": name} for name in milliseconds],
+            "rows": rows,
+        }
+
+    both = with_other_cases(file(one=3.0), file(one=1.0, two=2.0))
+    assert [case["name"] for case in both["cases"]] == ["two", "one"]
+    assert both["rows"] == [{"case": "two", "ms": 2.0}, {"case": "one", "ms": 3.0}]
