@@ -1,19 +1,26 @@
-"""A process group whose all-to-alls end when a link of stated latency and bandwidth would end them.
+"""A process group whose collectives end when a link of stated latency and bandwidth would end them.
 
 Contract
-    The bytes really move, over gloo. An exchange starts when every rank has posted it and the one
-    before it has ended; it takes latency + (most bytes any rank sends or receives) / bandwidth.
-    Sending and receiving do not slow each other (duplex); what a rank keeps costs nothing.
+    The bytes really move, over gloo. An exchange (an all-to-all, an all-gather, a reduce-scatter)
+    starts when every rank has posted it and the one before it has ended; it takes
+    latency + (most bytes any rank sends or receives) / bandwidth.
+    Sending and receiving do not slow each other (duplex); what a rank keeps costs nothing. Of a
+    gathered tensor, and of one that is reduced and scattered, (n - 1) / n crosses each way, as in
+    a ring: a gather sends on what it received, a reduction sends partial sums.
     Every rank computes the same end of every exchange.
     A launch returns at once; only waiting moves the clock.
 
-Processors are not slowed by a transfer, as with RDMA. This is a model: call its times modelled.
+Processors are not slowed by a transfer, nor by the sums of a reduction, as with RDMA and a network
+that adds. Nor does it matter how many peers a rank speaks to: with a latency for each, a pairwise
+all-to-all and a ring would pay it n - 1 times alike, and the congestion that sets them apart on
+real networks has no place in bytes over bandwidth. This is a model: call its times modelled.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -105,18 +112,50 @@ class EmulatedLink(PythonGroup):
         options: Any,
     ) -> dist.Work:
         """Launch one exchange."""
-        began = time.thread_time()
-        self._posted += 1
         crossing = max(
             _wire_bytes(output, output_splits, self.rank(), self.size()),
             _wire_bytes(input, input_splits, self.rank(), self.size()),
         )
+        return self._launch(
+            crossing,
+            (output, input),
+            lambda: self._inner.alltoall_base(output, input, output_splits, input_splits, options),
+        )
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
+    ) -> dist.Work:
+        """Launch one all-gather, the name under which functional collectives ask for it."""
+        del options  # functional collectives leave them at their defaults
+        (output,), (input,) = outputs, inputs
+        return self._launch(
+            _wire_bytes(output, [], self.rank(), self.size()),
+            (output, input),
+            lambda: self._inner._allgather_base(output, input),
+        )
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
+    ) -> dist.Work:
+        """Launch one reduce-scatter, the name under which functional collectives ask for it."""
+        (output,), (input,) = outputs, inputs
+        return self._launch(
+            _wire_bytes(input, [], self.rank(), self.size()),
+            (output, input),
+            lambda: self._inner._reduce_scatter_base(output, input, options),
+        )
+
+    def _launch(
+        self, crossing: float, tensors: tuple[torch.Tensor, torch.Tensor], start: Callable[[], Any]
+    ) -> dist.Work:
+        """Post an exchange of which `crossing` bytes cross the link, and start moving it."""
+        began = time.thread_time()
+        self._posted += 1
         now = self.clock.now()
         self._board.write(self._posted, Post(now, crossing))
         if self.events is not None:
             self.events.append(LinkEvent("launch", self._posted, now, crossing))
-        inner = self._inner.alltoall_base(output, input, output_splits, input_splits, options)
-        work = _LinkWork(self, _Pending(self._posted, inner, (output, input)))
+        work = _LinkWork(self, _Pending(self._posted, start(), tensors))
         self.traffic.host_s += time.thread_time() - began
         return work
 

@@ -6,6 +6,8 @@ experts, N = T x top_k routed rows sent, R rows received.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +18,50 @@ from torch.distributed._functional_collectives import (
 )
 
 from benchmarks.cases import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Which experts the tokens go to; rows are token x expert pairs, sorted by expert."""
+
+    scores: torch.Tensor
+    """`[N]`, in order of the rows."""
+    token_of_row: torch.Tensor
+    """`[N]`."""
+    counts: torch.Tensor
+    """Rows of every expert, `[E]`."""
+
+    def combine(self, done_NH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's rows, weighted, in the shape and type of `x_TH`."""
+        weighted = done_NH * self.scores[:, None].to(done_NH.dtype)
+        return torch.zeros_like(x_TH).index_add(0, self.token_of_row, weighted)
+
+
+def route(x_TH: torch.Tensor, router: torch.Tensor, top_k: int) -> Routing:
+    """Send every token to the experts of its `top_k` greatest probabilities."""
+    probabilities = torch.softmax(x_TH.float() @ router, dim=-1)
+    scores, chosen = torch.topk(probabilities, top_k, dim=-1)
+    expert_of_row = chosen.reshape(-1)
+    order = torch.argsort(expert_of_row, stable=True)
+    every_expert = torch.arange(router.shape[1], device=x_TH.device)
+    return Routing(
+        scores=scores.reshape(-1)[order],
+        token_of_row=order // top_k,
+        counts=(expert_of_row[:, None] == every_expert).sum(0),
+    )
+
+
+def run_experts(
+    rows_RH: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Return SwiGLU of rows sorted by expert; `ends[e]` is where those of expert e end."""
+    gated = F.silu(torch._grouped_mm(rows_RH, gate, offs=ends))
+    hidden = gated * torch._grouped_mm(rows_RH, up, offs=ends)
+    return torch._grouped_mm(hidden, down, offs=ends)
 
 
 class MoELayer(nn.Module):
@@ -39,13 +85,8 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return what the experts make of the tokens, `[T, H]`."""
-        probabilities = torch.softmax(x_TH.float() @ self.router, dim=-1)
-        scores, chosen = torch.topk(probabilities, self.case.top_k, dim=-1)
-        expert_of_row = chosen.reshape(-1)
-        order = torch.argsort(expert_of_row, stable=True)
-        token_of_row = order // self.case.top_k
-        every_expert = torch.arange(self.case.experts, device=x_TH.device)
-        counts = (expert_of_row[:, None] == every_expert).sum(0)
+        routing = route(x_TH, self.router, self.case.top_k)
+        counts = routing.counts
 
         received = all_to_all_single(counts, None, None, self.group)
         received = torch.ops._c10d_functional.wait_tensor(received)
@@ -53,13 +94,12 @@ class MoELayer(nn.Module):
         received_rows = received.view(self.num_ranks, -1).sum(1).tolist()
 
         rows_RH = all_to_all_single_autograd(
-            x_TH[token_of_row], received_rows, sent_rows, self.group
+            x_TH[routing.token_of_row], received_rows, sent_rows, self.group
         )
         done_RH = self._experts(rows_RH, received)
         back_NH = all_to_all_single_autograd(done_RH, sent_rows, received_rows, self.group)
 
-        weighted = back_NH * scores.reshape(-1)[order][:, None].to(back_NH.dtype)
-        out = torch.zeros_like(x_TH).index_add(0, token_of_row, weighted)
+        out = routing.combine(back_NH, x_TH)
         return out + self._shared(x_TH) if self.case.shared_expert else out
 
     def _experts(self, rows_RH: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
@@ -69,10 +109,7 @@ class MoELayer(nn.Module):
         by_expert = torch.argsort(expert, stable=True)
         ends = received.view(self.num_ranks, -1).sum(0).cumsum(0).to(torch.int32)
 
-        sorted_RH = rows_RH[by_expert]
-        gate = torch._grouped_mm(sorted_RH, self.gate, offs=ends)
-        up = torch._grouped_mm(sorted_RH, self.up, offs=ends)
-        done = torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+        done = run_experts(rows_RH[by_expert], self.gate, self.up, self.down, ends)
         return torch.zeros_like(done).index_copy(0, by_expert, done)
 
     def _shared(self, x_TH: torch.Tensor) -> torch.Tensor:

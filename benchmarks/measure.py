@@ -2,8 +2,8 @@
 
 Contract
     Every rank calls `measure_case` with the same job and makes the same steps.
-    A variant that fails to compile, or computes something else than eager does, is left out of
-    the rounds and its error told.
+    A variant that fails to compile, or computes something else than its reference (subjects.py), is
+    left out of the rounds and its error told.
     Within a round every variant makes one step; the order rotates from round to round.
 
 Pseudo-code
@@ -27,14 +27,14 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from benchmarks.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS, Case, Preset
+from benchmarks.cases import EVEN, LATENCY_S, NO_LINK_RATIO, RATIOS, Case, Plan, Preset
 from benchmarks.clocks import CLOCKS
 from benchmarks.compile_turns import CompileTurns
 from benchmarks.emulated_link import NO_LINK, LinkRate, make_emulated_group
-from benchmarks.layer import MoELayer
 from benchmarks.machine import measure_profile, write_profile
 from benchmarks.post_board import PostBoard
-from benchmarks.step import Forward, Sample, Stepper, Values, relative_error
+from benchmarks.step import Forward, Sample, Stepper, relative_error
+from benchmarks.subjects import Values, subjects_of
 from benchmarks.variants import Variant, named_variants
 from moe_compile.errors import MegaMoEError
 
@@ -71,6 +71,7 @@ class Outcome:
     is_from_cache: bool = False
     error: str = ""
     relative_error: float = 0.0
+    rival: str = ""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     """By ratio, one per round."""
 
@@ -92,17 +93,29 @@ def measure_case(rank: int, job: Job) -> CaseResult | None:
     """Run the job; None on all ranks but 0."""
     run = _Run(rank, job)
     run.start()
-    run.compile((BASELINE,))
-    if BASELINE not in run.forwards:
-        raise RuntimeError(f"{BASELINE} failed: {run.outcomes[BASELINE].error}")
+    baseline = job.preset.baseline
+    run.compile((baseline,))
+    if baseline not in run.ways:
+        raise RuntimeError(f"{baseline} failed: {run.outcomes[baseline].error}")
     run.write_profile()
-    run.compile([name for name in job.preset.variants if name != BASELINE])
+    run.compile([name for name in job.preset.variants if name != baseline])
     _pin(rank, job.case.num_ranks)
     run.rounds(NO_LINK_RATIO, NO_LINK, job.preset.control_rounds)
     result = run.settle()
     for ratio, rate in result.rates.items():
         run.rounds(ratio, rate, job.preset.rounds)
     return result if rank == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One compiled variant, and the stepper of its module."""
+
+    stepper: Stepper
+    forward: Forward
+
+    def timed(self, rate: LinkRate) -> Sample:
+        return self.stepper.timed(self.forward, rate)
 
 
 class _Run:
@@ -114,15 +127,15 @@ class _Run:
         clock = CLOCKS[job.clock]()
         board = PostBoard(job.folder / "posts", rank, job.case.num_ranks)
         link = make_emulated_group(board, clock)
-        self._layer = MoELayer(job.case, link)
-        self._stepper = Stepper(self._layer, link, clock)
+        self._subjects = subjects_of(job.case, link)
+        self._link, self._clock = link, clock
+        self._steppers: dict[Plan | None, Stepper] = {}
         self._turns = CompileTurns(job.folder, job.cache, job.preset.timeout_s)
-        self.forwards: dict[str, Forward] = {}
+        self.ways: dict[str, _Way] = {}
         self.outcomes: dict[str, Outcome] = {}
 
     def start(self) -> None:
-        """Compute what all variants must, and get the compiler going."""
-        self._expected = self._stepper.values(self._layer)
+        """Get the compiler going."""
         self._turns.start_compiler()
 
     def compile(self, names: Sequence[str]) -> None:
@@ -135,10 +148,11 @@ class _Run:
 
     def _attempt(self, variant: Variant) -> Outcome:
         """Compile and check one variant; all ranks return the same verdict."""
-        forward = variant.build(self._layer, self._job.profile)
-        mine = Outcome()
+        stepper = self._stepper(variant.plan)
+        way = _Way(stepper, variant.build(stepper.module, self._job.profile))
+        mine = Outcome(rival=variant.rival)
         try:
-            mine.relative_error = relative_error(self._first(variant, forward), self._expected)
+            mine.relative_error = relative_error(self._first(variant, way), stepper.expected)
             if variant.backend:
                 mine.compile_s = self._turns.seconds
                 mine.is_from_cache = self._turns.is_from_cache
@@ -146,45 +160,52 @@ class _Run:
             mine.error = f"{type(error).__name__}: {error}"
         outcome = _worst_of_all_ranks(mine, variant.max_error)
         if not outcome.error:
-            self.forwards[variant.name] = forward
+            self.ways[variant.name] = way
             for _ in range(WARM_UP):
-                self._stepper.run(forward)
+                stepper.run(way.forward)
         return outcome
 
-    def _first(self, variant: Variant, forward: Forward) -> Values:
+    def _stepper(self, plan: Plan | None) -> Stepper:
+        if plan not in self._steppers:
+            self._steppers[plan] = Stepper(self._subjects.of(plan), self._link, self._clock)
+        return self._steppers[plan]
+
+    def _first(self, variant: Variant, way: _Way) -> Values:
         if variant.backend is None:
-            return self._stepper.values(forward)
+            return way.stepper.values(way.forward)
         with self._turns.turn(f"{self._job.case.name} {variant.name}"):
-            return self._stepper.values(forward)
+            return way.stepper.values(way.forward)
 
     def write_profile(self) -> None:
-        baseline = self.forwards[BASELINE]
-        steps = [self._stepper.timed(baseline, NO_LINK) for _ in range(ESTIMATE_STEPS)]
+        baseline = self.ways[self._job.preset.baseline]
+        steps = [baseline.timed(NO_LINK) for _ in range(ESTIMATE_STEPS)]
         compute_s = statistics.median(s.elapsed_s for s in steps)
-        rate = _rate(steps[-1], compute_s, RATIOS["1:1"])
+        rate = _rate(steps[-1], compute_s, RATIOS[EVEN])
         if self._rank == 0 and not self._job.profile.exists():
             profile = measure_profile(self._job.case, rate.bytes_per_s)
             write_profile(profile, self._job.profile)
         dist.barrier()
 
     def rounds(self, ratio: str, rate: LinkRate, num_rounds: int) -> None:
-        self._say(f"{ratio}: {num_rounds} rounds of {len(self.forwards)} variants")
-        names = list(self.forwards)
+        self._say(f"{ratio}: {num_rounds} rounds of {len(self.ways)} variants")
+        names = list(self.ways)
         gc.collect()
         gc.disable()
         for _ in range(num_rounds):
             names = [*names[1:], names[0]]
             for name in names:
-                sample = self._stepper.timed(self.forwards[name], rate)
+                sample = self.ways[name].timed(rate)
                 self.outcomes[name].samples.setdefault(ratio, []).append(sample)
         gc.enable()
 
     def settle(self) -> CaseResult:
         """Set the links' rates from what the baseline took without a link."""
-        control = self.outcomes[BASELINE].samples[NO_LINK_RATIO]
+        control = self.outcomes[self._job.preset.baseline].samples[NO_LINK_RATIO]
         compute_s = statistics.median(s.elapsed_s for s in control)
         traffic = control[-1].traffic
-        rates = {name: _rate(control[-1], compute_s, ratio) for name, ratio in RATIOS.items()}
+        rates = {
+            name: _rate(control[-1], compute_s, RATIOS[name]) for name in self._job.preset.ratios
+        }
         return CaseResult(
             compute_s=compute_s,
             rates=rates,
@@ -215,7 +236,7 @@ def _worst_of_all_ranks(mine: Outcome, max_error: float) -> Outcome:
     worst = max(o.relative_error for o in outcomes)
     error = next((o.error for o in outcomes if o.error), "")
     if not error and not worst <= max_error:
-        error = f"differs from eager by {worst:.3g}, relative"
+        error = f"differs from its reference by {worst:.3g}, relative"
     return replace(outcomes[0], relative_error=worst, error=error)
 
 

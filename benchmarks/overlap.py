@@ -1,4 +1,4 @@
-"""`python -m benchmarks.overlap`: how much communication each way of running a MoE layer hides.
+"""`python -m benchmarks.overlap`: how much communication each way to run a layer or block hides.
 
 Every rank is a process of this machine; the link between them is emulated (emulated_link.py) and
 its bandwidth is set so that communication takes half to four times what compute takes.
@@ -25,12 +25,12 @@ from benchmarks.clocks import CLOCKS
 from benchmarks.machine import describe_machine
 from benchmarks.measure import Job, measure_case
 from benchmarks.post_board import create_board
-from benchmarks.results import header_of_case, rows_of
+from benchmarks.results import header_of_case, rows_of, with_other_cases
 from benchmarks.table import print_case, print_head
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 CACHE: Final = Path("outputs") / "benchmark_cache"
-WIDTH: Final = 150
+WIDTH: Final = 170
 """Columns of the table, whatever the terminal's."""
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -58,10 +58,13 @@ def main() -> int:
     report: dict[str, Any] = {**head, "cases": [], "rows": []}
     began = time.monotonic()
     for case in preset.cases:
-        _run_case(console, case, preset, arguments, report)
+        if arguments.case in (None, case.name):
+            _run_case(console, case, preset, arguments, report)
     report["seconds"] = round(time.monotonic() - began, 1)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.case and arguments.json.exists():
+            report = with_other_cases(report, json.loads(arguments.json.read_text()))
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if any("error" in case for case in report["cases"]) else 0
 
@@ -100,7 +103,10 @@ def _run_case(
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
-    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--case", help="of the preset's cases only this one")
+    parser.add_argument(
+        "--json", type=Path, help="write the results here as well; --case keeps the other cases"
+    )
     parser.add_argument(
         "--clock",
         choices=sorted(CLOCKS),

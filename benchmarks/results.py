@@ -4,7 +4,10 @@ Terms
     bound_ms       max(compute, comm): what a step takes at best when all that can overlap does.
     compute        plain Inductor's step on a link that takes no time.
     comm           its exchanges one after the other on the modelled link, no compute at all.
+    own_comm       the same of a variant's own exchanges: plans of a block differ in bytes.
     vs_*           median over rounds of this variant's time / that one's, in the same round.
+
+Of a block "inductor" is the preset's baseline, the block divided by heads and by slices of experts.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.cases import BASELINE, NO_LINK_RATIO, QUANTIZED, RATIOS, REORDERED
+from benchmarks.cases import NO_LINK_RATIO, QUANTIZED
+from benchmarks.emulated_link import NO_LINK, LinkRate
 from benchmarks.measure import CaseResult, Job, Outcome
 from benchmarks.paired import Estimate, ratio
 from benchmarks.step import Sample
@@ -36,6 +40,9 @@ class Row:
     vs_inductor: float | None = None
     vs_inductor_interval: tuple[float, float] | None = None
     vs_inductor_reorder: float | None = None
+    rival: str = ""
+    vs_rival: float | None = None
+    vs_rival_interval: tuple[float, float] | None = None
     bound_ms: float | None = None
     bound_fraction: float | None = None
     inf_bandwidth_ratio: float | None = None
@@ -45,6 +52,7 @@ class Row:
     """Added by waits: exposed communication and waiting for slower ranks."""
     link_host_ms: float | None = None
     """CPU time of the emulator itself, part of `ms`."""
+    own_comm_ms: float | None = None
     exchanges: int | None = None
     wire_bytes: float | None = None
     """That crossed the link in one step."""
@@ -61,7 +69,7 @@ def rows_of(job: Job, result: CaseResult) -> list[Row]:
     """Return a row for every variant at every ratio, the control first."""
     return [
         _row(job, result, name, outcome, ratio_name)
-        for ratio_name in (NO_LINK_RATIO, *RATIOS)
+        for ratio_name in (NO_LINK_RATIO, *job.preset.ratios)
         for name, outcome in result.outcomes.items()
     ]
 
@@ -69,7 +77,7 @@ def rows_of(job: Job, result: CaseResult) -> list[Row]:
 def warnings_of(rows: list[Row]) -> list[str]:
     """Return what a reader must know before believing the ratios."""
     return [
-        f"{row.case}, {row.variant}: {row.inf_bandwidth_ratio:.2f} of {BASELINE} without a link; "
+        f"{row.case}, {row.variant}: {row.inf_bandwidth_ratio:.2f} of the baseline without a link; "
         "part of its gain is compute saved or noise, not overlap"
         for row in rows
         if row.ratio == NO_LINK_RATIO
@@ -95,6 +103,14 @@ def header_of_case(job: Job, result: CaseResult) -> dict[str, Any]:
     }
 
 
+def with_other_cases(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return `report` with the cases of the file `before` that it does not have, first."""
+    new = {case["name"] for case in report["cases"]}
+    cases = [case for case in before["cases"] if case["name"] not in new]
+    rows = [row for row in before["rows"] if row["case"] not in new]
+    return {**report, "cases": cases + report["cases"], "rows": rows + report["rows"]}
+
+
 def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: str) -> Row:
     place = {
         "case": job.case.name,
@@ -108,9 +124,9 @@ def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: 
     times = [s.elapsed_s * 1e3 for s in samples]
     ms = statistics.median(times)
     bound_ms = 1e3 * max(result.compute_s, result.comm_s.get(ratio_name, 0.0))
-    control = _against(result, name, BASELINE, NO_LINK_RATIO)
-    here = _against(result, name, BASELINE, ratio_name)
-    reordered = _against(result, name, REORDERED, ratio_name)
+    control = _against(result, name, job.preset.baseline, NO_LINK_RATIO)
+    here = _against(result, name, job.preset.baseline, ratio_name)
+    reordered = _against(result, name, job.preset.reordered, ratio_name)
     low, _, high = statistics.quantiles(times, n=4)
     return Row(
         **place,
@@ -128,17 +144,29 @@ def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: 
         compile_from_cache=outcome.is_from_cache,
         relative_error=outcome.relative_error,
         vs_best_same_wire=_against_best(result, name, ratio_name),
-        **_medians(samples),
+        **_against_rival(result, name, ratio_name),
+        **_medians(samples, result.rates.get(ratio_name, NO_LINK)),
     )
 
 
-def _medians(samples: list[Sample]) -> dict[str, Any]:
+def _medians(samples: list[Sample], rate: LinkRate) -> dict[str, Any]:
     return {
+        "own_comm_ms": 1e3 * samples[-1].traffic.alone_s(rate),
         "waited_ms": 1e3 * statistics.median(s.traffic.waited_s for s in samples),
         "link_host_ms": 1e3 * statistics.median(s.traffic.host_s for s in samples),
         "exchanges": samples[-1].traffic.num_exchanges,
         "wire_bytes": samples[-1].traffic.wire_bytes,
         "page_faults": statistics.median(s.page_faults for s in samples),
+    }
+
+
+def _against_rival(result: CaseResult, name: str, ratio_name: str) -> dict[str, Any]:
+    rival = result.outcomes[name].rival
+    found = _against(result, name, rival, ratio_name)
+    return {
+        "rival": rival,
+        "vs_rival": found and found.median,
+        "vs_rival_interval": found and (found.low, found.high),
     }
 
 

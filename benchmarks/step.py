@@ -1,4 +1,4 @@
-"""One training step of a layer over the emulated link, timed.
+"""One training step over the emulated link, timed.
 
 Contract
     Ranks start together and the slowest counts. Clearing gradients, aligning clocks and comparing
@@ -8,16 +8,17 @@ Contract
 
 from __future__ import annotations
 
+import itertools
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.clocks import Clock
 from benchmarks.emulated_link import EmulatedLink, LinkRate, Traffic
+from benchmarks.subjects import Subject, Values
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,27 +32,17 @@ class Sample:
     page_faults: int
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """What a step computed, to compare ways of computing it."""
-
-    out: torch.Tensor
-    input_grad: torch.Tensor
-    weight_grads: tuple[torch.Tensor, ...]
-
-
 class Stepper:
-    """Runs steps of functions that share the parameters of one layer."""
+    """Runs steps of functions that share the parameters of one module."""
 
-    def __init__(self, layer: nn.Module, link: EmulatedLink, clock: Clock) -> None:
-        """Make this rank's tokens and the gradient of its output, the same on every run."""
-        case = layer.case
-        generator = torch.Generator().manual_seed(100 + dist.get_rank())
-        shape = (case.tokens, case.width)
-        tokens, grad = (torch.randn(*shape, generator=generator).bfloat16() for _ in range(2))
-        self._tokens, self._grad = tokens.requires_grad_(), grad
-        self._parameters = tuple(layer.parameters())
+    def __init__(self, subject: Subject, link: EmulatedLink, clock: Clock) -> None:
+        """Time on `clock` what `subject` exchanges over `link`."""
+        self.module = subject.module
+        self._tokens, self._grad = subject.tokens, subject.grad
+        self._parameters = tuple(subject.module.parameters())
+        self._is_part = [name in subject.replicated for name, _ in self.module.named_parameters()]
         self._link, self._clock = link, clock
+        self.expected = subject.expected or self.values(self.module)
 
     def run(self, forward: Forward) -> torch.Tensor:
         """Make one untimed step, forward and backward; returns the output."""
@@ -61,10 +52,12 @@ class Stepper:
         return out.detach()
 
     def values(self, forward: Forward) -> Values:
-        """Make one step and return what it computed."""
+        """Make one step and return what it computed; every rank must call."""
         out = self.run(forward)
-        weight_grads = tuple(p.grad for p in self._parameters)
-        return Values(out.clone(), self._tokens.grad, weight_grads)
+        grads = [p.grad.clone() for p in self._parameters]
+        for grad in itertools.compress(grads, self._is_part):
+            dist.all_reduce(grad)
+        return Values(out.clone(), self._tokens.grad, tuple(grads))
 
     def timed(self, forward: Forward, rate: LinkRate) -> Sample:
         """Make one step over a link of this rate."""

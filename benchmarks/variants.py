@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from benchmarks.cases import BASELINE, REORDERED
+from benchmarks.cases import BASELINE, BLOCK_BASELINE, BLOCK_REORDERED, REORDERED, Plan
 from benchmarks.layer import TokenHalves
 
 REORDER_PASSES: Final[Mapping[str, Any]] = {
@@ -39,7 +39,11 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     in_token_halves: bool = False
     max_error: float = MAX_ERROR
-    """Relative, against eager."""
+    """Relative, against the reference."""
+    plan: Plan | None = None
+    """How a block is divided; None for a layer."""
+    rival: str = ""
+    """A variant to be compared with besides the baseline."""
 
     def build(self, layer: nn.Module, profile: Path) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the layer run this way; it compiles at its first call.
@@ -55,7 +59,51 @@ class Variant:
         return torch.compile(module, backend=self.backend, fullgraph=True, options=options)
 
 
-VARIANTS: Final = (
+SLICED = Plan(attention="tp", experts="tp")
+HEADS_AND_EXPERTS = Plan(attention="tp", experts="a2a")
+SEQUENCE_AND_EXPERTS = Plan(attention="sp", experts="a2a")
+
+
+def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
+    return {"megamoe.chunks": chunks, "megamoe.attention_chunks": attention_chunks}
+
+
+def _gathered(chunks: int, padding: str = "exact") -> dict[str, Any]:
+    return {
+        "megamoe.dispatch": "all_gather",
+        "megamoe.dispatch_padding": padding,
+        "megamoe.equal_tokens": True,
+        "megamoe.chunk_by": "tokens" if chunks > 1 else "auto",
+        **_split(chunks, min(chunks, 2)),
+    }
+
+
+OF_BLOCKS: Final = (
+    Variant(name=BLOCK_BASELINE, plan=SLICED),
+    Variant(name=BLOCK_REORDERED, plan=SLICED, options=REORDER_PASSES),
+    Variant(name="tp+a2a N=2", plan=HEADS_AND_EXPERTS, backend="megamoe", options=_split(2, 1)),
+    Variant(name="sp+a2a inductor", plan=SEQUENCE_AND_EXPERTS),
+    Variant(name="sp+a2a inductor reorder", plan=SEQUENCE_AND_EXPERTS, options=REORDER_PASSES),
+    *(
+        Variant(
+            name=f"sp+a2a N={chunks}",
+            plan=SEQUENCE_AND_EXPERTS,
+            backend="megamoe",
+            options=_split(chunks, attention_chunks),
+            rival="sp+a2a N=1",
+        )
+        for chunks, attention_chunks in ((1, 1), (2, 2), (4, 2))
+    ),
+    *(
+        Variant(
+            name=f"{plan.attention}+ag/rs N=2", plan=plan, backend="megamoe", options=_gathered(2)
+        )
+        for plan in (HEADS_AND_EXPERTS, SEQUENCE_AND_EXPERTS)
+    ),
+)
+"""N is the chunks of the experts; attention goes in two groups of heads where N is more than 1."""
+
+OF_LAYERS: Final = (
     Variant(name="eager", backend=None),
     Variant(name=BASELINE),
     Variant(name=REORDERED, options=REORDER_PASSES),
@@ -78,7 +126,18 @@ VARIANTS: Final = (
         )
         for chunks in (1, 2, 4)
     ),
+    *(
+        Variant(
+            name=f"ag/rs {padding} N={chunks}",
+            backend="megamoe",
+            options=_gathered(chunks, padding),
+            rival="megamoe N=2",
+        )
+        for padding in ("exact", "worst")
+        for chunks in (1, 2)
+    ),
 )
+VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS)
 
 
 def named_variants(names: tuple[str, ...]) -> tuple[Variant, ...]:

@@ -69,6 +69,17 @@ class SplitAttention(nn.Module):
         return self.output(to_positions(o, self.group))
 
 
+class RecipesAttention(SplitAttention):
+    """The exchanges of our own recipe for torchtitan."""
+
+    def exchange(self, *operands):
+        return tuple(head_exchange.to_heads(t, self.group) for t in operands)
+
+    def forward(self, x):
+        o = self.attend(*self.exchange(*self.project(x)))
+        return self.output(head_exchange.to_sequence(o, self.group))
+
+
 class FusedAttention(SplitAttention):
     """q, k and v in one exchange, concatenated."""
 
@@ -234,6 +245,7 @@ class BareWeights(SplitAttention):
 
 STYLES = (
     SplitAttention,
+    RecipesAttention,
     FusedAttention,
     TitanAttention,
     RepeatedKVAttention,

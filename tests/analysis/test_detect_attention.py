@@ -23,6 +23,7 @@ def find(style, group, heads=8, kv_heads=4, batch=4):
     ("style", "exchanges", "local", "kv_heads"),
     [
         (layers.SplitAttention, 3, 0, 2),
+        (layers.RecipesAttention, 3, 0, 2),
         (layers.FusedAttention, 1, 0, 2),
         (layers.TitanAttention, 3, 0, 2),
         (layers.RepeatedKVAttention, 3, 0, 2),

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+    reduce_scatter_tensor_autograd,
+)
 
 from benchmarks.clocks import VirtualClock, WallClock
 from benchmarks.emulated_link import LinkRate, Traffic, make_emulated_group
@@ -121,6 +125,32 @@ def gradient(rank, link, began):
     splits = [[1, 2], [2, 1]]
     got = all_to_all_single_autograd(x, splits[rank], splits[rank], link)
     (got * (rank + 1)).sum().backward()
+    return x.grad.tolist()
+
+
+def gather(rank, link, began):
+    """50 rows of 4 bytes from each rank."""
+    x = torch.arange(200, dtype=torch.float32).to(torch.uint8).view(50, 4) + rank
+    return WAIT(all_gather_tensor_autograd(x, 0, link)).tolist()
+
+
+def reduce(rank, link, began):
+    """25 rows of 4 bytes for each rank."""
+    x = (torch.arange(25.0 * link.size()) * (rank + 1)).view(-1, 1)
+    return WAIT(reduce_scatter_tensor_autograd(x, "sum", 0, link)).flatten().tolist()
+
+
+def gather_then_exchange(rank, link, began):
+    x = torch.zeros(25, 4, dtype=torch.uint8)
+    gathered = all_gather_tensor_autograd(x, 0, link)
+    exchanged = _exchange(link, 25)
+    WAIT(exchanged)
+    WAIT(gathered)
+
+
+def gathered_gradient(rank, link, began):
+    x = torch.ones(25, requires_grad=True)
+    (all_gather_tensor_autograd(x, 0, link) * (rank + 1)).sum().backward()
     return x.grad.tolist()
 
 

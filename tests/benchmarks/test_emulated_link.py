@@ -90,6 +90,33 @@ def test_gradients_cross_the_link_too(ranks):
     assert results[0][3] == 2
 
 
+def test_of_a_gathered_tensor_what_others_have_crosses(ranks):
+    results = play(ranks, scenarios.gather)
+    assert times(results) == [2.5, 2.5]  # 400 bytes gathered, of which 200 are the other rank's
+    assert results[0][2:] == (200, 1)
+    own = [[4 * row + column for column in range(4)] for row in range(50)]
+    assert results[0][0] == own + [[(value + 1) % 256 for value in row] for row in own]
+
+
+def test_of_a_scattered_sum_what_others_get_crosses(ranks):
+    results = play(ranks, scenarios.reduce)
+    assert times(results) == [1.5, 1.5]  # 200 bytes summed, of which the other rank gets 100
+    assert results[0][2:] == (100, 1)
+    assert results[1][0] == [3.0 * value for value in range(25, 50)]
+
+
+def test_collectives_of_all_kinds_follow_one_another(ranks):
+    results = play(ranks, scenarios.gather_then_exchange)
+    assert times(results) == [3.0, 3.0]
+    assert results[0][3] == 2
+
+
+def test_the_gradient_of_a_gather_is_a_scattered_sum(ranks):
+    results = play(ranks, scenarios.gathered_gradient)
+    assert results[0][0] == [3.0] * 25
+    assert results[0][2:] == (200, 2)
+
+
 def test_events_tell_launch_wait_and_resume(ranks):
     results = play(ranks, scenarios.events)
     assert results[0][0] == [("launch", 0.0), ("wait", 0.5), ("resume", 1.5)]

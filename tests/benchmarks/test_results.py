@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from benchmarks.cases import PRESETS, RATIOS, ROUTED, Preset
 from benchmarks.emulated_link import LinkRate, Traffic
 from benchmarks.measure import CaseResult, Job, Outcome
-from benchmarks.results import rows_of, warnings_of
+from benchmarks.results import rows_of, warnings_of, with_other_cases
 from benchmarks.step import Sample
 from benchmarks.variants import VARIANTS, named_variants
 
@@ -57,6 +58,23 @@ def test_ratios_are_against_the_same_rounds_of_the_baselines():
     assert row.inf_bandwidth_pairs == 2
 
 
+def test_a_rival_and_own_exchanges_are_told_beside_the_baseline():
+    other = outcome(2.2, linked=2.4)
+    other.rival = "inductor reorder"
+    both = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": outcome(2.0, linked=3.0)}
+    row = rows(**both, other=other)
+    assert row["other", "1:1"].vs_rival == pytest.approx(0.8)
+    assert row["other", "1:1"].own_comm_ms == 2000.0  # two latencies, 100 bytes at 100 a second
+    assert row["other", "inf"].own_comm_ms == 0.0
+    assert row["inductor", "1:1"].vs_rival is None
+
+
+def test_only_the_ratios_of_the_preset_are_measured():
+    preset = replace(PRESETS["quick"], ratios=("1:1",))
+    measured = result(inductor=outcome(2.0, linked=4.0))
+    assert {row.ratio for row in rows_of(replace(JOB, preset=preset), measured)} == {"inf", "1:1"}
+
+
 def test_a_failed_variant_has_rows_that_say_why():
     row = rows(inductor=outcome(2.0, linked=4.0), other=Outcome(error="no compiler"))
     assert row["other", "1:1"].error == "no compiler"
@@ -91,3 +109,17 @@ def test_an_unknown_variant_is_named():
 def test_a_preset_without_the_baseline_is_refused():
     with pytest.raises(ValueError, match="inductor"):
         Preset(cases=(), variants=("eager",), control_rounds=20, rounds=1, timeout_s=1.0)
+
+
+def test_a_case_measured_again_replaces_its_rows_and_keeps_the_others():
+    def file(**milliseconds):
+        rows = [{"case": name, "ms": ms} for name, ms in milliseconds.items()]
+        return {
+            "clock": "virtual",
+            "cases": [{"name": name} for name in milliseconds],
+            "rows": rows,
+        }
+
+    both = with_other_cases(file(one=3.0), file(one=1.0, two=2.0))
+    assert [case["name"] for case in both["cases"]] == ["two", "one"]
+    assert both["rows"] == [{"case": "two", "ms": 2.0}, {"case": "one", "ms": 3.0}]
