@@ -109,7 +109,8 @@ def _message(family: str, differing: list[int], answers: Mapping[int, str]) -> s
         f"ranks {differing} compiled another order of collectives than rank {me} for the graph "
         f"at {family} ({', '.join(f'rank {r}: {answers[r][:12]}' for r in differing)}). Running "
         "it would corrupt data silently. Compare their logs (TORCH_LOGS=+moe_compile): a pass "
-        "failed on some ranks only, or their options, sources or torch versions differ."
+        "failed on some ranks only, their options, sources or torch versions differ, or with "
+        "megamoe.equal_tokens they have different numbers of tokens."
     )
 
 

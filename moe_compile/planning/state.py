@@ -50,6 +50,8 @@ class SwitchVerdict:
     detail: str = ""
     is_exact: bool = True
     """Whether it has room for the rows that come; else for all that may."""
+    num_tokens: int = 0
+    """Tokens of each rank where they are gathered and known when compiling, else 0."""
     rounding: Rounding | None = None
     """How its sums per token may differ; None where it is not switched."""
     costs: DispatchCosts | None = None

@@ -37,6 +37,9 @@ class RegionReport:
     """`chunked` or `all-gathered`, or why neither."""
     dispatch: str = "all_to_all"
     """What moves the tokens, as the option names it."""
+    num_tokens: int = 0
+    """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks must
+    have as many, and compare this number before they run."""
     dispatch_figures: dict[str, float] = field(default_factory=dict)
     """Rows per token, bytes per token each way by either, worst-case padding; {} if not known."""
     wires: dict[str, tuple[str, int, int]] = field(default_factory=dict)
@@ -99,7 +102,10 @@ class Compilation:
 
     def plan_digest(self) -> str:
         """Return a hash of every decision, equal on ranks that decided alike."""
-        decisions = [(r.where, r.num_chunks, r.verdict, r.dispatch, r.wires) for r in self.regions]
+        decisions = [
+            (r.where, r.num_chunks, r.verdict, r.dispatch, r.num_tokens, r.wires)
+            for r in self.regions
+        ]
         decisions_on_heads = [(a.where, a.num_chunks, a.verdict, a.remarks) for a in self.attention]
         text = f"{self.settings} {decisions} {decisions_on_heads} {sorted(self.dropped)}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -150,6 +156,7 @@ def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionRepo
         num_host_reads=1 if chunked else plan.num_host_reads,
         verdict=_verdict(plan, chunked=chunked),
         dispatch="all_gather" if switched else "all_to_all",
+        num_tokens=plan.switch.num_tokens,
         dispatch_figures=dispatch_figures(plan),
         wires={
             e.name: (e.wire, e.row_bytes_before, e.row_bytes) for e in (plan.dispatch, plan.combine)

@@ -16,10 +16,11 @@ from tests.layers import GroupedExperts
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 
 
-def compiled_layer():
+def compiled_layer(**more):
     torch._dynamo.reset()
     layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
-    return torch.compile(layer, backend="megamoe", fullgraph=True, options=OPTIONS)
+    options = {**OPTIONS, **{f"megamoe.{name}": value for name, value in more.items()}}
+    return torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
 
 
 def step(layer, tokens):
@@ -62,6 +63,23 @@ def test_a_rank_that_recompiles_alone_keeps_the_order(two_ranks):
     for phase in ("forward", "backward"):
         digests = [d for p, d in (*first, *second) if p == phase]
         assert all(d == digests[0] for d in digests)
+
+
+def gather_other_tokens(rank):
+    """Promise equal tokens and have others on each rank; return what the rank saw."""
+    options = {"dispatch": "all_gather", "equal_tokens": True, "dispatch_padding": "worst"}
+    layer = compiled_layer(**options)
+    try:
+        step(layer, 8 + 4 * rank)
+    except RankDisagreement as error:
+        return str(error)
+    return "ran"
+
+
+def test_a_broken_promise_of_equal_tokens_stops_all_before_anything_is_sent():
+    with RankPool(2, timeout_s=30) as pool:
+        seen = pool.run(gather_other_tokens)
+    assert all("they have different numbers of tokens" in said for said in seen)
 
 
 def raise_on(rank, unlucky):
