@@ -53,9 +53,9 @@ def switched(program, x=None, **options):
     return gm, report
 
 
-def aot_graphs(program, **options):
+def aot_graphs(program, x=None, **options):
     """Return the forward and the backward graph of `program` after every pass."""
-    (gm,) = dynamo_graphs(program, tokens())
+    (gm,) = dynamo_graphs(program, tokens() if x is None else x)
     compile_state, _ = rewrite(gm, state(**{**ASKED, "strict": True, **options}).config)
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     return [m.graph for m in trace_both(gm, inputs, compile_state)]
@@ -132,6 +132,14 @@ def test_a_count_exchange_that_the_model_reads_elsewhere_stays(fake_ranks):
     gm, report = switched(layer(Counts, fake_ranks), dispatch_padding="worst")
     assert report.applied == ("region 0",)
     assert [is_integer(n) for n in gm.graph.nodes if is_all_to_all(n)] == [True]
+
+
+def test_gradients_of_tokens_are_no_gradients_of_parameters(fake_ranks):
+    """`gradient_wire` rounds the latter: they too are reduced and returned."""
+    program = LoopExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, torch.float32)
+    _, backward = aot_graphs(program, tokens(torch.float32), gradient_wire="bf16_fp32_sum")
+    assert kinds(backward).count("reduce_scatter_tensor") == 2
+    assert not any(map(is_all_to_all, backward.nodes))
 
 
 @pytest.mark.parametrize("slices", [2, 4])
