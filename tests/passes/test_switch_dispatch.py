@@ -151,6 +151,19 @@ def test_slices_of_tokens_share_the_exchange_of_routing(fake_ranks, slices):
     assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
 
 
+def test_a_region_may_gather_the_sums_of_another(fake_ranks):
+    first, second = (layer(GroupedExperts, fake_ranks) for _ in range(2))
+    gm, report = switched(lambda x: second(first(x)), strict=True)
+    assert report.applied == ("region 0", "region 1")
+    gathers, sums = (
+        [n for n in gm.graph.nodes if f(n)] for f in (is_all_gather, is_reduce_scatter)
+    )
+    assert (len(gathers), len(sums)) == (6, 2)
+    assert not any(map(is_all_to_all, gm.graph.nodes))
+    assert all(node.graph is gm.graph for n in gathers for node in n.all_input_nodes)
+    gm.graph.lint()
+
+
 def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_ranks):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
     _, compilation = rewrite(gm, state(chunks=4, strict=True, **ASKED).config)
