@@ -23,7 +23,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import C10D, is_reduce_scatter, is_wait, tensor_of
+from moe_compile.graph.query import C10D, group_name, is_reduce_scatter, is_wait, tensor_of
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
@@ -43,6 +43,7 @@ class Left(enum.Enum):
     ONE_RANK = "a group of one rank sends nothing"
     SIZE = "dim 0 is symbolic, or the ranks do not divide it"
     READERS = "its result is not read by one wait alone"
+    GATHERED = "over a group whose tokens are gathered: it may be a gradient of these"
     ACTIVATION = "the graph computes with its result: the gradient of an activation"
 
 
@@ -119,7 +120,7 @@ def _not_asked(launch: fx.Node, state: CompileState) -> Left | None:
         return Left.FORWARD
     if launch.target is not C10D.reduce_scatter_tensor.default:
         return Left.COALESCED
-    return None
+    return Left.GATHERED if group_name(launch) in state.gathered_groups else None
 
 
 def _not_a_sum(launch: fx.Node) -> Left | None:

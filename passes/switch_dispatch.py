@@ -54,7 +54,7 @@ class SwitchDispatch(GraphPass):
                 )
             else:
                 chosen.append((plan, *decided))
-        for plan, switch, around in chosen:
+        for plan, switch, around in reversed(chosen):  # one may gather the sums of another
             _apply(plan, switch, around)
             state.gathered_groups.add(plan.region.group)
         return PassReport(

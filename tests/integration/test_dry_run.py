@@ -14,7 +14,7 @@ from tests.integration.titan_jobs import CONFIG, ROOT, flags_of
 DEGREE = "parallelism.{}_degree".format
 DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
 TOKENS, TOP_K = 4 * 128, 2
-FLOAT32, INT64 = 4, 8
+FLOAT32, INT32, INT64 = 4, 4, 8
 
 
 def dry_run(config=CONFIG, world=None, status=0, **settings):
@@ -44,6 +44,24 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand():
     assert axis == "ep"
     assert numbers == ["5", f"{forward:.2f}", "4", f"{2 * rows / 1e6:.2f}"]
     assert "none" in output  # the block without experts has no collective
+
+
+def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand():
+    """Its layer keeps split sizes, and so the exchange of counts."""
+    output = dry_run(megamoe__dispatch="all_gather")
+    assert "all-gathered, 1 chunks of 4 local experts" in output
+    assert "sums of 2 per token round otherwise: off by at most 2 eps" in " ".join(output.split())
+    ranks, tokens, weights = 2, TOKENS * DIM * FLOAT32, TOKENS * TOP_K * FLOAT32
+    routing = (EXPERTS + TOKENS * TOP_K) * INT32
+    gathers = [(tokens + routing + weights) / 1e6, tokens / 1e6]
+    sums = [ranks * tokens / 1e6, ranks * (tokens + weights) / 1e6]
+    for name, (forward, backward), numbers in (
+        ("all_gather_into_tensor", gathers, (3, 1)),
+        ("reduce_scatter_tensor", sums, (1, 2)),
+    ):
+        expected = [str(numbers[0]), f"{forward:.2f}", str(numbers[1]), f"{backward:.2f}"]
+        assert cells(output, name) == ["ep", *expected]
+    assert cells(output, "all_to_all_single") == ["ep", "1", "0.00", "0", "0.00"]
 
 
 def test_parameters_are_divided_over_the_axes_that_shard_them():

@@ -53,9 +53,9 @@ def switched(program, x=None, **options):
     return gm, report
 
 
-def aot_graphs(program, **options):
+def aot_graphs(program, x=None, **options):
     """Return the forward and the backward graph of `program` after every pass."""
-    (gm,) = dynamo_graphs(program, tokens())
+    (gm,) = dynamo_graphs(program, tokens() if x is None else x)
     compile_state, _ = rewrite(gm, state(**{**ASKED, "strict": True, **options}).config)
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     return [m.graph for m in trace_both(gm, inputs, compile_state)]
@@ -134,6 +134,14 @@ def test_a_count_exchange_that_the_model_reads_elsewhere_stays(fake_ranks):
     assert [is_integer(n) for n in gm.graph.nodes if is_all_to_all(n)] == [True]
 
 
+def test_gradients_of_tokens_are_no_gradients_of_parameters(fake_ranks):
+    """`gradient_wire` rounds the latter: they too are reduced and returned."""
+    program = LoopExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, torch.float32)
+    _, backward = aot_graphs(program, tokens(torch.float32), gradient_wire="bf16_fp32_sum")
+    assert kinds(backward).count("reduce_scatter_tensor") == 2
+    assert not any(map(is_all_to_all, backward.nodes))
+
+
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_of_tokens_share_the_exchange_of_routing(fake_ranks, slices):
     gm, _ = switched(layer(GroupedExperts, fake_ranks), chunk_by="tokens", chunks=slices)
@@ -141,6 +149,19 @@ def test_slices_of_tokens_share_the_exchange_of_routing(fake_ranks, slices):
     assert len(gathers) == slices + 2  # tokens of each slice, routing, weights
     assert sum(map(is_reduce_scatter, gm.graph.nodes)) == slices
     assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
+
+
+def test_a_region_may_gather_the_sums_of_another(fake_ranks):
+    first, second = (layer(GroupedExperts, fake_ranks) for _ in range(2))
+    gm, report = switched(lambda x: second(first(x)), strict=True)
+    assert report.applied == ("region 0", "region 1")
+    gathers, sums = (
+        [n for n in gm.graph.nodes if f(n)] for f in (is_all_gather, is_reduce_scatter)
+    )
+    assert (len(gathers), len(sums)) == (6, 2)
+    assert not any(map(is_all_to_all, gm.graph.nodes))
+    assert all(node.graph is gm.graph for n in gathers for node in n.all_input_nodes)
+    gm.graph.lint()
 
 
 def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_ranks):
