@@ -7,16 +7,20 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 import torch.fx as fx
 
 from moe_compile.analysis.attention_regions import AttentionRefusal
+from moe_compile.analysis.attention_surroundings import movements_above
 from moe_compile.analysis.head_factors import Factor, Lost, flat, holds, unify
 from moe_compile.analysis.head_rules import step
-from moe_compile.analysis.head_tracking import Tracker
+from moe_compile.analysis.head_tracking import Tracker, move_name
 from moe_compile.analysis.surroundings import changes_state
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.query import is_launch
+
+REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 
 
 class Refuse(Exception):
@@ -47,7 +51,10 @@ def find_heads(
     sources: Sequence[fx.Node | None],
     outward: Sequence[fx.Node],
 ) -> Factor | None:
-    """Return the factor that is the index of KV heads; refuses what does not move heads."""
+    """Return the factor that is the index of KV heads; refuses what does not move heads.
+
+    None when there is one KV head, repeated after the exchange or not.
+    """
     query, key, value = operands
     unify(tracker.dims(key)[-3], tracker.dims(value)[-3])
     unify(tracker.dims(key)[-3], tracker.dims(query)[-3], prefix=True)
@@ -67,9 +74,25 @@ def find_heads(
     kv_heads = tracker.dims(key)[-3]
     head = kv_heads[0] if kv_heads else None
     sent = [source.all_input_nodes[0] for source in sources if source]
-    if head and not all(any(holds(d, head) for d in tracker.dims(n)) for n in sent):
-        raise Lost("the heads are not in what is sent")
-    return head
+    if head is None or all(has_factor(tracker, n, head) for n in sent):
+        return head
+    if any(_repeats_into(tracker, node, head) for node in movements_above(key)):
+        return None
+    raise Lost("the heads are not in what is sent")
+
+
+def has_factor(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
+    """Whether `factor` is in some dimension of `node`."""
+    return any(holds(dim, factor) for dim in tracker.dims(node))
+
+
+def _repeats_into(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
+    """Whether `node` makes the index `factor` by repeating what has one index only."""
+    if move_name(node) not in REPETITIONS or node not in tracker:
+        return False
+    return has_factor(tracker, node, factor) and not has_factor(
+        tracker, node.all_input_nodes[0], factor
+    )
 
 
 def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bool:

@@ -24,10 +24,11 @@ from moe_compile.analysis.head_proof import (
     check_escapes,
     check_meanwhile,
     find_heads,
+    has_factor,
     track,
 )
 from moe_compile.analysis.head_rules import is_per_head
-from moe_compile.analysis.head_tracking import Tracker, is_movement
+from moe_compile.analysis.head_tracking import Tracker, is_movement, move_name
 from moe_compile.analysis.linear_layers import Linear, linear_of
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_launch, is_wait
@@ -128,12 +129,13 @@ def _with_projections(region: AttentionRegion, dependence: Dependence) -> HeadSp
     if not projections:
         raise _Refuse(NotCut.NO_PROJECTION)
     inside = {*region.exchanges, *region.inward}
-    path = tuple(n for n in followed if n not in inside and _has_heads(tracker, n, head))
+    with_heads = [n for n in followed if n not in inside and has_factor(tracker, n, head)]
+    born = [n for n in with_heads if _makes_heads(tracker, n, head)]
     split = HeadSplit(
         region=dataclasses.replace(region, tracker=tracker, head=head),
-        cut=tuple(n for n in _roots(tracker, head) if linear_of(n) not in projections),
+        cut=(*(n for n in _roots(tracker, head) if linear_of(n) not in projections), *born),
         projections=projections,
-        path=path,
+        path=tuple(n for n in with_heads if n not in born),
     )
     _check(split, dependence)
     return split
@@ -160,8 +162,13 @@ def _is_followed(node: fx.Node) -> bool:
     return is_movement(node) or is_per_head(node)
 
 
-def _has_heads(tracker: Tracker, node: fx.Node, head: Factor) -> bool:
-    return any(holds(dim, head) for dim in tracker.dims(node))
+def _makes_heads(tracker: Tracker, node: fx.Node, head: Factor) -> bool:
+    """Whether `node` has heads that nothing it reads has: it is cut, not run for each group.
+
+    An expansion names its sizes, so that it can run for each group.
+    """
+    made = not any(has_factor(tracker, n, head) for n in node.all_input_nodes)
+    return made and move_name(node) != "expand"
 
 
 def _in_features(tracker: Tracker, node: fx.Node, head: Factor) -> bool:

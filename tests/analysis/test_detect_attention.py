@@ -57,8 +57,9 @@ def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):
     assert entering < region.core < leaving
 
 
-def test_one_local_kv_head_has_no_factor(fake_ranks):
-    (region,), _ = find(layers.SplitAttention, fake_ranks, kv_heads=2)
+@pytest.mark.parametrize("style", [layers.SplitAttention, layers.LateRepeatAttention])
+def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style):
+    (region,), _ = find(style, fake_ranks, kv_heads=2)
     assert region.head is None
 
 

@@ -10,6 +10,7 @@ from tests.attention_layers import (
     STYLES,
     FusedProjection,
     NormedAttention,
+    RepeatedKVAttention,
     TitanAttention,
 )
 
@@ -33,12 +34,12 @@ def results(layer, function, x, gradient):
     }
 
 
-def errors(rank, style, dtype, which, groups):
+def errors(rank, style, dtype, which, groups, kv_heads):
     """Return per tensor the error whole and split, and the report's remarks."""
     torch._dynamo.reset()
 
     def build(dtype):
-        return style(WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, dist.group.WORLD, dtype)
+        return style(WIDTH, HEADS, kv_heads, HEAD_WIDTH, dist.group.WORLD, dtype)
 
     layer, exact = build(dtype), build(torch.float64)
     with torch.no_grad():
@@ -65,8 +66,8 @@ def _error(tensor, expected):
     return (tensor.double() - expected).square().mean().sqrt().item()
 
 
-def check(pool, style, dtype, which, groups, remarks):
-    for found, said in pool.run(errors, style, dtype, which, groups):
+def check(pool, style, dtype, which, groups, remarks, kv_heads=KV_HEADS):
+    for found, said in pool.run(errors, style, dtype, which, groups, kv_heads):
         assert said == remarks
         for name, (whole, split) in found.items():
             assert split <= TIMES * whole, (style.__name__, name, whole, split)
@@ -75,6 +76,11 @@ def check(pool, style, dtype, which, groups, remarks):
 @pytest.mark.parametrize("style", QUICK, ids=lambda s: s.__name__)
 def test_the_error_of_split_projections_is_that_of_whole_ones(two_ranks, style):
     check(two_ranks, style, torch.float32, "both", 2, BOTH)
+
+
+def test_kv_heads_repeated_for_the_ranks_are_projected_whole(two_ranks):
+    """The groups share them: they are cut where they are repeated."""
+    check(two_ranks, RepeatedKVAttention, torch.float32, "both", 2, BOTH, kv_heads=1)
 
 
 @pytest.mark.slow
