@@ -178,6 +178,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
         cases=DISPATCHES,
         variants=(
             BASELINE,
+            "megamoe N=1",
             "megamoe N=2",
             "megamoe N=4",
             "ag/rs exact N=1",

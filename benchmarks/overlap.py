@@ -14,13 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.cases import PRESETS, Case, Preset
+from benchmarks.cases import PRESETS, RATIOS, Case, Preset
 from benchmarks.clocks import CLOCKS
 from benchmarks.machine import describe_machine
 from benchmarks.measure import Job, measure_case
@@ -45,7 +45,7 @@ step faults its tensors in again, chunks less so than whole tensors."""
 def main() -> int:
     """Run a preset; returns 1 when a case failed."""
     arguments = _arguments()
-    preset = PRESETS[arguments.preset]
+    preset = _narrowed(PRESETS[arguments.preset], arguments)
     os.environ.update(ENVIRONMENT)
     console = Console(width=WIDTH)
     head = {
@@ -100,10 +100,24 @@ def _run_case(
     report["rows"] += [asdict(row) for row in rows]
 
 
+def _narrowed(preset: Preset, arguments: argparse.Namespace) -> Preset:
+    """Return the preset with the ratios and, besides the baseline, the variants asked for."""
+    if arguments.ratios:
+        preset = replace(preset, ratios=tuple(arguments.ratios))
+    if arguments.variants:
+        asked = {preset.baseline, *arguments.variants}
+        preset = replace(preset, variants=tuple(name for name in preset.variants if name in asked))
+    return preset
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
     parser.add_argument("--case", help="of the preset's cases only this one")
+    parser.add_argument("--ratios", nargs="+", choices=RATIOS, help="of the preset's only these")
+    parser.add_argument(
+        "--variants", nargs="+", help="of the preset's only these, and the baseline"
+    )
     parser.add_argument(
         "--json", type=Path, help="write the results here as well; --case keeps the other cases"
     )
