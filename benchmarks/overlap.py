@@ -94,7 +94,11 @@ def _run_case(
             report["cases"].append({**asdict(case), "error": str(error)})
             return
     rows = rows_of(job, result)
-    head = header_of_case(job, result)
+    head = {
+        **header_of_case(job, result),
+        "command": report["command"],
+        "megamoe": report["machine"]["megamoe"],
+    }
     print_case(console, head, rows)
     report["cases"].append(head)
     report["rows"] += [asdict(row) for row in rows]
