@@ -36,6 +36,13 @@ class Candidate:
         rounds = self.dispatch == "all_gather" and not work.gather_is_bitwise
         return quantises or splits_sums or rounds
 
+    @property
+    def complexity(self) -> tuple[int, int, str, str]:
+        """Return what orders ways from simple to complicated, each at a place of its own."""
+        changed = (self.dispatch_wire != "same", self.combine_wire != "same")
+        others = sum(changed) + (self.dispatch != "all_to_all")
+        return others, self.num_chunks, self.chunk_by, self.dispatch_wire
+
     def __str__(self) -> str:
         """Return it in words."""
         said = ["one chunk"]

@@ -121,7 +121,9 @@ def _by_time(ways: Sequence[Priced]) -> list[Priced]:
     """Return the ways by time; among those as fast as the fastest the simplest is first."""
     fastest = min(way.us for way in ways)
     near = [way for way in ways if way.us <= (1.0 + TIE) * fastest]
-    return near[:1] + sorted((way for way in ways if way is not near[0]), key=lambda way: way.us)
+    simplest = min(near, key=lambda way: way.candidate.complexity)
+    others = [way for way in ways if way is not simplest]
+    return [simplest, *sorted(others, key=lambda way: (way.us, way.candidate.complexity))]
 
 
 def _is_sure(work: RegionWork, rates: Rates, candidate: Candidate, as_it_is: Candidate) -> bool:

@@ -17,7 +17,8 @@ from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.planning.dispatch_rules import MEASURED_SHARE, DispatchCosts, Rounding
-from moe_compile.planning.region_work import RegionWork, Replayed, has_static_rows, read_work
+from moe_compile.planning.region_work import RegionWork
+from moe_compile.planning.work_reader import Replayed, has_static_rows, read_work
 
 
 def work_of_experts(
