@@ -6,16 +6,17 @@ Contract
     Whatever changes a bit is chosen only where the caller allows it; else it is advice.
 
 Pseudo-code
-    for each allowed way, the fastest first (of near ones the simplest):
-        stop when it gains 1 % or less over the region as it is
-        take it if memory allows, and it still gains with each constant moved by its uncertainty
+    ways = those allowed that gain more than 1 % over the region as it is
+    for each, the fastest in the mean over constants moved by their uncertainty first:
+        (of near ones the simplest)
+        take it if memory allows, and it gains with every constant moved
     none taken: the region as it is
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,12 +92,11 @@ def choose_plan(
     ways = [p for p in priced if is_allowed(p.candidate)]
     as_it_is = ways[0]
     chosen, why = as_it_is, Why.NO_GAIN if len(ways) > 1 else Why.NO_OTHER
-    for way in _by_time(ways):
-        if way is as_it_is or way.us >= (1.0 - WORTH) * as_it_is.us:
-            break
+    shares = _moved_shares(work, rates, as_it_is, ways)
+    for way in _by_mean(shares):
         if extra_bytes(work, way.candidate) > allowed_bytes:
             why = Why.MEMORY
-        elif not _is_sure(work, rates, way.candidate, as_it_is.candidate):
+        elif max(shares[way]) >= 1.0:
             why = Why.UNSURE
         else:
             chosen, why = way, Why.FASTEST
@@ -117,17 +117,31 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     return EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0
 
 
-def _by_time(ways: Sequence[Priced]) -> list[Priced]:
-    """Return the ways by time; among those as fast as the fastest the simplest is first."""
-    fastest = min(way.us for way in ways)
-    near = [way for way in ways if way.us <= (1.0 + TIE) * fastest]
-    simplest = min(near, key=lambda way: way.candidate.complexity)
-    others = [way for way in ways if way is not simplest]
-    return [simplest, *sorted(others, key=lambda way: (way.us, way.candidate.complexity))]
+def _moved_shares(
+    work: RegionWork, rates: Rates, as_it_is: Priced, ways: Sequence[Priced]
+) -> dict[Priced, list[float]]:
+    """Return, for ways that gain enough, their time over that of the region as it is.
+
+    One number per constant moved; a constant that is wrong should neither make a loss of a gain
+    nor one way of many look best.
+    """
+    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
+    if not gaining:
+        return {}
+    moved = [(r, price_us(work, as_it_is.candidate, r)) for r in rates.moved()]
+    return {
+        way: [way.us / as_it_is.us, *(price_us(work, way.candidate, r) / us for r, us in moved)]
+        for way in gaining
+    }
 
 
-def _is_sure(work: RegionWork, rates: Rates, candidate: Candidate, as_it_is: Candidate) -> bool:
-    return all(
-        price_us(work, candidate, moved) < price_us(work, as_it_is, moved)
-        for moved in rates.moved()
-    )
+def _by_mean(shares: Mapping[Priced, Sequence[float]]) -> list[Priced]:
+    """Return the ways by mean share; of those as good as the best the simplest is first."""
+    mean = {way: sum(found) / len(found) for way, found in shares.items()}
+    limit = min(mean.values(), default=0.0) * (1.0 + TIE)
+
+    def place(way: Priced) -> tuple[object, ...]:
+        near = mean[way] <= limit
+        return not near, 0.0 if near else mean[way], way.candidate.complexity
+
+    return sorted(mean, key=place)
