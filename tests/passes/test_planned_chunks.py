@@ -1,5 +1,7 @@
 """What the planner decides reaches the plans of a graph, and only where ranks can agree."""
 
+import dataclasses
+
 import torch
 
 from moe_compile.planning.choose_plan import Why
@@ -11,11 +13,13 @@ from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
 
 
-def planned(fake_ranks, tokens=512, **options):
+def planned(fake_ranks, tokens=512, link_gb_per_s=None, **options):
     layer = GroupedExperts(64, 128, 8, 2, fake_ranks)
     x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer, x)
     ours = state(**options)
+    if link_gb_per_s:
+        ours.hardware = dataclasses.replace(ours.hardware, link_gb_per_s=link_gb_per_s)
     DetectRegions().run(gm.graph, ours)
     PlanChunks().run(gm.graph, ours)
     return ours.plans[0]
@@ -50,6 +54,7 @@ def test_a_number_that_is_asked_for_is_not_the_planners(fake_ranks):
 def test_wires_quantise_only_where_they_are_left_to_the_planner(fake_ranks):
     plan = planned(fake_ranks, equal_tokens=True)
     assert plan.decision.chosen.candidate.dispatch_wire == "same"
-    free = planned(fake_ranks, equal_tokens=True, chunks=2, dispatch_wire="auto")
+    slow = {"equal_tokens": True, "link_gb_per_s": 0.005}
+    free = planned(fake_ranks, chunks=2, dispatch_wire="auto", **slow)
     wires = free.decision.chosen.candidate
     assert (wires.dispatch_wire, wires.combine_wire) == ("fp8", "same")
