@@ -32,8 +32,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("batch",),
-    "dispatch_wire": ("auto",),
-    "combine_wire": ("auto",),
 }
 """Documented values whose pass this version does not have."""
 
@@ -64,13 +62,14 @@ class MegaMoEConfig:
     """The options of `torch.compile(..., backend="megamoe")`; names and defaults as documented."""
 
     chunks: int | str = "auto"
-    """Chunks per MoE region, or "auto": min(2, local experts) until a planner chooses."""
+    """Chunks per MoE region, or "auto": what is predicted to be fastest (docs/planner.md) where
+    `equal_tokens` is promised and sizes are static, else min(2, local experts)."""
     chunk_by: str = "auto"
     """The axis a region is chunked along: "auto" takes experts, which changes no bit; "tokens", a
     share of every expert's rows, is for few local experts, and sums weight gradients by chunk."""
     attention_chunks: int | str = 1
     """Groups of heads that attention between exchanges runs in, a divisor of the local KV heads;
-    "auto": 2 where it divides them. 1, since no figure on several GPUs says that more pay."""
+    "auto": as for `chunks`, else 2 where it divides them. 1: no figure on GPUs says more pay."""
     attention_split: str = "none"
     """Projections that run by groups of heads too, each under the other groups' exchanges: "qkv",
     "out", "both". Sums over groups round otherwise than whole ones: only for who asks for it."""
@@ -79,7 +78,8 @@ class MegaMoEConfig:
     memory is enabled for its group; it sums over ranks in an order of its own."""
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
-    gradient too; "fp8_forward", the gradient as the model has it."""
+    gradient too; "fp8_forward", the gradient as the model has it; "auto", "fp8" where predicted to
+    pay, which needs `equal_tokens`."""
     combine_wire: str = "same"
     """Number format of the combine exchange, in the same words."""
     dispatch: str = "all_to_all"

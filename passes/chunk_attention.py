@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch.fx as fx
@@ -23,6 +23,7 @@ from moe_compile.analysis.head_split import HeadSplit, split_projections
 from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.planning.plan import SplitBound, plan_head_groups
+from moe_compile.planning.plan_regions import decide_attention
 from moe_compile.planning.state import AttentionVerdict, CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 from passes.replay.head_groups import emit_head_groups
@@ -39,7 +40,9 @@ class ChunkAttention(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replay each region whose heads the option splits; note all of them."""
         regions, refused = find_attention(graph)
-        plans = [(r, *plan_head_groups(state.config, r)) for r in regions]
+        decisions = [decide_attention(r, state.config, state.hardware) for r in regions]
+        pairs = list(zip(regions, decisions, strict=True))
+        plans = [(r, *plan_head_groups(state.config, r, decision)) for r, decision in pairs]
         skipped = [
             Verdict(candidate=region.name, reason=reason)
             for region, _, reason in plans
@@ -53,7 +56,10 @@ class ChunkAttention(GraphPass):
             if reason is None
         ]
         splits = {split.region.core: split for split, _ in chosen}
-        state.attention = [_verdict(*plan, splits.get(plan[0].core)) for plan in plans] + [
+        state.attention = [
+            replace(_verdict(*plan, splits.get(plan[0].core)), decision=decision)
+            for plan, decision in zip(plans, decisions, strict=True)
+        ] + [
             AttentionVerdict(
                 name=r.name,
                 where=source_place(r.core),

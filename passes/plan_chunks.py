@@ -1,4 +1,4 @@
-"""Choose the number of chunks of every region.
+"""Choose the number of chunks of every region, and the wires that are left to the planner.
 
 Contract
     Requires  REGIONS_FOUND.
@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
 from moe_compile.planning.plan import Remark, plan_num_chunks
+from moe_compile.planning.plan_regions import decide_experts
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
 
@@ -35,8 +36,9 @@ class PlanChunks(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Write `num_chunks` and `remark` into every plan."""
+        """Write `decision`, `num_chunks` and `remark` into every plan."""
         del graph
+        regions = [plan.region for plan in state.plans if not plan.switch.is_switched]
         applied, skipped = [], []
         for plan in state.plans:
             if isinstance(plan.proof, Refused):
@@ -45,7 +47,8 @@ class PlanChunks(GraphPass):
             if plan.switch.is_switched:  # planned where it was switched
                 skipped.append(Verdict(candidate=plan.region.name, reason=Left.GATHERED))
                 continue
-            plan.num_chunks, plan.remark = plan_num_chunks(state.config, plan.region)
+            plan.decision = decide_experts(plan, regions, state.config, state.hardware)
+            plan.num_chunks, plan.remark = plan_num_chunks(state.config, plan.region, plan.decision)
             if plan.remark is None or plan.remark is Remark.BY_TOKENS:
                 applied.append(plan.region.name)
             else:

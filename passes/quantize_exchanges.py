@@ -4,7 +4,7 @@ Contract
     Requires  REGIONS_FOUND.
     Keeps     every collective but the payload of those rewritten; router, counts and scores.
     Loses     what `moe_compile.ops.wire_format` says a row loses; only where `dispatch_wire` or
-              `combine_wire` asks for it.
+              `combine_wire` asks for it, or leaves it to the planner, which decided so.
 
     all_to_all(rows) -> wait    becomes    pack(rows) -> all_to_all -> wait -> unpack
 
@@ -27,7 +27,7 @@ from moe_compile.graph.query import group_name, input_splits, is_wait, output_sp
 from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from moe_compile.ops.wire_format import row_bytes
-from moe_compile.planning.state import CompileState, Exchange
+from moe_compile.planning.state import CompileState, Exchange, RegionPlan
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
@@ -36,7 +36,7 @@ QUANTIZED: Final = ("fp8", "fp8_forward")
 class Left(enum.Enum):
     """Why the rows of an exchange travel as they are."""
 
-    SAME = "its wire option is `same`"
+    SAME = "its wire option is `same`, or `auto` and not worthwhile"
     NOT_A_MATRIX = "its rows are no matrix of floating-point numbers with a known width"
     NARROW = "a row would not get shorter"
     GATHERED = (
@@ -59,35 +59,43 @@ class QuantizeExchanges(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Rewrite the dispatches and combines that the options name, chunked or not."""
         del graph  # the plans name its nodes
-        chosen: list[tuple[Exchange, int]] = []
+        chosen: list[tuple[Exchange, str, int]] = []
         applied: list[str] = []
         skipped: list[Verdict] = []
         for plan in state.plans:
             for exchange in (plan.dispatch, plan.combine):
                 candidate = f"{exchange.name} of {plan.region.name}"
-                decided = _decide(exchange, state.config, gathered=plan.switch.is_switched)
+                wire = wire_of(exchange, plan, state.config)
+                decided = _decide(exchange, wire, gathered=plan.switch.is_switched)
                 if isinstance(decided, Left):
                     exchange.refusal = "" if decided in NOT_OWED else decided.value
                     skipped.append(Verdict(candidate=candidate, reason=decided))
                 else:
                     applied.append(candidate)
-                    chosen.append((exchange, decided))
-        for exchange, width in chosen:
-            exchange.wire = wire_of(exchange, state.config)
+                    chosen.append((exchange, wire, decided))
+        for exchange, wire, width in chosen:
+            exchange.wire = wire
             exchange.row_bytes = row_bytes(width)
             for launch in exchange.launches:
                 _rewrite(launch, quantize_gradient=exchange.wire == "fp8")
         return PassReport(pass_name=self.name, applied=tuple(applied), skipped=tuple(skipped))
 
 
-def wire_of(exchange: Exchange, config: MegaMoEConfig) -> str:
-    """Return what the options say of an exchange's wire."""
-    return config.dispatch_wire if exchange.name == "dispatch" else config.combine_wire
+def wire_of(exchange: Exchange, plan: RegionPlan, config: MegaMoEConfig) -> str:
+    """Return the wire of an exchange: what its option says, or for "auto" what was decided."""
+    is_dispatch = exchange.name == "dispatch"
+    option = config.dispatch_wire if is_dispatch else config.combine_wire
+    if option != "auto":
+        return option
+    if plan.decision is None:
+        return "same"
+    chosen = plan.decision.chosen.candidate
+    return chosen.dispatch_wire if is_dispatch else chosen.combine_wire
 
 
-def _decide(exchange: Exchange, config: MegaMoEConfig, *, gathered: bool) -> int | Left:
+def _decide(exchange: Exchange, wire: str, *, gathered: bool) -> int | Left:
     """Return the width of the rows to quantise, or why they travel as they are."""
-    if wire_of(exchange, config) not in QUANTIZED:
+    if wire not in QUANTIZED:
         return Left.SAME
     if gathered:
         return Left.GATHERED

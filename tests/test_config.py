@@ -34,7 +34,6 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"chunks": 0}, 'write "auto" or a whole number of at least 1'),
         ({"chunks": True}, "megamoe.chunks is True"),
         ({"codegen": "inducto"}, "Did you mean 'inductor'?"),
-        ({"dispatch_wire": "auto"}, "not available in this version; write one of same, fp8"),
         (
             {"chunk_by": "batch"},
             "not available in this version; write one of auto, experts, tokens",

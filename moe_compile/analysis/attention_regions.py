@@ -36,6 +36,7 @@ class AttentionRefusal(enum.Enum):
     MUTATED_MEANWHILE = "a tensor the region reads is written inside it"
     STATE_CHANGES = "grad mode or autocast changes inside the region"
     ONE_GROUP = "one group of heads asked for"
+    BY_PRICE = "left in one group by the planner"
     ONE_KV_HEAD = "one local KV head: nothing to split by"
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
 

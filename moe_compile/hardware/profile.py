@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig, nearest
 from moe_compile.hardware.detect import detected_profile
@@ -30,6 +30,18 @@ CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLink:
+    """The way between the ranks of one process group, per rank and direction, by all-to-all."""
+
+    num_ranks: int = 0
+    """Ranks it joins; 0 for any number."""
+    gb_per_s: float
+    latency_us: float
+    contention: float = 0.0
+    """Share by which compute slows while an exchange runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
     """Achievable rates of one device and of its link to the other ranks of a group."""
 
@@ -45,6 +57,10 @@ class HardwareProfile:
     """Bandwidth of an all-to-all per rank and direction, 1e9 bytes per second."""
     link_latency_us: float
     """Time of an empty all-to-all, microseconds."""
+    node: GroupLink | None = None
+    """The link of groups within one node, where it is another; None where the profile is silent."""
+    far_contention: float = 0.0
+    """Contention of the link between nodes."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
 
@@ -59,6 +75,19 @@ class HardwareProfile:
         for name in ("matmul_tflops", "memory_gb_per_s", "link_gb_per_s"):
             if getattr(self, name) == 0:
                 raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
+
+    def link_of(self, num_ranks: int) -> GroupLink:
+        """Return the link of a group: a node's where so many ranks fit in one, else the rates'.
+
+        Which ranks a group has is not looked at: it differs from rank to rank.
+        """
+        if self.node is not None and 0 < num_ranks <= self.node.num_ranks:
+            return self.node
+        return GroupLink(
+            gb_per_s=self.link_gb_per_s,
+            latency_us=self.link_latency_us,
+            contention=self.far_contention,
+        )
 
     def as_toml(self) -> str:
         """Return the file that loads as this profile, to two digits.
@@ -80,7 +109,22 @@ def load_profile(name: str) -> HardwareProfile:
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
-    return HardwareProfile(origins=_own(file.origins), **{key: file.values[key] for key in wanted})
+    links = {link["name"]: link for link in file.values.get("link", ())}
+    return HardwareProfile(
+        node=_node_link(links["nvlink"]) if "nvlink" in links else None,
+        far_contention=links.get("network", {}).get("contention", 0.0),
+        origins=_own(file.origins),
+        **{key: file.values[key] for key in wanted},
+    )
+
+
+def _node_link(table: Mapping[str, Any]) -> GroupLink:
+    return GroupLink(
+        num_ranks=table["num_ranks"],
+        gb_per_s=table["gb_per_s"] * table["exchange_share"],
+        latency_us=table["latency_us"],
+        contention=table["contention"],
+    )
 
 
 def _own(origins: Mapping[str, str]) -> dict[str, str]:

@@ -102,10 +102,11 @@ class _Estimator:
         sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
         received = self.sizes.nbytes(value_of(launch))
         op = overload_name(launch).rpartition("::")[2]
-        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1) * _leaving(launch)
-        return self.hardware.link_latency_us + crossing / (self.hardware.link_gb_per_s * 1e9) * (
-            US_PER_S
-        )
+        num_ranks = ranks_of(launch)
+        leaving = (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
+        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1) * leaving
+        link = self.hardware.link_of(num_ranks)
+        return link.latency_us + crossing / (link.gb_per_s * 1e9) * US_PER_S
 
     def _compute_us(self, node: fx.Node) -> float:
         module = _called_module(node)
@@ -174,13 +175,12 @@ def _called_module(node: fx.Node) -> fx.GraphModule | None:
     return None
 
 
-def _leaving(launch: fx.Node) -> float:
-    """Return the share of the payload that leaves a rank, an all-to-all's rows evenly routed.
+def ranks_of(launch: fx.Node) -> int:
+    """Return the ranks an exchange is among; 0 where the launch does not say.
 
-    All but a rank's own part; all of it where the launch does not say how many ranks there are.
+    All of the payload is then taken to leave a rank; else all but its own part, evenly routed.
     """
-    num_ranks = len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
-    return (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
+    return len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
 
 
 def _group_size(launch: fx.Node) -> int:

@@ -14,15 +14,17 @@ from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.token_regions import TokenRows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import tensor_of
+from moe_compile.planning.choose_plan import Decision
 
 AUTO_CHUNKS: Final = 2
-"""What "auto" asks for: with a second chunk one exchange always runs beside compute."""
+"""What "auto" asks for where nothing can be priced: one exchange always runs beside compute."""
 
 
 class Remark(enum.Enum):
     """What to know of a region's chunks: not the number asked for, one alone, or other values."""
 
     ONE_CHUNK = "one chunk asked for"
+    BY_PRICE = "left in one chunk by the planner"
     ONE_EXPERT = "one local expert: nothing to split by"
     CLAMPED = "more chunks asked for than there are local experts"
     GATHERED = (
@@ -51,8 +53,18 @@ class SplitBound(enum.Enum):
     )
 
 
-def plan_num_chunks(config: MegaMoEConfig, region: MoERegion) -> tuple[int, Remark | None]:
-    """Return the number of chunks for `region`, and a remark when it is not what was asked."""
+def plan_num_chunks(
+    config: MegaMoEConfig, region: MoERegion, decision: Decision | None = None
+) -> tuple[int, Remark | None]:
+    """Return the number of chunks for `region`, and a remark when it is not what was asked.
+
+    "auto" is what the planner decided, where it could.
+    """
+    if config.chunks == "auto" and decision is not None and region.num_local_experts > 1:
+        num_chunks = decision.chosen.candidate.num_chunks
+        if num_chunks == 1:
+            return 1, Remark.BY_PRICE
+        return num_chunks, Remark.BY_TOKENS if config.chunk_by == "tokens" else None
     asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
     num_chunks = min(asked, region.num_local_experts)
     if asked == 1:
@@ -81,17 +93,21 @@ def plan_token_slices(config: MegaMoEConfig, found: TokenRows) -> tuple[int, Rem
 
 
 def plan_head_groups(
-    config: MegaMoEConfig, region: AttentionRegion
+    config: MegaMoEConfig, region: AttentionRegion, decision: Decision | None = None
 ) -> tuple[int, AttentionRefusal | None]:
     """Return the number of groups of heads for `region`, and why it is one; else None.
 
-    "auto" asks for two groups where the local KV heads are even in number, else for one.
+    "auto" is what the planner decided; where it could not, two groups where the local KV heads are
+    even in number, else one.
     """
     asked = config.attention_chunks
     if asked == 1:
         return 1, AttentionRefusal.ONE_GROUP
     if region.head is None:
         return 1, AttentionRefusal.ONE_KV_HEAD
+    if asked == "auto" and decision is not None:
+        num_groups = decision.chosen.candidate.num_chunks
+        return num_groups, AttentionRefusal.BY_PRICE if num_groups == 1 else None
     num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
     if region.head.size % num_groups:
         return 1, AttentionRefusal.NOT_DIVISIBLE

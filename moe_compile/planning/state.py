@@ -17,6 +17,7 @@ from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
+from moe_compile.planning.choose_plan import Decision
 from moe_compile.planning.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.planning.plan import Remark
 
@@ -75,6 +76,8 @@ class RegionPlan:
     switch: SwitchVerdict = field(default_factory=SwitchVerdict)
     remark: Remark | None = None
     """Why `num_chunks` is not what was asked for, None when it is."""
+    decision: Decision | None = None
+    """What the planner chose and against what; None where nothing was left to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +107,8 @@ class AttentionVerdict:
     """What became of these collectives; "" where there are none."""
     projections_cut: tuple[str, ...] = ()
     """Which projections run in groups too, and the bound of what that changes."""
+    decision: Decision | None = None
+    """What the planner chose and against what; None where nothing was left to it."""
     projections_whole: tuple[str, ...] = ()
     """Why a projection that `attention_split` asks to cut is computed whole."""
 

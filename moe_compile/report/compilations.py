@@ -16,6 +16,7 @@ from moe_compile.analysis.regions import Refused
 from moe_compile.graph.query import is_launch, source_place
 from moe_compile.planning.async_tp import AsyncTP
 from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
+from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
@@ -44,6 +45,8 @@ class RegionReport:
     """Rows per token, bytes per token each way by either, worst-case padding; {} if not known."""
     wires: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """`dispatch` and `combine` -> number format, bytes of a row before, bytes of a row now."""
+    decision: dict[str, object] = field(default_factory=dict)
+    """What the planner chose, the runner-up, margin, why, advice; {} where it had no say."""
     remarks: tuple[str, ...] = ()
 
 
@@ -130,7 +133,12 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
         num_kv_heads=found.num_kv_heads,
         num_chunks=found.num_chunks,
         verdict=found.reason.value + detail if found.reason else "chunked",
-        remarks=(*found.projections_cut, *found.projections_whole, *_said(found.async_tp)),
+        remarks=(
+            *decision_remarks(found.decision),
+            *found.projections_cut,
+            *found.projections_whole,
+            *_said(found.async_tp),
+        ),
         is_handed_over=found.async_tp == AsyncTP.HANDED.value,
     )
 
@@ -143,6 +151,7 @@ def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionRepo
     region, switched = plan.region, plan.switch.is_switched
     refused = plan.proof if isinstance(plan.proof, Refused) else None
     remarks = [plan.remark.value] if plan.remark else []
+    remarks += decision_remarks(plan.decision)
     remarks += dispatch_remarks(plan, asked)
     remarks += [_wire(e) for e in (plan.dispatch, plan.combine) if e.wire != "same" or e.refusal]
     if refused is None and chunked:
@@ -161,6 +170,7 @@ def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionRepo
         wires={
             e.name: (e.wire, e.row_bytes_before, e.row_bytes) for e in (plan.dispatch, plan.combine)
         },
+        decision=decision_figures(plan.decision),
         remarks=tuple(remarks),
     )
 

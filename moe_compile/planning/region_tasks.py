@@ -1,0 +1,133 @@
+"""Time of one way to run a region: its work as tasks on a compute stream and a link.
+
+Contract
+    Tasks run by `planning/cluster/tasks.py`, on the streams of `planning/events.py`: the ones the
+    scheduler's own estimate keeps time with. Backward is the mirror image of forward; weight
+    gradients hang off it and fill gaps.
+
+Pseudo-code
+    work of the region: one task per chunk, of its share; else one task
+    who needs the whole region needs its chunks joined: read once, written once
+    an exchange in eight bits: packed before, unpacked after
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from moe_compile.planning.candidates import Candidate
+from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_tasks
+from moe_compile.planning.rates import Rates
+from moe_compile.planning.region_work import RegionWork, Work
+
+WHOLE: Final = -1
+"""Key of a task that no chunk divides."""
+GRADIENT_SUM: Final = 3.0
+"""Passes over a weight's gradient to add one chunk's to the others': two reads and a write."""
+
+
+def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
+    """Return the time of forward and backward of `work` run as `candidate` says."""
+    phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
+    return sum(run_tasks(p.tasks(), rates.contention).total_us for p in phases)
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Builds the tasks of one phase."""
+
+    region: RegionWork
+    candidate: Candidate
+    rates: Rates
+    is_backward: bool
+    made: TaskList = field(default_factory=TaskList)
+    of_work: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Work -> chunk, or WHOLE -> the task others need."""
+    joined: dict[int, int] = field(default_factory=dict)
+    around: tuple[tuple[int, ...], ...] = ()
+    """What each work's task must come after."""
+
+    def tasks(self) -> Sequence[Task]:
+        self.around = self.region.users if self.is_backward else self.region.needs
+        count = len(self.region.work)
+        for index in reversed(range(count)) if self.is_backward else range(count):
+            work = self.region.work[index]
+            if self.is_backward and not work.backward:
+                continue
+            self.of_work[index] = {
+                chunk: self._add(work, index, chunk) for chunk in self._chunks_of(work)
+            }
+        return self.made.tasks
+
+    def _chunks_of(self, work: Work) -> Sequence[int]:
+        num = self.candidate.num_chunks
+        if num == 1 or not work.is_chunked:
+            return (WHOLE,)
+        if self._is_owned(work) and work.expert is not None:
+            return (work.expert * num // self.region.num_parts,)
+        return range(num)
+
+    def _is_owned(self, work: Work) -> bool:
+        return work.expert is not None and self.candidate.chunk_by == "experts"
+
+    def _needs(self, index: int, chunk: int) -> list[int]:
+        needs: list[int] = []
+        for other in self.around[index]:
+            tasks = self.of_work.get(other, {})
+            if chunk in tasks:
+                needs.append(tasks[chunk])
+            elif WHOLE in tasks:
+                needs.append(tasks[WHOLE])
+            elif chunk == WHOLE and tasks:
+                needs.append(self._join(other))
+        return needs
+
+    def _join(self, other: int) -> int:
+        if other not in self.joined:
+            us = self.rates.compute_us(0.0, 2.0 * self.region.row_bytes, 1)
+            self.joined[other] = self.made.add("join", us, list(self.of_work[other].values()))
+        return self.joined[other]
+
+    def _add(self, work: Work, index: int, chunk: int) -> int:
+        needs = self._needs(index, chunk)
+        share = 1.0
+        if chunk != WHOLE and not self._is_owned(work):
+            share /= self.candidate.num_chunks
+        if work.exchange:
+            return self._add_exchange(work, needs, share)
+        by_tokens = self.candidate.chunk_by == "tokens" and chunk != WHOLE
+        weights = work.weight_bytes * (
+            1.0 if by_tokens or self._is_owned(work) or not work.slices_weights else share
+        )
+        factor = work.backward if self.is_backward else 1.0
+        us = self.rates.compute_us(
+            work.operations * share * factor,
+            work.nbytes * share * factor + weights,
+            work.num_kernels,
+        )
+        if self.is_backward and work.weight_bytes:
+            self._add_weight_gradient(work, needs, share, weights, by_tokens=by_tokens)
+        return self.made.add(work.name, us, needs)
+
+    def _add_weight_gradient(
+        self, work: Work, needs: list[int], share: float, weights: float, *, by_tokens: bool
+    ) -> None:
+        if by_tokens:
+            weights *= 1.0 + GRADIENT_SUM
+        us = self.rates.compute_us(work.operations * share, work.nbytes * share + weights, 1)
+        self.made.add(f"{work.name} dW", us, needs)
+
+    def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
+        wires = {"dispatch": self.candidate.dispatch_wire, "combine": self.candidate.combine_wire}
+        smaller = self.region.wire_shares.get(wires.get(work.exchange, "same"), 1.0)
+        sent = work.link_bytes * share * smaller
+        if work.exchange in wires and self.candidate.dispatch == "all_gather":
+            sent *= self.region.gather_share or 1.0
+        pack_us = 0.0
+        if smaller < 1.0:  # rows are read and a smaller message written, and the reverse
+            pack_us = self.rates.compute_us(0.0, work.link_bytes * share * (1.0 + smaller), 1)
+            needs = [self.made.add("pack", pack_us, needs)]
+        done = self.made.add(work.name, self.rates.link_us(sent), needs, LINK)
+        return self.made.add("unpack", pack_us, [done]) if pack_us else done

@@ -1,0 +1,142 @@
+"""The planner on work made by hand, where the best way can be told."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_compile.hardware import load_profile
+from moe_compile.planning.candidates import Candidate, list_candidates
+from moe_compile.planning.choose_plan import Why, choose_plan, extra_bytes
+from moe_compile.planning.rates import CONSTANTS, Rates
+from moe_compile.planning.region_tasks import price_us
+from moe_compile.planning.region_work import RegionWork, Work
+
+UNIT = Rates(  # 1 us per operation of 1e6, byte of 1e3 in memory or 1e3 on the link
+    matmul_tflops=1.0,
+    memory_gb_per_s=1.0,
+    op_overhead_us=0.0,
+    link_gb_per_s=1.0,
+    link_latency_us=0.0,
+    uncertainty=tuple((name, 0.2) for name in CONSTANTS),
+)
+
+
+def bitwise(work):
+    return lambda candidate: not candidate.is_lossy(work)
+
+
+def region(experts_us=100.0, link_us=100.0, filler_us=0.0, num_parts=8, row_bytes=0.0, wires=()):
+    """Return dispatch, experts, combine, and something beside them; no weights."""
+    chunk = {"is_chunked": True, "backward": 1.0}
+    work = (
+        Work(name="router", operations=1e6),
+        Work(name="dispatch", needs=(0,), link_bytes=link_us * 1e3, exchange="dispatch", **chunk),
+        Work(name="experts", needs=(1,), operations=experts_us * 1e6, **chunk),
+        Work(name="combine", needs=(2,), link_bytes=link_us * 1e3, exchange="combine", **chunk),
+        Work(name="beside", needs=(0,), operations=filler_us * 1e6, backward=1.0),
+        Work(name="sum", needs=(3, 4), operations=1e6, backward=1.0),
+    )
+    return RegionWork(
+        work=work,
+        num_ranks=8,
+        num_parts=num_parts,
+        row_bytes=row_bytes,
+        wire_shares=dict(wires),
+    )
+
+
+def decide(work, rates=UNIT, **limits):
+    return choose_plan(
+        work, rates, list_candidates(work, ("experts", "tokens")), bitwise(work), **limits
+    )
+
+
+def test_price_of_one_and_of_two_chunks_is_told_by_hand():
+    """Forward: router 1, dispatch 100, experts 100, combine 100, sum 1; backward the same."""
+    work = region()
+    assert price_us(work, Candidate(), UNIT) == pytest.approx(302 + 302.5)
+    two = Candidate(num_chunks=2)  # the link is busy all the time, 200
+    assert price_us(work, two, UNIT) == pytest.approx(202 + 202.5)
+
+
+def test_exchanges_are_worth_chunking_and_none_are_not():
+    assert decide(region()).chosen.candidate.num_chunks > 1
+    alone = decide(region(link_us=1e-3))
+    assert (alone.chosen.candidate.num_chunks, alone.why) == (1, Why.NO_GAIN)
+
+
+def test_one_local_expert_leaves_no_other_way():
+    decision = decide(region(num_parts=1))
+    assert (decision.why, decision.runner_up) == (Why.NO_OTHER, None)
+
+
+def test_only_divisors_of_the_local_experts_are_tried():
+    ways = {c.num_chunks for c in list_candidates(region(num_parts=6), ("experts",))}
+    assert ways == {1, 2}
+
+
+def test_memory_that_is_not_there_is_not_taken():
+    work = region(row_bytes=1e3)
+    needed = extra_bytes(work, Candidate(num_chunks=2))
+    assert decide(work, allowed_bytes=needed).chosen.candidate.num_chunks > 1
+    capped = decide(work, allowed_bytes=needed - 1)
+    assert (capped.chosen.candidate.num_chunks, capped.why) == (1, Why.MEMORY)
+
+
+def test_a_gain_that_a_wrong_constant_would_turn_into_a_loss_is_not_taken():
+    """Joining the chunks costs nearly what they save; the memory's rate decides which is more."""
+    decision = decide(region(row_bytes=46e3))
+    assert decision.why is Why.UNSURE
+    assert decision.chosen.candidate.num_chunks == 1
+    assert decision.runner_up.us < 0.99 * decision.chosen.us
+
+
+def test_lossy_ways_are_advice_until_they_are_allowed():
+    work = region(experts_us=10.0, wires=(("fp8", 0.52),))
+    rates = UNIT.scaled("memory_gb_per_s", 1e3)
+    decision = decide(work, rates)
+    assert not decision.chosen.candidate.is_lossy(work)
+    assert decision.advice and all(a.candidate.is_lossy(work) for a in decision.advice)
+    assert decision.advice[0].us < 0.99 * decision.chosen.us
+    free = choose_plan(work, rates, list_candidates(work, ("experts",)), lambda _: True)
+    assert free.chosen.candidate.dispatch_wire == free.chosen.candidate.combine_wire == "fp8"
+
+
+WORKS = st.builds(
+    region,
+    experts_us=st.floats(1, 500),
+    link_us=st.floats(1, 500),
+    filler_us=st.floats(0, 300),
+    num_parts=st.sampled_from([1, 2, 4, 6, 8]),
+    row_bytes=st.floats(0, 3e4),
+)
+
+
+@given(work=WORKS)
+def test_the_choice_gains_one_percent_with_no_constant_off_and_never_loses_with_one(work):
+    decision = decide(work)
+    assert decision.chosen.us <= decision.as_it_is.us
+    if decision.chosen is not decision.as_it_is:
+        assert decision.gain > 0.01
+        for rates in UNIT.moved():
+            ours = price_us(work, decision.chosen.candidate, rates)
+            assert ours < price_us(work, decision.as_it_is.candidate, rates)
+
+
+@given(work=WORKS, seed=st.integers(0, 99))
+def test_the_choice_does_not_depend_on_the_order_of_candidates(work, seed):
+    """The first, the region as it is, excepted; equal times go to the simpler way."""
+    whole, *others = list_candidates(work, ("experts",))
+    random.Random(seed).shuffle(others)
+    shuffled = choose_plan(work, UNIT, [whole, *others], bitwise(work))
+    assert shuffled.chosen == decide(work).chosen
+
+
+def test_a_group_within_a_node_has_the_nodes_link():
+    profile = load_profile("h100")
+    near, far = Rates.of(profile, 8), Rates.of(profile, 64)
+    assert near.link_gb_per_s == pytest.approx(450 * 0.6) and far.link_gb_per_s == 45
+    assert near.contention == 0.12 and far.contention == 0.18
+    assert dict(far.uncertainty)["matmul_tflops"] == 0.2  # assumed, the profile says
