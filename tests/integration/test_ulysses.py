@@ -25,7 +25,7 @@ FAST = (0, 2)
 GLOBAL_BATCH = 4
 SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_STREAM}
 """At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
-SPLIT = {**OURS, "megamoe.attention_chunks": "auto"}
+SPLIT = {**OURS, "megamoe.attention_chunks": 2}
 ONE_KV_HEAD = "one local KV head: nothing to split by"
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 2}
 
