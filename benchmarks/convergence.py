@@ -23,6 +23,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks.command import recorded_command
 from benchmarks.machine import describe_machine
 
 CONFIG: Final = Path("torchtitan_integration/configs/deepseek_v3_debug_cpu.toml")
@@ -55,7 +56,7 @@ def main() -> int:
             f"{100 * row['against_bf16']:+.3f}% of bf16's\n"
         )
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.convergence", *sys.argv[1:]]),
+        "command": recorded_command("benchmarks.convergence", sys.argv[1:]),
         "machine": describe_machine(),
         "config": str(CONFIG),
         "steps": arguments.steps,

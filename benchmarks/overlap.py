@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from rich.console import Console
 
 from benchmarks.cases import PRESETS, RATIOS, Case, Preset
 from benchmarks.clocks import CLOCKS
+from benchmarks.command import recorded_command
 from benchmarks.machine import describe_machine
 from benchmarks.measure import Job, measure_case
 from benchmarks.post_board import create_board
@@ -49,7 +49,7 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)
     console = Console(width=WIDTH)
     head = {
-        "command": shlex.join(["python", "-m", "benchmarks.overlap", *sys.argv[1:]]),
+        "command": recorded_command("benchmarks.overlap", sys.argv[1:]),
         "clock": arguments.clock,
         "machine": describe_machine(),
         "environment": dict(ENVIRONMENT),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from benchmarks.command import recorded_command
 from benchmarks.gpu.gpu_machine import describe_gpu_machine
 from benchmarks.gpu.limited_process import run_limited
 from benchmarks.gpu.record import say, write_json
@@ -36,7 +36,7 @@ def main() -> int:
         (out / f"{name}.json").unlink(missing_ok=True)
     console = Console(width=WIDTH)
     summary: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "command": recorded_command("benchmarks.gpu", sys.argv[1:]),
         "device": arguments.device,
         "machine": describe_gpu_machine(arguments.device),
         "sections": {},

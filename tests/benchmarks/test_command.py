@@ -1,0 +1,24 @@
+"""What results tell of the command holds on any machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import recorded_command
+
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json"))
+
+
+def test_places_of_files_keep_their_last_part_alone():
+    given = ["--json", "/a/b/wire.json", "--cache=/a/c", "--variants", "megamoe N=1", "x/y.json"]
+    assert recorded_command("benchmarks.overlap", given) == (
+        "python -m benchmarks.overlap --json wire.json --cache=c --variants 'megamoe N=1' x/y.json"
+    )
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_results_name_no_place_of_one_machine(path):
+    text = path.read_text()
+    assert not [root for root in ("/tmp/", "/home/", "/root/") if root in text]
+    assert json.loads(text)["command"].startswith("python -m benchmarks.")
