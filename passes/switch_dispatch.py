@@ -23,7 +23,7 @@ from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.edit import erase_unused
-from moe_compile.graph.query import tensor_of, waits_on
+from moe_compile.graph.query import known_rows, waits_on
 from moe_compile.planning.dispatch_rules import dispatch_costs, rounding_of
 from moe_compile.planning.plan import plan_token_slices
 from moe_compile.planning.state import CompileState, RegionPlan, SwitchVerdict
@@ -126,7 +126,7 @@ def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
     plan.switch = SwitchVerdict(
         is_switched=True,
         is_exact=switch.is_exact,
-        num_tokens=_known_rows(found.tokens),
+        num_tokens=known_rows(found.tokens),
         rounding=rounding_of(found),
         costs=plan.switch.costs,
     )
@@ -140,8 +140,3 @@ def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
     erase_unused([node for node in region.body if node is not region.result])
     erase_unused([region.count_exchange, *count_waits])
     erase_unused([found.gather, *found.before])
-
-
-def _known_rows(tokens: fx.Node) -> int:
-    tensor = tensor_of(tokens)
-    return tensor.shape[0] if tensor is not None and type(tensor.shape[0]) is int else 0

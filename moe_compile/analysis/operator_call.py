@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Fixed, Reads, Unproven, Value
+from moe_compile.graph.dependence import storage_of
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -42,9 +43,9 @@ class Knowledge:
 
     def forget_aliases(self, tensor: torch.Tensor) -> None:
         """Forget what is known of all that shares memory with `tensor`, which is written."""
-        memory = _memory(tensor)
+        memory = storage_of(tensor)
         for key, (other, _) in self._values.items():
-            if _memory(other) == memory:
+            if storage_of(other) == memory:
                 self._values[key] = (other, None)
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -57,10 +58,6 @@ class Knowledge:
         if isinstance(tensor, FakeTensor):
             raise Unproven(Refusal.UNKNOWN_OPERATOR, "a tensor of unknown origin")
         return Fixed(values=tensor if is_small_integer(tensor) else None)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

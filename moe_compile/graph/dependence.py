@@ -88,10 +88,15 @@ def _nodes(arguments: Any) -> tuple[fx.Node, ...]:
     return tuple(a for a in pytree.tree_leaves(arguments) if isinstance(a, fx.Node))
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of the memory that `tensor` is a view of."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def storages(node: fx.Node) -> frozenset[int]:
     """Return the identities of the storages of the tensors `node` produces."""
     return frozenset(
-        leaf.untyped_storage()._cdata
+        storage_of(leaf)
         for leaf in pytree.tree_leaves(value_of(node))
         if isinstance(leaf, torch.Tensor)
     )

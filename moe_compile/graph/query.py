@@ -121,6 +121,12 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def known_rows(node: fx.Node) -> int:
+    """Return the length of the first dimension where it is known when compiling, else 0."""
+    tensor = tensor_of(node)
+    return tensor.shape[0] if tensor is not None and type(tensor.shape[0]) is int else 0
+
+
 def is_integer(node: fx.Node) -> bool:
     """Whether the node is a tensor of integers."""
     tensor = tensor_of(node)

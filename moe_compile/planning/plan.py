@@ -13,7 +13,7 @@ from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRe
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.token_regions import TokenRows
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import known_rows
 from moe_compile.planning.choose_plan import Decision
 
 AUTO_CHUNKS: Final = 2
@@ -84,10 +84,8 @@ def plan_token_slices(config: MegaMoEConfig, found: TokenRows) -> tuple[int, Rem
         return 1, Remark.ONE_CHUNK
     if config.chunk_by != "tokens":
         return 1, Remark.GATHERED
-    tokens = tensor_of(found.tokens)
-    num_tokens = None if tokens is None else tokens.shape[0]
-    is_even = type(num_tokens) is int and num_tokens % asked == 0
-    if not is_even or found.rows_per_token is None:
+    num_tokens = known_rows(found.tokens)
+    if not num_tokens or num_tokens % asked or found.rows_per_token is None:
         return 1, Remark.UNEVEN_SLICES
     return asked, Remark.BY_TOKENS
 

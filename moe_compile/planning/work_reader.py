@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.dependence import storage_of
 from moe_compile.graph.query import (
     called_name,
     is_all_to_all,
@@ -105,8 +106,8 @@ class _Reader:
         name = called_name(node)
         if name.endswith("_") and not name.endswith("__"):
             return False
-        storages = {_storage(t) for a in node.all_input_nodes for t in _tensors(value_of(a))}
-        return all(_storage(t) in storages for t in outputs)
+        storages = {storage_of(t) for a in node.all_input_nodes for t in _tensors(value_of(a))}
+        return all(storage_of(t) in storages for t in outputs)
 
     def _work(self, node: fx.Node, needs: tuple[int, ...]) -> Work:
         chunked = node in self.replayed.nodes
@@ -182,7 +183,3 @@ def _is(value: object) -> bool:
 
 def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
