@@ -68,6 +68,11 @@ def estimate_costs(
     return {node: estimator.cost(node) for node in graph.nodes}
 
 
+def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
+    """Return the estimated cost of one node."""
+    return _Estimator(sizes, hardware).cost(node)
+
+
 def is_free(node: fx.Node) -> bool:
     """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
     if node.op != "call_function" or node.target is operator.getitem:
