@@ -2,13 +2,14 @@
 
 Contract
     A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
-    the ready task with the longest path behind it. Computing slows by the link's stated
+    the ready task with the longest path behind it, or that the nearest collective needs. Computing slows by the link's stated
     contention while a collective runs.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -86,15 +87,23 @@ def run_in_order(tasks: Sequence[Task]) -> TaskTimeline:
     return TaskTimeline(spans=tuple(spans))
 
 
-def run_tasks(tasks: Sequence[Task], contention: float) -> TaskTimeline:
-    """Run tasks as their needs allow, the one with the longest path behind it first."""
-    return _Run(tasks, contention).timeline()
+def run_tasks(
+    tasks: Sequence[Task], contention: float, *, nearest_first: bool = False
+) -> TaskTimeline:
+    """Run tasks as their needs allow, the one with the longest path behind it first.
+
+    With `nearest_first` those come before that the collective of lowest index needs, directly or
+    not: chunks then follow one another.
+    """
+    return _Run(tasks, contention, nearest_first=nearest_first).timeline()
 
 
 class _Run:
     """One simulation, under way."""
 
-    def __init__(self, tasks: Sequence[Task], contention: float) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], contention: float, *, nearest_first: bool = False
+    ) -> None:
         self.tasks = tasks
         self.streams = Streams(slowed=COMPUTE, slowdown=contention)
         self.missing = [len(task.needs) for task in tasks]
@@ -103,7 +112,8 @@ class _Run:
             for needed in task.needs:
                 self.after[needed].append(index)
         self.path_us = _paths(tasks, self.after)
-        self.ready: dict[str, list[tuple[float, int]]] = {stream: [] for stream in STREAMS}
+        self.urgency = _urgency(tasks, self.after) if nearest_first else [0.0] * len(tasks)
+        self.ready: dict[str, list[tuple[float, float, int]]] = {stream: [] for stream in STREAMS}
         self.running: dict[str, tuple[int, Served]] = {}
         self.spans: list[Span] = []
 
@@ -118,13 +128,14 @@ class _Run:
         return TaskTimeline(spans=tuple(sorted(self.spans, key=lambda span: span.start_us)))
 
     def _offer(self, index: int) -> None:
-        heapq.heappush(self.ready[self.tasks[index].stream], (-self.path_us[index], index))
+        place = (self.urgency[index], -self.path_us[index], index)
+        heapq.heappush(self.ready[self.tasks[index].stream], place)
 
     def _start(self, now: float) -> bool:
         """Give idle streams what is ready; return whether anything runs."""
         for stream in STREAMS:
             if stream not in self.running and self.ready[stream]:
-                index = heapq.heappop(self.ready[stream])[1]
+                index = heapq.heappop(self.ready[stream])[-1]
                 self.running[stream] = index, self.streams.serve(stream, now, self.tasks[index].us)
         return bool(self.running)
 
@@ -147,6 +158,14 @@ def _paths(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]
     for index in reversed(range(len(tasks))):
         path[index] = tasks[index].us + max((path[i] for i in after[index]), default=0.0)
     return path
+
+
+def _urgency(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]:
+    """Return the lowest index of a collective that needs each task; inf where none does."""
+    urgency = [float(i) if t.stream == LINK else math.inf for i, t in enumerate(tasks)]
+    for index in reversed(range(len(tasks))):
+        urgency[index] = min([urgency[index], *(urgency[i] for i in after[index])])
+    return urgency
 
 
 def _span(task: Task, start_us: float, end_us: float) -> Span:
