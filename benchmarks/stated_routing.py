@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.cases import Case
-from benchmarks.layer import MoELayer
-from benchmarks.subjects import OneLayer, Subject
+from benchmarks.subjects import Subject
 
 CHOSEN: Final = 4.0
 """Logit of the first expert a token chooses; later ones have less, all others have 0."""

@@ -51,7 +51,9 @@ FUSED: Final = frozenset(
 """Elementwise to a compiler, though not tagged so."""
 ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 """Operators that take memory and touch none of it."""
-FILLS: Final = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+FILLS: Final = frozenset(
+    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+)
 """Operators that read no element of what they are given."""
 GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
 """Operators that read at most as much of their first tensor as they write."""

@@ -2,8 +2,8 @@
 
 Contract
     A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
-    the ready task with the longest path behind it, or that the nearest collective needs. Computing slows by the link's stated
-    contention while a collective runs.
+    the ready task with the longest path behind it, or that the nearest collective needs. Computing
+    slows by the link's stated contention while a collective runs.
 """
 
 from __future__ import annotations
