@@ -56,7 +56,7 @@ class Rank:
     clock: ChargedClock
 
     def hold(self, setting: Setting) -> list[Held]:
-        """Return every number of chunks at every ratio."""
+        """Return, ratio by ratio, every number of chunks."""
         case = setting.case
         subject = OneLayer(case, self.link).of(None)
         if setting.weights is not None:
@@ -94,7 +94,7 @@ class Rank:
                         relative_error=error,
                     )
                 )
-        return held
+        return sorted(held, key=lambda h: (RATIO_NAMES.index(h.ratio), h.num_chunks))
 
     def _measure(self, stepper: Stepper, forward: Forward, hardware: HardwareProfile) -> float:
         rate = LinkRate(

@@ -89,21 +89,23 @@ def _setting(held: Held) -> tuple[str, str]:
 def main() -> int:
     """Run all settings, print them, write the JSON asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__)
-    parser.add_argument("--setting", nargs="+", help="only those with these names")
+    parser.add_argument(
+        "--setting", nargs="+", help="only those with these names; --json keeps the others"
+    )
     parser.add_argument("--json", type=Path, help="write the results here as well")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     known = [s for s in SETTINGS if not arguments.setting or s.case.name in arguments.setting]
     began = time.monotonic()
-    held: list[Held] = []
-    for found in run_settings(known):
-        held += sorted(found, key=lambda h: (h.ratio != "2:1", h.ratio, h.num_chunks))
+    held = [h for found in run_settings(known) for h in found]
+    if arguments.setting and arguments.json and arguments.json.exists():
+        held = _with_others(held, json.loads(arguments.json.read_text())["rows"])
     report = {
         "command": recorded_command("benchmarks.prediction", sys.argv[1:]),
         "machine": describe_machine(),
         "seconds": round(time.monotonic() - began, 1),
         "summary": summary(held),
-        "settings": [asdict(s) for s in known],
+        "settings": [asdict(s) for s in SETTINGS if s.case.name in {h.name for h in held}],
         "rows": [{**asdict(h), "error": h.error} for h in held],
     }
     _print(held, report["summary"])
@@ -111,6 +113,15 @@ def main() -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def _with_others(held: Sequence[Held], rows: Sequence[dict[str, Any]]) -> list[Held]:
+    """Return `held` and, of the rows of a file, those of other settings."""
+    new = {h.name for h in held}
+    rows = [{k: v for k, v in row.items() if k != "error"} for row in rows]
+    kept = [Held(**row) for row in rows if row["name"] not in new]
+    place = [s.case.name for s in SETTINGS].index
+    return sorted([*kept, *held], key=lambda h: place(h.name))
 
 
 def _print(held: Sequence[Held], summed: dict[str, Any]) -> None:
