@@ -25,25 +25,15 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clocks import ChargedClock
 from benchmarks.command import recorded_command
-from benchmarks.emulated_link import make_emulated_group
-from benchmarks.held_setting import Held, Rank, prepare_rank
+from benchmarks.held_setting import Held, hold_all
 from benchmarks.machine import describe_machine
-from benchmarks.post_board import PostBoard, create_board
+from benchmarks.post_board import create_board
 from benchmarks.prediction_settings import SETTINGS, Setting
 from moe_compile.testing.rank_pool import RankPool
 
 TIMEOUT_S: Final = 1800.0
 WIDTH: Final = 120
-
-
-def hold_all(rank: int, settings: Sequence[Setting], board: Path) -> list[list[Held]]:
-    """Return, on every rank, what came of each of the settings; all have as many ranks."""
-    prepare_rank()
-    clock = ChargedClock()
-    link = make_emulated_group(PostBoard(board, rank, settings[0].case.num_ranks), clock)
-    return [Rank(rank, link, clock).hold(setting) for setting in settings]
 
 
 def run_settings(settings: Sequence[Setting]) -> Iterator[list[Held]]:
