@@ -52,6 +52,7 @@ class RecordedStep:
     """Predicted with the rate of a copy for memory."""
     measured_ms: float
     chosen: int
+    chosen_by_copy: int
     interval: tuple[float, float]
     """Of the ratio to plain Inductor's step in the same round, 95 %."""
 
@@ -124,7 +125,8 @@ def recorded_steps(path: Path) -> Iterator[RecordedStep]:
                 predicted_ms=case.layer.us(num_chunks, hardware) / 1e3,
                 by_copy_ms=case.layer.us(num_chunks, by_copy) / 1e3,
                 measured_ms=row["ms"],
-                chosen=case.layer.decide(hardware).chosen.candidate.num_chunks,
+                chosen=_chosen(case, hardware),
+                chosen_by_copy=_chosen(case, by_copy),
                 interval=tuple(row["vs_inductor_interval"]),
             )
 
@@ -135,26 +137,33 @@ def summary(steps: Sequence[RecordedStep]) -> dict[str, Any]:
     for step in steps:
         by_setting.setdefault((step.file, step.name, step.ratio), {})[step.num_chunks] = step
     settings = list(by_setting.values())
-    chosen = [s[next(iter(s.values())).chosen] for s in settings]
-    pairs = list(zip(settings, chosen, strict=True))
-    first = (steps[0].name,)
+    first = steps[0].name
     return {
         "settings": len(settings),
         "steps": len(steps),
         "mape": _mape(s.error for s in steps),
-        "mape_of_other_cases": _mape(s.error for s in steps if s.name not in first),
+        "mape_of_other_cases": _mape(s.error for s in steps if s.name != first),
         "largest_error": max(abs(s.error) for s in steps),
         "mape_by_copy": _mape(s.error_by_copy for s in steps),
-        "largest_regret": max(
-            c.measured_ms / min(s.measured_ms for s in every.values()) - 1.0 for every, c in pairs
-        ),
-        "slowest_against_one_chunk": max(
-            c.measured_ms / every[1].measured_ms - 1.0 for every, c in pairs
-        ),
-        "surely_slower_than_one_chunk": sum(
-            c.interval[0] > every[1].interval[1] for every, c in pairs
-        ),
+        "choices": _choices([(e, e[e[1].chosen]) for e in settings]),
+        "choices_by_copy": _choices([(e, e[e[1].chosen_by_copy]) for e in settings]),
     }
+
+
+def _choices(pairs: Sequence[tuple[Mapping[int, RecordedStep], RecordedStep]]) -> dict[str, Any]:
+    """Return what choices cost; each is given with all numbers of chunks of its setting."""
+    best = [min(step.measured_ms for step in every.values()) for every, _ in pairs]
+    regrets = [c.measured_ms / least - 1.0 for (_, c), least in zip(pairs, best, strict=True)]
+    return {
+        "largest_regret": max(regrets),
+        "mean_regret": statistics.mean(regrets),
+        "slowest_against_one_chunk": max(c.measured_ms / e[1].measured_ms - 1.0 for e, c in pairs),
+        "surely_slower_than_one_chunk": sum(c.interval[0] > e[1].interval[1] for e, c in pairs),
+    }
+
+
+def _chosen(case: _Recorded, hardware: HardwareProfile) -> int:
+    return case.layer.decide(hardware).chosen.candidate.num_chunks
 
 
 def _mape(errors: Iterator[float]) -> float | None:
