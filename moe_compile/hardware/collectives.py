@@ -57,5 +57,5 @@ def spread_of(num_ranks: int, node_ranks: int, kind: Kind) -> Spread:
 
 
 def leaving_share(num_ranks: int) -> float:
-    """Return the share of a payload that leaves a rank, evenly routed; all where n is unknown."""
-    return (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
+    """Return the share of a payload that leaves a rank, evenly routed; all where n is 0: unknown."""
+    return (num_ranks - 1) / num_ranks if num_ranks else 1.0

@@ -110,7 +110,8 @@ class _Estimator:
         op = overload_name(launch).rpartition("::")[2]
         num_ranks = ranks_of(launch)
         passes = PASSES_OF.get(op.rstrip("_"), 1)
-        leaving = max(sent, received) * passes * leaving_share(num_ranks)
+        shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
+        leaving = max(sent, received) * passes * leaving_share(shared)
         return Rates.of(self.hardware, num_ranks).link_us(leaving, kind_of(launch))
 
     def _compute(self, node: fx.Node) -> Cost:
