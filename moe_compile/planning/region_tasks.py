@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from moe_compile.planning.candidates import Candidate
-from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_tasks
+from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_fastest
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_work import RegionWork, Work
 
@@ -31,7 +31,7 @@ GRADIENT_SUM: Final = 3.0
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
-    return sum(run_tasks(p.tasks(), rates.contention).total_us for p in phases)
+    return sum(run_fastest(p.tasks(), rates.contention).total_us for p in phases)
 
 
 @dataclass(slots=True)
