@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,6 +76,16 @@ def estimate_costs(
     """Return the estimated cost of every node."""
     estimator = _Estimator(sizes, hardware)
     return {node: estimator.cost(node) for node in graph.nodes}
+
+
+def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
+    """Return the time on the compute stream that follows from each bound; launches are calls."""
+    us = dict.fromkeys((Bound.COMPUTE, Bound.MEMORY, Bound.LAUNCH), 0.0)
+    for cost in costs:
+        bound = Bound.LAUNCH if cost.bound is Bound.LINK else cost.bound
+        if bound in us:
+            us[bound] += cost.compute_us
+    return us
 
 
 def is_free(node: fx.Node) -> bool:
