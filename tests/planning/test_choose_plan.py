@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_compile.hardware import load_profile
@@ -146,6 +146,7 @@ def test_two_percent_are_paid_to_be_less_far_off_when_a_constant_is_wrong():
 
 
 @given(work=WORKS, latency_us=st.floats(0, 10))
+@example(work=region(120.0, 100.0, 100.0, row_bytes=1e3), latency_us=2.0)
 def test_the_choice_is_never_more_than_two_percent_from_the_fastest_that_is_safe(work, latency_us):
     rates = dataclasses.replace(UNIT, link_latency_us=latency_us)
     decision, worlds = decide(work, rates), list(rates.moved())
