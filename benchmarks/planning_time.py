@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch._dynamo
 import torch._functorch.config
+import torch.distributed as dist
 import torch.fx as fx
 from rich.console import Console
 from rich.table import Table
@@ -91,8 +92,9 @@ class Compiled:
 def compile_blocks(num_blocks: int) -> Compiled:
     """Compile so many blocks in one graph, forward and backward; Inductor's cache as it is."""
     group = fake_group(CASE.num_ranks)
-    blocks = nn.Sequential(*(Block(CASE, group, PLAN) for _ in range(num_blocks)))
-    x = torch.randn(CASE.sequence // CASE.num_ranks, CASE.batch, CASE.width, requires_grad=True)
+    blocks = nn.Sequential(*(_block(group) for _ in range(num_blocks)))
+    shape = (CASE.sequence // CASE.num_ranks, CASE.batch, CASE.width)
+    x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
     found = Compiled()
 
     def compile_only(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -112,6 +114,14 @@ def compile_blocks(num_blocks: int) -> Compiled:
         finally:
             found.total_s = time.perf_counter() - began
     return found
+
+
+def _block(group: dist.ProcessGroup) -> Block:
+    block = Block(CASE, group, PLAN)
+    router = block.experts.router
+    block.to(torch.bfloat16)
+    router.data = router.data.float()
+    return block
 
 
 def measure(num_blocks: Sequence[int]) -> Iterator[tuple[str, Compiled]]:
