@@ -108,18 +108,10 @@ def test_a_wire_in_eight_bits_halves_its_own_exchange_and_is_packed_and_unpacked
     assert found == pytest.approx(us + packing)
 
 
-def test_other_exchanges_than_the_regions_keep_their_wire_and_their_dispatch():
+def test_another_regions_exchange_keeps_its_wire():
     works = [dataclasses.replace(exchange(100, "other"), is_chunked=False)]
-    for way in (
-        Candidate(dispatch_wire="fp8", combine_wire="fp8"),
-        Candidate(dispatch="all_gather"),
-    ):
-        assert price(works, way, wire_shares={"fp8": 0.5}, gather_share=0.5) == pytest.approx(100)
-
-
-def test_gathered_tokens_cross_the_link_instead_of_rows():
-    works = [exchange(100, "dispatch"), exchange(100, "combine", 0)]
-    assert price(works, Candidate(dispatch="all_gather"), gather_share=0.25) == pytest.approx(50)
+    way = Candidate(dispatch_wire="fp8", combine_wire="fp8")
+    assert price(works, way, wire_shares={"fp8": 0.5}) == pytest.approx(100)
 
 
 def test_compute_slows_by_the_contention_while_an_exchange_runs():
@@ -149,7 +141,8 @@ def test_a_constant_is_moved_up_and_down_one_at_a_time_and_none_that_is_nothing(
     )
     moved = list(rates.moved())
     stated = [name for name in CONSTANTS if getattr(rates, name)]
-    assert len(moved) == 2 * len(stated) == 8  # no latency, no contention
+    assert len(moved) == 2 * len(stated)
+    assert {"matmul_tflops", "op_overhead_us"} < set(stated) < set(CONSTANTS)
     for name in stated:
         found = [r for r in moved if getattr(r, name) != getattr(rates, name)]
         factors = [getattr(r, name) / getattr(rates, name) for r in found]
