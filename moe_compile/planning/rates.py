@@ -37,6 +37,8 @@ class Rates:
     op_overhead_us: float
     link_gb_per_s: float
     link_latency_us: float
+    gather_share: float = 1.0
+    """Rate of an all-gather or a reduce-scatter over that of an all-to-all."""
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
     uncertainty: tuple[tuple[str, float], ...] = ()
@@ -51,16 +53,18 @@ class Rates:
         origins = {name: _kind(text) for name, text in hardware.origins.items()}
         if within:
             origins |= {"link_gb_per_s": "assumed", "link_latency_us": "assumed"}
+        shares = {name: UNCERTAINTY.get(origins.get(name, ""), UNKNOWN) for name in CONSTANTS}
+        if link.gather_share is None:  # one rate for all collectives: they are off together
+            shares["gather_share"] = 0.0
         return cls(
             matmul_tflops=hardware.matmul_tflops,
             memory_gb_per_s=hardware.memory_gb_per_s,
             op_overhead_us=hardware.op_overhead_us,
             link_gb_per_s=link.gb_per_s,
             link_latency_us=link.latency_us,
+            gather_share=link.gather_share or 1.0,
             contention=link.contention,
-            uncertainty=tuple(
-                (name, UNCERTAINTY.get(origins.get(name, ""), UNKNOWN)) for name in CONSTANTS
-            ),
+            uncertainty=tuple(shares.items()),
         )
 
     def compute_us(self, operations: float, nbytes: float, num_kernels: float) -> float:
@@ -69,9 +73,10 @@ class Rates:
         memory = nbytes / (self.memory_gb_per_s * 1e9)
         return num_kernels * self.op_overhead_us + max(arithmetic, memory) * US_PER_S
 
-    def link_us(self, nbytes: float) -> float:
+    def link_us(self, nbytes: float, *, is_gather: bool = False) -> float:
         """Return the time of one exchange of so many bytes that leave a rank."""
-        return self.link_latency_us + nbytes / (self.link_gb_per_s * 1e9) * US_PER_S
+        rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
+        return self.link_latency_us + nbytes / (rate * 1e9) * US_PER_S
 
     def scaled(self, name: str, factor: float) -> Self:
         """Return the same with one constant `factor` times as large."""
@@ -81,7 +86,7 @@ class Rates:
         """Return the rates with each constant moved up, then down, by its uncertainty."""
         for name, share in self.uncertainty:
             for factor in (1.0 + share, 1.0 - share):
-                if getattr(self, name):
+                if share and getattr(self, name):
                     yield self.scaled(name, factor)
 
 
