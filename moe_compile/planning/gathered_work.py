@@ -19,7 +19,8 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.graph.query import tensor_of
+from moe_compile.analysis.token_sums import ZEROS
+from moe_compile.graph.query import called_name, tensor_of
 from moe_compile.planning.gathered_sizes import PLACE_BYTES, GatheredSizes, GatheredWay
 from moe_compile.planning.region_work import RegionWork, Work
 
@@ -74,7 +75,8 @@ class _Rewriter:
             region.dispatch.name: self._pick_rows,
             self.last: self._sum_rows,
         }
-        gone = {n.name for n in (region.count_exchange, *found.before, *found.sums.tail)}
+        tail = found.sums.tail
+        gone = {n.name for n in (region.count_exchange, *found.before, *tail, *_read_by(tail))}
         by_row = {n.name: n for n in (*region.body, *found.after)}
         for work in self.whole.work:
             name = work.name
@@ -222,3 +224,10 @@ class _Rewriter:
             todo += [n for n in node.all_input_nodes if n not in seen]
             seen.update(node.all_input_nodes)
         return tuple(sorted(found))
+
+
+def _read_by(tail: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return what nothing but the sums reads: the zeros that rows were added to."""
+    nodes = list(tail)
+    read = {n for node in nodes for n in node.all_input_nodes}
+    return [n for n in read if called_name(n) in ZEROS and all(u in nodes for u in n.users)]
