@@ -76,6 +76,7 @@ class PlannedLayer:
             expert_ranks=self.num_ranks,
             overlap=overlap,
             num_chunks=num_chunks,
+            sends_flat=True,
         )
         cluster = load_cluster(profile)
         costs = LayerCosts(

@@ -2,8 +2,9 @@
 
 Contract
     Pure arithmetic on nominal sizes and the rates of a hardware profile; nothing is measured.
-    Compute is max(operations / matmul rate, bytes / memory rate) plus a fixed cost per operator;
-    an exchange is latency plus bytes / link rate; a wait costs no compute.
+    Amounts become time in `planning/rates.py`, as the planner's do. Compute is
+    max(operations / matmul rate, bytes / memory rate) plus a fixed cost per operator; a collective
+    is latency plus bytes / link rate, over a node's link and the network at once; a wait is free.
     Between elementwise nodes nothing is read or written: a compiler fuses them.
 """
 
@@ -32,10 +33,11 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.collectives import Kind, leaving_share
+from moe_compile.planning.rates import Bound, Rates
 from moe_compile.planning.sizes import NominalSizes
 
 MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
-US_PER_S: Final = 1e6
 BACKWARD_OVER_FORWARD: Final = 2.5
 """Operations of attention's backward over its forward: five matrix products instead of two."""
 FUSED: Final = frozenset(
@@ -58,13 +60,15 @@ class Cost:
 
     compute_us: float = 0.0
     link_us: float = 0.0
+    bound: Bound = Bound.NOTHING
+    """What the larger part of the time follows from."""
 
 
 def estimate_costs(
     graph: fx.Graph, sizes: NominalSizes, hardware: HardwareProfile
 ) -> dict[fx.Node, Cost]:
     """Return the estimated cost of every node."""
-    estimator = _Estimator(sizes, hardware)
+    estimator = _Estimator(sizes, hardware, Rates.of(hardware, 0))
     return {node: estimator.cost(node) for node in graph.nodes}
 
 
@@ -90,33 +94,35 @@ def is_elementwise(node: fx.Node) -> bool:
 class _Estimator:
     sizes: NominalSizes
     hardware: HardwareProfile
+    rates: Rates
+    """Of the device; those of a group's link are made for each group."""
 
     def cost(self, node: fx.Node) -> Cost:
         if is_free(node):
             return Cost()
         if is_launch(node):
-            return Cost(self.hardware.op_overhead_us, self._link_us(node))
-        return Cost(self._compute_us(node))
+            return Cost(self.hardware.op_overhead_us, self._link_us(node), Bound.LINK)
+        return self._compute(node)
 
     def _link_us(self, launch: fx.Node) -> float:
         sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
         received = self.sizes.nbytes(value_of(launch))
         op = overload_name(launch).rpartition("::")[2]
         num_ranks = ranks_of(launch)
-        leaving = (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
-        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1) * leaving
-        link = self.hardware.link_of(num_ranks)
-        return link.latency_us + crossing / (link.gb_per_s * 1e9) * US_PER_S
+        passes = PASSES_OF.get(op.rstrip("_"), 1)
+        shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
+        leaving = max(sent, received) * passes * leaving_share(shared)
+        return Rates.of(self.hardware, num_ranks).link_us(leaving, kind_of(launch))
 
-    def _compute_us(self, node: fx.Node) -> float:
+    def _compute(self, node: fx.Node) -> Cost:
         module = _called_module(node)
         if module is not None:
-            return sum(self.cost(inner).compute_us for inner in module.graph.nodes)
-        compute = self._operations(node) / (self.hardware.matmul_tflops * 1e12)
+            inner = [self.cost(n) for n in module.graph.nodes]
+            longest = max(inner, key=lambda cost: cost.compute_us, default=Cost())
+            return Cost(sum(cost.compute_us for cost in inner), bound=longest.bound)
         moved, materialised = self._bytes_moved(node)
-        memory = moved / (self.hardware.memory_gb_per_s * 1e9)
-        overhead = self.hardware.op_overhead_us if materialised else 0.0
-        return overhead + max(compute, memory) * US_PER_S
+        amounts = self._operations(node), moved, int(materialised)
+        return Cost(self.rates.compute_us(*amounts), bound=self.rates.compute_bound(*amounts))
 
     def _bytes_moved(self, node: fx.Node) -> tuple[int, bool]:
         """Return bytes read and written, and whether the node writes anything at all."""
@@ -181,6 +187,11 @@ def ranks_of(launch: fx.Node) -> int:
     All of the payload is then taken to leave a rank; else all but its own part, evenly routed.
     """
     return len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
+
+
+def kind_of(launch: fx.Node) -> Kind:
+    """Return whether everyone sends to everyone, or the same bytes go round."""
+    return Kind.EXCHANGE if is_all_to_all(launch) else Kind.GATHER
 
 
 def _group_size(launch: fx.Node) -> int:

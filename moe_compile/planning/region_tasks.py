@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from moe_compile.planning.candidates import Candidate
-from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_tasks
+from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_fastest
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_work import RegionWork, Work
 
@@ -34,7 +34,7 @@ def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
         assert work.gathered is not None
         work = work.gathered
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
-    return sum(run_tasks(p.tasks(), rates.contention).total_us for p in phases)
+    return sum(run_fastest(p.tasks(), rates.contention).total_us for p in phases)
 
 
 @dataclass(slots=True)

@@ -62,6 +62,8 @@ class LayerCosts(LayerSizes):
             return self._kernels.gather_us(self.local_tokens * ranks * row, ranks)
         sent = self.local_tokens * self.model.top_k * row
         remote = self.method.remote_nodes(self.model, self.profile)
+        if remote and self.method.sends_flat:
+            return self._kernels.flat_exchange_us(sent, self.method.expert_ranks)
         if remote:
             return self._kernels.far_exchange_us(sent, self.local_tokens * row * remote)
         slices = self.method.expert_slices
