@@ -15,15 +15,7 @@ Formulas: n ranks, g per node, shares of what leaves a rank; the two ways run at
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-
-
-class Kind(enum.Enum):
-    """What a collective does."""
-
-    EXCHANGE = "all-to-all"
-    GATHER = "all-gather or reduce-scatter"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +28,8 @@ class Spread:
     """Over the network."""
 
 
-def spread_of(num_ranks: int, node_ranks: int, kind: Kind) -> Spread:
-    """Return where the bytes of a collective among `num_ranks` go.
+def spread_of(num_ranks: int, node_ranks: int, *, is_gather: bool) -> Spread:
+    """Return where the bytes of a collective among `num_ranks` go: an all-to-all, or a gather.
 
     `node_ranks` share a node, 1 where a profile has one link alone. Of a group whose size is not
     known (0) all bytes go over the network.
@@ -47,7 +39,7 @@ def spread_of(num_ranks: int, node_ranks: int, kind: Kind) -> Spread:
     if num_ranks <= 1:
         return Spread(within=0.0, between=1.0)
     others = num_ranks - 1
-    if kind is Kind.EXCHANGE:
+    if not is_gather:
         within = (node_ranks - 1) / others
         return Spread(within=within, between=1.0 - within)
     return Spread(
@@ -57,5 +49,5 @@ def spread_of(num_ranks: int, node_ranks: int, kind: Kind) -> Spread:
 
 
 def leaving_share(num_ranks: int) -> float:
-    """Return the share of a payload that leaves a rank, evenly routed; all where n is 0: unknown."""
+    """Return the share of a payload that leaves a rank, routed evenly; all where n is 0."""
     return (num_ranks - 1) / num_ranks if num_ranks else 1.0

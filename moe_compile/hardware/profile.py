@@ -31,17 +31,16 @@ CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLink:
-    """The way between the ranks of one domain, per rank and direction."""
+    """The way between the ranks of one process group, per rank and direction, by all-to-all."""
 
     num_ranks: int = 0
     """Ranks it joins; 0 for any number."""
     gb_per_s: float
-    """By all-to-all."""
-    gather_gb_per_s: float = 0.0
-    """By all-gather and reduce-scatter; 0 where they are as fast."""
     latency_us: float
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
+    gather_share: float | None = None
+    """Rate of an all-gather or a reduce-scatter over `gb_per_s`; None where one rate is stated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +63,8 @@ class HardwareProfile:
     """The link of groups within one node, where it is another; None where the profile is silent."""
     far_contention: float = 0.0
     """Contention of the link between nodes."""
-    far_gather_gb_per_s: float = 0.0
-    """Of the link between nodes, by all-gather and reduce-scatter; 0 where they are as fast."""
+    far_gather_share: float | None = None
+    """`gather_share` of the link between nodes."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
 
@@ -82,8 +81,7 @@ class HardwareProfile:
                 raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
 
     def link_of(self, num_ranks: int) -> GroupLink:
-        """Return the widest link of a group: a node's where so many ranks fit in one, else the
-        one between nodes.
+        """Return the link of a group: a node's where so many ranks fit in one, else the rates'.
 
         Which ranks a group has is not looked at: it differs from rank to rank.
         """
@@ -91,9 +89,9 @@ class HardwareProfile:
             return self.node
         return GroupLink(
             gb_per_s=self.link_gb_per_s,
-            gather_gb_per_s=self.far_gather_gb_per_s,
             latency_us=self.link_latency_us,
             contention=self.far_contention,
+            gather_share=self.far_gather_share,
         )
 
     def as_toml(self) -> str:
@@ -121,7 +119,7 @@ def load_profile(name: str) -> HardwareProfile:
     return HardwareProfile(
         node=_node_link(links["nvlink"]) if "nvlink" in links else None,
         far_contention=far.get("contention", 0.0),
-        far_gather_gb_per_s=_gather_rate(file.values["link_gb_per_s"], far),
+        far_gather_share=_gather_share(far) if far else None,
         origins=_own(file.origins),
         **{key: file.values[key] for key in wanted},
     )
@@ -131,17 +129,14 @@ def _node_link(table: Mapping[str, Any]) -> GroupLink:
     return GroupLink(
         num_ranks=table["num_ranks"],
         gb_per_s=table["gb_per_s"] * table["exchange_share"],
-        gather_gb_per_s=table["gb_per_s"] * table["gather_share"],
         latency_us=table["latency_us"],
         contention=table["contention"],
+        gather_share=_gather_share(table),
     )
 
 
-def _gather_rate(exchange_gb_per_s: float, table: Mapping[str, Any]) -> float:
-    """Return the rate of all-gathers on a link of which the all-to-all's is known."""
-    if not table.get("exchange_share"):
-        return 0.0
-    return exchange_gb_per_s * float(table["gather_share"] / table["exchange_share"])
+def _gather_share(table: Mapping[str, Any]) -> float:
+    return float(table["gather_share"] / table["exchange_share"])
 
 
 def _own(origins: Mapping[str, str]) -> dict[str, str]:

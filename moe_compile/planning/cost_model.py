@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.hardware import HardwareProfile
-from moe_compile.hardware.collectives import Kind, leaving_share
+from moe_compile.hardware.collectives import leaving_share
 from moe_compile.planning.rates import Bound, Rates
 from moe_compile.planning.sizes import NominalSizes
 
@@ -68,7 +69,7 @@ def estimate_costs(
     graph: fx.Graph, sizes: NominalSizes, hardware: HardwareProfile
 ) -> dict[fx.Node, Cost]:
     """Return the estimated cost of every node."""
-    estimator = _Estimator(sizes, hardware, Rates.of(hardware, 0))
+    estimator = _Estimator(sizes, hardware)
     return {node: estimator.cost(node) for node in graph.nodes}
 
 
@@ -90,18 +91,19 @@ def is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or target._schema.name in FUSED
 
 
-@dataclass(frozen=True, slots=True)
 class _Estimator:
-    sizes: NominalSizes
-    hardware: HardwareProfile
-    rates: Rates
-    """Of the device; those of a group's link are made for each group."""
+    """Prices nodes; keeps the rates of each size of group."""
+
+    def __init__(self, sizes: NominalSizes, hardware: HardwareProfile) -> None:
+        self.sizes = sizes
+        self.rates_of = functools.cache(lambda num_ranks: Rates.of(hardware, num_ranks))
+        self.rates = self.rates_of(0)
 
     def cost(self, node: fx.Node) -> Cost:
         if is_free(node):
             return Cost()
         if is_launch(node):
-            return Cost(self.hardware.op_overhead_us, self._link_us(node), Bound.LINK)
+            return Cost(self.rates.op_overhead_us, self._link_us(node), Bound.LINK)
         return self._compute(node)
 
     def _link_us(self, launch: fx.Node) -> float:
@@ -112,7 +114,7 @@ class _Estimator:
         passes = PASSES_OF.get(op.rstrip("_"), 1)
         shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
         leaving = max(sent, received) * passes * leaving_share(shared)
-        return Rates.of(self.hardware, num_ranks).link_us(leaving, kind_of(launch))
+        return self.rates_of(num_ranks).link_us(leaving, is_gather=not is_all_to_all(launch))
 
     def _compute(self, node: fx.Node) -> Cost:
         module = _called_module(node)
@@ -187,11 +189,6 @@ def ranks_of(launch: fx.Node) -> int:
     All of the payload is then taken to leave a rank; else all but its own part, evenly routed.
     """
     return len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
-
-
-def kind_of(launch: fx.Node) -> Kind:
-    """Return whether everyone sends to everyone, or the same bytes go round."""
-    return Kind.EXCHANGE if is_all_to_all(launch) else Kind.GATHER
 
 
 def _group_size(launch: fx.Node) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
-from moe_compile.hardware.collectives import Kind, spread_of
+from moe_compile.hardware.collectives import spread_of
 
 US_PER_S: Final = 1e6
 UNCERTAINTY: Final = {
@@ -51,11 +51,12 @@ class Rates:
     link_gb_per_s: float
     """Of the widest domain the group spans, by all-to-all: the network, or a node's link."""
     link_latency_us: float
-    gather_gb_per_s: float = 0.0
-    """The same by all-gather and reduce-scatter; 0 where they are as fast."""
+    gather_share: float = 1.0
+    """Rate of an all-gather or a reduce-scatter over that of an all-to-all."""
     near_gb_per_s: float = 0.0
     """Of a node's link, where the group spans several nodes; 0 where there is none."""
-    near_gather_gb_per_s: float = 0.0
+    near_gather_share: float = 1.0
+    """`gather_share` of a node's link."""
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
     num_ranks: int = 0
@@ -69,26 +70,30 @@ class Rates:
     def of(cls, hardware: HardwareProfile, num_ranks: int) -> Self:
         """Return the rates of a group of `num_ranks`."""
         node, link = hardware.node, hardware.link_of(num_ranks)
-        spans_nodes = node is not None and num_ranks > node.num_ranks
-        near = node if spans_nodes else None
+        near = node if node is not None and num_ranks > node.num_ranks else None
         origins = {name: _kind(text) for name, text in hardware.origins.items()}
-        if node is not None:
-            origins |= dict.fromkeys(OF_LINKS if link is node else OF_NEAR_LINKS, "assumed")
+        if link is node:
+            origins |= {"link_gb_per_s": "assumed", "link_latency_us": "assumed"}
+        if near:
+            origins |= {"near_gb_per_s": "assumed"}
+        shares = {name: UNCERTAINTY.get(origins.get(name, ""), UNKNOWN) for name in CONSTANTS}
+        if link.gather_share is None:  # one rate for all collectives: they are off together
+            shares["gather_share"] = 0.0
+        if near is None or near.gather_share is None:
+            shares["near_gather_share"] = 0.0
         return cls(
             matmul_tflops=hardware.matmul_tflops,
             memory_gb_per_s=hardware.memory_gb_per_s,
             op_overhead_us=hardware.op_overhead_us,
             link_gb_per_s=link.gb_per_s,
             link_latency_us=link.latency_us,
-            gather_gb_per_s=link.gather_gb_per_s,
+            gather_share=link.gather_share or 1.0,
             near_gb_per_s=near.gb_per_s if near else 0.0,
-            near_gather_gb_per_s=near.gather_gb_per_s if near else 0.0,
+            near_gather_share=(near.gather_share if near else None) or 1.0,
             contention=link.contention,
             num_ranks=num_ranks,
             node_ranks=near.num_ranks if near else 1,
-            uncertainty=tuple(
-                (name, UNCERTAINTY.get(origins.get(name, ""), UNKNOWN)) for name in CONSTANTS
-            ),
+            uncertainty=tuple(shares.items()),
         )
 
     def compute_us(self, operations: float, nbytes: float, num_kernels: float) -> float:
@@ -106,18 +111,17 @@ class Rates:
             return Bound.LAUNCH
         return Bound.COMPUTE if arithmetic >= memory else Bound.MEMORY
 
-    def link_us(self, nbytes: float, kind: Kind = Kind.EXCHANGE) -> float:
+    def link_us(self, nbytes: float, *, is_gather: bool = False) -> float:
         """Return the time of one collective of so many bytes that leave a rank.
 
         Those that stay within the node and those that do not travel at once: the slower counts.
         """
-        far, near = self.link_gb_per_s, self.near_gb_per_s
-        if kind is Kind.GATHER:
-            far, near = self.gather_gb_per_s or far, self.near_gather_gb_per_s or near
-        if not near:
-            return self.link_latency_us + nbytes / (far * 1e9) * US_PER_S
-        spread = spread_of(self.num_ranks, self.node_ranks, kind)
-        slower = max(spread.between * nbytes / far, spread.within * nbytes / near)
+        rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
+        if not self.near_gb_per_s:
+            return self.link_latency_us + nbytes / (rate * 1e9) * US_PER_S
+        near = self.near_gb_per_s * (self.near_gather_share if is_gather else 1.0)
+        spread = spread_of(self.num_ranks, self.node_ranks, is_gather=is_gather)
+        slower = max(spread.between * nbytes / rate, spread.within * nbytes / near)
         return self.link_latency_us + slower / 1e9 * US_PER_S
 
     def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
@@ -133,15 +137,13 @@ class Rates:
         """Return the rates with each constant moved up, then down, by its uncertainty."""
         for name, share in self.uncertainty:
             for factor in (1.0 + share, 1.0 - share):
-                if getattr(self, name):
+                if share and getattr(self, name):
                     yield self.scaled(name, factor)
 
 
 FACTS: Final = frozenset({"num_ranks", "node_ranks", "uncertainty"})
 CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 """Names of the rates that may be off."""
-OF_NEAR_LINKS: Final = ("near_gb_per_s", "near_gather_gb_per_s")
-OF_LINKS: Final = ("link_gb_per_s", "gather_gb_per_s", "link_latency_us")
 
 
 def _kind(origin: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Curve, Fit, Link
-from moe_compile.hardware.collectives import Kind, leaving_share, spread_of
+from moe_compile.hardware.collectives import leaving_share, spread_of
 
 TILE_ROWS: Final = 128
 TILE_COLUMNS: Final = 256
@@ -102,7 +102,7 @@ class Kernels:
         Each row crosses the network once per expert it goes to on another node; what stays in the
         node goes by NVLink meanwhile.
         """
-        spread = spread_of(ranks, self.profile.nvlink.num_ranks, Kind.EXCHANGE)
+        spread = spread_of(ranks, self.profile.nvlink.num_ranks, is_gather=False)
         leaving = nbytes * leaving_share(ranks)
         return self._both_ways_us(leaving * spread.between, leaving * spread.within)
 
@@ -151,4 +151,3 @@ class Kernels:
     @property
     def _gap_us(self) -> float:
         return self.profile.compute.kernel_us
-
