@@ -1,4 +1,4 @@
-"""Choose how a region runs: the fastest by price, if the gain is large enough and sure enough.
+"""Choose how a region runs: the way least far from the fastest, whatever constant is wrong.
 
 Contract
     A pure function of the region's work, the rates and what may be chosen: order of candidates,
@@ -6,11 +6,11 @@ Contract
     What the caller does not allow, as what changes a bit, is advice.
 
 Pseudo-code
-    ways = those allowed that gain more than 1 % over the region as it is
-    for each, the fastest in the mean over constants moved by their uncertainty first:
-        (of near ones the simplest)
-        take it if memory allows, and it gains with every constant moved
-    none taken: the region as it is
+    ways = those allowed that gain more than 1 % over the region as it is, and fit the memory
+    price each as constants are stated, and with each moved by its uncertainty: so many worlds
+    of those that gain in every world, take the one whose largest regret in any is smallest
+        (of near ones the simplest; regret: time over that of the fastest way in that world)
+    none: the region as it is
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_compile.planning.region_work import RegionWork
 WORTH: Final = 0.01
 """Gain that is enough to leave the region other than it is."""
 TIE: Final = 0.002
-"""Share of the time below which two ways count as equally fast: the simpler is taken."""
+"""Regret below which two ways count as equally good: the simpler is taken."""
 EXTRA_COPIES: Final = 2.0
 """Of a chunked region's rows that are alive beside those of the whole one: sorted, and joined."""
 
@@ -36,7 +36,7 @@ EXTRA_COPIES: Final = 2.0
 class Why(enum.Enum):
     """What decided. Values are what reports print."""
 
-    FASTEST = "the fastest, and faster whichever constant is off by its uncertainty"
+    FASTEST = "gains, and is least far from the fastest, whichever constant is off"
     NO_OTHER = "there is no other way"
     NO_GAIN = "no other way gains more than 1 %"
     UNSURE = "what gains more than 1 % would lose if a constant is off by its uncertainty"
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def margin(self) -> float:
-        """Return the share by which the runner-up is slower; below 0 where it was not safe."""
+        """Return the share by which the runner-up is slower; below 0 where it is less sure."""
         return self.runner_up.us / self.chosen.us - 1.0 if self.runner_up else 0.0
 
 
@@ -100,16 +100,14 @@ def choose_plan(
     ]
     ways = [p for p in priced if is_allowed(p.candidate)]
     as_it_is = ways[0]
-    chosen, why = as_it_is, Why.NO_GAIN if len(ways) > 1 else Why.NO_OTHER
-    shares = _moved_shares(work, rates, as_it_is, ways)
-    for way in _by_mean(shares):
-        if extra_bytes(work, way.candidate) > allowed_bytes:
-            why = Why.MEMORY
-        elif max(shares[way]) >= 1.0:
-            why = Why.UNSURE
-        else:
-            chosen, why = way, Why.FASTEST
-            break
+    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
+    fitting = [way for way in gaining if extra_bytes(work, way.candidate) <= allowed_bytes]
+    regrets = _safe_regrets(work, rates, as_it_is, fitting)
+    chosen = min(regrets, key=lambda way: _place(way, regrets), default=as_it_is)
+    why = Why.FASTEST
+    if chosen is as_it_is:
+        why = Why.UNSURE if fitting else Why.MEMORY if gaining else Why.NO_GAIN
+        why = why if len(ways) > 1 else Why.NO_OTHER
     others = [p for p in ways if p is not chosen]
     faster = [p for p in priced if p not in ways and p.us < (1.0 - WORTH) * chosen.us]
     return Decision(
@@ -129,31 +127,28 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     return work.extra_bytes + (EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0)
 
 
-def _moved_shares(
+def _safe_regrets(
     work: RegionWork, rates: Rates, as_it_is: Priced, ways: Sequence[Priced]
-) -> dict[Priced, list[float]]:
-    """Return, for ways that gain enough, their time over that of the region as it is.
+) -> dict[Priced, float]:
+    """Return the largest regret of each of `ways` that gains in every world.
 
-    One number per constant moved; a constant that is wrong should neither make a loss of a gain
-    nor one way of many look best.
+    A constant that is wrong should neither make a loss of a gain, nor leave a way far behind the
+    one that would have been taken had it been known.
     """
-    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
-    if not gaining:
+    if not ways:
         return {}
-    moved = [(r, price_us(work, as_it_is.candidate, r)) for r in rates.moved()]
+    worlds = (rates, *rates.moved())
+    known = [as_it_is, *ways]
+    us = {way: [way.us, *(price_us(work, way.candidate, r) for r in worlds[1:])] for way in known}
+    best = [min(times) for times in zip(*us.values(), strict=True)]
     return {
-        way: [way.us / as_it_is.us, *(price_us(work, way.candidate, r) / us for r, us in moved)]
-        for way in gaining
+        way: max(own / least - 1.0 for own, least in zip(us[way], best, strict=True))
+        for way in ways
+        if all(own < was for own, was in zip(us[way], us[as_it_is], strict=True))
     }
 
 
-def _by_mean(shares: Mapping[Priced, Sequence[float]]) -> list[Priced]:
-    """Return the ways by mean share; of those as good as the best the simplest is first."""
-    mean = {way: sum(found) / len(found) for way, found in shares.items()}
-    limit = min(mean.values(), default=0.0) * (1.0 + TIE)
-
-    def place(way: Priced) -> tuple[object, ...]:
-        near = mean[way] <= limit
-        return not near, 0.0 if near else mean[way], way.candidate.complexity
-
-    return sorted(mean, key=place)
+def _place(way: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
+    """Return where `way` stands among others: those near the best by how simple they are."""
+    near = regrets[way] <= min(regrets.values()) + TIE
+    return not near, 0.0 if near else regrets[way], way.candidate.complexity

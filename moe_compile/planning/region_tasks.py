@@ -2,7 +2,8 @@
 
 Contract
     Tasks run by `planning/cluster/tasks.py`, on the streams of `planning/events.py`: the ones the
-    scheduler's own estimate keeps time with. Backward is the mirror image of forward; weight
+    scheduler's own estimate keeps time with, in the order it looks for: what the next exchange
+    needs comes first, what none needs fills gaps. Backward is the mirror image of forward; weight
     gradients hang off it and fill gaps.
 
 Pseudo-code
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from moe_compile.planning.candidates import Candidate
-from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_fastest
+from moe_compile.planning.cluster.tasks import LINK, Priority, Task, TaskList, run_tasks
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_work import RegionWork, Work
 
@@ -34,7 +35,8 @@ def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
         assert work.gathered is not None
         work = work.gathered
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
-    return sum(run_fastest(p.tasks(), rates.contention).total_us for p in phases)
+    runs = (run_tasks(p.tasks(), rates.contention, Priority.NEXT_COLLECTIVE) for p in phases)
+    return sum(run.total_us for run in runs)
 
 
 @dataclass(slots=True)

@@ -102,12 +102,6 @@ def run_tasks(
     return _Run(tasks, contention, priority).timeline()
 
 
-def run_fastest(tasks: Sequence[Task], contention: float) -> TaskTimeline:
-    """Run tasks by whichever priority ends first, as the scheduler takes the best of several."""
-    timelines = [run_tasks(tasks, contention, priority) for priority in Priority]
-    return min(timelines, key=lambda timeline: timeline.total_us)
-
-
 class _Run:
     """One simulation, under way."""
 
