@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +24,7 @@ from benchmarks.simulated_dispatch import (
     simulated_layers,
 )
 
-WIDTH = 150
+WIDTH: Final = 170
 
 
 def main() -> int:
@@ -32,10 +33,13 @@ def main() -> int:
         prog="python -m benchmarks.dispatch_choice", description=__doc__
     )
     parser.add_argument("--top-k", type=int, default=TOP_K, help="of the simulated layers")
-    top_k = parser.parse_args().top_k
+    parser.add_argument("--whole", action="store_true", help="simulated regions in one chunk")
+    arguments = parser.parse_args()
+    top_k, chunks = arguments.top_k, 1 if arguments.whole else "auto"
     console = Console(width=WIDTH)
     console.print(_recorded_table(list(recorded_choices())))
-    choices = [choose(layer, name) for layer in simulated_layers(top_k) for name in PROFILES]
+    layers = simulated_layers(top_k)
+    choices = [choose(layer, name, chunks) for layer in layers for name in PROFILES]
     console.print(_simulated_table(choices, top_k))
     return 0
 

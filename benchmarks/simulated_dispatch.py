@@ -42,10 +42,10 @@ class SimulatedLayer:
     layer: GatherableLayer
     work: RegionWork
 
-    def ways(self) -> list[Candidate]:
+    def ways(self, chunks: int | str) -> list[Candidate]:
         """Return every way that changes no more than the order of a token's sum."""
-        chunks = [Candidate(num_chunks=num) for num in divisors(self.work.num_parts)]
-        return [*chunks, GATHERED]
+        nums = divisors(self.work.num_parts) if chunks == "auto" else [1]
+        return [*(Candidate(num_chunks=num) for num in nums), GATHERED]
 
     def own_us(self, way: Candidate, profile: str) -> float:
         """Return the planner's price."""
@@ -107,13 +107,13 @@ def simulated_layers(top_k: int = TOP_K) -> Iterator[SimulatedLayer]:
         yield SimulatedLayer(shape=shape, layer=layer, work=layer.work())
 
 
-def choose(layer: SimulatedLayer, profile: str) -> SimulatedChoice:
-    """Return the choice for `layer` on a profile."""
-    ways = layer.ways()
+def choose(layer: SimulatedLayer, profile: str, chunks: int | str = "auto") -> SimulatedChoice:
+    """Return the choice for `layer` on a profile; `chunks` is "auto", or 1 for whole regions."""
+    ways = layer.ways(chunks)
     return SimulatedChoice(
         layer=layer,
         profile=profile,
-        decision=layer.layer.decide(load_profile(profile)),
+        decision=layer.layer.decide(load_profile(profile), chunks=chunks),
         own_us={way: layer.own_us(way, profile) for way in ways},
         simulated_us={way: layer.simulated_us(way, profile) for way in ways},
     )

@@ -50,7 +50,8 @@ class Candidate:
         if self.num_chunks > 1:
             said = [f"{self.num_chunks} chunks of {self.chunk_by}"]
         if self.dispatch != "all_to_all":
-            said.append("tokens all-gathered")
+            slices = f" in {self.num_chunks} slices" if self.num_chunks > 1 else ""
+            said = [f"tokens all-gathered{slices}"]
         wires = (("dispatch", self.dispatch_wire), ("combine", self.combine_wire))
         said += [f"{name} in {wire}" for name, wire in wires if wire != "same"]
         return ", ".join(said)
