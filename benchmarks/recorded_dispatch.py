@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,7 @@ from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.choose_plan import Decision
 
 RECORDED: Final = Path(__file__).parent / "results" / "overlap_dispatch_cpu.json"
+TOP_K: Final = (1, 2, 3, 4)
 WAYS: Final = {
     "megamoe N=1": Candidate(),
     "megamoe N=2": Candidate(num_chunks=2),
@@ -65,10 +66,13 @@ class RecordedChoice:
         return self.recorded_ms[self.decision.chosen.candidate]
 
 
-def recorded_choices(path: Path = RECORDED) -> Iterator[RecordedChoice]:
-    """Return the planner's choices at every recorded number of experts a token and ratio."""
+def recorded_choices(
+    path: Path = RECORDED, top_k: Collection[int] = TOP_K
+) -> Iterator[RecordedChoice]:
+    """Return the planner's choices at every recorded ratio, for so many experts a token."""
     report = json.loads(path.read_text())
-    for head in sorted(report["cases"], key=lambda head: int(head["top_k"])):
+    heads = [head for head in report["cases"] if head["top_k"] in top_k]
+    for head in sorted(heads, key=lambda head: int(head["top_k"])):
         case = Case(**{field.name: head[field.name] for field in fields(Case)})
         layer = _capture(case)
         profile = _profile(head["megamoe_profile"])

@@ -34,7 +34,7 @@ from moe_compile.planning.plan import plan_token_slices
 from moe_compile.planning.plan_regions import asks_planner, decide_experts
 from moe_compile.planning.state import CompileState, RegionPlan, SwitchVerdict
 from passes.contract import Fact, GraphPass, PassReport, Verdict
-from passes.replay.gathered import emit_gathered
+from passes.replay.gathered import Gathered, emit_gathered
 from passes.replay.gathered_slice import Switch
 
 
@@ -61,9 +61,13 @@ class SwitchDispatch(GraphPass):
                 )
             else:
                 chosen.append((plan, *decided))
-        for plan, switch, around in reversed(chosen):  # one may gather the sums of another
-            _apply(plan, switch, around)
-            state.gathered_groups.add(plan.region.group)
+        emitted = [  # last first: one may gather the sums of another
+            (plan, switch, _rewrite(plan.region, switch, around))
+            for plan, switch, around in reversed(chosen)
+        ]
+        state.gathered_groups.update(plan.region.group for plan, _, _ in emitted)
+        for plan, switch, gathered in emitted:
+            _note(plan, switch, gathered)
         return PassReport(
             pass_name=self.name,
             applied=tuple(plan.region.name for plan, _, _ in chosen),
@@ -151,20 +155,11 @@ def _sliced(plan: RegionPlan, config: MegaMoEConfig, switch: Switch) -> Switch:
     return replace(switch, num_slices=slices)
 
 
-def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
-    region, found = plan.region, switch.found
+def _rewrite(region: MoERegion, switch: Switch, around: Surroundings) -> Gathered:
+    found = switch.found
     for node in reversed(around.stale_assertions):
         node.graph.erase_node(node)
     emitted = emit_gathered(switch, around.kept_reads)
-    plan.dispatch.launches, plan.combine.launches = emitted.gathers, emitted.reduces
-    plan.num_host_reads = int(switch.is_exact)
-    plan.switch = SwitchVerdict(
-        is_switched=True,
-        is_exact=switch.is_exact,
-        num_tokens=known_rows(found.tokens),
-        rounding=rounding_of(found),
-        costs=plan.switch.costs,
-    )
     for node, value in emitted.instead.items():
         node.replace_all_uses_with(value)
     found.sums.total.replace_all_uses_with(emitted.result)
@@ -175,3 +170,17 @@ def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
     erase_unused([node for node in region.body if node is not region.result])
     erase_unused([region.count_exchange, *count_waits])
     erase_unused([found.gather, *found.before])
+    return emitted
+
+
+def _note(plan: RegionPlan, switch: Switch, emitted: Gathered) -> None:
+    """Write into the plan what its region became; only where all edits succeeded."""
+    plan.dispatch.launches, plan.combine.launches = emitted.gathers, emitted.reduces
+    plan.num_host_reads = int(switch.is_exact)
+    plan.switch = SwitchVerdict(
+        is_switched=True,
+        is_exact=switch.is_exact,
+        num_tokens=known_rows(switch.found.tokens),
+        rounding=rounding_of(switch.found),
+        costs=plan.switch.costs,
+    )
