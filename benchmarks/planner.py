@@ -116,8 +116,8 @@ def layers() -> Iterator[PlannedLayer]:
 
 
 def wrong_rates(rates: Rates) -> Iterator[tuple[str, Rates]]:
-    """Return the rates with each constant 20 % too high, then too low."""
-    for name in CONSTANTS:
+    """Return the rates with each constant 20 % too high, then too low; 0 stands for none."""
+    for name in (name for name in CONSTANTS if getattr(rates, name)):
         for factor in WRONG:
             yield f"{name} x {factor:g}", rates.scaled(name, factor)
 

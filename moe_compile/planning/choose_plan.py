@@ -8,8 +8,9 @@ Contract
 Pseudo-code
     ways = those allowed that gain more than 1 % over the region as it is, and fit the memory
     price each as constants are stated, and with each moved by its uncertainty: so many worlds
-    of those that gain in every world, take the one whose largest regret in any is smallest
-        (of near ones the simplest; regret: time over that of the fastest way in that world)
+    of those that gain in every world, and as stated are within 2 % of the fastest such,
+        take the one whose largest regret in any world is smallest, of near ones the simplest
+        (regret: time over that of the fastest way in that world, less 1)
     none: the region as it is
 """
 
@@ -29,6 +30,9 @@ WORTH: Final = 0.01
 """Gain that is enough to leave the region other than it is."""
 TIE: Final = 0.002
 """Regret below which two ways count as equally good: the simpler is taken."""
+HEDGE: Final = 0.02
+"""Paid at most, where all constants are right, to be less far off where one is not: as far as a
+choice may be from the best."""
 EXTRA_COPIES: Final = 2.0
 """Of a chunked region's rows that are alive beside those of the whole one: sorted, and joined."""
 
@@ -141,10 +145,13 @@ def _safe_regrets(
     known = [as_it_is, *ways]
     us = {way: [way.us, *(price_us(work, way.candidate, r) for r in worlds[1:])] for way in known}
     best = [min(times) for times in zip(*us.values(), strict=True)]
+    was = us[as_it_is]
+    safe = [way for way in ways if all(a < b for a, b in zip(us[way], was, strict=True))]
+    limit = (1.0 + HEDGE) * min((way.us for way in safe), default=0.0)
     return {
         way: max(own / least - 1.0 for own, least in zip(us[way], best, strict=True))
-        for way in ways
-        if all(own < was for own, was in zip(us[way], us[as_it_is], strict=True))
+        for way in safe
+        if way.us <= limit
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +42,10 @@ from moe_compile.planning.sizes import NominalSizes
 MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
 BACKWARD_OVER_FORWARD: Final = 2.5
 """Operations of attention's backward over its forward: five matrix products instead of two."""
+CAUSAL_SHARE: Final = 0.5
+"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
+FUNCTIONAL_IS_CAUSAL: Final = 5
+"""Place of `is_causal` among the arguments of `F.scaled_dot_product_attention`."""
 FUSED: Final = frozenset(
     {
         "aten::_to_copy",
@@ -71,6 +76,16 @@ def estimate_costs(
     """Return the estimated cost of every node."""
     estimator = _Estimator(sizes, hardware)
     return {node: estimator.cost(node) for node in graph.nodes}
+
+
+def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
+    """Return the time on the compute stream that follows from each bound; launches are calls."""
+    us = dict.fromkeys((Bound.COMPUTE, Bound.MEMORY, Bound.LAUNCH), 0.0)
+    for cost in costs:
+        bound = Bound.LAUNCH if cost.bound is Bound.LINK else cost.bound
+        if bound in us:
+            us[bound] += cost.compute_us
+    return us
 
 
 def is_free(node: fx.Node) -> bool:
@@ -152,15 +167,27 @@ class _Estimator:
         return 2.0 * math.prod(left) * right[-1] / groups
 
     def _attention_operations(self, node: fx.Node, *, is_backward: bool) -> float:
-        """Two products of queries x keys x head size, forward; causal masks are not looked for."""
+        """Two products of queries x keys x head size, forward; half of each where it is causal."""
         shapes = [self.sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
         if is_backward:
             shapes = shapes[1:]  # the first is the gradient of the output
         if len(shapes) < 2:
             return 0.0
         query, key = shapes[:2]
-        forward = 4.0 * math.prod(query) * key[-2]
+        forward = 4.0 * math.prod(query) * key[-2] * attended_share(node)
         return forward * BACKWARD_OVER_FORWARD if is_backward else forward
+
+
+def attended_share(attention: fx.Node) -> float:
+    """Return the share of all pairs of query and key that attention looks at.
+
+    Kernels leave out blocks above the diagonal; masks given as tensors are not looked into.
+    """
+    position = FUNCTIONAL_IS_CAUSAL
+    if isinstance(attention.target, torch._ops.OpOverload):
+        names = [a.name for a in attention.target._schema.arguments]
+        position = names.index("is_causal") if "is_causal" in names else len(names)
+    return CAUSAL_SHARE if argument_of(attention, position, "is_causal", default=False) else 1.0
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.planning.cost_model import BACKWARD_OVER_FORWARD
+from moe_compile.planning.cost_model import BACKWARD_OVER_FORWARD, attended_share
 from moe_compile.planning.region_work import MEMORY_BACKWARD, Work
 from moe_compile.planning.sizes import NominalSizes
 
@@ -171,7 +171,8 @@ class _Reader:
         values = [tensor_of(a) for a in pytree.tree_leaves((node.args, node.kwargs)) if _is(a)]
         shapes = [self.sizes.shape(t) for t in values if t is not None and t.dim() >= 2]
         if "attention" in name and len(shapes) >= GEMM_FACTORS:
-            return 4.0 * math.prod(shapes[0]) * shapes[1][-2], True
+            pairs = math.prod(shapes[0]) * shapes[1][-2] * attended_share(node)
+            return 4.0 * pairs, True
         if name not in PRODUCTS or len(shapes) < GEMM_FACTORS:
             return 0.0, False
         left, right = shapes[-2:] if name in ("addmm", "baddbmm") else shapes[:2]
