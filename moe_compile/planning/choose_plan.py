@@ -3,7 +3,7 @@
 Contract
     A pure function of the region's work, the rates and what may be chosen: order of candidates,
     rank and time of day do not matter.
-    Whatever changes a bit is chosen only where the caller allows it; else it is advice.
+    What the caller does not allow, as what changes a bit, is advice.
 
 Pseudo-code
     ways = those allowed that gain more than 1 % over the region as it is, and fit the memory
@@ -54,6 +54,8 @@ class Priced:
     candidate: Candidate
     us: float
     """Forward and backward of the work around the region."""
+    is_lossy: bool = False
+    """Whether it may change a bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +68,12 @@ class Decision:
     """The fastest of the other ways that may be chosen."""
     why: Why
     advice: tuple[Priced, ...] = ()
-    """Ways that change bits and were not allowed, faster than the chosen by more than 1 %; the
-    fastest first."""
+    """Ways that were not allowed, faster than the chosen by more than 1 %; the fastest first."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether tokens are gathered instead of rows exchanged."""
+        return self.chosen.candidate.dispatch == "all_gather"
 
     @property
     def gain(self) -> float:
@@ -92,7 +98,10 @@ def choose_plan(
 
     The first allowed one is the region as it is. `allowed_bytes` may be added to the peak.
     """
-    priced = [Priced(candidate=c, us=price_us(work, c, rates)) for c in candidates]
+    priced = [
+        Priced(candidate=c, us=price_us(work, c, rates), is_lossy=c.is_lossy(work))
+        for c in candidates
+    ]
     ways = [p for p in priced if is_allowed(p.candidate)]
     as_it_is = ways[0]
     gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
@@ -116,7 +125,10 @@ def choose_plan(
 
 def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     """Return the bytes alive at once beside those of the region as it is, estimated."""
-    return EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0
+    if candidate.dispatch == "all_gather":
+        assert work.gathered is not None
+        work = work.gathered
+    return work.extra_bytes + (EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0)
 
 
 def _safe_regrets(

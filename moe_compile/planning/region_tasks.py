@@ -31,6 +31,9 @@ GRADIENT_SUM: Final = 3.0
 
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
+    if candidate.dispatch == "all_gather":
+        assert work.gathered is not None
+        work = work.gathered
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
     runs = (run_tasks(p.tasks(), rates.contention, Priority.NEXT_COLLECTIVE) for p in phases)
     return sum(run.total_us for run in runs)
@@ -125,11 +128,10 @@ class _Phase:
         wires = {"dispatch": self.candidate.dispatch_wire, "combine": self.candidate.combine_wire}
         smaller = self.region.wire_shares.get(wires.get(work.exchange, "same"), 1.0)
         sent = work.link_bytes * share * smaller
-        if work.exchange in wires and self.candidate.dispatch == "all_gather":
-            sent *= self.region.gather_share or 1.0
         pack_us = 0.0
         if smaller < 1.0:  # rows are read and a smaller message written, and the reverse
             pack_us = self.rates.compute_us(0.0, work.link_bytes * share * (1.0 + smaller), 1)
             needs = [self.made.add("pack", pack_us, needs)]
-        done = self.made.add(work.name, self.rates.link_us(sent), needs, LINK)
+        us = self.rates.link_us(sent, is_gather=work.is_gather)
+        done = self.made.add(work.name, us, needs, LINK)
         return self.made.add("unpack", pack_us, [done]) if pack_us else done

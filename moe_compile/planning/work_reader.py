@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 from moe_compile.graph.dependence import storage_of
 from moe_compile.graph.query import (
     called_name,
+    is_all_gather,
     is_all_to_all,
     is_launch,
+    is_reduce_scatter,
     is_wait,
     output_splits,
     overload_name,
@@ -121,6 +123,7 @@ class _Reader:
                 needs=needs,
                 link_bytes=self._sent(node),
                 exchange=kind,
+                is_gather=is_all_gather(node) or is_reduce_scatter(node),
                 backward=1.0 if has_gradient else 0.0,
                 is_chunked=chunked,
             )
