@@ -152,6 +152,12 @@ def fake_group(num_ranks: int) -> dist.ProcessGroup:
 
 def capture_layer(shape: ModelShape, group: dist.ProcessGroup, tokens: int) -> fx.Graph:
     """Return the Dynamo graph of one layer of `shape` with so many tokens per rank."""
+    x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return capture(Layer(shape, group), x)
+
+
+def capture(layer: nn.Module, x: torch.Tensor) -> fx.Graph:
+    """Return the Dynamo graph of `layer`, which is not run."""
     captured: list[fx.GraphModule] = []
 
     def stop(*_: Any) -> Any:
@@ -161,8 +167,6 @@ def capture_layer(shape: ModelShape, group: dist.ProcessGroup, tokens: int) -> f
         captured.append(gm)
         return stop
 
-    layer = Layer(shape, group)
-    x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta", requires_grad=True)
     torch._dynamo.reset()
     scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
     with scalars, contextlib.suppress(CapturedError):

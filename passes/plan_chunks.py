@@ -1,5 +1,7 @@
 """Choose the number of chunks of every region, and the wires that are left to the planner.
 
+A region that could have been switched has the planner's decision already: both are one choice.
+
 Contract
     Requires  REGIONS_FOUND.
     Provides  PLANNED.
@@ -47,7 +49,8 @@ class PlanChunks(GraphPass):
             if plan.switch.is_switched:  # planned where it was switched
                 skipped.append(Verdict(candidate=plan.region.name, reason=Left.GATHERED))
                 continue
-            plan.decision = decide_experts(plan, regions, state.config, state.hardware)
+            if plan.decision is None or plan.decision.gathers:  # the latter was not to be done
+                plan.decision = decide_experts(plan, regions, state.config, state.hardware)
             plan.num_chunks, plan.remark = plan_num_chunks(state.config, plan.region, plan.decision)
             if plan.remark is None or plan.remark is Remark.BY_TOKENS:
                 applied.append(plan.region.name)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ import torch.fx as fx
 from moe_compile.graph.launch_order import record_launch_order
 from moe_compile.graph.query import is_launch, overload_name
 from moe_compile.planning.choose_schedule import Choice, choose_schedule
-from moe_compile.planning.cost_model import estimate_costs
+from moe_compile.planning.cost_model import Cost, estimate_costs, us_by_bound
 from moe_compile.planning.liveness import Liveness
 from moe_compile.planning.schedule_problem import ScheduleProblem
 from moe_compile.planning.simulate import simulate
@@ -63,7 +63,8 @@ class ScheduleExchanges(GraphPass):
             return PassReport(pass_name=self.name, skipped=skipped)
         sizes = NominalSizes(state.nominal_sizes)
         sizes.learn(graph)
-        problem = ScheduleProblem.of(graph, estimate_costs(graph, sizes, state.hardware))
+        costs = estimate_costs(graph, sizes, state.hardware)
+        problem = ScheduleProblem.of(graph, costs)
         liveness = Liveness.of(problem.nodes, sizes)
         config = state.config
         choice = choose_schedule(
@@ -82,7 +83,7 @@ class ScheduleExchanges(GraphPass):
             pass_name=self.name,
             applied=applied,
             skipped=skipped,
-            measures=_measures(problem, choice),
+            measures={**_measures(problem, choice), **_bounds(costs)},
         )
 
 
@@ -130,6 +131,11 @@ def _overlapped(problem: ScheduleProblem, order: Sequence[int]) -> dict[int, fro
         else frozenset()
         for launch in problem.launches
     }
+
+
+def _bounds(costs: Mapping[fx.Node, Cost]) -> dict[str, float]:
+    """Return the compute stream's time by what it follows from."""
+    return {f"{bound.value}_bound_us": us for bound, us in us_by_bound(costs.values()).items()}
 
 
 def _measures(problem: ScheduleProblem, choice: Choice) -> dict[str, float]:

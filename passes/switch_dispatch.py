@@ -4,31 +4,37 @@ Contract
     Requires  REGIONS_FOUND.
     Keeps     the rows, their order and the counts that the experts see; every value bit for bit
               where a token's sum has at most two addends, else each sum to one rounding of the
-              wire's type per addend and rank. `dispatch = "auto"` switches the former only.
+              wire's type per addend and rank.
+    Decides   with the planner, for every region that could be switched, chunks and wires too:
+              `dispatch = "auto"` switches where that is its decision, and where it has none by
+              the rule of bytes and only where no bit changes.
     Loses     the exchange of counts, and with `dispatch_padding = "worst"` every host read and
               every size known only at run time, of bodies that have none of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch.fx as fx
 
 from moe_compile.analysis.body_needs import needs_of_body
-from moe_compile.analysis.regions import Refused
+from moe_compile.analysis.regions import MoERegion, Refused
 from moe_compile.analysis.surroundings import Surroundings, examine_surroundings
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.query import known_rows, waits_on
-from moe_compile.planning.dispatch_rules import dispatch_costs, rounding_of
+from moe_compile.planning.dispatch_rules import dispatch_costs, quantises_rows, rounding_of
+from moe_compile.planning.gathered_sizes import GatheredWay
 from moe_compile.planning.plan import plan_token_slices
+from moe_compile.planning.plan_regions import asks_planner, decide_experts
 from moe_compile.planning.state import CompileState, RegionPlan, SwitchVerdict
 from passes.contract import Fact, GraphPass, PassReport, Verdict
-from passes.replay.gathered import emit_gathered
+from passes.replay.gathered import Gathered, emit_gathered
 from passes.replay.gathered_slice import Switch
 
 
@@ -44,8 +50,9 @@ class SwitchDispatch(GraphPass):
         del graph  # the plans name its nodes
         chosen: list[tuple[RegionPlan, Switch, Surroundings]] = []
         skipped: list[Verdict] = []
+        regions = [plan.region for plan in state.plans]
         for plan in state.plans:
-            decided = _decide(plan, state.config)
+            decided = _decide(plan, regions, state)
             if isinstance(decided, NotFound):
                 skipped.append(
                     Verdict(
@@ -54,9 +61,13 @@ class SwitchDispatch(GraphPass):
                 )
             else:
                 chosen.append((plan, *decided))
-        for plan, switch, around in reversed(chosen):  # one may gather the sums of another
-            _apply(plan, switch, around)
-            state.gathered_groups.add(plan.region.group)
+        emitted = [  # last first: one may gather the sums of another
+            (plan, switch, _rewrite(plan.region, switch, around))
+            for plan, switch, around in reversed(chosen)
+        ]
+        state.gathered_groups.update(plan.region.group for plan, _, _ in emitted)
+        for plan, switch, gathered in emitted:
+            _note(plan, switch, gathered)
         return PassReport(
             pass_name=self.name,
             applied=tuple(plan.region.name for plan, _, _ in chosen),
@@ -64,28 +75,39 @@ class SwitchDispatch(GraphPass):
         )
 
 
-def _decide(plan: RegionPlan, config: MegaMoEConfig) -> tuple[Switch, Surroundings] | NotFound:
-    """Return how to switch a region, or why not; the plan keeps the verdict for the report."""
-    found = find_token_rows(plan.region)
+def _decide(
+    plan: RegionPlan, regions: Iterable[MoERegion], state: CompileState
+) -> tuple[Switch, Surroundings] | NotFound:
+    """Return how to switch a region, or why not; the plan keeps verdict and decision."""
+    config, found = state.config, find_token_rows(plan.region)
     if isinstance(found, TokenRows):
         plan.switch.costs = dispatch_costs(plan.region, found)
-    decided = _allowed(plan, config, found)
+    decided = _could(plan, config, found)
+    if not isinstance(decided, NotFound):
+        switch, around = decided
+        way = _way(plan, switch)
+        plan.decision = decide_experts(plan, regions, config, state.hardware, way)
+        refused = _against(plan, config, switch.found)
+        decided = NotFound(reason=refused) if refused else (_sliced(plan, config, switch), around)
+    elif config.dispatch == "all_to_all":
+        decided = NotFound(reason=Unswitched.NOT_ASKED)
     if isinstance(decided, NotFound):
         plan.switch.reason, plan.switch.detail = decided.reason, decided.detail
     return decided
 
 
-def _allowed(
+def _could(
     plan: RegionPlan, config: MegaMoEConfig, found: TokenRows | NotFound
 ) -> tuple[Switch, Surroundings] | NotFound:
-    if config.dispatch == "all_to_all":
+    """Return how the region would be switched, whole, or why it cannot be."""
+    if config.dispatch == "all_to_all" and not asks_planner(config, can_gather=True):
         return NotFound(reason=Unswitched.NOT_ASKED)
     if isinstance(plan.proof, Refused):
         return NotFound(reason=Unswitched.NOT_PROVEN, detail=plan.proof.reason.value)
     if isinstance(found, NotFound):
         return found
-    if (refused := _against(plan, config, found)) is not None:
-        return NotFound(reason=refused)
+    if not config.equal_tokens:
+        return NotFound(reason=Unswitched.TOKENS_MAY_DIFFER)
     around = examine_surroundings(plan.region)
     if isinstance(around, Refused):
         return NotFound(reason=Unswitched.NOT_PROVEN, detail=around.reason.value)
@@ -93,43 +115,51 @@ def _allowed(
     if needs.reads_sent:
         return NotFound(reason=Unswitched.SENT_SIZES)
     reads_anyway = needs.reads_host or bool(around.kept_reads)
-    slices, remark = plan_token_slices(config, found)
-    plan.num_chunks, plan.remark = slices, remark
     switch = Switch(
         region=plan.region,
         found=found,
         needs=needs,
-        num_slices=slices,
+        num_slices=1,
         is_exact=reads_anyway or config.dispatch_padding == "exact",
     )
     return switch, around
 
 
-def _against(plan: RegionPlan, config: MegaMoEConfig, found: TokenRows) -> Unswitched | None:
-    if not config.equal_tokens:
-        return Unswitched.TOKENS_MAY_DIFFER
-    if config.dispatch != "auto":
-        return None
-    if not rounding_of(found).is_bitwise:
-        return Unswitched.LOSSY
+def _way(plan: RegionPlan, switch: Switch) -> GatheredWay | None:
     costs = plan.switch.costs
+    if costs is None:
+        return None
+    room = 1.0 if switch.is_exact else costs.padding
+    return GatheredWay(region=plan.region, found=switch.found, room=room)
+
+
+def _against(plan: RegionPlan, config: MegaMoEConfig, found: TokenRows) -> Unswitched | None:
+    """Return what speaks against switching a region that could be switched."""
+    if config.dispatch != "auto":
+        return None if config.dispatch == "all_gather" else Unswitched.NOT_ASKED
+    if quantises_rows(config):
+        return Unswitched.QUANTISED
+    rounding, costs = rounding_of(found), plan.switch.costs
+    if plan.decision is not None:
+        if rounding.bound_eps is None:
+            return Unswitched.UNBOUNDED
+        return None if plan.decision.gathers else Unswitched.BY_PRICE
+    if not rounding.is_bitwise:
+        return Unswitched.LOSSY
     return None if costs is not None and costs.by_measurement else Unswitched.NOT_WORTHWHILE
 
 
-def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
-    region, found = plan.region, switch.found
+def _sliced(plan: RegionPlan, config: MegaMoEConfig, switch: Switch) -> Switch:
+    slices, plan.remark = plan_token_slices(config, switch.found, plan.decision)
+    plan.num_chunks = slices
+    return replace(switch, num_slices=slices)
+
+
+def _rewrite(region: MoERegion, switch: Switch, around: Surroundings) -> Gathered:
+    found = switch.found
     for node in reversed(around.stale_assertions):
         node.graph.erase_node(node)
     emitted = emit_gathered(switch, around.kept_reads)
-    plan.dispatch.launches, plan.combine.launches = emitted.gathers, emitted.reduces
-    plan.num_host_reads = int(switch.is_exact)
-    plan.switch = SwitchVerdict(
-        is_switched=True,
-        is_exact=switch.is_exact,
-        num_tokens=known_rows(found.tokens),
-        rounding=rounding_of(found),
-        costs=plan.switch.costs,
-    )
     for node, value in emitted.instead.items():
         node.replace_all_uses_with(value)
     found.sums.total.replace_all_uses_with(emitted.result)
@@ -140,3 +170,17 @@ def _apply(plan: RegionPlan, switch: Switch, around: Surroundings) -> None:
     erase_unused([node for node in region.body if node is not region.result])
     erase_unused([region.count_exchange, *count_waits])
     erase_unused([found.gather, *found.before])
+    return emitted
+
+
+def _note(plan: RegionPlan, switch: Switch, emitted: Gathered) -> None:
+    """Write into the plan what its region became; only where all edits succeeded."""
+    plan.dispatch.launches, plan.combine.launches = emitted.gathers, emitted.reduces
+    plan.num_host_reads = int(switch.is_exact)
+    plan.switch = SwitchVerdict(
+        is_switched=True,
+        is_exact=switch.is_exact,
+        num_tokens=known_rows(switch.found.tokens),
+        rounding=rounding_of(switch.found),
+        costs=plan.switch.costs,
+    )

@@ -39,6 +39,8 @@ class GroupLink:
     latency_us: float
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
+    gather_share: float | None = None
+    """Rate of an all-gather or a reduce-scatter over `gb_per_s`; None where one rate is stated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,8 @@ class HardwareProfile:
     """The link of groups within one node, where it is another; None where the profile is silent."""
     far_contention: float = 0.0
     """Contention of the link between nodes."""
+    far_gather_share: float | None = None
+    """`gather_share` of the link between nodes."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
 
@@ -87,6 +91,7 @@ class HardwareProfile:
             gb_per_s=self.link_gb_per_s,
             latency_us=self.link_latency_us,
             contention=self.far_contention,
+            gather_share=self.far_gather_share,
         )
 
     def as_toml(self) -> str:
@@ -110,9 +115,11 @@ def load_profile(name: str) -> HardwareProfile:
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
     links = {link["name"]: link for link in file.values.get("link", ())}
+    far = links.get("network", {})
     return HardwareProfile(
         node=_node_link(links["nvlink"]) if "nvlink" in links else None,
-        far_contention=links.get("network", {}).get("contention", 0.0),
+        far_contention=far.get("contention", 0.0),
+        far_gather_share=_gather_share(far) if far else None,
         origins=_own(file.origins),
         **{key: file.values[key] for key in wanted},
     )
@@ -124,7 +131,12 @@ def _node_link(table: Mapping[str, Any]) -> GroupLink:
         gb_per_s=table["gb_per_s"] * table["exchange_share"],
         latency_us=table["latency_us"],
         contention=table["contention"],
+        gather_share=_gather_share(table),
     )
+
+
+def _gather_share(table: Mapping[str, Any]) -> float:
+    return float(table["gather_share"] / table["exchange_share"])
 
 
 def _own(origins: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 Contract
     Listed from simple to complicated, always in one order; the first is the region as it is.
+    Gathered tokens go in slices of tokens or whole: chunks of experts would repeat their sums.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Candidate:
         if self.num_chunks > 1:
             said = [f"{self.num_chunks} chunks of {self.chunk_by}"]
         if self.dispatch != "all_to_all":
-            said.append("all-gathered")
+            slices = f" in {self.num_chunks} slices" if self.num_chunks > 1 else ""
+            said = [f"tokens all-gathered{slices}"]
         wires = (("dispatch", self.dispatch_wire), ("combine", self.combine_wire))
         said += [f"{name} in {wire}" for name, wire in wires if wire != "same"]
         return ", ".join(said)
@@ -73,8 +75,11 @@ def _listed(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
                 dispatch_wire=dispatch_wire,
                 combine_wire=combine_wire,
             )
-    if work.gather_share is not None:
-        yield Candidate(dispatch="all_gather")
+    if work.gathered is not None:
+        for num in CHUNKS if "tokens" in axes else CHUNKS[:1]:
+            axis = axes[0] if num == 1 else "tokens"
+            if work.gathered.num_parts % num == 0:
+                yield Candidate(num_chunks=num, chunk_by=axis, dispatch="all_gather")
 
 
 def _chunks(work: RegionWork, axes: tuple[str, ...]) -> Iterator[tuple[int, str]]:

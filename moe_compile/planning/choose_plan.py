@@ -1,16 +1,17 @@
-"""Choose how a region runs: the fastest by price, if the gain is large enough and sure enough.
+"""Choose how a region runs: the way least far from the fastest, whatever constant is wrong.
 
 Contract
     A pure function of the region's work, the rates and what may be chosen: order of candidates,
     rank and time of day do not matter.
-    Whatever changes a bit is chosen only where the caller allows it; else it is advice.
+    What the caller does not allow, as what changes a bit, is advice.
 
 Pseudo-code
-    ways = those allowed that gain more than 1 % over the region as it is
-    for each, the fastest in the mean over constants moved by their uncertainty first:
-        (of near ones the simplest)
-        take it if memory allows, and it gains with every constant moved
-    none taken: the region as it is
+    ways = those allowed that gain more than 1 % over the region as it is, and fit the memory
+    price each as constants are stated, and with each moved by its uncertainty: so many worlds
+    of those that gain in every world, and as stated are within 2 % of the fastest such,
+        take the one whose largest regret in any world is smallest, of near ones the simplest
+        (regret: time over that of the fastest way in that world, less 1)
+    none: the region as it is
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from moe_compile.planning.region_work import RegionWork
 WORTH: Final = 0.01
 """Gain that is enough to leave the region other than it is."""
 TIE: Final = 0.002
-"""Share of the time below which two ways count as equally fast: the simpler is taken."""
+"""Regret below which two ways count as equally good: the simpler is taken."""
+HEDGE: Final = 0.02
+"""Paid at most, where all constants are right, to be less far off where one is not: as far as a
+choice may be from the best."""
 EXTRA_COPIES: Final = 2.0
 """Of a chunked region's rows that are alive beside those of the whole one: sorted, and joined."""
 
@@ -36,7 +40,7 @@ EXTRA_COPIES: Final = 2.0
 class Why(enum.Enum):
     """What decided. Values are what reports print."""
 
-    FASTEST = "the fastest, and faster whichever constant is off by its uncertainty"
+    FASTEST = "gains, and is least far from the fastest, whichever constant is off"
     NO_OTHER = "there is no other way"
     NO_GAIN = "no other way gains more than 1 %"
     UNSURE = "what gains more than 1 % would lose if a constant is off by its uncertainty"
@@ -50,6 +54,8 @@ class Priced:
     candidate: Candidate
     us: float
     """Forward and backward of the work around the region."""
+    is_lossy: bool = False
+    """Whether it may change a bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +68,12 @@ class Decision:
     """The fastest of the other ways that may be chosen."""
     why: Why
     advice: tuple[Priced, ...] = ()
-    """Ways that change bits and were not allowed, faster than the chosen by more than 1 %; the
-    fastest first."""
+    """Ways that were not allowed, faster than the chosen by more than 1 %; the fastest first."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether tokens are gathered instead of rows exchanged."""
+        return self.chosen.candidate.dispatch == "all_gather"
 
     @property
     def gain(self) -> float:
@@ -72,7 +82,7 @@ class Decision:
 
     @property
     def margin(self) -> float:
-        """Return the share by which the runner-up is slower; below 0 where it was not safe."""
+        """Return the share by which the runner-up is slower; below 0 where it is less sure."""
         return self.runner_up.us / self.chosen.us - 1.0 if self.runner_up else 0.0
 
 
@@ -88,19 +98,20 @@ def choose_plan(
 
     The first allowed one is the region as it is. `allowed_bytes` may be added to the peak.
     """
-    priced = [Priced(candidate=c, us=price_us(work, c, rates)) for c in candidates]
+    priced = [
+        Priced(candidate=c, us=price_us(work, c, rates), is_lossy=c.is_lossy(work))
+        for c in candidates
+    ]
     ways = [p for p in priced if is_allowed(p.candidate)]
     as_it_is = ways[0]
-    chosen, why = as_it_is, Why.NO_GAIN if len(ways) > 1 else Why.NO_OTHER
-    shares = _moved_shares(work, rates, as_it_is, ways)
-    for way in _by_mean(shares):
-        if extra_bytes(work, way.candidate) > allowed_bytes:
-            why = Why.MEMORY
-        elif max(shares[way]) >= 1.0:
-            why = Why.UNSURE
-        else:
-            chosen, why = way, Why.FASTEST
-            break
+    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
+    fitting = [way for way in gaining if extra_bytes(work, way.candidate) <= allowed_bytes]
+    regrets = _safe_regrets(work, rates, as_it_is, fitting)
+    chosen = min(regrets, key=lambda way: _place(way, regrets), default=as_it_is)
+    why = Why.FASTEST
+    if chosen is as_it_is:
+        why = Why.UNSURE if fitting else Why.MEMORY if gaining else Why.NO_GAIN
+        why = why if len(ways) > 1 else Why.NO_OTHER
     others = [p for p in ways if p is not chosen]
     faster = [p for p in priced if p not in ways and p.us < (1.0 - WORTH) * chosen.us]
     return Decision(
@@ -114,34 +125,37 @@ def choose_plan(
 
 def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     """Return the bytes alive at once beside those of the region as it is, estimated."""
-    return EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0
+    if candidate.dispatch == "all_gather":
+        assert work.gathered is not None
+        work = work.gathered
+    return work.extra_bytes + (EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0)
 
 
-def _moved_shares(
+def _safe_regrets(
     work: RegionWork, rates: Rates, as_it_is: Priced, ways: Sequence[Priced]
-) -> dict[Priced, list[float]]:
-    """Return, for ways that gain enough, their time over that of the region as it is.
+) -> dict[Priced, float]:
+    """Return the largest regret of each of `ways` that gains in every world.
 
-    One number per constant moved; a constant that is wrong should neither make a loss of a gain
-    nor one way of many look best.
+    A constant that is wrong should neither make a loss of a gain, nor leave a way far behind the
+    one that would have been taken had it been known.
     """
-    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
-    if not gaining:
+    if not ways:
         return {}
-    moved = [(r, price_us(work, as_it_is.candidate, r)) for r in rates.moved()]
+    worlds = (rates, *rates.moved())
+    known = [as_it_is, *ways]
+    us = {way: [way.us, *(price_us(work, way.candidate, r) for r in worlds[1:])] for way in known}
+    best = [min(times) for times in zip(*us.values(), strict=True)]
+    was = us[as_it_is]
+    safe = [way for way in ways if all(a < b for a, b in zip(us[way], was, strict=True))]
+    limit = (1.0 + HEDGE) * min((way.us for way in safe), default=0.0)
     return {
-        way: [way.us / as_it_is.us, *(price_us(work, way.candidate, r) / us for r, us in moved)]
-        for way in gaining
+        way: max(own / least - 1.0 for own, least in zip(us[way], best, strict=True))
+        for way in safe
+        if way.us <= limit
     }
 
 
-def _by_mean(shares: Mapping[Priced, Sequence[float]]) -> list[Priced]:
-    """Return the ways by mean share; of those as good as the best the simplest is first."""
-    mean = {way: sum(found) / len(found) for way, found in shares.items()}
-    limit = min(mean.values(), default=0.0) * (1.0 + TIE)
-
-    def place(way: Priced) -> tuple[object, ...]:
-        near = mean[way] <= limit
-        return not near, 0.0 if near else mean[way], way.candidate.complexity
-
-    return sorted(mean, key=place)
+def _place(way: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
+    """Return where `way` stands among others: those near the best by how simple they are."""
+    near = regrets[way] <= min(regrets.values()) + TIE
+    return not near, 0.0 if near else regrets[way], way.candidate.complexity

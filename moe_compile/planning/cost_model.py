@@ -2,16 +2,18 @@
 
 Contract
     Pure arithmetic on nominal sizes and the rates of a hardware profile; nothing is measured.
-    Compute is max(operations / matmul rate, bytes / memory rate) plus a fixed cost per operator;
-    an exchange is latency plus bytes / link rate; a wait costs no compute.
+    Amounts become time in `planning/rates.py`, as the planner's do. Compute is
+    max(operations / matmul rate, bytes / memory rate) plus a fixed cost per operator; a collective
+    is latency plus bytes / link rate, over a node's link and the network at once; a wait is free.
     Between elementwise nodes nothing is read or written: a compiler fuses them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,12 +35,17 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.collectives import leaving_share
+from moe_compile.planning.rates import Bound, Rates
 from moe_compile.planning.sizes import NominalSizes
 
 MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
-US_PER_S: Final = 1e6
 BACKWARD_OVER_FORWARD: Final = 2.5
 """Operations of attention's backward over its forward: five matrix products instead of two."""
+CAUSAL_SHARE: Final = 0.5
+"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
+FUNCTIONAL_IS_CAUSAL: Final = 5
+"""Place of `is_causal` among the arguments of `F.scaled_dot_product_attention`."""
 FUSED: Final = frozenset(
     {
         "aten::_to_copy",
@@ -51,9 +58,7 @@ FUSED: Final = frozenset(
 """Elementwise to a compiler, though not tagged so."""
 ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 """Operators that take memory and touch none of it."""
-FILLS: Final = frozenset(
-    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-)
+FILLS: Final = frozenset({"full_like", "new_ones", "new_zeros", "ones_like", "zeros_like"})
 """Operators that read no element of what they are given."""
 GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
 """Operators that read at most as much of their first tensor as they write."""
@@ -67,6 +72,8 @@ class Cost:
 
     compute_us: float = 0.0
     link_us: float = 0.0
+    bound: Bound = Bound.NOTHING
+    """What the larger part of the time follows from."""
 
 
 def estimate_costs(
@@ -80,6 +87,16 @@ def estimate_costs(
 def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
     """Return the estimated cost of one node."""
     return _Estimator(sizes, hardware).cost(node)
+
+
+def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
+    """Return the time on the compute stream that follows from each bound; launches are calls."""
+    us = dict.fromkeys((Bound.COMPUTE, Bound.MEMORY, Bound.LAUNCH), 0.0)
+    for cost in costs:
+        bound = Bound.LAUNCH if cost.bound is Bound.LINK else cost.bound
+        if bound in us:
+            us[bound] += cost.compute_us
+    return us
 
 
 def is_free(node: fx.Node) -> bool:
@@ -100,39 +117,40 @@ def is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or target._schema.name in FUSED
 
 
-@dataclass(frozen=True, slots=True)
 class _Estimator:
-    sizes: NominalSizes
-    hardware: HardwareProfile
+    """Prices nodes; keeps the rates of each size of group."""
+
+    def __init__(self, sizes: NominalSizes, hardware: HardwareProfile) -> None:
+        self.sizes = sizes
+        self.rates_of = functools.cache(lambda num_ranks: Rates.of(hardware, num_ranks))
+        self.rates = self.rates_of(0)
 
     def cost(self, node: fx.Node) -> Cost:
-        if is_free(node):
-            return Cost()
-        if _op(node) in ALLOCATIONS:
+        if is_free(node) or _op(node) in ALLOCATIONS:
             return Cost()
         if is_launch(node):
-            return Cost(self.hardware.op_overhead_us, self._link_us(node))
-        return Cost(self._compute_us(node))
+            return Cost(self.rates.op_overhead_us, self._link_us(node), Bound.LINK)
+        return self._compute(node)
 
     def _link_us(self, launch: fx.Node) -> float:
         sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
         received = self.sizes.nbytes(value_of(launch))
         op = _op(launch)
         num_ranks = ranks_of(launch)
-        leaving = (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
-        crossing = max(sent, received) * PASSES_OF.get(op.rstrip("_"), 1) * leaving
-        link = self.hardware.link_of(num_ranks)
-        return link.latency_us + crossing / (link.gb_per_s * 1e9) * US_PER_S
+        passes = PASSES_OF.get(op.rstrip("_"), 1)
+        shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
+        leaving = max(sent, received) * passes * leaving_share(shared)
+        return self.rates_of(num_ranks).link_us(leaving, is_gather=not is_all_to_all(launch))
 
-    def _compute_us(self, node: fx.Node) -> float:
+    def _compute(self, node: fx.Node) -> Cost:
         module = _called_module(node)
         if module is not None:
-            return sum(self.cost(inner).compute_us for inner in module.graph.nodes)
-        compute = self._operations(node) / (self.hardware.matmul_tflops * 1e12)
+            inner = [self.cost(n) for n in module.graph.nodes]
+            longest = max(inner, key=lambda cost: cost.compute_us, default=Cost())
+            return Cost(sum(cost.compute_us for cost in inner), bound=longest.bound)
         moved, materialised = self._bytes_moved(node)
-        memory = moved / (self.hardware.memory_gb_per_s * 1e9)
-        overhead = self.hardware.op_overhead_us if materialised else 0.0
-        return overhead + max(compute, memory) * US_PER_S
+        amounts = self._operations(node), moved, int(materialised)
+        return Cost(self.rates.compute_us(*amounts), bound=self.rates.compute_bound(*amounts))
 
     def _bytes_moved(self, node: fx.Node) -> tuple[int, bool]:
         """Return bytes read and written, and whether the node writes anything at all."""
@@ -168,20 +186,32 @@ class _Estimator:
         return 2.0 * math.prod(left) * right[-1] / groups
 
     def _attention_operations(self, node: fx.Node, *, is_backward: bool) -> float:
-        """Two products of queries x keys x head size, forward; causal masks are not looked for."""
+        """Two products of queries x keys x head size, forward; half of each where it is causal."""
         shapes = [self.sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
         if is_backward:
             shapes = shapes[1:]  # the first is the gradient of the output
         if len(shapes) < 2:
             return 0.0
         query, key = shapes[:2]
-        forward = 4.0 * math.prod(query) * key[-2]
+        forward = 4.0 * math.prod(query) * key[-2] * attended_share(node)
         return forward * BACKWARD_OVER_FORWARD if is_backward else forward
 
 
 def _op(node: fx.Node) -> str:
     """Return the name of the operator without its namespace and overload."""
     return overload_name(node).rpartition("::")[2]
+
+
+def attended_share(attention: fx.Node) -> float:
+    """Return the share of all pairs of query and key that attention looks at.
+
+    Kernels leave out blocks above the diagonal; masks given as tensors are not looked into.
+    """
+    position = FUNCTIONAL_IS_CAUSAL
+    if isinstance(attention.target, torch._ops.OpOverload):
+        names = [a.name for a in attention.target._schema.arguments]
+        position = names.index("is_causal") if "is_causal" in names else len(names)
+    return CAUSAL_SHARE if argument_of(attention, position, "is_causal", default=False) else 1.0
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ alike (MegaScale-MoE, section 3.2)
 
 so that gathering moves less where k > n. Measured there on 8 GPUs of one node it was faster
 already for k > 6: neighbours exchange with neighbours, not everyone with everyone. That is the
-second rule, k > 0.75 n, and the one that `dispatch = "auto"` follows.
+second rule, k > 0.75 n, which `dispatch = "auto"` follows where there is nothing to price.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final
 
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.token_regions import TokenRows
+from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import tensor_of
 
 MEASURED_SHARE: Final = 0.75
@@ -110,6 +111,11 @@ class Rounding:
         if self.num_addends is None:
             return None
         return 0 if self.is_bitwise else self.num_addends - (not self.is_weighted)
+
+
+def quantises_rows(config: MegaMoEConfig) -> bool:
+    """Whether a wire option asks for rows of eight bits, which gathered tokens have none of."""
+    return any(wire.startswith("fp8") for wire in (config.dispatch_wire, config.combine_wire))
 
 
 def rounding_of(found: TokenRows) -> Rounding:

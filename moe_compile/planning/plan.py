@@ -77,8 +77,16 @@ def plan_num_chunks(
     return num_chunks, Remark.CLAMPED if clamped else None
 
 
-def plan_token_slices(config: MegaMoEConfig, found: TokenRows) -> tuple[int, Remark | None]:
-    """Return the slices of tokens an all-gathered region runs in, and a remark unless as asked."""
+def plan_token_slices(
+    config: MegaMoEConfig, found: TokenRows, decision: Decision | None = None
+) -> tuple[int, Remark | None]:
+    """Return the slices of tokens an all-gathered region runs in, and a remark unless as asked.
+
+    "auto" is what the planner decided, where it could.
+    """
+    if config.chunks == "auto" and config.chunk_by == "tokens" and decision is not None:
+        num_slices = decision.chosen.candidate.num_chunks
+        return num_slices, Remark.BY_PRICE if num_slices == 1 else Remark.BY_TOKENS
     asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
     if asked == 1:
         return 1, Remark.ONE_CHUNK

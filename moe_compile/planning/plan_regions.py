@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterable
 
 from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.regions import MoERegion, Refused
-from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
 from moe_compile.planning.candidates import CHUNKS, Candidate, list_candidates
 from moe_compile.planning.choose_plan import Decision, choose_plan
+from moe_compile.planning.dispatch_rules import quantises_rows, rounding_of
+from moe_compile.planning.gathered_sizes import GatheredWay
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_attention, work_of_experts
 from moe_compile.planning.region_work import RegionWork
 from moe_compile.planning.state import RegionPlan
-
-COULD_GATHER = (Unswitched.NOT_ASKED, Unswitched.LOSSY, Unswitched.NOT_WORTHWHILE)
-"""Why a region is not all-gathered although it might be."""
 
 
 def decide_experts(
@@ -31,17 +29,26 @@ def decide_experts(
     others: Iterable[MoERegion],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
+    way: GatheredWay | None = None,
 ) -> Decision | None:
-    """Return the decision for a MoE region; `others` are those of its graph."""
-    asks = "auto" in (config.chunks, config.dispatch_wire, config.combine_wire)
-    if not asks or not config.equal_tokens or isinstance(plan.proof, Refused):
+    """Return the decision for a MoE region; `others` are those of its graph.
+
+    `way` says how its tokens could be gathered; without it they are not.
+    """
+    if not asks_planner(config, can_gather=way is not None) or isinstance(plan.proof, Refused):
         return None
-    costs = plan.switch.costs if plan.switch.reason in COULD_GATHER else None
-    work = work_of_experts(plan.region, plan.proof, others, costs)
-    if work is None:
+    work = work_of_experts(plan.region, plan.proof, others, way)
+    if work is None or (config.dispatch == "all_gather" and way and work.gathered is None):
         return None
     axes = ("experts", "tokens")
-    return _choose(work, axes, experts_rule(config, work), config, hardware)
+    return _choose(work, axes, experts_rule(config, work, way), config, hardware)
+
+
+def asks_planner(config: MegaMoEConfig, *, can_gather: bool) -> bool:
+    """Whether the options leave something of a MoE region to the planner that it may decide."""
+    left = [config.chunks, config.dispatch_wire, config.combine_wire]
+    left += [config.dispatch] if can_gather else []
+    return config.equal_tokens and "auto" in left
 
 
 def decide_attention(
@@ -56,23 +63,45 @@ def decide_attention(
     return _choose(work, ("heads",), lambda _: True, config, hardware)
 
 
-def experts_rule(config: MegaMoEConfig, work: RegionWork) -> Callable[[Candidate], bool]:
-    """Return which ways to run a MoE region the options allow."""
+def experts_rule(
+    config: MegaMoEConfig, work: RegionWork, way: GatheredWay | None = None
+) -> Callable[[Candidate], bool]:
+    """Return which ways to run a MoE region the options allow.
+
+    Sums that round otherwise are what `dispatch` = "auto" asks for where their bound is known.
+    """
     axis = "tokens" if config.chunk_by == "tokens" else "experts"
+    gathers = way is not None and may_gather(config, way)
+
+    def is_gather_allowed(candidate: Candidate) -> bool:
+        if not gathers or work.gathered is None:
+            return False
+        if axis == "experts":
+            return candidate.num_chunks == 1
+        return _is_asked(candidate.num_chunks, config.chunks, work.gathered.num_parts)
 
     def is_allowed(candidate: Candidate) -> bool:
+        if candidate.dispatch == "all_gather":
+            return is_gather_allowed(candidate)
         wires = (
             (candidate.dispatch_wire, config.dispatch_wire),
             (candidate.combine_wire, config.combine_wire),
         )
         return (
-            candidate.dispatch == "all_to_all"
+            not (gathers and config.dispatch == "all_gather")
             and (candidate.num_chunks == 1 or candidate.chunk_by == axis)
             and _is_asked(candidate.num_chunks, config.chunks, work.num_parts)
             and all(_is_wire(wire, option, work) for wire, option in wires)
         )
 
     return is_allowed
+
+
+def may_gather(config: MegaMoEConfig, way: GatheredWay) -> bool:
+    """Whether the options let the planner gather tokens: "auto" rounds by a known bound only."""
+    if config.dispatch != "auto":
+        return config.dispatch == "all_gather"
+    return rounding_of(way.found).bound_eps is not None and not quantises_rows(config)
 
 
 def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:

@@ -2,16 +2,19 @@
 
 Contract
     A function of the hardware profile and of the number of ranks: the same on every rank.
-    A group no larger than the profile's node is taken to lie within one.
+    The scheduler's estimate and the planner's prices both take their times from here.
+    A group no larger than the profile's node is taken to lie within one; a larger one fills nodes.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.collectives import spread_of
 
 US_PER_S: Final = 1e6
 UNCERTAINTY: Final = {
@@ -27,6 +30,21 @@ about a tenth between runs and devices of one kind."""
 UNKNOWN: Final = 0.20
 """Of a rate whose origin nobody stated, or that a profile does not have."""
 
+GATHER_STEP: Final = 1.0 / 7.0
+"""Share by which gathers within a node may be faster or slower against all-to-alls than stated.
+That they win from 7 experts a token on among 8 ranks, and not with 6, is all the figure behind the
+statement says (MegaScale-MoE, figure 7): a ratio of rates from 8/7 to 8/6."""
+
+
+class Bound(enum.Enum):
+    """What the time of an operator follows from. Values are what reports print."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    LINK = "link"
+    LAUNCH = "launch"
+    NOTHING = "nothing"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
@@ -36,42 +54,87 @@ class Rates:
     memory_gb_per_s: float
     op_overhead_us: float
     link_gb_per_s: float
+    """Of the widest domain the group spans, by all-to-all: the network, or a node's link."""
     link_latency_us: float
+    gather_share: float = 1.0
+    """Rate of an all-gather or a reduce-scatter over that of an all-to-all."""
+    near_gb_per_s: float = 0.0
+    """Of a node's link, where the group spans several nodes; 0 where there is none."""
+    near_gather_share: float = 1.0
+    """`gather_share` of a node's link."""
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
+    num_ranks: int = 0
+    """Of the group; 0 where it is not known."""
+    node_ranks: int = 1
+    """Ranks that share a node's link, where the group spans several nodes."""
     uncertainty: tuple[tuple[str, float], ...] = ()
     """Rate -> share by which it may be off."""
 
     @classmethod
     def of(cls, hardware: HardwareProfile, num_ranks: int) -> Self:
         """Return the rates of a group of `num_ranks`."""
-        node = hardware.node
-        within = node is not None and num_ranks <= node.num_ranks
-        link = hardware.link_of(num_ranks)
+        node, link = hardware.node, hardware.link_of(num_ranks)
+        near = node if node is not None and num_ranks > node.num_ranks else None
         origins = {name: _kind(text) for name, text in hardware.origins.items()}
-        if within:
+        if link is node:
             origins |= {"link_gb_per_s": "assumed", "link_latency_us": "assumed"}
+        if near:
+            origins |= {"near_gb_per_s": "assumed"}
+        shares = {name: UNCERTAINTY.get(origins.get(name, ""), UNKNOWN) for name in CONSTANTS}
+        if link is node:
+            shares["gather_share"] = GATHER_STEP
+        if link.gather_share is None:  # one rate for all collectives: they are off together
+            shares["gather_share"] = 0.0
+        if near is None or near.gather_share is None:
+            shares["near_gather_share"] = 0.0
         return cls(
             matmul_tflops=hardware.matmul_tflops,
             memory_gb_per_s=hardware.memory_gb_per_s,
             op_overhead_us=hardware.op_overhead_us,
             link_gb_per_s=link.gb_per_s,
             link_latency_us=link.latency_us,
+            gather_share=link.gather_share or 1.0,
+            near_gb_per_s=near.gb_per_s if near else 0.0,
+            near_gather_share=(near.gather_share if near else None) or 1.0,
             contention=link.contention,
-            uncertainty=tuple(
-                (name, UNCERTAINTY.get(origins.get(name, ""), UNKNOWN)) for name in CONSTANTS
-            ),
+            num_ranks=num_ranks,
+            node_ranks=near.num_ranks if near else 1,
+            uncertainty=tuple(shares.items()),
         )
 
     def compute_us(self, operations: float, nbytes: float, num_kernels: float) -> float:
         """Return the time of one operator: the slower of arithmetic and memory, and launches."""
+        arithmetic, memory = self._parts_us(operations, nbytes)
+        return num_kernels * self.op_overhead_us + max(arithmetic, memory)
+
+    def compute_bound(self, operations: float, nbytes: float, num_kernels: float) -> Bound:
+        """Return which of the three takes the largest part of `compute_us`."""
+        arithmetic, memory = self._parts_us(operations, nbytes)
+        launches = num_kernels * self.op_overhead_us
+        if not max(arithmetic, memory, launches):
+            return Bound.NOTHING
+        if launches > max(arithmetic, memory):
+            return Bound.LAUNCH
+        return Bound.COMPUTE if arithmetic >= memory else Bound.MEMORY
+
+    def link_us(self, nbytes: float, *, is_gather: bool = False) -> float:
+        """Return the time of one collective of so many bytes that leave a rank.
+
+        Those that stay within the node and those that do not travel at once: the slower counts.
+        """
+        rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
+        if not self.near_gb_per_s:
+            return self.link_latency_us + nbytes / (rate * 1e9) * US_PER_S
+        near = self.near_gb_per_s * (self.near_gather_share if is_gather else 1.0)
+        spread = spread_of(self.num_ranks, self.node_ranks, is_gather=is_gather)
+        slower = max(spread.between * nbytes / rate, spread.within * nbytes / near)
+        return self.link_latency_us + slower / 1e9 * US_PER_S
+
+    def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
         arithmetic = operations / (self.matmul_tflops * 1e12)
         memory = nbytes / (self.memory_gb_per_s * 1e9)
-        return num_kernels * self.op_overhead_us + max(arithmetic, memory) * US_PER_S
-
-    def link_us(self, nbytes: float) -> float:
-        """Return the time of one exchange of so many bytes that leave a rank."""
-        return self.link_latency_us + nbytes / (self.link_gb_per_s * 1e9) * US_PER_S
+        return arithmetic * US_PER_S, memory * US_PER_S
 
     def scaled(self, name: str, factor: float) -> Self:
         """Return the same with one constant `factor` times as large."""
@@ -81,11 +144,12 @@ class Rates:
         """Return the rates with each constant moved up, then down, by its uncertainty."""
         for name, share in self.uncertainty:
             for factor in (1.0 + share, 1.0 - share):
-                if getattr(self, name):
+                if share and getattr(self, name):
                     yield self.scaled(name, factor)
 
 
-CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name != "uncertainty")
+FACTS: Final = frozenset({"num_ranks", "node_ranks", "uncertainty"})
+CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 """Names of the rates that may be off."""
 
 

@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 import torch.fx as fx
 
@@ -16,7 +17,9 @@ from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.wire_format import row_bytes
-from moe_compile.planning.dispatch_rules import MEASURED_SHARE, DispatchCosts, Rounding
+from moe_compile.planning.dispatch_rules import rounding_of
+from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.gathered_work import gathered_work
 from moe_compile.planning.region_work import RegionWork
 from moe_compile.planning.work_reader import Replayed, has_static_rows, read_work
 
@@ -25,12 +28,11 @@ def work_of_experts(
     region: MoERegion,
     proof: RowProof,
     others: Iterable[MoERegion] = (),
-    costs: DispatchCosts | None = None,
-    rounding: Rounding | None = None,
+    way: GatheredWay | None = None,
 ) -> RegionWork | None:
     """Return the work around a MoE region; `others` are those of its graph.
 
-    With `costs` and `rounding` all-gathered tokens are a way to run it.
+    With `way` gathered tokens are a way to run it.
     """
     if not has_static_rows(region.rows):
         return None
@@ -43,15 +45,17 @@ def work_of_experts(
         whole_weights=frozenset(node for node, _ in proof.unsliceable),
     )
     window = _window(region.dispatch.graph, region.rows, region.result, others)
-    return RegionWork(
+    work = RegionWork(
         work=read_work(region.dispatch.graph, window, replayed),
         num_ranks=region.num_ranks,
         num_parts=region.num_local_experts,
         row_bytes=float(tensor.numel() * tensor.element_size()),
         wire_shares=_wire_shares(region),
-        gather_share=_gather_share(costs),
-        gather_is_bitwise=rounding is not None and rounding.is_bitwise,
     )
+    if way is None:
+        return work
+    is_bitwise = rounding_of(way.found).is_bitwise
+    return replace(work, gathered=gathered_work(work, way), gather_is_bitwise=is_bitwise)
 
 
 def work_of_attention(region: AttentionRegion) -> RegionWork | None:
@@ -93,13 +97,3 @@ def _wire_shares(region: MoERegion) -> Mapping[str, float]:
     width = tensor.shape[1]
     share = row_bytes(width) / (width * tensor.element_size())
     return {"fp8": share} if share < 1.0 else {}
-
-
-def _gather_share(costs: DispatchCosts | None) -> float | None:
-    """Return gathered over exchanged bytes, in the time an all-to-all's bytes take.
-
-    Gathering was as fast as an all-to-all of MEASURED_SHARE of its bytes.
-    """
-    if costs is None or costs.num_ranks < 2:
-        return None
-    return MEASURED_SHARE * costs.all_gather_bytes / costs.all_to_all_bytes

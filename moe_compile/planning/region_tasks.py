@@ -2,7 +2,8 @@
 
 Contract
     Tasks run by `planning/cluster/tasks.py`, on the streams of `planning/events.py`: the ones the
-    scheduler's own estimate keeps time with. Backward is the mirror image of forward; weight
+    scheduler's own estimate keeps time with, in the order it looks for: what the next exchange
+    needs comes first, what none needs fills gaps. Backward is the mirror image of forward; weight
     gradients hang off it and fill gaps.
 
 Pseudo-code
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from moe_compile.planning.candidates import Candidate
-from moe_compile.planning.cluster.tasks import LINK, Task, TaskList, run_tasks
+from moe_compile.planning.cluster.tasks import LINK, Priority, Task, TaskList, run_tasks
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_work import RegionWork, Work
 
@@ -40,14 +41,12 @@ ROW_PASSES: Final = 2.0
 
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
+    if candidate.dispatch == "all_gather":
+        assert work.gathered is not None
+        work = work.gathered
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
-    return sum(_fastest_us(p.tasks(), rates.contention) for p in phases)
-
-
-def _fastest_us(tasks: Sequence[Task], contention: float) -> float:
-    """Return the time in the better of two orders: a scheduler has more, and takes the fastest."""
-    runs = (run_tasks(tasks, contention, nearest_first=nearest) for nearest in (False, True))
-    return min(run.total_us for run in runs)
+    runs = (run_tasks(p.tasks(), rates.contention, Priority.NEXT_COLLECTIVE) for p in phases)
+    return sum(run.total_us for run in runs)
 
 
 @dataclass(slots=True)
@@ -109,8 +108,9 @@ class _Phase:
 
     @property
     def _sorts_rows(self) -> bool:
-        """Whether chunks are of rows, not of heads."""
-        return self.candidate.num_chunks > 1 and self.candidate.chunk_by != "heads"
+        """Whether chunks are of exchanged rows; gathered tokens and heads come in slices."""
+        way = self.candidate
+        return way.num_chunks > 1 and way.chunk_by != "heads" and way.dispatch == "all_to_all"
 
     def _moving_us(self, nbytes: float, num_times: int) -> float:
         return self.rates.compute_us(0.0, ROW_PASSES * nbytes * num_times, num_times)
@@ -177,12 +177,11 @@ class _Phase:
         wires = {"dispatch": self.candidate.dispatch_wire, "combine": self.candidate.combine_wire}
         smaller = self.region.wire_shares.get(wires.get(work.exchange, "same"), 1.0)
         sent = work.link_bytes * share * smaller
-        if work.exchange in wires and self.candidate.dispatch == "all_gather":
-            sent *= self.region.gather_share or 1.0
         pack_us = 0.0
         if smaller < 1.0:  # rows are read and a smaller message written, and the reverse
             pack_us = self.rates.compute_us(0.0, work.link_bytes * share * (1.0 + smaller), 1)
             needs = [self.made.add("pack", pack_us, needs)]
         launch = self.made.add("launch", self.rates.op_overhead_us, needs)
-        done = self.made.add(work.name, self.rates.link_us(sent), [launch], LINK)
+        us = self.rates.link_us(sent, is_gather=work.is_gather)
+        done = self.made.add(work.name, us, [launch], LINK)
         return self.made.add("unpack", pack_us, [done]) if pack_us else done

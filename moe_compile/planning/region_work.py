@@ -31,6 +31,8 @@ class Work:
     """That leave a rank; above 0 for exchanges alone."""
     exchange: str = ""
     """`dispatch` or `combine` of the region at hand, `other` of another; "" for compute."""
+    is_gather: bool = False
+    """Whether an exchange is an all-gather or a reduce-scatter, which have a rate of their own."""
     num_kernels: int = 1
     """Launched where the work is done once."""
     backward: float = MEMORY_BACKWARD
@@ -62,9 +64,11 @@ class RegionWork:
     imbalance: float = 1.0
     """Rows that the busiest rank receives over those of the mean; work in the region takes so
     much longer."""
-    gather_share: float | None = None
-    """Bytes of all-gathered tokens over those of exchanged rows; None where it cannot be."""
+    gathered: RegionWork | None = None
+    """The same where tokens are gathered instead; its parts are tokens. None where it cannot be."""
     gather_is_bitwise: bool = False
+    extra_bytes: float = 0.0
+    """Alive at once beside what the region as it is has alive."""
 
     @property
     def written_bytes(self) -> float:

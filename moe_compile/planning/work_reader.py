@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 from moe_compile.graph.dependence import storage_of
 from moe_compile.graph.query import (
     called_name,
+    is_all_gather,
     is_all_to_all,
     is_launch,
+    is_reduce_scatter,
     is_wait,
     output_splits,
     overload_name,
@@ -35,7 +37,7 @@ from moe_compile.planning.backward_work import (
     Moved,
     has_gradient,
 )
-from moe_compile.planning.cost_model import BACKWARD_OVER_FORWARD
+from moe_compile.planning.cost_model import BACKWARD_OVER_FORWARD, attended_share
 from moe_compile.planning.region_work import MEMORY_BACKWARD, Work
 from moe_compile.planning.sizes import NominalSizes
 
@@ -145,6 +147,7 @@ class _Reader:
                 needs=needs,
                 link_bytes=self._sent(node),
                 exchange=kind,
+                is_gather=is_all_gather(node) or is_reduce_scatter(node),
                 backward=1.0 if flows_back else 0.0,
                 is_chunked=chunked,
             )
@@ -203,7 +206,8 @@ class _Reader:
         values = [tensor_of(a) for a in pytree.tree_leaves((node.args, node.kwargs)) if _is(a)]
         shapes = [self.sizes.shape(t) for t in values if t is not None and t.dim() >= 2]
         if "attention" in name and len(shapes) >= GEMM_FACTORS:
-            return 4.0 * math.prod(shapes[0]) * shapes[1][-2], True
+            pairs = math.prod(shapes[0]) * shapes[1][-2] * attended_share(node)
+            return 4.0 * pairs, True
         if name not in PRODUCTS or len(shapes) < GEMM_FACTORS:
             return 0.0, False
         left, right = shapes[-2:] if name in ("addmm", "baddbmm") else shapes[:2]

@@ -11,7 +11,7 @@ from typing import Final
 from moe_compile.planning.choose_plan import Decision, Priced
 
 MOST_ADVICE: Final = 2
-"""Ways that change bits a report names: the fastest ones."""
+"""Ways that were not allowed a report names: the fastest, and the fastest of the other dispatch."""
 
 
 def decision_remarks(decision: Decision | None) -> list[str]:
@@ -24,8 +24,7 @@ def decision_remarks(decision: Decision | None) -> list[str]:
         said += f", {decision.gain:.1%} less than as it is"
     if runner_up is not None:
         said += f"; next {runner_up.candidate}, {decision.margin:+.1%}"
-    advice = [_advice(way, decision) for way in decision.advice[:MOST_ADVICE]]
-    return [f"{said}; {decision.why.value}", *advice]
+    return [f"{said}; {decision.why.value}", *(_advice(w, decision) for w in _named(decision))]
 
 
 def decision_figures(decision: Decision | None) -> dict[str, object]:
@@ -42,14 +41,26 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
         "margin": decision.margin,
         "why": decision.why.value,
         "advice": [
-            {"candidate": str(way.candidate), "predicted_us": way.us} for way in decision.advice
+            {"candidate": str(way.candidate), "predicted_us": way.us, "is_lossy": way.is_lossy}
+            for way in decision.advice
         ],
     }
 
 
+def _named(decision: Decision) -> list[Priced]:
+    """Return the advice to print: the fastest ways, one of them with another dispatch if any is."""
+    fastest = list(decision.advice[:MOST_ADVICE])
+    dispatch = decision.chosen.candidate.dispatch
+    others = [way for way in decision.advice if way.candidate.dispatch != dispatch]
+    if others and others[0] not in fastest:
+        fastest[-1] = others[0]
+    return fastest
+
+
 def _advice(way: Priced, decision: Decision) -> str:
     less = 1.0 - way.us / decision.chosen.us
-    return f"not chosen, since it changes bits: {way.candidate}, predicted {less:.1%} less"
+    why = "it changes bits" if way.is_lossy else "options ask for another"
+    return f"not chosen, since {why}: {way.candidate}, predicted {less:.1%} less"
 
 
 def _ms(way: Priced) -> str:

@@ -22,6 +22,9 @@ from moe_compile.report.compilations import Compilation
 
 FIGURES: Final = (
     "compute_us",
+    "compute_bound_us",
+    "memory_bound_us",
+    "launch_bound_us",
     "exchange_us",
     "exposed_us_before",
     "exposed_us",

@@ -267,14 +267,15 @@ def test_without_the_promise_of_equal_tokens_nothing_is_switched(fake_ranks):
 @pytest.mark.parametrize(
     ("top_k", "expected"), [(1, Unswitched.NOT_WORTHWHILE), (2, None), (3, Unswitched.LOSSY)]
 )
-def test_auto_switches_where_it_pays_and_changes_no_bit(fake_ranks, top_k, expected):
-    """Of two ranks: 0.75 n is 1.5 rows per token."""
-    program = layer(GroupedExperts, fake_ranks, top_k)
+def test_auto_without_static_sizes_follows_the_rule_and_changes_no_bit(fake_ranks, top_k, expected):
+    """Of two ranks: 0.75 n is 1.5 rows per token. What cannot be priced alike is not priced."""
+    program, x = layer(GroupedExperts, fake_ranks, top_k), tokens()
+    torch._dynamo.mark_dynamic(x, 0)
     if expected is None:
-        _, report = switched(program, dispatch="auto")
+        _, report = switched(program, x, dispatch="auto")
         assert report.applied == ("region 0",)
     else:
-        assert reason(program, dispatch="auto") is expected
+        assert reason(program, x, dispatch="auto") is expected
 
 
 class Centred(GroupedExperts):

@@ -1,9 +1,10 @@
 """The planner on work made by hand, where the best way can be told."""
 
+import dataclasses
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_compile.hardware import load_profile
@@ -123,6 +124,39 @@ def test_the_choice_gains_one_percent_with_no_constant_off_and_never_loses_with_
         for rates in UNIT.moved():
             ours = price_us(work, decision.chosen.candidate, rates)
             assert ours < price_us(work, decision.as_it_is.candidate, rates)
+
+
+def largest_regret(work, way, ways, rates):
+    """Return by how much `way` is slower than the best of `ways` at most, constants moved."""
+    worlds = (rates, *rates.moved())
+    return max(
+        price_us(work, way, r) / min(price_us(work, other, r) for other in ways) - 1 for r in worlds
+    )
+
+
+def test_two_percent_are_paid_to_be_less_far_off_when_a_constant_is_wrong():
+    """Two chunks hide all where links and compute are equal; where one is faster, four do more."""
+    work, rates = region(200.0, 200.0), dataclasses.replace(UNIT, link_latency_us=2.0)
+    ways = [c for c in list_candidates(work, ("experts",)) if not c.is_lossy(work)]
+    decision = decide(work, rates)
+    four, two = decision.chosen.candidate, decision.runner_up.candidate
+    assert (four.num_chunks, two.num_chunks) == (4, 2)
+    assert -0.02 <= decision.margin < -0.015
+    assert largest_regret(work, four, ways, rates) < largest_regret(work, two, ways, rates) - 0.01
+
+
+@given(work=WORKS, latency_us=st.floats(0, 10))
+@example(work=region(120.0, 100.0, 100.0, row_bytes=1e3), latency_us=2.0)
+def test_the_choice_is_never_more_than_two_percent_from_the_fastest_that_is_safe(work, latency_us):
+    rates = dataclasses.replace(UNIT, link_latency_us=latency_us)
+    decision, worlds = decide(work, rates), list(rates.moved())
+    was = [price_us(work, decision.as_it_is.candidate, r) for r in worlds]
+    for way in list_candidates(work, ("experts",)):
+        us = price_us(work, way, rates)
+        if way.is_lossy(work) or us >= 0.99 * decision.as_it_is.us:
+            continue
+        if all(price_us(work, way, r) < w for r, w in zip(worlds, was, strict=True)):
+            assert decision.chosen.us <= 1.02 * us
 
 
 @given(work=WORKS, seed=st.integers(0, 99))

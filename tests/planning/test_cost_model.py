@@ -7,7 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.hardware import HardwareProfile
-from moe_compile.planning.cost_model import estimate_costs
+from moe_compile.planning.cost_model import estimate_costs, us_by_bound
+from moe_compile.planning.rates import Bound
 from moe_compile.planning.sizes import NominalSizes
 from tests.scheduled_layers import c10d, one_rank_group
 
@@ -69,6 +70,29 @@ def test_attention_costs_its_two_products():
     q = torch.ones(1, 2, 16, 8)
     cost = compute_us(lambda q: F.scaled_dot_product_attention(q, q, q), q)
     assert cost == pytest.approx(2 * 2 * 2 * 16 * 16 * 8, rel=0.1)
+
+
+def test_causal_attention_looks_at_half_of_the_pairs():
+    q = torch.ones(1, 2, 64, 8)
+    full = compute_us(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    causal = compute_us(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    assert causal == pytest.approx(full / 2, rel=0.01)
+
+
+def test_every_cost_says_what_it_follows_from():
+    def program(x, w):
+        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x @ w, 1, one_rank_group()))
+        return gathered.t().contiguous()
+
+    costs = costs_of(program, torch.ones(64, 64), torch.ones(64, 64))
+    assert [c.bound for c in costs.values() if c.bound is not Bound.NOTHING] == [
+        Bound.COMPUTE,
+        Bound.LINK,
+        Bound.MEMORY,
+    ]
+    by_bound = us_by_bound(costs.values())
+    assert sum(by_bound.values()) == pytest.approx(sum(c.compute_us for c in costs.values()))
+    assert by_bound[Bound.COMPUTE] > by_bound[Bound.MEMORY] > by_bound[Bound.LAUNCH] == 0.0
 
 
 def test_an_exchange_costs_latency_and_bytes_and_a_wait_nothing():

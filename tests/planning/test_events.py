@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.planning.cluster.tasks import COMPUTE, LINK, TaskList, run_in_order, run_tasks
+from moe_compile.planning.cluster.tasks import (
+    COMPUTE,
+    LINK,
+    Priority,
+    TaskList,
+    run_in_order,
+    run_tasks,
+)
 from moe_compile.planning.events import Streams
 
 TIMES = st.floats(0.1, 10.0)
@@ -24,10 +31,14 @@ def task_lists(draw):
 
 
 @settings(deadline=None)
-@given(tasks=task_lists(), contention=st.sampled_from([0.0, 0.12, 1.0]))
-def test_a_timeline_keeps_needs_and_streams_and_slows_what_overlaps(tasks, contention):
+@given(
+    tasks=task_lists(),
+    contention=st.sampled_from([0.0, 0.12, 1.0]),
+    priority=st.sampled_from(list(Priority)),
+)
+def test_a_timeline_keeps_needs_and_streams_and_slows_what_overlaps(tasks, contention, priority):
     """The oracle is the definition: a task's work is its span less the share contention took."""
-    timeline = run_tasks(tasks, contention)
+    timeline = run_tasks(tasks, contention, priority)
     spans = {span.name: span for span in timeline.spans}
     assert len(spans) == len(tasks)
     links = [span for span in timeline.spans if span.stream == LINK]
@@ -76,3 +87,16 @@ def test_the_task_with_the_longest_path_behind_it_goes_first():
     assert [span.name for span in timeline.spans][:2] == ["first", "filler"]
     assert timeline.total_us == 7.0
     assert timeline.exposed_us == pytest.approx(0.0)
+
+
+def test_what_the_next_collective_needs_goes_before_longer_paths():
+    """Two chunks of a product and a copy: the first is sent while the second is made."""
+    tasks = TaskList()
+    products = [tasks.add(f"product {i}", 10.0) for i in range(2)]
+    copies = [tasks.add(f"copy {i}", 1.0, [product]) for i, product in enumerate(products)]
+    for i, copy in enumerate(copies):
+        tasks.add(f"send {i}", 10.0, [copy], LINK)
+    by_path = run_tasks(tasks.tasks, 0.0)
+    by_need = run_tasks(tasks.tasks, 0.0, Priority.NEXT_COLLECTIVE)
+    assert by_path.total_us == 10 + 10 + 1 + 10 + 10
+    assert by_need.total_us == 10 + 1 + 10 + 1 + 10

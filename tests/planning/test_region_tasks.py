@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moe_compile.planning.candidates import Candidate
-from moe_compile.planning.cluster.tasks import LINK, Task, run_tasks
+from moe_compile.planning.cluster.tasks import LINK, Priority, Task, run_tasks
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_tasks import MASK_KERNELS, ORDER_KERNELS, price_us
 from moe_compile.planning.region_work import RegionWork, Work
@@ -70,7 +70,7 @@ def test_the_busiest_rank_sets_the_time_of_the_region():
     assert price_us(work, Candidate(), UNIT) == pytest.approx(2 * (210 + 2))
 
 
-def test_chunks_follow_one_another_where_that_is_faster():
+def test_chunks_follow_one_another_where_the_next_collective_comes_first():
     """Longest path first begins the second chunk before the first can leave."""
     tasks = [
         Task(name="a1", stream="compute", us=10.0),
@@ -81,10 +81,10 @@ def test_chunks_follow_one_another_where_that_is_faster():
         Task(name="b leaves", stream=LINK, us=30.0, needs=(3,)),
     ]
     assert run_tasks(tasks, 0.0).total_us == 90.0
-    assert run_tasks(tasks, 0.0, nearest_first=True).total_us == 80.0
+    assert run_tasks(tasks, 0.0, Priority.NEXT_COLLECTIVE).total_us == 80.0
 
 
-def test_a_price_is_that_of_the_faster_order():
+def test_a_price_lets_chunks_follow_one_another():
     """Products of 10, then 30 on the link, per chunk: 20 + 2 x 30 forward, and mirrored."""
     chunk = {"is_chunked": True, "backward": 1.0}
     work = (

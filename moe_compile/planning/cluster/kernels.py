@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Curve, Fit, Link
+from moe_compile.hardware.collectives import leaving_share, spread_of
 
 TILE_ROWS: Final = 128
 TILE_COLUMNS: Final = 256
@@ -80,12 +81,12 @@ class Kernels:
     def gather_us(self, nbytes: float, ranks: int) -> float:
         """Return the time to all-gather to, or reduce-scatter from, `nbytes` in one node."""
         link = self.profile.nvlink
-        return self._collective_us(nbytes * _leaving(ranks), link, link.gather_share)
+        return self._collective_us(nbytes * leaving_share(ranks), link, link.gather_share)
 
     def exchange_us(self, nbytes: float, ranks: int) -> float:
         """Return the time of an all-to-all of `nbytes` per rank in one node."""
         link = self.profile.nvlink
-        return self._collective_us(nbytes * _leaving(ranks), link, link.exchange_share)
+        return self._collective_us(nbytes * leaving_share(ranks), link, link.exchange_share)
 
     def far_exchange_us(self, nbytes: float, remote_bytes: float) -> float:
         """Return the time of an all-to-all between nodes: the slower of network and NVLink.
@@ -93,9 +94,22 @@ class Kernels:
         `remote_bytes` cross the network once per node hit and fan out there by NVLink, as in
         DeepSeek-V3 (section 3.2.2); `nbytes` is all that a rank sends.
         """
+        return self._both_ways_us(remote_bytes, nbytes)
+
+    def flat_exchange_us(self, nbytes: float, ranks: int) -> float:
+        """Return the time of a plain all-to-all between nodes of `nbytes` per rank.
+
+        Each row crosses the network once per expert it goes to on another node; what stays in the
+        node goes by NVLink meanwhile.
+        """
+        spread = spread_of(ranks, self.profile.nvlink.num_ranks, is_gather=False)
+        leaving = nbytes * leaving_share(ranks)
+        return self._both_ways_us(leaving * spread.between, leaving * spread.within)
+
+    def _both_ways_us(self, remote_bytes: float, near_bytes: float) -> float:
         near, far = self.profile.nvlink, self.profile.network
         by_network = remote_bytes / (far.gb_per_s * far.exchange_share)
-        by_nvlink = nbytes / (near.gb_per_s * near.exchange_share)
+        by_nvlink = near_bytes / (near.gb_per_s * near.exchange_share)
         us = max(by_network, by_nvlink) * US_PER_GB_PER_S + far.latency_us
         return self.fit.link * us
 
@@ -137,8 +151,3 @@ class Kernels:
     @property
     def _gap_us(self) -> float:
         return self.profile.compute.kernel_us
-
-
-def _leaving(ranks: int) -> float:
-    """Return the share of rows that leave a rank, balanced."""
-    return (ranks - 1) / ranks

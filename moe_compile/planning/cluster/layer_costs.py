@@ -55,10 +55,15 @@ class LayerCosts(LayerSizes):
 
     def _rows_us(self, element_bytes: float) -> float:
         row = self.model.width * element_bytes * self.imbalance
-        if self.has_slices or self.method.gathers_rows:
+        if self.has_slices:
             return self._kernels.gather_us(self.tokens * row, self.method.ranks)
+        if self.method.gathers_rows:
+            ranks = self.method.expert_ranks
+            return self._kernels.gather_us(self.local_tokens * ranks * row, ranks)
         sent = self.local_tokens * self.model.top_k * row
         remote = self.method.remote_nodes(self.model, self.profile)
+        if remote and self.method.sends_flat:
+            return self._kernels.flat_exchange_us(sent, self.method.expert_ranks)
         if remote:
             return self._kernels.far_exchange_us(sent, self.local_tokens * row * remote)
         slices = self.method.expert_slices

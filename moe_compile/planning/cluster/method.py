@@ -64,6 +64,9 @@ class Method:
     """Ranks that share each expert beside that; gathers and scatters rows among them."""
     gathers_rows: bool = False
     """Whether rows go to experts by all-gather and back by reduce-scatter."""
+    sends_flat: bool = False
+    """Whether between nodes a row crosses once per expert it goes to, as a plain all-to-all sends
+    it; else once per node it goes to, and fans out there."""
     overlap: Overlap = Overlap.SEQUENTIAL
     num_chunks: int = 1
     """Of the MoE region, with `Overlap.CHUNKS`."""

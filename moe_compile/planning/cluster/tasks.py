@@ -2,12 +2,13 @@
 
 Contract
     A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
-    the ready task with the longest path behind it, or that the nearest collective needs. Computing
-    slows by the link's stated contention while a collective runs.
+    the ready task that its priority puts first. Computing slows by the link's stated contention
+    while a collective runs.
 """
 
 from __future__ import annotations
 
+import enum
 import heapq
 import math
 from collections.abc import Sequence
@@ -19,6 +20,13 @@ from moe_compile.planning.events import Served, Streams
 COMPUTE: Final = "compute"
 LINK: Final = "communication"
 STREAMS: Final = (COMPUTE, LINK)
+
+
+class Priority(enum.Enum):
+    """Which ready task an idle stream takes."""
+
+    LONGEST_PATH = "the longest path behind it"
+    NEXT_COLLECTIVE = "what the earliest collective needs, then the longest path behind it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,22 +96,16 @@ def run_in_order(tasks: Sequence[Task]) -> TaskTimeline:
 
 
 def run_tasks(
-    tasks: Sequence[Task], contention: float, *, nearest_first: bool = False
+    tasks: Sequence[Task], contention: float, priority: Priority = Priority.LONGEST_PATH
 ) -> TaskTimeline:
-    """Run tasks as their needs allow, the one with the longest path behind it first.
-
-    With `nearest_first` those come before that the collective of lowest index needs, directly or
-    not: chunks then follow one another.
-    """
-    return _Run(tasks, contention, nearest_first=nearest_first).timeline()
+    """Run tasks as their needs allow."""
+    return _Run(tasks, contention, priority).timeline()
 
 
 class _Run:
     """One simulation, under way."""
 
-    def __init__(
-        self, tasks: Sequence[Task], contention: float, *, nearest_first: bool = False
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task], contention: float, priority: Priority) -> None:
         self.tasks = tasks
         self.streams = Streams(slowed=COMPUTE, slowdown=contention)
         self.missing = [len(task.needs) for task in tasks]
@@ -111,8 +113,11 @@ class _Run:
         for index, task in enumerate(tasks):
             for needed in task.needs:
                 self.after[needed].append(index)
-        self.path_us = _paths(tasks, self.after)
-        self.urgency = _urgency(tasks, self.after) if nearest_first else [0.0] * len(tasks)
+        path_us = _paths(tasks, self.after)
+        urgency = [0.0] * len(tasks)
+        if priority is Priority.NEXT_COLLECTIVE:
+            urgency = _urgencies(tasks, self.after)
+        self.keys = list(zip(urgency, (-us for us in path_us), range(len(tasks)), strict=True))
         self.ready: dict[str, list[tuple[float, float, int]]] = {stream: [] for stream in STREAMS}
         self.running: dict[str, tuple[int, Served]] = {}
         self.spans: list[Span] = []
@@ -128,8 +133,7 @@ class _Run:
         return TaskTimeline(spans=tuple(sorted(self.spans, key=lambda span: span.start_us)))
 
     def _offer(self, index: int) -> None:
-        place = (self.urgency[index], -self.path_us[index], index)
-        heapq.heappush(self.ready[self.tasks[index].stream], place)
+        heapq.heappush(self.ready[self.tasks[index].stream], self.keys[index])
 
     def _start(self, now: float) -> bool:
         """Give idle streams what is ready; return whether anything runs."""
@@ -160,11 +164,12 @@ def _paths(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]
     return path
 
 
-def _urgency(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]:
-    """Return the lowest index of a collective that needs each task; inf where none does."""
-    urgency = [float(i) if t.stream == LINK else math.inf for i, t in enumerate(tasks)]
+def _urgencies(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]:
+    """Return the index of the earliest collective that needs each task; inf where none does."""
+    urgency = [math.inf] * len(tasks)
     for index in reversed(range(len(tasks))):
-        urgency[index] = min([urgency[index], *(urgency[i] for i in after[index])])
+        own = float(index) if tasks[index].stream == LINK else math.inf
+        urgency[index] = min(own, *(urgency[i] for i in after[index]), math.inf)
     return urgency
 
 

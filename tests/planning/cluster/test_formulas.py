@@ -79,6 +79,24 @@ def test_a_token_goes_to_as_many_nodes_as_drawing_experts_evenly_hits():
     assert Method().remote_nodes(find_model("352b"), H800) == 0.0
 
 
+def test_a_plain_all_to_all_sends_a_row_once_per_expert_and_not_once_per_node():
+    """56 of 63 other ranks are on other nodes; once per node it is 3.5 rows of a token for 7."""
+    profile = dataclasses.replace(H800, network=dataclasses.replace(H800.network, latency_us=0.0))
+    far = Method(attention=Attention.WHOLE, ranks=1, expert_ranks=64)
+    flat = dataclasses.replace(far, sends_flat=True)
+    by_node, by_expert = (
+        costs("deepseek-v3", method, profile).dispatch_us() for method in (far, flat)
+    )
+    rate = profile.network.gb_per_s * profile.network.exchange_share
+    assert by_expert == pytest.approx(8192 * 8 * 7168 * 2 * 56 / 64 / rate / 1e3)
+    assert by_expert / by_node == pytest.approx(2.0)
+    near = dataclasses.replace(flat, expert_ranks=8)
+    assert (
+        costs("deepseek-v3", near).dispatch_us()
+        == costs("deepseek-v3", dataclasses.replace(far, expert_ranks=8)).dispatch_us()
+    )
+
+
 def test_products_are_bound_by_operations_or_by_memory():
     kernels = Kernels(H800, Fit())
     many = kernels.grouped_us(4, 4096, 14336, 4096) - H800.compute.kernel_us

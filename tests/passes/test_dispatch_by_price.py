@@ -1,0 +1,188 @@
+"""`dispatch = "auto"` where sizes are static: the planner decides, once, and the switch obeys."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_compile.analysis.token_regions import Unswitched
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import is_all_to_all, is_reduce_scatter
+from moe_compile.hardware import HardwareProfile
+from moe_compile.planning.choose_plan import Why
+from moe_compile.planning.state import CompileState
+from moe_compile.report.decisions import decision_figures, decision_remarks
+from moe_compile.report.dispatch import dispatch_remarks
+from passes.contract import PassReport
+from passes.pipeline import DYNAMO, Dropped, run_level
+from passes.switch_dispatch import SwitchDispatch
+from tests.capture import dynamo_graphs
+from tests.dispatch_layers import Around
+from tests.layers import GroupedExperts
+
+MACHINE = HardwareProfile(
+    name="of these tests",
+    matmul_tflops=0.1,
+    memory_gb_per_s=50.0,
+    op_overhead_us=0.1,
+    link_gb_per_s=0.01,
+    link_latency_us=1.0,
+)
+"""Its link is slow: bytes sent decide. All-to-all sends k / 2 rows per token, gathering 1."""
+BUSY = dataclasses.replace(MACHINE, matmul_tflops=0.005)
+"""Its experts compute about as long as their rows travel."""
+FAST_LINK = dataclasses.replace(MACHINE, link_gb_per_s=100.0)
+
+
+def run(group, top_k=4, style=GroupedExperts, hardware=MACHINE, level=DYNAMO, **options):
+    """Return the state after our passes and their results, by name."""
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(style(32, 32, 8, top_k, group), x)
+    asked = {"dispatch": "auto", "equal_tokens": True, "max_memory_increase": 10.0, **options}
+    ours = CompileState(config=MegaMoEConfig(**asked), hardware=hardware)
+    results = {r.pass_name: r for r in run_level(level, gm.graph, ours)}
+    assert isinstance(results["detect_regions"], PassReport)
+    return gm.graph, ours.plans[0], results
+
+
+def test_a_slow_link_gathers_where_that_sends_less_and_the_report_has_the_bound(fake_ranks):
+    """k = 4 on 2 ranks: half the bytes; sums of four rows round otherwise, by a known bound."""
+    graph, plan, results = run(fake_ranks)
+    assert results["switch_dispatch"].applied == ("region 0",)
+    assert not any(map(is_all_to_all, graph.nodes))
+    assert plan.decision.gathers and plan.decision.why is Why.FASTEST
+    assert plan.decision.runner_up.candidate.dispatch == "all_to_all"
+    said = "; ".join([*decision_remarks(plan.decision), *dispatch_remarks(plan, "auto")])
+    assert "planned: tokens all-gathered, predicted" in said and "; next " in said
+    assert "sums of 4 per token round otherwise: off by at most 3 eps" in said
+    assert decision_figures(plan.decision)["chosen"] == "tokens all-gathered"
+
+
+def test_rows_are_exchanged_where_that_sends_less_and_the_report_says_so(fake_ranks):
+    graph, plan, results = run(fake_ranks, top_k=1)
+    assert any(map(is_all_to_all, graph.nodes))
+    assert results["switch_dispatch"].skipped[0].reason is Unswitched.BY_PRICE
+    assert plan.decision.chosen.candidate.dispatch == "all_to_all"
+    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks
+    assert any(Unswitched.BY_PRICE.value in remark for remark in dispatch_remarks(plan, "auto"))
+
+
+def test_where_the_rule_of_bytes_gathers_a_price_may_not(fake_ranks):
+    """k = 2 on 2 ranks is above 0.75 n, and no bit would change; chunks hide the link better."""
+    _, plan, _ = run(fake_ranks, top_k=2, hardware=BUSY)
+    assert plan.switch.costs.by_measurement
+    assert not plan.decision.gathers and plan.num_chunks > 1
+
+
+def test_with_all_to_all_a_faster_way_that_gathers_is_advice(fake_ranks):
+    graph, plan, results = run(fake_ranks, dispatch="all_to_all", dispatch_wire="auto")
+    assert results["switch_dispatch"].skipped[0].reason is Unswitched.NOT_ASKED
+    assert any(map(is_all_to_all, graph.nodes))
+    said = [s for s in decision_remarks(plan.decision) if s.endswith("less") and "gathered" in s]
+    assert said[0].startswith("not chosen, since it changes bits: tokens all-gathered")
+
+
+def test_a_bitwise_gather_that_options_exclude_is_not_called_lossy(fake_ranks):
+    _, plan, _ = run(fake_ranks, top_k=2, dispatch="all_to_all", chunks=1, combine_wire="auto",
+                     hardware=dataclasses.replace(MACHINE, link_gb_per_s=0.001))  # fmt: skip
+    found = {str(way.candidate): way.is_lossy for way in plan.decision.advice}
+    assert found.get("tokens all-gathered", False) is False
+    assert all(found[name] for name in found if "fp8" in name)
+
+
+def test_slices_are_chosen_together_with_the_dispatch(fake_ranks):
+    graph, plan, _ = run(fake_ranks, chunk_by="tokens", hardware=BUSY)
+    chosen = plan.decision.chosen.candidate
+    assert (chosen.dispatch, chosen.chunk_by) == ("all_gather", "tokens")
+    assert chosen.num_chunks > 1
+    assert plan.num_chunks == chosen.num_chunks == sum(map(is_reduce_scatter, graph.nodes))
+
+
+def test_slices_of_a_dispatch_that_is_asked_for_are_the_planners_too(fake_ranks):
+    _, plan, _ = run(fake_ranks, dispatch="all_gather", chunk_by="tokens", hardware=FAST_LINK)
+    assert plan.switch.is_switched
+    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks == 1
+
+
+def test_padding_is_priced_as_rows_that_experts_compute(fake_ranks):
+    """Room for the worst case is twice the rows: with a faster link it costs more than it saves."""
+    machine = dataclasses.replace(MACHINE, link_gb_per_s=0.05, matmul_tflops=0.005)
+    _, exact, _ = run(fake_ranks, chunks=1, hardware=machine)
+    _, padded, _ = run(fake_ranks, chunks=1, hardware=machine, dispatch_padding="worst")
+    assert (exact.switch.is_switched, padded.switch.is_switched) == (True, False)
+
+
+def test_memory_that_is_not_there_is_not_taken(fake_ranks):
+    _, plan, results = run(fake_ranks, chunks=1, max_memory_increase=0.0,
+                           dispatch_padding="worst")  # fmt: skip
+    assert plan.decision.why is Why.MEMORY
+    assert results["switch_dispatch"].skipped[0].reason is Unswitched.BY_PRICE
+
+
+class TwiceTheFirst(Around):
+    """A token may have two rows for an expert: how many rows it has is not read off."""
+
+    def gather(self, x, order, scores):
+        self.index = torch.cat([order // self.top_k])
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
+        return torch.zeros_like(x).index_add(0, self.index, out * weights)
+
+
+def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
+    _, plan, results = run(fake_ranks, style=TwiceTheFirst)
+    assert results["switch_dispatch"].skipped[0].reason is Unswitched.UNBOUNDED
+    assert not plan.decision.gathers
+    _, asked, _ = run(fake_ranks, style=TwiceTheFirst, dispatch="all_gather")
+    assert asked.switch.is_switched and asked.switch.rounding.bound_eps is None
+
+
+def test_rows_asked_to_be_quantised_are_exchanged(fake_ranks):
+    _, plan, results = run(fake_ranks, dispatch_wire="fp8", strict=True)
+    assert results["switch_dispatch"].skipped[0].reason is Unswitched.QUANTISED
+    assert not plan.decision.gathers
+
+
+def test_a_switch_that_is_left_out_leaves_a_plan_without_it(fake_ranks):
+    _, plan, results = run(fake_ranks, disable_passes=("switch_dispatch",))
+    assert isinstance(results["switch_dispatch"], Dropped)
+    assert not plan.decision.gathers
+    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class FailsToSwitch(SwitchDispatch):
+    """The switch, failing after its edits: the state it is given holds no groups."""
+
+    def run(self, graph, state):
+        groups, state.gathered_groups = state.gathered_groups, None
+        try:
+            return super().run(graph, state)
+        finally:
+            state.gathered_groups = groups
+
+
+def test_a_switch_that_fails_leaves_a_plan_without_it(fake_ranks):
+    passes = tuple(FailsToSwitch() if p.name == "switch_dispatch" else p for p in DYNAMO.passes)
+    level = dataclasses.replace(DYNAMO, passes=passes)
+    graph, plan, results = run(fake_ranks, level=level)
+    assert isinstance(results["switch_dispatch"], Dropped)
+    assert any(map(is_all_to_all, graph.nodes))
+    assert not plan.decision.gathers and not plan.switch.is_switched
+
+
+@pytest.mark.parametrize("chunks", ["auto", 2])
+def test_the_dispatch_is_decided_once_for_two_regions_alike(fake_ranks, chunks):
+    """The second is priced before the first is switched, in the graph as the model has it."""
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    first, second = (GroupedExperts(32, 32, 8, 4, fake_ranks) for _ in range(2))
+    (gm,) = dynamo_graphs(lambda x: second(first(x)), x)
+    config = MegaMoEConfig(
+        dispatch="auto", equal_tokens=True, chunks=chunks, max_memory_increase=10.0
+    )
+    ours = CompileState(config=config, hardware=MACHINE)
+    run_level(DYNAMO, gm.graph, ours)
+    assert [plan.switch.is_switched for plan in ours.plans] == [True, True]
+    assert not any(map(is_all_to_all, gm.graph.nodes))
