@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,13 +13,12 @@ from benchmarks.charged_step import EmulatedDevice, compile_for
 from benchmarks.clocks import ChargedClock
 from benchmarks.emulated_link import EmulatedLink, LinkRate, make_emulated_group
 from benchmarks.post_board import PostBoard
-from benchmarks.predicted_layer import PredictedLayer, predict_layer
+from benchmarks.predicted_layer import PLANNED, PredictedLayer, predict_layer
 from benchmarks.prediction_settings import RATIO_NAMES, Setting, emulated_devices, ratio_of
 from benchmarks.stated_routing import state_routing
 from benchmarks.step import Forward, Stepper, relative_error
 from benchmarks.subjects import OneLayer
 from benchmarks.variants import MAX_ERROR
-from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
 
 
@@ -70,7 +69,7 @@ class _Rank:
         rates = {name: predicted.rated(device, ratio_of(name)) for name in RATIO_NAMES}
         held = []
         for num_chunks in setting.numbers_of_chunks:
-            config = MegaMoEConfig(chunks=num_chunks, equal_tokens=True, strict=True)
+            config = replace(PLANNED, chunks=num_chunks)
             run = EmulatedDevice(config=config, clock=self.clock, hardware=device)
             forward = compile_for(stepper.module, run)
             error = relative_error(stepper.values(forward), stepper.expected)

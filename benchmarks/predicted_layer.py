@@ -28,7 +28,10 @@ from passes.pipeline import Level, run_level
 
 FOUND: Final = Level((NormalizeExchanges(), DetectRegions()))
 """What comes before a plan."""
-PLANNED: Final = MegaMoEConfig(equal_tokens=True, strict=True)
+STEP_PEAK_BYTES: Final = 2**30
+"""Stated to passes and planner, as the torchtitan recipe does: the layer is one of a model's many.
+Of the layer alone `max_memory_increase` may allow too little to put off weight gradients."""
+PLANNED: Final = MegaMoEConfig(equal_tokens=True, strict=True, step_peak_bytes=STEP_PEAK_BYTES)
 """Everything left to the planner."""
 
 

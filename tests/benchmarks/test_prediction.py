@@ -16,7 +16,7 @@ from benchmarks.subjects import OneLayer
 MAPE = 0.03
 REGRET = 0.02
 AGAINST_ONE = 0.01
-SMALL = Case(name="small", num_ranks=2, tokens=256, experts=4, width=128, hidden=128)
+SMALL = Case(name="small", num_ranks=2, tokens=512, experts=4, width=192, hidden=192)
 FEW = (
     Setting(case=replace(SMALL, shared_expert=True)),
     Setting(case=replace(SMALL, name="busy"), routing="busy rank", imbalance=1.25),
