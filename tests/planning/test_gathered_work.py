@@ -1,6 +1,7 @@
 """What the planner prices where tokens are gathered is what the switched graph does."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torch
 from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
+from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter
 from moe_compile.planning.candidates import Candidate, list_candidates
 from moe_compile.planning.choose_plan import extra_bytes
 from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.plan_regions import experts_rule
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_tasks import price_us
@@ -35,13 +38,22 @@ def tokens():
 
 def both_works(style, group, room=1.0, top_k=2):
     """Return the work of either dispatch."""
+    work, _ = work_and_way(style, group, room, top_k)
+    return work, work.gathered
+
+
+@pytest.fixture(scope="module")
+def gatherable(fake_ranks):
+    return work_and_way(GroupedExperts, fake_ranks, 1.0, 2)
+
+
+def work_and_way(style, group, room, top_k):
     (gm,) = dynamo_graphs(program(style, group, top_k), tokens())
     ours = state()
     DetectRegions().run(gm.graph, ours)
     (plan,) = ours.plans
     way = GatheredWay(region=plan.region, found=find_token_rows(plan.region), room=room)
-    work = work_of_experts(plan.region, plan.proof, [], way)
-    return work, work.gathered
+    return work_of_experts(plan.region, plan.proof, [], way), way
 
 
 def crossing(graph, num_ranks):
@@ -111,6 +123,31 @@ def test_slices_divide_the_tokens_and_need_proof_of_rows_per_token(fake_ranks):
     assert [(c.num_chunks, c.chunk_by) for c in ways[1:]] == [(n, "tokens") for n in (2, 4, 8)]
     assert not ways[0].is_lossy(whole) and all(c.is_lossy(whole) for c in ways[1:])
     assert [c for c in list_candidates(whole, ("experts",)) if c in ways] == ways[:1]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_known", "expected"),
+    [
+        ({"dispatch": "all_to_all"}, True, set()),
+        ({"dispatch": "auto"}, True, {1}),
+        ({"dispatch": "auto"}, False, set()),
+        ({"dispatch": "all_gather"}, False, {1}),
+        ({"dispatch": "auto", "chunk_by": "tokens"}, True, {1, 2, 4, 8}),
+        ({"dispatch": "auto", "chunk_by": "tokens", "chunks": 4}, True, {4}),
+        ({"dispatch": "auto", "combine_wire": "fp8_forward"}, True, set()),
+        ({"dispatch": "auto", "combine_wire": "auto"}, True, {1}),
+    ],
+)
+def test_which_ways_to_gather_options_allow(gatherable, options, is_known, expected):
+    """A bound that is not known is nothing "auto" may take; who asks by name gets no other way."""
+    work, way = gatherable
+    if not is_known:
+        way = dataclasses.replace(way, found=dataclasses.replace(way.found, rows_per_token=None))
+    rule = experts_rule(MegaMoEConfig(equal_tokens=True, **options), work, way)
+    allowed = [c for c in list_candidates(work, ("experts", "tokens")) if rule(c)]
+    assert {c.num_chunks for c in allowed if c.dispatch == "all_gather"} == expected
+    exchanged = [c for c in allowed if c.dispatch == "all_to_all"]
+    assert bool(exchanged) is (options["dispatch"] != "all_gather")
 
 
 RATES = Rates(
