@@ -104,6 +104,20 @@ def test_no_exchange_of_the_old_form_is_left_and_needs_stand_before(fake_ranks, 
         assert all(needed < index for needed in work.needs)
 
 
+class Counts(GroupedExperts):
+    """Keeps what it was told of counts, as torchtitan's layer does."""
+
+    def exchange_counts(self, counts):
+        self.received = super().exchange_counts(counts)
+        return self.received
+
+
+def test_a_count_exchange_that_is_read_elsewhere_is_still_paid_for(fake_ranks):
+    whole, gathered = both_works(Counts, fake_ranks)
+    (kept,) = (w for w in gathered.work if w.exchange == "other")
+    assert kept.name in {w.name for w in whole.work}
+
+
 def test_experts_wait_for_the_rows_and_the_result_for_the_sums(fake_ranks):
     _, gathered = both_works(OntoTokens, fake_ranks)
     names = [w.name for w in gathered.work]
