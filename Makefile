@@ -10,6 +10,10 @@ CONFIG := torchtitan_integration/configs/deepseek_v3_debug_cpu.toml
 # torch the environment holds; other versions get an environment of their own (make test-torch)
 TORCH := 2.13.0
 
+# tests run in so many processes at once, each with its own share of the tests; 0: one after another
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 export OMP_NUM_THREADS := 1
 
 .PHONY: train test test-all test-torch lint format clean
@@ -18,10 +22,10 @@ train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not multigpu"
+	$(PYTEST) -m "not slow and not gpu and not multigpu"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not multigpu"
+	$(PYTEST) -m "not gpu and not multigpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

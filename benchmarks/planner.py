@@ -2,13 +2,16 @@
 
 Contract
     Every time is predicted. The best is found by trying every number of chunks, in the planner's
-    own simulator and in that of `megamoe simulate`, which has other formulas for each kernel.
+    own simulator and in that of `megamoe simulate`, which has other formulas for each kernel and
+    another order of tasks. Both have the exchange the graph has: between nodes a plain all-to-all,
+    each row over the network once per expert it goes to.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,19 +56,17 @@ class PlannedLayer:
         ways = list_candidates(self.work, ("experts",))
         return choose_plan(self.work, rates, ways, lambda way: lossy or not way.is_lossy(self.work))
 
-    def regret(self, chosen: Candidate, rates: Rates, *, lossy: bool = False) -> float:
-        """Return by which share `chosen` is slower than the best way there is."""
+    def best_us(self, rates: Rates, *, lossy: bool = False) -> float:
+        """Return the time of the best way there is, in any number of equal chunks."""
         wires = ("same", "fp8") if lossy else ("same",)
-        best = min(
-            price_us(self.work, way, rates)
-            for num in divisors(self.work.num_parts)
-            for way in (
-                Candidate(num_chunks=num, dispatch_wire=a, combine_wire=b)
-                for a in wires
-                for b in wires
-            )
+        return min(
+            price_us(self.work, Candidate(num_chunks=n, dispatch_wire=a, combine_wire=b), rates)
+            for n, a, b in itertools.product(divisors(self.work.num_parts), wires, wires)
         )
-        return price_us(self.work, chosen, rates) / best - 1.0
+
+    def regret(self, chosen: Candidate, rates: Rates) -> float:
+        """Return by which share `chosen` is slower than the best number of chunks."""
+        return price_us(self.work, chosen, rates) / self.best_us(rates) - 1.0
 
     def cluster_us(self, profile: str, num_chunks: int) -> float:
         """Return the time that `megamoe simulate` has for the layer in so many chunks."""
@@ -100,19 +101,23 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def layers() -> Iterator[PlannedLayer]:
+def cells() -> list[tuple[ModelShape, int]]:
     """Return every model on every number of ranks that its experts can be shared by evenly."""
+    pairs = itertools.product(SHAPES, RANKS)
+    return [(shape, ranks) for shape, ranks in pairs if shape.num_experts % ranks == 0]
+
+
+def layers(wanted: Sequence[tuple[ModelShape, int]] | None = None) -> Iterator[PlannedLayer]:
+    """Return the layers of models on numbers of ranks; of all `cells` unless told which."""
     groups = {num: fake_group(num) for num in RANKS}
-    for shape in SHAPES:
-        for num_ranks in RANKS:
-            if shape.num_experts % num_ranks == 0:
-                graph = capture_layer(shape, groups[num_ranks], TOKENS)
-                (region,), _ = find_moe_regions(graph)
-                proof = prove_rows_independent(region)
-                assert not isinstance(proof, Refused), proof
-                work = work_of_experts(region, proof)
-                assert work is not None
-                yield PlannedLayer(shape=shape, num_ranks=num_ranks, work=work)
+    for shape, num_ranks in cells() if wanted is None else wanted:
+        graph = capture_layer(shape, groups[num_ranks], TOKENS)
+        (region,), _ = find_moe_regions(graph)
+        proof = prove_rows_independent(region)
+        assert not isinstance(proof, Refused), proof
+        work = work_of_experts(region, proof)
+        assert work is not None
+        yield PlannedLayer(shape=shape, num_ranks=num_ranks, work=work)
 
 
 def wrong_rates(rates: Rates) -> Iterator[tuple[str, Rates]]:
@@ -124,28 +129,52 @@ def wrong_rates(rates: Rates) -> Iterator[tuple[str, Rates]]:
 
 def worst_regret(layer: PlannedLayer, rates: Rates, *, lossy: bool = False) -> tuple[float, str]:
     """Return the largest regret of what is chosen with one constant wrong, and which."""
-    found = []
+    best, found = layer.best_us(rates, lossy=lossy), []
     for name, wrong in wrong_rates(rates):
         chosen = layer.decide(wrong, lossy=lossy).chosen.candidate
-        found.append((layer.regret(chosen, rates, lossy=lossy), name))
+        found.append((price_us(layer.work, chosen, rates) / best - 1.0, name))
     return max(found)
 
 
-def _row(layer: PlannedLayer, profile: str) -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """One layer planned for one profile, and how far that is from the best; shares of a time."""
+
+    layer: PlannedLayer
+    profile: str
+    decision: Decision
+    own: float
+    """By the planner's own prices."""
+    simulate: float
+    """By those of `megamoe simulate`."""
+    wrong: tuple[float, str]
+    """By its own, decided with a constant wrong: the worst, and which constant."""
+    wires: tuple[float, str]
+    """The same with wires to choose as well."""
+
+    @property
+    def place(self) -> str:
+        """Return model, ranks and profile."""
+        return f"{self.layer.shape.name}, EP {self.layer.num_ranks}, {self.profile}"
+
+
+def judge(layer: PlannedLayer, profile: str) -> Judged:
+    """Plan `layer` for `profile` and hold it against all numbers of chunks."""
     rates = Rates.of(load_profile(profile), layer.num_ranks)
     decision = layer.decide(rates)
     chosen = decision.chosen.candidate
-    figures = (
-        layer.regret(chosen, rates),
-        layer.cluster_regret(profile, chosen.num_chunks),
-        worst_regret(layer, rates)[0],
-        worst_regret(layer, rates, lossy=True)[0],
+    return Judged(
+        layer=layer,
+        profile=profile,
+        decision=decision,
+        own=layer.regret(chosen, rates),
+        simulate=layer.cluster_regret(profile, chosen.num_chunks),
+        wrong=worst_regret(layer, rates),
+        wires=worst_regret(layer, rates, lossy=True),
     )
-    names = [layer.shape.name, str(layer.num_ranks), profile, str(chosen.num_chunks)]
-    return [*names, f"{decision.gain:.1%}", *(f"{figure:.1%}" for figure in figures)]
 
 
-def main() -> int:
+def print_cells(judged: Sequence[Judged], console: Console) -> None:
     """Print one row per model, ranks and profile."""
     table = Table(title="Predicted: the planner's choice, and its regret")
     for heading in (
@@ -153,10 +182,44 @@ def main() -> int:
         "N, 20 % wrong", "wires, 20 % wrong",
     ):  # fmt: skip
         table.add_column(heading)
+    for cell in judged:
+        decision, shares = cell.decision, (cell.own, cell.simulate, cell.wrong[0], cell.wires[0])
+        table.add_row(
+            cell.layer.shape.name,
+            str(cell.layer.num_ranks),
+            cell.profile,
+            str(decision.chosen.candidate.num_chunks),
+            *(f"{share:.1%}" for share in (decision.gain, *shares)),
+        )
+    console.print(table)
+
+
+def print_worst(judged: Sequence[Judged], console: Console) -> None:
+    """Print the largest regret of each kind, and where."""
+    table = Table(title=f"Worst of {len(judged)}")
+    for heading in ("regret", "worst", "mean", "where", "constant"):
+        table.add_column(heading)
+    kinds = {
+        "own prices": [(c.own, "", c) for c in judged],
+        "prices of simulate": [(c.simulate, "", c) for c in judged],
+        "N, a constant 20 % wrong": [(*c.wrong, c) for c in judged],
+        "wires too, a constant 20 % wrong": [(*c.wires, c) for c in judged],
+    }
+    for kind, found in kinds.items():
+        regret, constant, cell = max(found, key=lambda f: f[0])
+        mean = sum(f[0] for f in found) / len(found)
+        table.add_row(kind, f"{regret:.2%}", f"{mean:.2%}", cell.place, constant)
+    console.print(table)
+
+
+def main() -> int:
+    """Judge every layer for every profile; print each, and the worst."""
+    judged: list[Judged] = []
     for layer in layers():
-        for profile in PROFILES:
-            table.add_row(*_row(layer, profile))
-    Console(width=130).print(table)
+        judged += [judge(layer, profile) for profile in PROFILES]
+    console = Console(width=130)
+    print_cells(judged, console)
+    print_worst(judged, console)
     return 0
 
 

@@ -5,7 +5,8 @@ Contract
     same code, same cache keys. Only `gradient_wire` concerns such graphs too.
     torch's configuration is changed only inside our own compilations, with one exception made
     at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
-    the graph at the split sizes before any backend sees it.
+    the graph at the split sizes before any backend sees it. Also at import, grouped products are
+    made known to torch's flop counter.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.graph.async_tp import probe_means
 from moe_compile.hardware import load_profile
+from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
 from moe_compile.planning.state import CompileState
 from moe_compile.report.compilations import Compilation, describe
@@ -41,6 +43,7 @@ from passes.pipeline import DYNAMO, check_names, run_level
 LOG: Final = logging.getLogger(__name__)
 
 torch._dynamo.config.capture_scalar_outputs = True
+count_grouped_products()
 
 
 def megamoe(

@@ -37,6 +37,10 @@ class Work:
     """Launched where the work is done once."""
     backward: float = MEMORY_BACKWARD
     """Backward over forward, weight gradients excluded; 0 where no gradient passes."""
+    backward_nbytes: float | None = None
+    """Read and written backward, weight gradients excluded; None for `nbytes` x `backward`."""
+    backward_kernels: int | None = None
+    """Launched backward, weight gradients excluded; None for as many as forward."""
     is_chunked: bool = False
     """Whether each chunk does its part."""
     expert: int | None = None

@@ -66,6 +66,8 @@ class AttentionReport:
     num_chunks: int
     verdict: str
     """`chunked`, or why not."""
+    decision: dict[str, object] = field(default_factory=dict)
+    """What the planner chose, the runner-up, margin, why; {} where it had no say."""
     remarks: tuple[str, ...] = ()
     is_handed_over: bool = False
     """Whether Inductor's async TP has its collectives."""
@@ -133,6 +135,7 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
         num_kv_heads=found.num_kv_heads,
         num_chunks=found.num_chunks,
         verdict=found.reason.value + detail if found.reason else "chunked",
+        decision=decision_figures(found.decision),
         remarks=(
             *decision_remarks(found.decision),
             *found.projections_cut,

@@ -4,6 +4,7 @@ Contract
     `run` calls one function on every rank and returns their results in rank order; a failure on
     any rank raises here with that rank's traceback; a rank that hangs is ended after the timeout.
     Leaving the context ends every process it started, and no other.
+    Pools of several programs may start at once: the system chooses a pool's port while it is bound.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import datetime
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +22,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
+
+
+def meeting_point() -> dist.TCPStore:
+    """Return the store where ranks on this machine meet; it serves as long as it is referred to.
+
+    A port that is looked for first and bound later may be another program's by then.
+    """
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
 class RankFailure(AssertionError):
@@ -38,14 +47,15 @@ class RankPool:
         self.timeout_s = timeout_s
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._store: dist.TCPStore | None = None
 
     def __enter__(self) -> RankPool:
         """Start the ranks and wait until they have joined."""
         context = mp.get_context("spawn")
-        port = _free_port()
+        self._store = meeting_point()
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            arguments = (rank, self.num_ranks, port, there, self.timeout_s)
+            arguments = (rank, self.num_ranks, self._store.port, there, self.timeout_s)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -68,6 +78,7 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._store = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(rank, *args)` on every rank; it and its results must pickle."""
@@ -108,13 +119,9 @@ def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
 def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, timeout_s: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     pipe.send((True, None))
     while True:
         try:
@@ -127,10 +134,3 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, timeout_s: fl
             pipe.send((False, traceback.format_exc()))
     if dist.is_initialized():  # a function may have ended it
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,5 +1,12 @@
 """Our passes on Inductor's hooks take a graph as Inductor leaves it there."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,3 +29,47 @@ def test_a_joint_graph_that_is_not_sorted_yet_is_no_obstacle():
     gm.recompile()
     x = torch.randn(3)
     assert torch.equal(gm(x), (x + 1).sin().cos())
+
+
+def uuid(hardware="cpu", **options):
+    state = CompileState(config=MegaMoEConfig(**options), hardware=load_profile(hardware))
+    return LevelPass(JOINT, state, None).uuid()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chunks": 3}, {"max_memory_increase": 0.2}, {"schedule": False}, {"hardware": "h100"}],
+    ids=str,
+)
+def test_an_option_and_the_profile_identify_the_passes(changes):
+    assert uuid() == uuid()
+    assert uuid(**changes) != uuid()
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+from moe_compile.codegen import LevelPass
+from moe_compile.config import MegaMoEConfig
+from moe_compile.hardware import load_profile
+from moe_compile.planning.state import CompileState
+from passes.pipeline import JOINT
+state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
+print("UUID", LevelPass(JOINT, state, None).uuid())
+"""
+
+
+def test_so_does_each_source_file_wherever_it_lies(tmp_path):
+    def said():
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        (line,) = [text for text in done.stdout.splitlines() if text.startswith("UUID ")]
+        return line.removeprefix("UUID ")
+
+    for folder in ("moe_compile", "passes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    assert said() == uuid()
+    changed = tmp_path / "moe_compile/hardware/profiles/h100.toml"
+    changed.write_text(changed.read_text() + "\n# changed\n")
+    assert said() != uuid()

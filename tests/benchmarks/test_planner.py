@@ -2,39 +2,58 @@
 
 import pytest
 
-from benchmarks.planner import PROFILES, layers, worst_regret
+from benchmarks.planner import PROFILES, cells, judge, layers, worst_regret
 from moe_compile.hardware import load_profile
 from moe_compile.planning.rates import Rates
 
 NEAR = 0.02
-WRONG_NEAR = 0.021
-"""With a constant wrong; 2 % was wanted, and Qwen3-30B on h800 misses it: 2.06 %."""
+"""Of the best number of chunks: what was asked for, by either simulator, all constants right or
+one of them wrong by a fifth."""
 WIRES_NEAR = 0.05
-SIMULATE_NEAR = 0.04
-"""By the formulas of `megamoe simulate`, where a token crosses the network once per node."""
+"""The same with wires to choose as well."""
+CLOSEST = {("phi-3.5-moe", 8): "h200", ("qwen3-30b", 8): "h800", ("deepseek-v3", 64): "h800"}
+"""Where two numbers of chunks are nearest: the bar was missed there once."""
+
+
+@pytest.fixture(scope="module")
+def closest():
+    wanted = [cell for cell in cells() if (cell[0].name, cell[1]) in CLOSEST]
+    found = list(layers(wanted))
+    assert len(found) == len(CLOSEST)
+    return found
 
 
 @pytest.fixture(scope="module")
 def planned():
     found = list(layers())
     assert len({layer.shape.name for layer in found}) == 9
+    assert {layer.num_ranks for layer in found} == {8, 64}
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_choice_is_near_the_best_of_all_numbers_of_chunks(planned, profile):
-    for layer in planned:
+def test_the_choice_is_near_the_best_where_two_are_close(closest):
+    for layer in closest:
+        for profile in PROFILES:
+            rates = Rates.of(load_profile(profile), layer.num_ranks)
+            chosen = layer.decide(rates).chosen.candidate
+            assert layer.regret(chosen, rates) <= NEAR, (layer.shape.name, profile)
+            regret = layer.cluster_regret(profile, chosen.num_chunks)
+            assert regret <= NEAR, (layer.shape.name, profile)
+
+
+def test_it_is_near_there_with_any_constant_wrong_by_a_fifth(closest):
+    for layer in closest:
+        profile = CLOSEST[layer.shape.name, layer.num_ranks]
         rates = Rates.of(load_profile(profile), layer.num_ranks)
-        chosen = layer.decide(rates).chosen.candidate
-        assert layer.regret(chosen, rates) <= NEAR, layer.shape.name
-        assert layer.cluster_regret(profile, chosen.num_chunks) <= SIMULATE_NEAR, layer.shape.name
+        assert worst_regret(layer, rates)[0] <= NEAR, (layer.shape.name, profile)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
-def test_it_is_near_with_any_constant_wrong_by_a_fifth(planned, profile):
+def test_all_models_are_near_with_constants_right_and_wrong(planned, profile):
     for layer in planned:
-        rates = Rates.of(load_profile(profile), layer.num_ranks)
-        assert worst_regret(layer, rates)[0] <= WRONG_NEAR, layer.shape.name
-        assert worst_regret(layer, rates, lossy=True)[0] <= WIRES_NEAR, layer.shape.name
+        judged = judge(layer, profile)
+        assert judged.own <= NEAR, judged.place
+        assert judged.simulate <= NEAR, judged.place
+        assert judged.wrong[0] <= NEAR, (judged.place, judged.wrong)
+        assert judged.wires[0] <= WIRES_NEAR, (judged.place, judged.wires)

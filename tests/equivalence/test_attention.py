@@ -85,7 +85,8 @@ def examples(count):
 @given(data=st.data())
 @examples(1)
 def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):
-    check(two_ranks, data.draw(cases(2)), style)
+    """Of several positions: hypothesis begins with the least case, which has one of all."""
+    check(two_ranks, data.draw(cases(2).filter(lambda case: case.positions > 1)), style)
 
 
 @pytest.mark.slow

@@ -58,9 +58,10 @@ def check(results):
 
 @pytest.mark.parametrize("style", (*STYLES, InOrder), ids=lambda s: s.__name__)
 @given(data=st.data(), padding=PADDING)
-@examples(2)
+@examples(1)
 def test_two_rows_a_token_change_no_bit_on_two_ranks(two_ranks, style, data, padding):
-    case = data.draw(gathered_cases(2, dtypes(style)))
+    """Two for certain: hypothesis begins with the least case, which has one of all."""
+    case = data.draw(gathered_cases(2, dtypes(style)).filter(lambda case: case.top_k == 2))
     check(two_ranks.run(differing, case, style, options(padding)))
 
 

@@ -5,9 +5,10 @@ A job is the debug TOML with flags. Every rank tells what torchtitan printed and
 
 import importlib
 import re
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from moe_compile.testing.rank_pool import meeting_point
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
@@ -56,10 +57,8 @@ def train(pool, ranks, folder, *changes):
     settings = {**SMALL, "job.dump_folder": str(folder)}
     for change in changes:
         settings.update(change)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return pool.run(_train, ranks, port, flags_of(settings))[:ranks]
+    store = meeting_point()
+    return pool.run(_train, ranks, store.port, flags_of(settings))[:ranks]
 
 
 def flags_of(settings):

@@ -32,7 +32,7 @@ def train(rank, ranks, port, flags):
         return None
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank),
-        LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     torch._dynamo.reset()
     _clear_sharding_prop_cache()  # meshes that compare equal would come back with ended groups

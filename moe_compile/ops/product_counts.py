@@ -1,0 +1,49 @@
+"""Grouped matrix products count as compute for torch's flop counter, and for what asks it.
+
+Contract
+    `FlopCounterMode` counts forward and backward of grouped products; Inductor's own estimates,
+    which look into the counter's registry, take them for compute.
+    A formula that torch or the program has registered is left as it is.
+    Of rows in no group (those after the last offset) the shapes say nothing: they are counted.
+
+Torch 2.13 has formulas for mm, bmm and scaled_mm, and none for grouped products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+GROUPED: Final = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+"""Operators of `torch.ops.aten`; a torch may have fewer."""
+BY_GROUP: Final = 3
+"""Dimensions of an operand that has a matrix for each group; of two, offsets part its rows."""
+
+
+def grouped_product_flops(
+    left: Sequence[int], right: Sequence[int], *_: object, **_options: object
+) -> int:
+    """Return operations of a grouped product, two per multiply-add, from its operands' shapes.
+
+    `[R, K] x [G, K, N]` rows by their group's matrix; `[G, M, K] x [K, R]` columns likewise;
+    `[M, R] x [R, N] -> [G, M, N]` a weight gradient, R parted into groups; `[G, M, K] x [G, K, N]`.
+    Groups part one dimension: each row is computed once, so that their number does not count,
+    but where both operands have it.
+    """
+    columns = right[-1]
+    is_parted_by_columns = len(left) == BY_GROUP and len(right) < BY_GROUP
+    rows = left[-2] if is_parted_by_columns else math.prod(left[:-1])
+    return 2 * rows * left[-1] * columns
+
+
+def count_grouped_products() -> None:
+    """Register grouped products where nobody has."""
+    for name in GROUPED:
+        packet: Any = getattr(torch.ops.aten, name, None)
+        if packet is not None and packet not in flop_registry:
+            register: Callable[[Any], Any] = register_flop_formula(packet)
+            register(grouped_product_flops)
