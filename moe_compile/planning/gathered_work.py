@@ -123,7 +123,8 @@ class _Rewriter:
             name="pick rows",
             needs=(*self.now[found.gather.name], *self.placed),
             nbytes=2.0 * s.picked_bytes,
-            backward=s.pick_backward,
+            backward_nbytes=s.unpicked_bytes,
+            backward_kernels=2,
             is_chunked=True,
         )
         return self._changed(self._add(pick), found.before)
@@ -140,11 +141,13 @@ class _Rewriter:
 
     def _add_scaled(self, work: Work, needs: Iterable[int]) -> int:
         """Add work on rows, of as many as there is room for."""
+        room, back = self.sizes.room, work.backward_nbytes
         scaled = replace(
             work,
             needs=tuple(dict.fromkeys(needs)),
-            operations=work.operations * self.sizes.room,
-            nbytes=work.nbytes * self.sizes.room,
+            operations=work.operations * room,
+            nbytes=work.nbytes * room,
+            backward_nbytes=None if back is None else back * room,
             is_chunked=True,
         )
         return self._add(scaled)
