@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -42,6 +43,16 @@ class PredictedLayer:
     plan: RegionPlan
     work: RegionWork
 
+    def rated(self, hardware: HardwareProfile, ratio: float) -> HardwareProfile:
+        """Return `hardware` with a link on which the bytes of a step take compute / `ratio`.
+
+        Compute is that of one chunk, predicted; routing is even.
+        """
+        infinite = replace(hardware, link_gb_per_s=math.inf, link_latency_us=0.0)
+        even = replace(self, work=replace(self.work, imbalance=1.0))
+        sent = sum(w.link_bytes * (1.0 + w.backward) for w in self.work.work)
+        return replace(hardware, link_gb_per_s=sent / 1e3 * ratio / even.us(1, infinite))
+
     def us(self, num_chunks: int, hardware: HardwareProfile) -> float:
         """Return the predicted time of a step in so many chunks of experts."""
         rates = Rates.of(hardware, self.work.num_ranks)
@@ -54,15 +65,20 @@ class PredictedLayer:
         return decision
 
 
-def predict_layer(module: torch.nn.Module, tokens: torch.Tensor) -> PredictedLayer:
-    """Capture `module` and read it as the planner does; it must have one region."""
+def predict_layer(
+    module: torch.nn.Module, tokens: torch.Tensor, imbalance: float = 1.0
+) -> PredictedLayer:
+    """Capture `module` and read it as the planner does; it must have one region.
+
+    Prices, not the decision, count with the `imbalance` stated: the planner knows of none.
+    """
     state = CompileState(config=PLANNED, hardware=load_profile(PLANNED.hardware))
     run_level(FOUND, _capture(module, tokens).graph, state)
     (plan,) = state.plans
     assert not isinstance(plan.proof, Refused), plan.proof
     work = work_of_experts(plan.region, plan.proof)
     assert work is not None
-    return PredictedLayer(plan=plan, work=work)
+    return PredictedLayer(plan=plan, work=replace(work, imbalance=imbalance))
 
 
 def _capture(module: torch.nn.Module, tokens: torch.Tensor) -> fx.GraphModule:

@@ -81,7 +81,7 @@ class BackwardWork:
             return Moved(3.0 * source + self._largest(node), 2)
         if name in SCATTERS:
             rows = max(map(self._bytes, filter(has_gradient, node.all_input_nodes)), default=0.0)
-            return Moved(2.0 * rows, 1)
+            return Moved(min(self._bytes(node), rows) + rows, 1)
         return None
 
     def sum_of(self, node: fx.Node) -> Moved:

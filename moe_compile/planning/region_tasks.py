@@ -139,18 +139,21 @@ class _Phase:
         share = 1.0
         if chunk != WHOLE and not self._is_owned(work):
             share /= self.candidate.num_chunks
+        rows = share * (self.region.imbalance if work.is_chunked else 1.0)
         if work.exchange:
             if work.exchange == self._first_exchange and chunk != WHOLE and self._sorts_rows:
                 whole = (self.of_work.get(i, {}) for i in self.around[index])
                 needs.append(self._sort([tasks[WHOLE] for tasks in whole if WHOLE in tasks]))
-            return self._add_exchange(work, needs, share)
+            return self._add_exchange(work, needs, rows)
         by_tokens = self.candidate.chunk_by == "tokens" and chunk != WHOLE
         weights = work.weight_bytes * (
             1.0 if by_tokens or self._is_owned(work) or not work.slices_weights else share
         )
-        us = self._compute_us(work, share, weights)
+        us = self._compute_us(work, rows, weights)
         if self.is_backward and work.weight_bytes:
-            self._add_weight_gradient(index, needs, share, weights, by_tokens=by_tokens)
+            made = self._add_weight_gradient(work, needs, rows, weights, by_tokens=by_tokens)
+            if share < 1.0 and work.slices_weights and not by_tokens:
+                self.gradients.setdefault(index, []).append(made)
         return self.made.add(work.name, us, needs)
 
     @property
@@ -167,15 +170,12 @@ class _Phase:
         return self.rates.compute_us(operations * share, nbytes * share + weights, num_kernels)
 
     def _add_weight_gradient(
-        self, index: int, needs: list[int], share: float, weights: float, *, by_tokens: bool
-    ) -> None:
-        work = self.region.work[index]
+        self, work: Work, needs: list[int], share: float, weights: float, *, by_tokens: bool
+    ) -> int:
         if by_tokens:
             weights *= 1.0 + GRADIENT_SUM
         us = self.rates.compute_us(work.operations * share, work.nbytes * share + weights, 1)
-        made = self.made.add(f"{work.name} dW", us, needs)
-        if share < 1.0 and work.slices_weights and not by_tokens:
-            self.gradients.setdefault(index, []).append(made)
+        return self.made.add(f"{work.name} dW", us, needs)
 
     def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
         wires = {"dispatch": self.candidate.dispatch_wire, "combine": self.candidate.combine_wire}

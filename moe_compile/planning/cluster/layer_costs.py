@@ -159,6 +159,25 @@ class LayerCosts(LayerSizes):
         """Of the down projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
 
+    # what a rewrite into chunks adds
+
+    def cut_us(self, num_finding: int = 0) -> float:
+        """Rows put in the order of chunks, and so many small kernels that find it."""
+        return self._kernels.memory_us(self._moved_rows_bytes, 1 + num_finding)
+
+    def glue_us(self) -> float:
+        """Rows of all chunks joined, then put back in their order."""
+        return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
+
+    def gradient_glue_us(self) -> float:
+        """Gradients of the chunks' slices of gate, up and down projection: read once, written."""
+        weights = 3 * self.local_experts * self.model.width * self.expert_slice
+        return self._kernels.memory_us(2 * weights * BF16, 3)
+
+    @property
+    def _moved_rows_bytes(self) -> float:
+        return 2 * self.routed_rows * self.model.width * BF16 * self.imbalance
+
     # shapes into kernels
 
     def _grouped_us(self, part: float, columns: float, reduction: float) -> float:
