@@ -169,6 +169,13 @@ class LayerCosts(LayerSizes):
         """Rows of all chunks joined, then put back in their order."""
         return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
 
+    def wide_sums_us(self, part: float = 1.0) -> float:
+        """Sums for the tokens of all other ranks too: zeros, which rows are then added to."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        others = self.method.expert_ranks - 1
+        return self._kernels.memory_us(3 * others * self.rows_bytes * part, 2)
+
     def gradient_glue_us(self) -> float:
         """Gradients of the chunks' slices of gate, up and down projection: read once, written."""
         weights = 3 * self.local_experts * self.model.width * self.expert_slice

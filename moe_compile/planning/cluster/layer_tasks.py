@@ -88,7 +88,7 @@ class LayerTasks:
         first = sort + costs.first_experts_us(part)
         arrived = self._pair(f"experts 1{mark}", first, costs.dispatch_us(part), True, [router])
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
-        second = costs.second_experts_us(part) + sort
+        second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
         return self._pair(f"experts 2{mark}", second, costs.combine_us(part), False, [activation])
 
     def _backward_chunk(
@@ -104,7 +104,7 @@ class LayerTasks:
         activation = self._add(f"activation'{mark}", us, needs)
         if not self._merges_gradients:
             self._add_gradients(part, mark, [activation], leaves)
-        first = costs.first_experts_us(part) + sort
+        first = costs.first_experts_us(part) + sort + costs.wide_sums_us(part)
         dispatch = costs.dispatch_us(part)
         return activation, self._pair(f"experts 1'{mark}", first, dispatch, False, [activation])
 
