@@ -25,9 +25,9 @@ from moe_compile.graph.query import called_name, tensor_of, waits_on
 from moe_compile.planning.gathered_sizes import PLACE_BYTES, GatheredSizes, GatheredWay
 from moe_compile.planning.region_work import RegionWork, Work
 
-PLACE_KERNELS: Final = 8
-"""Launched to tell which rows are this rank's: messages joined and widened, sums of counts, a
-scan, a search, what follows it fused, two gathers by row."""
+PLACE_KERNELS: Final = 23
+"""Small operators that exchange the routing and find which rows are this rank's, and of which
+tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py)."""
 
 
 def gathered_work(whole: RegionWork, way: GatheredWay) -> RegionWork | None:

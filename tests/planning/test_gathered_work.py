@@ -10,14 +10,18 @@ from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter
+from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter, tensor_of
+from moe_compile.hardware import load_profile
 from moe_compile.planning.candidates import Candidate, list_candidates
 from moe_compile.planning.choose_plan import extra_bytes
+from moe_compile.planning.cost_model import estimate_costs
 from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.gathered_work import PLACE_KERNELS
 from moe_compile.planning.plan_regions import experts_rule
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_tasks import price_us
+from moe_compile.planning.sizes import NominalSizes
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
@@ -79,6 +83,27 @@ def test_what_leaves_a_rank_is_to_the_byte_what_the_switched_graph_sends(fake_ra
     forward = collections.Counter(w.link_bytes for w in gathered.work if w.link_bytes)
     backward = collections.Counter(w.link_bytes for w in gathered.work if w.backward and w.exchange)
     assert [forward, backward] == [crossing(graph, 2) for graph in graphs]
+
+
+def small_kernels(group, **options):
+    """Return the operators on integers that a compiler has a kernel for, of the forward graph."""
+    (gm,) = dynamo_graphs(program(GroupedExperts, group), tokens())
+    compile_state, _ = rewrite(gm, state(chunks=1, equal_tokens=True, **options).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    graph = trace_both(gm, inputs, compile_state)[0].graph
+    machine = dataclasses.replace(load_profile("cpu"), op_overhead_us=1e6)
+    sizes = NominalSizes({})
+    sizes.learn(graph)
+    costs = estimate_costs(graph, sizes, machine)
+    launched = [n for n in graph.nodes if costs[n].compute_us >= 1e6 and not is_launch(n)]
+    values = [t for n in launched if (t := tensor_of(n)) is not None]
+    return sum(not t.is_floating_point() for t in values)
+
+
+def test_small_kernels_are_counted_as_the_switched_graph_has_them(fake_ranks):
+    """Two sums of counts, for split sizes, are priced as work that stays."""
+    exchanged = small_kernels(fake_ranks)
+    assert small_kernels(fake_ranks, dispatch="all_gather") == exchanged - 2 + PLACE_KERNELS
 
 
 def test_experts_compute_the_rows_there_is_room_for(fake_ranks):

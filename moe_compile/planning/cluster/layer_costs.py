@@ -14,6 +14,8 @@ from typing import Final
 from moe_compile.planning.cluster.kernels import Kernels
 from moe_compile.planning.cluster.layer_sizes import BF16, LayerSizes
 from moe_compile.planning.cluster.method import Attention
+from moe_compile.planning.gathered_sizes import PLACE_BYTES
+from moe_compile.planning.gathered_work import PLACE_KERNELS
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
@@ -168,6 +170,12 @@ class LayerCosts(LayerSizes):
     def glue_us(self) -> float:
         """Rows of all chunks joined, then put back in their order."""
         return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
+
+    def place_us(self) -> float:
+        """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        return self._kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)
 
     def wide_sums_us(self, part: float = 1.0) -> float:
         """Sums for the tokens of all other ranks too: zeros, which rows are then added to."""

@@ -85,7 +85,7 @@ class LayerTasks:
     def _chunk(self, number: int, router: int) -> int:
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
-        first = sort + costs.first_experts_us(part)
+        first = sort + costs.first_experts_us(part) + costs.place_us()
         arrived = self._pair(f"experts 1{mark}", first, costs.dispatch_us(part), True, [router])
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
         second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
