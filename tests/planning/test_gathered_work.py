@@ -15,7 +15,7 @@ from moe_compile.hardware import load_profile
 from moe_compile.planning.candidates import Candidate, list_candidates
 from moe_compile.planning.choose_plan import extra_bytes
 from moe_compile.planning.cost_model import estimate_costs
-from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.gathered_sizes import GatheredSizes, GatheredWay
 from moe_compile.planning.gathered_work import PLACE_KERNELS
 from moe_compile.planning.plan_regions import experts_rule
 from moe_compile.planning.rates import Rates
@@ -206,6 +206,18 @@ def test_the_price_is_that_of_gathers_at_their_own_rate(fake_ranks):
     assert price_us(whole, GATHERED, RATES) == pytest.approx(sent, rel=0.01)
     assert price_us(whole, GATHERED, fast) == pytest.approx(sent / 2, rel=0.01)
     assert price_us(whole, Candidate(), fast) == price_us(whole, Candidate(), RATES)
+
+
+def test_bytes_moved_in_memory_are_told_by_hand(gatherable):
+    """64 rows of this rank, 64 tokens of both ranks, 32 bytes each; every sum is in bfloat16."""
+    work, way = gatherable
+    sizes, row, found = GatheredSizes.of(way), WIDTH * 2, {w.name: w for w in work.gathered.work}
+    assert sizes.room_rows == 64
+    pick, sums = found["pick rows"], found["sums per token"]
+    assert pick.nbytes == 64 * row + 64 * row  # read, written
+    assert pick.backward_nbytes == 64 * row + 3 * 64 * row  # read; zeros, read and written again
+    assert sums.nbytes == 64 * row + 3 * 64 * row
+    assert sums.nbytes * sums.backward == pytest.approx(2 * 64 * row)  # gathered
 
 
 def test_memory_counts_the_tokens_of_all_ranks_and_the_padding(fake_ranks):
