@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from benchmarks.charged_step import EmulatedDevice, compile_for
 from benchmarks.clocks import ChargedClock
-from benchmarks.emulated_link import EmulatedLink, LinkRate
+from benchmarks.emulated_link import EmulatedLink, LinkRate, make_emulated_group
+from benchmarks.post_board import PostBoard
 from benchmarks.predicted_layer import PredictedLayer, predict_layer
 from benchmarks.prediction_settings import RATIO_NAMES, Setting, emulated_devices, ratio_of
 from benchmarks.stated_routing import state_routing
@@ -48,7 +51,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class _Rank:
     """What all settings of one process share."""
 
     rank: int
@@ -56,7 +59,7 @@ class Rank:
     clock: ChargedClock
 
     def hold(self, setting: Setting) -> list[Held]:
-        """Return every number of chunks at every ratio."""
+        """Return, ratio by ratio, every number of chunks."""
         case = setting.case
         subject = OneLayer(case, self.link).of(None)
         if setting.weights is not None:
@@ -94,7 +97,7 @@ class Rank:
                         relative_error=error,
                     )
                 )
-        return held
+        return sorted(held, key=lambda h: (RATIO_NAMES.index(h.ratio), h.num_chunks))
 
     def _measure(self, stepper: Stepper, forward: Forward, hardware: HardwareProfile) -> float:
         rate = LinkRate(
@@ -112,7 +115,10 @@ def _chosen(predicted: PredictedLayer, hardware: HardwareProfile) -> int:
     return predicted.decide(hardware).chosen.candidate.num_chunks
 
 
-def prepare_rank() -> None:
-    """Set what every setting of a process needs."""
+def hold_all(rank: int, settings: Sequence[Setting], board: Path) -> list[list[Held]]:
+    """Return, on every rank, what came of each of the settings; all have as many ranks."""
     torch.set_num_threads(1)
     torch._dynamo.config.capture_scalar_outputs = True
+    clock = ChargedClock()
+    link = make_emulated_group(PostBoard(board, rank, settings[0].case.num_ranks), clock)
+    return [_Rank(rank, link, clock).hold(setting) for setting in settings]

@@ -25,25 +25,15 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clocks import ChargedClock
 from benchmarks.command import recorded_command
-from benchmarks.emulated_link import make_emulated_group
-from benchmarks.held_setting import Held, Rank, prepare_rank
+from benchmarks.held_setting import Held, hold_all
 from benchmarks.machine import describe_machine
-from benchmarks.post_board import PostBoard, create_board
+from benchmarks.post_board import create_board
 from benchmarks.prediction_settings import SETTINGS, Setting
 from moe_compile.testing.rank_pool import RankPool
 
 TIMEOUT_S: Final = 1800.0
 WIDTH: Final = 120
-
-
-def hold_all(rank: int, settings: Sequence[Setting], board: Path) -> list[list[Held]]:
-    """Return, on every rank, what came of each of the settings; all have as many ranks."""
-    prepare_rank()
-    clock = ChargedClock()
-    link = make_emulated_group(PostBoard(board, rank, settings[0].case.num_ranks), clock)
-    return [Rank(rank, link, clock).hold(setting) for setting in settings]
 
 
 def run_settings(settings: Sequence[Setting]) -> Iterator[list[Held]]:
@@ -89,21 +79,23 @@ def _setting(held: Held) -> tuple[str, str]:
 def main() -> int:
     """Run all settings, print them, write the JSON asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__)
-    parser.add_argument("--setting", nargs="+", help="only those with these names")
+    parser.add_argument(
+        "--setting", nargs="+", help="only those with these names; --json keeps the others"
+    )
     parser.add_argument("--json", type=Path, help="write the results here as well")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     known = [s for s in SETTINGS if not arguments.setting or s.case.name in arguments.setting]
     began = time.monotonic()
-    held: list[Held] = []
-    for found in run_settings(known):
-        held += sorted(found, key=lambda h: (h.ratio != "2:1", h.ratio, h.num_chunks))
+    held = [h for found in run_settings(known) for h in found]
+    if arguments.setting and arguments.json and arguments.json.exists():
+        held = _with_others(held, json.loads(arguments.json.read_text())["rows"])
     report = {
         "command": recorded_command("benchmarks.prediction", sys.argv[1:]),
         "machine": describe_machine(),
         "seconds": round(time.monotonic() - began, 1),
         "summary": summary(held),
-        "settings": [asdict(s) for s in known],
+        "settings": [asdict(s) for s in SETTINGS if s.case.name in {h.name for h in held}],
         "rows": [{**asdict(h), "error": h.error} for h in held],
     }
     _print(held, report["summary"])
@@ -111,6 +103,15 @@ def main() -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def _with_others(held: Sequence[Held], rows: Sequence[dict[str, Any]]) -> list[Held]:
+    """Return `held` and, of the rows of a file, those of other settings."""
+    new = {h.name for h in held}
+    rows = [{k: v for k, v in row.items() if k != "error"} for row in rows]
+    kept = [Held(**row) for row in rows if row["name"] not in new]
+    place = [s.case.name for s in SETTINGS].index
+    return sorted([*kept, *held], key=lambda h: place(h.name))
 
 
 def _print(held: Sequence[Held], summed: dict[str, Any]) -> None:

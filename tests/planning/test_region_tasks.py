@@ -82,3 +82,16 @@ def test_chunks_follow_one_another_where_that_is_faster():
     ]
     assert run_tasks(tasks, 0.0).total_us == 90.0
     assert run_tasks(tasks, 0.0, Priority.NEXT_COLLECTIVE).total_us == 80.0
+
+
+def test_a_price_is_that_of_the_faster_order():
+    """Products of 10, then 30 on the link, per chunk: 20 + 2 x 30 forward, and mirrored."""
+    chunk = {"is_chunked": True, "backward": 1.0}
+    work = (
+        Work(name="dispatch", exchange="dispatch", **chunk),
+        Work(name="up", needs=(0,), operations=20e6, **chunk),
+        Work(name="down", needs=(1,), operations=20e6, **chunk),
+        Work(name="combine", needs=(2,), link_bytes=60e3, exchange="combine", **chunk),
+    )
+    region = RegionWork(work=work, num_ranks=2, num_parts=2, row_bytes=0.0)
+    assert price_us(region, TWO, UNIT) == pytest.approx(80 + 80)
