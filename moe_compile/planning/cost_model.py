@@ -84,11 +84,6 @@ def estimate_costs(
     return {node: estimator.cost(node) for node in graph.nodes}
 
 
-def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
-    """Return the estimated cost of one node."""
-    return _Estimator(sizes, hardware).cost(node)
-
-
 def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
     """Return the time on the compute stream that follows from each bound; launches are calls."""
     us = dict.fromkeys((Bound.COMPUTE, Bound.MEMORY, Bound.LAUNCH), 0.0)
@@ -97,6 +92,11 @@ def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
         if bound in us:
             us[bound] += cost.compute_us
     return us
+
+
+def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
+    """Return the estimated cost of one node."""
+    return _Estimator(sizes, hardware).cost(node)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -197,11 +197,6 @@ class _Estimator:
         return forward * BACKWARD_OVER_FORWARD if is_backward else forward
 
 
-def _op(node: fx.Node) -> str:
-    """Return the name of the operator without its namespace and overload."""
-    return overload_name(node).rpartition("::")[2]
-
-
 def attended_share(attention: fx.Node) -> float:
     """Return the share of all pairs of query and key that attention looks at.
 
@@ -212,6 +207,11 @@ def attended_share(attention: fx.Node) -> float:
         names = [a.name for a in attention.target._schema.arguments]
         position = names.index("is_causal") if "is_causal" in names else len(names)
     return CAUSAL_SHARE if argument_of(attention, position, "is_causal", default=False) else 1.0
+
+
+def _op(node: fx.Node) -> str:
+    """Return the name of the operator without its namespace and overload."""
+    return overload_name(node).rpartition("::")[2]
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

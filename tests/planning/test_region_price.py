@@ -58,7 +58,7 @@ def test_backward_runs_against_the_needs():
 
 
 def test_a_reader_of_the_whole_waits_for_all_chunks_and_their_join():
-    """Sorted: 10 read and written; dispatched by 120; concatenated and sorted back, then read."""
+    """Sorted by 20, dispatched by 120; joined and put back, each reads and writes 10: 40."""
     works = [exchange(100, "dispatch"), compute(5, 0)]
     assert price(works, TWO, row_bytes=10e3) == pytest.approx(20 + 100 + 40 + 5)
     assert price(works, row_bytes=10e3) == pytest.approx(100 + 5)
@@ -90,13 +90,11 @@ def test_every_chunk_of_experts_reads_its_weights_and_those_it_cannot_slice_all(
 
 
 def test_backward_makes_the_gradient_of_weights_and_token_chunks_add_theirs():
-    """Forward, gradients of rows, of weights; pieces of a weight's gradient are joined: 80.
-
-    A chunk of tokens adds to the whole: two reads and a write.
-    """
+    """Forward, gradients of rows, of weights; those of slices are joined, read and written once;
+    a chunk of tokens adds: two reads and a write."""
     gemm = Work(name="gemm", weight_bytes=40e3, backward=1.0, is_chunked=True)
     assert price([gemm]) == pytest.approx(40 + 40 + 40)
-    assert price([gemm], TWO) == pytest.approx(2 * (20 + 20 + 20) + 80)
+    assert price([gemm], TWO) == pytest.approx(2 * (20 + 20 + 20) + 2 * 40)
     assert price([gemm], TOKENS) == pytest.approx(2 * (40 + 40 + 40 * (1 + 3)))
 
 
