@@ -78,7 +78,12 @@ class _Rank:
             for ratio, hardware in rates.items():
                 run.hardware = hardware
                 seconds = self._measure(stepper, forward, hardware)
-                self._say(f"{case.name}: {num_chunks} chunks at {ratio}: {seconds * 1e3:.1f} ms")
+                predicted_us = predicted.us(num_chunks, hardware)
+                chosen = _chosen(predicted, hardware)
+                self._say(
+                    f"{case.name}: {num_chunks} chunks at {ratio}: predicted "
+                    f"{predicted_us / 1e3:.2f}, measured {seconds * 1e3:.2f} ms; chosen {chosen}"
+                )
                 held.append(
                     Held(
                         name=case.name,
@@ -88,11 +93,11 @@ class _Rank:
                         imbalance=setting.imbalance,
                         ratio=ratio,
                         num_chunks=num_chunks,
-                        predicted_ms=predicted.us(num_chunks, hardware) / 1e3,
+                        predicted_ms=predicted_us / 1e3,
                         measured_ms=seconds * 1e3,
                         computed_ms=run.computed_us / 1e3,
                         link_mb_per_s=hardware.link_gb_per_s * 1e3,
-                        chosen=_chosen(predicted, hardware),
+                        chosen=chosen,
                         relative_error=error,
                     )
                 )
