@@ -32,6 +32,7 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
 import passes.chunk_attention
 import passes.plan_chunks
+import passes.switch_dispatch
 from benchmarks.block import Block
 from benchmarks.cases import BlockCase, Plan
 from benchmarks.planned_models import CapturedError, fake_group
@@ -51,6 +52,7 @@ OPTIONS: Final = {
 }
 DECIDERS: Final = (
     (passes.plan_chunks, "decide_experts"),
+    (passes.switch_dispatch, "decide_experts"),
     (passes.chunk_attention, "decide_attention"),
 )
 
