@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-import passes.chunk_attention
+import passes.plan_attention
 import passes.plan_chunks
 import passes.switch_dispatch
 from benchmarks.block import Block
@@ -53,7 +53,7 @@ OPTIONS: Final = {
 DECIDERS: Final = (
     (passes.plan_chunks, "decide_experts"),
     (passes.switch_dispatch, "decide_experts"),
-    (passes.chunk_attention, "decide_attention"),
+    (passes.plan_attention, "decide_attention"),
 )
 
 
