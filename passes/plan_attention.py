@@ -32,6 +32,8 @@ class PlanAttention(GraphPass):
         state.attention_decisions = {}
         if state.config.attention_chunks == "auto":
             regions, _ = find_attention(graph)
-            found = {r.name: decide_attention(r, state.config, state.hardware) for r in regions}
-            state.attention_decisions = {name: d for name, d in found.items() if d is not None}
+            for region in regions:
+                decision = decide_attention(region, regions, state.config, state.hardware)
+                if decision is not None:
+                    state.attention_decisions[region.name] = decision
         return PassReport(pass_name=self.name, applied=tuple(state.attention_decisions))

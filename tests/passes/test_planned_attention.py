@@ -101,3 +101,20 @@ def test_experts_beside_attention_count_whatever_becomes_of_them(fake_ranks, exp
     (_, whole), (verdict, beside) = price(chunks=1), price(**experts)
     assert verdict in ("chunked", "all-gathered")
     assert beside == whole
+
+
+def test_a_layer_is_priced_as_far_as_its_neighbours(fake_ranks):
+    """Of the whole graph a layer's gain was a small share, and the smaller the more layers."""
+
+    def times(num_layers):
+        layers = [SplitAttention(64, 8, 8, 32, fake_ranks) for _ in range(num_layers)]
+        x = torch.randn(2, 256, 64, requires_grad=True)
+        (gm,) = dynamo_graphs(torch.nn.Sequential(*layers), x)
+        config = MegaMoEConfig(attention_chunks="auto", equal_tokens=True, hardware="cpu")
+        _, compilation = rewrite(gm, config)
+        return [attention.decision["as_it_is_us"] for attention in compilation.attention]
+
+    (alone,) = times(1)
+    among = times(4)
+    assert len(among) == 4
+    assert all(alone <= us < 1.5 * alone for us in among)
