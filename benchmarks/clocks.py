@@ -1,8 +1,9 @@
-"""What time it is, for a benchmark: modelled ("virtual") time or the wall clock.
+"""What time it is, for a benchmark: modelled ("virtual") time, charged time or the wall clock.
 
 Contract
     Virtual time is the CPU time of the thread that asks, plus every wait that was modelled;
     other jobs on the machine do not move it, and a blocked thread does not either.
+    Charged time is what it was told to add, plus every wait that was modelled: nothing else.
     Wall time is the machine's monotonic clock, one for all processes.
 """
 
@@ -51,6 +52,34 @@ class VirtualClock:
     def align(self, moment: float) -> None:
         """Make it `moment`."""
         self._offset += moment - self.now()
+
+
+class ChargedClock:
+    """Time others say has passed, plus waits; computing takes none of it."""
+
+    name = "charged"
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._now
+
+    def charge(self, seconds: float) -> None:
+        """Let so much time pass; raises ValueError for less than none."""
+        if not seconds >= 0.0:
+            raise ValueError(f"time cannot go back by {-seconds} s")
+        self._now += seconds
+
+    def wait_until(self, moment: float) -> None:
+        """Move on to `moment`."""
+        self._now = max(self._now, moment)
+
+    def align(self, moment: float) -> None:
+        """Make it `moment`."""
+        self._now = moment
 
 
 class WallClock:

@@ -3,8 +3,9 @@
 Contract
     Every time is predicted. The best is found by trying every number of chunks, in the planner's
     own simulator and in that of `megamoe simulate`, which has other formulas for each kernel and
-    another order of tasks. Both have the exchange the graph has: between nodes a plain all-to-all,
-    each row over the network once per expert it goes to.
+    another order of tasks. Both have what the compiled graph has: between nodes a plain
+    all-to-all, each row over the network once per expert it goes to; rows sorted for their chunks
+    and put back, slices of weight gradients joined.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class PlannedLayer:
             overlap=overlap,
             num_chunks=num_chunks,
             sends_flat=True,
+            replays_chunks=True,
         )
         cluster = load_cluster(profile)
         costs = LayerCosts(

@@ -147,13 +147,15 @@ def compile_with_fx(
         return make_boxed_func(graph_module.forward)
 
     partition = (
-        _partition_with_passes(state) if JOINT in levels else min_cut_rematerialization_partition
+        partition_with_passes(state) if JOINT in levels else min_cut_rematerialization_partition
     )
     aot = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
     return aot(gm, list(example_inputs))
 
 
-def _partition_with_passes(state: CompileState) -> Callable[..., Any]:
+def partition_with_passes(state: CompileState) -> Callable[..., Any]:
+    """Return AOTAutograd's partitioner with our passes on the joint graph before it."""
+
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         run_on_aot_graph(JOINT, joint.graph, state)
         return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
@@ -178,7 +180,7 @@ def trace_both(
     """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
-        graphs = _partition_with_passes(state)(joint, joint_inputs, **settings)
+        graphs = partition_with_passes(state)(joint, joint_inputs, **settings)
         for graph_module in graphs:
             for level in AFTER_PARTITION:
                 run_on_aot_graph(level, graph_module.graph, state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,6 +56,14 @@ FUSED: Final = frozenset(
     }
 )
 """Elementwise to a compiler, though not tagged so."""
+ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
+"""Operators that take memory and touch none of it."""
+FILLS: Final = frozenset(
+    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+)
+"""Operators that read no element of what they are given."""
+GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators that read at most as much of their first tensor as they write."""
 PASSES_OF: Final = {"all_reduce": 2}
 """Times the payload crosses the link, where not once: reduce-scatter, then all-gather."""
 
@@ -88,6 +96,11 @@ def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
     return us
 
 
+def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
+    """Return the estimated cost of one node."""
+    return _Estimator(sizes, hardware).cost(node)
+
+
 def is_free(node: fx.Node) -> bool:
     """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
     if node.op != "call_function" or node.target is operator.getitem:
@@ -117,6 +130,8 @@ class _Estimator:
     def cost(self, node: fx.Node) -> Cost:
         if is_free(node):
             return Cost()
+        if _op(node) in ALLOCATIONS:
+            return Cost()
         if is_launch(node):
             return Cost(self.rates.op_overhead_us, self._link_us(node), Bound.LINK)
         return self._compute(node)
@@ -124,7 +139,7 @@ class _Estimator:
     def _link_us(self, launch: fx.Node) -> float:
         sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
         received = self.sizes.nbytes(value_of(launch))
-        op = overload_name(launch).rpartition("::")[2]
+        op = _op(launch)
         num_ranks = ranks_of(launch)
         passes = PASSES_OF.get(op.rstrip("_"), 1)
         shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
@@ -146,11 +161,19 @@ class _Estimator:
         fused = is_elementwise(node)
         inputs = [a for a in node.all_input_nodes if not (fused and is_elementwise(a))]
         written = not fused or not all(is_elementwise(user) for user in node.users)
-        read = sum(self.sizes.nbytes(value_of(a)) for a in inputs)
+        read = self._bytes_read(node, inputs)
         return read + (self.sizes.nbytes(value_of(node)) if written else 0), written
 
+    def _bytes_read(self, node: fx.Node, inputs: Sequence[fx.Node]) -> int:
+        if _op(node) in FILLS:
+            return 0
+        read = [self.sizes.nbytes(value_of(a)) for a in inputs]
+        if _op(node) in GATHERS and read:
+            read[0] = min(read[0], self.sizes.nbytes(value_of(node)))
+        return sum(read)
+
     def _operations(self, node: fx.Node) -> float:
-        op = overload_name(node).rpartition("::")[2]
+        op = _op(node)
         if op in MATMULS:
             return self._matmul_operations(node)
         if "attention" in op:
@@ -188,6 +211,11 @@ def attended_share(attention: fx.Node) -> float:
         names = [a.name for a in attention.target._schema.arguments]
         position = names.index("is_causal") if "is_causal" in names else len(names)
     return CAUSAL_SHARE if argument_of(attention, position, "is_causal", default=False) else 1.0
+
+
+def _op(node: fx.Node) -> str:
+    """Return the name of the operator without its namespace and overload."""
+    return overload_name(node).rpartition("::")[2]
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

@@ -24,21 +24,27 @@ def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
         for one in work.work:
             if is_backward and not one.backward:
                 continue
+            rows = work.imbalance if one.is_chunked else 1.0
             if one.exchange:
                 smaller = work.wire_shares.get(wires.get(one.exchange, "same"), 1.0)
-                link += rates.link_us(one.link_bytes * smaller, is_gather=one.is_gather)
+                link += rates.link_us(one.link_bytes * rows * smaller, is_gather=one.is_gather)
+                compute += rates.op_overhead_us
+            elif is_backward:
+                compute += _backward_us(one, rates, rows)
             else:
-                compute += _compute_us(one, rates, is_backward=is_backward)
+                moved = one.nbytes * rows + one.weight_bytes
+                compute += rates.compute_us(one.operations * rows, moved, one.num_kernels)
         total += max(compute, link)
     return total
 
 
-def _compute_us(one: Work, rates: Rates, *, is_backward: bool) -> float:
-    """Return the time of one operator and, backward, of its weights' gradient, undivided."""
-    factor, gradient_us = 1.0, 0.0
-    if is_backward:
-        factor = one.backward
-        if one.weight_bytes:
-            gradient_us = rates.compute_us(one.operations, one.nbytes + one.weight_bytes, 1)
-    moved = one.nbytes * factor + one.weight_bytes
-    return rates.compute_us(one.operations * factor, moved, one.num_kernels) + gradient_us
+def _backward_us(one: Work, rates: Rates, rows: float) -> float:
+    """Return the time of one operator's gradients, of rows and of its weights, undivided."""
+    nbytes = one.nbytes * one.backward if one.backward_nbytes is None else one.backward_nbytes
+    num_kernels = one.num_kernels if one.backward_kernels is None else one.backward_kernels
+    operations = one.operations * one.backward * rows
+    us = rates.compute_us(operations, nbytes * rows + one.weight_bytes, num_kernels)
+    if one.weight_bytes:
+        moved = one.nbytes * rows + one.weight_bytes
+        us += rates.compute_us(one.operations * rows, moved, 1)
+    return us

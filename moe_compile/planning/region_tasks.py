@@ -8,7 +8,9 @@ Contract
 
 Pseudo-code
     work of the region: one task per chunk, of its share; else one task
-    who needs the whole region needs its chunks joined: read once, written once
+    the first exchange of a chunked region needs its rows sorted by chunk
+    who needs the whole region needs its chunks joined: concatenated, and sorted back
+    a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after
 """
 
@@ -28,6 +30,14 @@ WHOLE: Final = -1
 GRADIENT_SUM: Final = 3.0
 """Passes over a weight's gradient to add one chunk's to the others': two reads and a write."""
 
+ORDER_KERNELS: Final = 21
+"""Small operators that find each row's place by chunk and back, and gather what the host reads
+(passes/replay/row_order.py)."""
+MASK_KERNELS: Final = 4
+"""Small operators per chunk that keep the counts of its experts (passes/replay/chunk_axis.py)."""
+ROW_PASSES: Final = 2.0
+"""Over rows that are moved: read, written."""
+
 
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
@@ -35,8 +45,13 @@ def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
         assert work.gathered is not None
         work = work.gathered
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
-    runs = (run_tasks(p.tasks(), rates.contention, Priority.NEXT_COLLECTIVE) for p in phases)
-    return sum(run.total_us for run in runs)
+    return sum(_fastest_us(p.tasks(), rates.contention) for p in phases)
+
+
+def _fastest_us(tasks: Sequence[Task], contention: float) -> float:
+    """Return the time in the better of two orders: a scheduler has more, and takes the fastest."""
+    runs = (run_tasks(tasks, contention, priority) for priority in Priority)
+    return min(run.total_us for run in runs)
 
 
 @dataclass(slots=True)
@@ -51,6 +66,10 @@ class _Phase:
     of_work: dict[int, dict[int, int]] = field(default_factory=dict)
     """Work -> chunk, or WHOLE -> the task others need."""
     joined: dict[int, int] = field(default_factory=dict)
+    sorted: int | None = None
+    """The task that sorts rows by chunk."""
+    gradients: dict[int, list[int]] = field(default_factory=dict)
+    """Work -> tasks that make parts of its weight's gradient."""
     around: tuple[tuple[int, ...], ...] = ()
     """What each work's task must come after."""
 
@@ -64,6 +83,9 @@ class _Phase:
             self.of_work[index] = {
                 chunk: self._add(work, index, chunk) for chunk in self._chunks_of(work)
             }
+        for index, parts in self.gradients.items():
+            us = self._moving_us(self.region.work[index].weight_bytes, 1)
+            self.made.add("join dW", us, parts)
         return self.made.tasks
 
     def _chunks_of(self, work: Work) -> Sequence[int]:
@@ -89,9 +111,26 @@ class _Phase:
                 needs.append(self._join(other))
         return needs
 
+    @property
+    def _sorts_rows(self) -> bool:
+        """Whether chunks are of rows, not of heads."""
+        return self.candidate.num_chunks > 1 and self.candidate.chunk_by != "heads"
+
+    def _moving_us(self, nbytes: float, num_times: int) -> float:
+        return self.rates.compute_us(0.0, ROW_PASSES * nbytes * num_times, num_times)
+
+    def _sort(self, needs: list[int]) -> int:
+        """Return the task that sorts the rows by chunk before the first exchange."""
+        if self.sorted is None:
+            num_kernels = ORDER_KERNELS + MASK_KERNELS * self.candidate.num_chunks
+            finding_us = 0.0 if self.is_backward else self.rates.compute_us(0.0, 0.0, num_kernels)
+            us = finding_us + self._moving_us(self.region.row_bytes, 1)
+            self.sorted = self.made.add("sort", us, needs)
+        return self.sorted
+
     def _join(self, other: int) -> int:
         if other not in self.joined:
-            us = self.rates.compute_us(0.0, 2.0 * self.region.row_bytes, 1)
+            us = self._moving_us(self.region.row_bytes, 2 if self._sorts_rows else 1)
             self.joined[other] = self.made.add("join", us, list(self.of_work[other].values()))
         return self.joined[other]
 
@@ -100,29 +139,43 @@ class _Phase:
         share = 1.0
         if chunk != WHOLE and not self._is_owned(work):
             share /= self.candidate.num_chunks
+        rows = share * (self.region.imbalance if work.is_chunked else 1.0)
         if work.exchange:
-            return self._add_exchange(work, needs, share)
+            if work.exchange == self._first_exchange and chunk != WHOLE and self._sorts_rows:
+                whole = (self.of_work.get(i, {}) for i in self.around[index])
+                needs.append(self._sort([tasks[WHOLE] for tasks in whole if WHOLE in tasks]))
+            return self._add_exchange(work, needs, rows)
         by_tokens = self.candidate.chunk_by == "tokens" and chunk != WHOLE
         weights = work.weight_bytes * (
             1.0 if by_tokens or self._is_owned(work) or not work.slices_weights else share
         )
-        factor = work.backward if self.is_backward else 1.0
-        us = self.rates.compute_us(
-            work.operations * share * factor,
-            work.nbytes * share * factor + weights,
-            work.num_kernels,
-        )
+        us = self._compute_us(work, rows, weights)
         if self.is_backward and work.weight_bytes:
-            self._add_weight_gradient(work, needs, share, weights, by_tokens=by_tokens)
+            made = self._add_weight_gradient(work, needs, rows, weights, by_tokens=by_tokens)
+            if share < 1.0 and work.slices_weights and not by_tokens:
+                self.gradients.setdefault(index, []).append(made)
         return self.made.add(work.name, us, needs)
+
+    @property
+    def _first_exchange(self) -> str:
+        return "combine" if self.is_backward else "dispatch"
+
+    def _compute_us(self, work: Work, share: float, weights: float) -> float:
+        operations, nbytes, num_kernels = work.operations, work.nbytes, work.num_kernels
+        if self.is_backward:
+            operations *= work.backward
+            nbytes *= work.backward
+            nbytes = nbytes if work.backward_nbytes is None else work.backward_nbytes
+            num_kernels = num_kernels if work.backward_kernels is None else work.backward_kernels
+        return self.rates.compute_us(operations * share, nbytes * share + weights, num_kernels)
 
     def _add_weight_gradient(
         self, work: Work, needs: list[int], share: float, weights: float, *, by_tokens: bool
-    ) -> None:
+    ) -> int:
         if by_tokens:
             weights *= 1.0 + GRADIENT_SUM
         us = self.rates.compute_us(work.operations * share, work.nbytes * share + weights, 1)
-        self.made.add(f"{work.name} dW", us, needs)
+        return self.made.add(f"{work.name} dW", us, needs)
 
     def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
         wires = {"dispatch": self.candidate.dispatch_wire, "combine": self.candidate.combine_wire}
@@ -132,6 +185,7 @@ class _Phase:
         if smaller < 1.0:  # rows are read and a smaller message written, and the reverse
             pack_us = self.rates.compute_us(0.0, work.link_bytes * share * (1.0 + smaller), 1)
             needs = [self.made.add("pack", pack_us, needs)]
+        launch = self.made.add("launch", self.rates.op_overhead_us, needs)
         us = self.rates.link_us(sent, is_gather=work.is_gather)
-        done = self.made.add(work.name, us, needs, LINK)
+        done = self.made.add(work.name, us, [launch], LINK)
         return self.made.add("unpack", pack_us, [done]) if pack_us else done

@@ -37,6 +37,10 @@ class Work:
     """Launched where the work is done once."""
     backward: float = MEMORY_BACKWARD
     """Backward over forward, weight gradients excluded; 0 where no gradient passes."""
+    backward_nbytes: float | None = None
+    """Read and written backward, weight gradients excluded; None for `nbytes` x `backward`."""
+    backward_kernels: int | None = None
+    """Launched backward, weight gradients excluded; None for as many as forward."""
     is_chunked: bool = False
     """Whether each chunk does its part."""
     expert: int | None = None
@@ -57,6 +61,9 @@ class RegionWork:
     """Bytes of the rows that the region is given; chunks sort and join as many."""
     wire_shares: Mapping[str, float] = field(default_factory=dict)
     """Wire format -> its bytes over those of the model's."""
+    imbalance: float = 1.0
+    """Rows that the busiest rank receives over those of the mean; work in the region takes so
+    much longer."""
     gathered: RegionWork | None = None
     """The same where tokens are gathered instead; its parts are tokens. None where it cannot be."""
     gather_is_bitwise: bool = False

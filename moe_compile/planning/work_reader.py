@@ -29,6 +29,14 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
+from moe_compile.planning.backward_work import (
+    CONSTANTS,
+    ELEMENTWISE,
+    GATHERS,
+    BackwardWork,
+    Moved,
+    has_gradient,
+)
 from moe_compile.planning.cost_model import BACKWARD_OVER_FORWARD, attended_share
 from moe_compile.planning.region_work import MEMORY_BACKWARD, Work
 from moe_compile.planning.sizes import NominalSizes
@@ -37,13 +45,6 @@ PRODUCTS: Final = frozenset(
     {"mm", "matmul", "linear", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm"}
 )
 """Matrix products as Dynamo calls them."""
-ARITHMETIC: Final = frozenset({"abs", "add", "div", "iadd", "imul", "mul", "neg", "sub", "truediv"})
-FUNCTIONS: Final = frozenset({"clamp", "exp", "gelu", "pow", "relu", "rsqrt", "sigmoid", "silu"})
-COPIES: Final = frozenset({"bfloat16", "contiguous", "float", "to", "type_as", "zeros_like"})
-ELEMENTWISE: Final = ARITHMETIC | FUNCTIONS | COPIES
-"""Calls that a compiler fuses with their neighbours."""
-CONSTANTS: Final = frozenset({"zeros_like", "ones_like", "empty_like", "zeros", "ones", "empty"})
-"""Calls whose result depends on no value: nothing flows back through them."""
 GEMM_FACTORS: Final = 2
 
 
@@ -64,6 +65,7 @@ def read_work(graph: fx.Graph, window: Collection[fx.Node], replayed: Replayed) 
     sizes = NominalSizes({})
     sizes.learn(graph)
     reader = _Reader(sizes, replayed)
+    reader.find_free(graph)
     for node in graph.nodes:
         reader.read(node, is_near=node in window)
     return tuple(reader.work)
@@ -82,21 +84,43 @@ class _Reader:
         self.sizes = sizes
         self.replayed = replayed
         self.work: list[Work] = []
+        self.backward = BackwardWork(sizes, ())
         self._made_by: dict[fx.Node, tuple[int, ...]] = {}
         self._weights: set[fx.Node] = set()
+        self._free: set[fx.Node] = set()
+
+    def find_free(self, graph: fx.Graph) -> None:
+        """Find the nodes that do nothing."""
+        self._free.update(node for node in graph.nodes if self._is_free(node))
+        self.backward = BackwardWork(self.sizes, self._free)
 
     def read(self, node: fx.Node, *, is_near: bool) -> None:
         inputs = node.all_input_nodes
         needs = tuple(sorted({i for a in inputs for i in self._made_by.get(a, ())}))
         if node.op in ("placeholder", "get_attr"):
             self._weights.add(node)
-        elif self._is_free(node):
+            self._read_input(node, is_near=is_near)
+        elif node in self._free:
             self._made_by[node] = needs
             if inputs and all(a in self._weights for a in inputs):
                 self._weights.add(node)
         elif is_near:
             self._made_by[node] = (len(self.work),)
             self.work.append(self._work(node, needs))
+
+    def _read_input(self, node: fx.Node, *, is_near: bool) -> None:
+        """An input that several operators read does nothing forward; backward it is a sum."""
+        added = self.backward.sum_of(node) if is_near and has_gradient(node) else Moved()
+        if added.num_kernels:
+            self._made_by[node] = (len(self.work),)
+            self.work.append(
+                Work(
+                    name=node.name,
+                    num_kernels=0,
+                    backward_nbytes=added.nbytes,
+                    backward_kernels=added.num_kernels,
+                )
+            )
 
     def _is_free(self, node: fx.Node) -> bool:
         """Whether nothing runs on the device: views, waits, host arithmetic, integers by one."""
@@ -113,7 +137,7 @@ class _Reader:
 
     def _work(self, node: fx.Node, needs: tuple[int, ...]) -> Work:
         chunked = node in self.replayed.nodes
-        has_gradient = called_name(node) not in CONSTANTS and any(
+        flows_back = called_name(node) not in CONSTANTS and any(
             t.dtype.is_floating_point for t in _tensors(value_of(node))
         )
         if is_launch(node):
@@ -124,13 +148,16 @@ class _Reader:
                 link_bytes=self._sent(node),
                 exchange=kind,
                 is_gather=is_all_gather(node) or is_reduce_scatter(node),
-                backward=1.0 if has_gradient else 0.0,
+                backward=1.0 if flows_back else 0.0,
                 is_chunked=chunked,
             )
         operations, is_attention = self._operations(node)
         weights = [a for a in node.all_input_nodes if a in self._weights and operations]
         moved, num_kernels = self._bytes_moved(node, weights)
         ratio = 1.0 if operations else MEMORY_BACKWARD
+        ratio = BACKWARD_OVER_FORWARD if is_attention else ratio
+        back = self.backward.of(node) or Moved(moved * ratio, num_kernels)
+        back = back + self.backward.sum_of(node)
         return Work(
             name=node.name,
             needs=needs,
@@ -138,7 +165,9 @@ class _Reader:
             nbytes=moved,
             weight_bytes=float(sum(self.sizes.nbytes(value_of(a)) for a in weights)),
             num_kernels=num_kernels,
-            backward=(BACKWARD_OVER_FORWARD if is_attention else ratio) if has_gradient else 0.0,
+            backward=ratio if flows_back else 0.0,
+            backward_nbytes=back.nbytes,
+            backward_kernels=back.num_kernels,
             is_chunked=chunked,
             expert=self.replayed.expert_of.get(node),
             slices_weights=node not in self.replayed.whole_weights,
@@ -161,9 +190,15 @@ class _Reader:
         return nbytes + (self.sizes.nbytes(value_of(node)) if written else 0), int(written)
 
     def _gathered(self, node: fx.Node, inputs: Iterable[fx.Node]) -> float:
-        """Return bytes read; a gather of rows reads what it writes, not its whole source."""
-        if called_name(node) in ("getitem", "index_select"):
-            return float(self.sizes.nbytes(value_of(node)))
+        """Return bytes read; a gather reads at most what it writes, a constant nothing."""
+        if called_name(node) in CONSTANTS:
+            return 0.0
+        if called_name(node) in GATHERS:
+            inputs = list(inputs)
+            written = self.sizes.nbytes(value_of(node))
+            source = self.sizes.nbytes(value_of(inputs[0])) if inputs else written
+            rest = sum(self.sizes.nbytes(value_of(a)) for a in inputs[1:])
+            return float(min(source, written) + rest)
         return float(sum(self.sizes.nbytes(value_of(a)) for a in inputs))
 
     def _operations(self, node: fx.Node) -> tuple[float, bool]:

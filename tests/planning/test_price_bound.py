@@ -37,6 +37,8 @@ def regions(draw):
             weight_bytes=draw(st.just(0.0) | AMOUNTS),
             num_kernels=draw(st.integers(0, 3)),
             backward=draw(st.sampled_from([0.0, 1.0, 1.5, 2.5])),
+            backward_nbytes=draw(st.none() | AMOUNTS),
+            backward_kernels=draw(st.none() | st.integers(0, 3)),
             slices_weights=draw(st.booleans()),
             **more,
         )
@@ -58,6 +60,7 @@ def regions(draw):
         num_ranks=8,
         num_parts=num_parts,
         row_bytes=draw(AMOUNTS),
+        imbalance=draw(st.sampled_from([1.0, 1.4])),
         wire_shares={"fp8": 0.52},
     )
     gathered = [dataclasses.replace(w, is_gather=bool(w.exchange)) for w in works]
@@ -75,5 +78,5 @@ def test_where_all_that_is_not_bound_is_hidden_it_is_the_price():
     compute = Work(name="beside", operations=1e5, backward=1.0)
     work = RegionWork(work=(exchange, compute), num_ranks=2, num_parts=1, row_bytes=0.0)
     (whole, *_) = list_candidates(work, ("experts",))
-    calm = dataclasses.replace(RATES, contention=0.0)
+    calm = dataclasses.replace(RATES, contention=0.0, op_overhead_us=0.0)
     assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm))

@@ -59,15 +59,15 @@ def test_backward_runs_against_the_needs():
 
 
 def test_a_reader_of_the_whole_waits_for_all_chunks_and_their_join():
-    """Dispatched by 100, the join reads and writes 10: 20, then the reader."""
+    """Sorted by 20, dispatched by 120; joined and put back, each reads and writes 10: 40."""
     works = [exchange(100, "dispatch"), compute(5, 0)]
-    assert price(works, TWO, row_bytes=10e3) == pytest.approx(100 + 20 + 5)
+    assert price(works, TWO, row_bytes=10e3) == pytest.approx(20 + 100 + 40 + 5)
     assert price(works, row_bytes=10e3) == pytest.approx(100 + 5)
 
 
 def test_chunks_are_joined_once_however_many_read_the_whole():
     works = [exchange(100, "dispatch"), compute(5, 0), compute(5, 0)]
-    assert price(works, TWO, row_bytes=10e3) == pytest.approx(100 + 20 + 5 + 5)
+    assert price(works, TWO, row_bytes=10e3) == pytest.approx(20 + 100 + 40 + 5 + 5)
 
 
 def test_an_experts_own_product_is_in_its_chunk_alone_and_whole():
@@ -91,10 +91,11 @@ def test_every_chunk_of_experts_reads_its_weights_and_those_it_cannot_slice_all(
 
 
 def test_backward_makes_the_gradient_of_weights_and_token_chunks_add_theirs():
-    """Forward, gradients of rows, of weights; a chunk of tokens adds: two reads and a write."""
+    """Forward, gradients of rows, of weights; those of slices are joined, read and written once;
+    a chunk of tokens adds: two reads and a write."""
     gemm = Work(name="gemm", weight_bytes=40e3, backward=1.0, is_chunked=True)
     assert price([gemm]) == pytest.approx(40 + 40 + 40)
-    assert price([gemm], TWO) == pytest.approx(2 * (20 + 20 + 20))
+    assert price([gemm], TWO) == pytest.approx(2 * (20 + 20 + 20) + 2 * 40)
     assert price([gemm], TOKENS) == pytest.approx(2 * (40 + 40 + 40 * (1 + 3)))
 
 

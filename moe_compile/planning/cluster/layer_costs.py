@@ -14,6 +14,8 @@ from typing import Final
 from moe_compile.planning.cluster.kernels import Kernels
 from moe_compile.planning.cluster.layer_sizes import BF16, LayerSizes
 from moe_compile.planning.cluster.method import Attention
+from moe_compile.planning.gathered_sizes import PLACE_BYTES
+from moe_compile.planning.gathered_work import PLACE_KERNELS
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
@@ -158,6 +160,38 @@ class LayerCosts(LayerSizes):
     def second_experts_gradient_us(self, part: float = 1.0) -> float:
         """Of the down projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
+
+    # what a rewrite into chunks adds
+
+    def cut_us(self, num_finding: int = 0) -> float:
+        """Rows put in the order of chunks, and so many small kernels that find it."""
+        return self._kernels.memory_us(self._moved_rows_bytes, 1 + num_finding)
+
+    def glue_us(self) -> float:
+        """Rows of all chunks joined, then put back in their order."""
+        return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
+
+    def place_us(self) -> float:
+        """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        return self._kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)
+
+    def wide_sums_us(self, part: float = 1.0) -> float:
+        """Sums for the tokens of all other ranks too: zeros, which rows are then added to."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        others = self.method.expert_ranks - 1
+        return self._kernels.memory_us(3 * others * self.rows_bytes * part, 2)
+
+    def gradient_glue_us(self) -> float:
+        """Gradients of the chunks' slices of gate, up and down projection: read once, written."""
+        weights = 3 * self.local_experts * self.model.width * self.expert_slice
+        return self._kernels.memory_us(2 * weights * BF16, 3)
+
+    @property
+    def _moved_rows_bytes(self) -> float:
+        return 2 * self.routed_rows * self.model.width * BF16 * self.imbalance
 
     # shapes into kernels
 

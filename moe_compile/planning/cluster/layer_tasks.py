@@ -19,6 +19,7 @@ from typing import Final
 from moe_compile.planning.cluster.layer_costs import LayerCosts
 from moe_compile.planning.cluster.method import Overlap
 from moe_compile.planning.cluster.tasks import LINK, TaskList
+from moe_compile.planning.region_tasks import MASK_KERNELS, ORDER_KERNELS
 
 TILES_HIDE: Final = 0.865
 """Share of a collective that fused tiles hide: COMET (arXiv 2502.19811), 8 H800."""
@@ -47,7 +48,13 @@ class LayerTasks:
         after = costs.after_attention_us()
         output = self._pair("output", costs.output_us(), after, not heads, [attention])
         router = self._add("norm, router", costs.norm_us() + costs.router_us(), [output])
-        ends = [self._chunk(number, router) for number in range(self._num_chunks)]
+        start = router
+        if self._is_cut:
+            finding = ORDER_KERNELS + MASK_KERNELS * self._num_chunks
+            start = self._add("cut", costs.cut_us(finding), [router])
+        ends = [self._chunk(number, start) for number in range(self._num_chunks)]
+        if self._is_cut:
+            ends = [self._add("glue", costs.glue_us(), ends)]
         if costs.model.num_shared:
             ends.append(self._add("shared experts", costs.shared_us(), [router]))
         self._add("sum", costs.residual_us(), ends)
@@ -61,23 +68,27 @@ class LayerTasks:
         if costs.model.num_shared:
             us = costs.shared_us() + costs.shared_gradient_us()
             needed.append(self._add("shared experts'", us, [start]))
-        rebuilt = self._rebuild(start) if costs.method.rebuilds else start
-        activations = []
+        cut = self._add("cut'", costs.cut_us(), [start]) if self._is_cut else start
+        rebuilt = self._rebuild(cut) if costs.method.rebuilds else cut
+        activations, ends = [], []
         for number in range(self._num_chunks):
-            activation, end = self._backward_chunk(number, start, rebuilt, leaves)
+            activation, end = self._backward_chunk(number, cut, rebuilt, leaves)
             activations.append(activation)
-            needed.append(end)
+            ends.append(end)
         if self._merges_gradients:
             self._add_gradients(1.0, "", activations, leaves)
+        elif self._is_cut:
+            leaves.append(self._add("glue dW", costs.gradient_glue_us(), list(leaves)))
+        needed += [self._add("glue'", costs.glue_us(), ends)] if self._is_cut else ends
         self._backward_attention(needed, leaves)
 
     def _chunk(self, number: int, router: int) -> int:
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
-        first = sort + costs.first_experts_us(part)
+        first = sort + costs.first_experts_us(part) + costs.place_us()
         arrived = self._pair(f"experts 1{mark}", first, costs.dispatch_us(part), True, [router])
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
-        second = costs.second_experts_us(part) + sort
+        second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
         return self._pair(f"experts 2{mark}", second, costs.combine_us(part), False, [activation])
 
     def _backward_chunk(
@@ -93,7 +104,7 @@ class LayerTasks:
         activation = self._add(f"activation'{mark}", us, needs)
         if not self._merges_gradients:
             self._add_gradients(part, mark, [activation], leaves)
-        first = costs.first_experts_us(part) + sort
+        first = costs.first_experts_us(part) + sort + costs.wide_sums_us(part)
         dispatch = costs.dispatch_us(part)
         return activation, self._pair(f"experts 1'{mark}", first, dispatch, False, [activation])
 
@@ -154,6 +165,11 @@ class LayerTasks:
     def _num_chunks(self) -> int:
         method = self.costs.method
         return method.num_chunks if method.overlap is Overlap.CHUNKS else 1
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether rows are moved to make chunks, and moved back."""
+        return self._num_chunks > 1 and self.costs.method.replays_chunks
 
     @property
     def _merges_gradients(self) -> bool:

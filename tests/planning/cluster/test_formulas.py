@@ -17,7 +17,7 @@ from moe_compile.planning.cluster.method import Attention, Experts, Method, Over
 from moe_compile.planning.cluster.models import MODELS, TABLE_2, find_model
 from moe_compile.planning.cluster.scenario import make_setting, predict, schedules
 from moe_compile.planning.cluster.step import predict_step
-from moe_compile.planning.cluster.tasks import LINK
+from moe_compile.planning.cluster.tasks import COMPUTE, LINK
 
 H800 = load_cluster("h800")
 PURE_LINK = dataclasses.replace(
@@ -95,6 +95,26 @@ def test_a_plain_all_to_all_sends_a_row_once_per_expert_and_not_once_per_node():
         costs("deepseek-v3", near).dispatch_us()
         == costs("deepseek-v3", dataclasses.replace(far, expert_ranks=8)).dispatch_us()
     )
+
+
+@pytest.mark.parametrize("chunks_tokens", [False, True])
+def test_replayed_chunks_move_rows_thrice_a_phase_and_slices_of_gradients_once(chunks_tokens):
+    """Cut, joined and put back, both ways: 12 passes over routed rows; weights read and written."""
+    ideal = Method(overlap=Overlap.CHUNKS, num_chunks=2, chunks_tokens=chunks_tokens)
+    kernel = dataclasses.replace(PURE_FAST.compute, kernel_us=0.0)
+    profile = dataclasses.replace(PURE_FAST, compute=kernel)
+    busy = [
+        sum(
+            phase.busy_us(COMPUTE)
+            for phase in time_layer(costs("phi-3.5-moe", method, profile)).phases
+        )
+        for method in (ideal, dataclasses.replace(ideal, replays_chunks=True))
+    ]
+    model = find_model("phi-3.5-moe")
+    rows = 12 * 8192 / 8 * model.top_k * model.width * 2
+    weights = 0 if chunks_tokens else 2 * model.num_experts / 8 * model.expert_weights * 2
+    memory = profile.memory.gb_per_s * profile.memory.share
+    assert busy[1] - busy[0] == pytest.approx((rows + weights) / memory / 1e3)
 
 
 def test_products_are_bound_by_operations_or_by_memory():

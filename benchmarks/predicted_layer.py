@@ -1,0 +1,97 @@
+"""What the planner says of a layer before it runs: time per number of chunks, and its choice."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.analysis.regions import Refused
+from moe_compile.config import MegaMoEConfig
+from moe_compile.hardware import HardwareProfile, load_profile
+from moe_compile.planning.candidates import Candidate
+from moe_compile.planning.choose_plan import Decision
+from moe_compile.planning.plan_regions import decide_experts
+from moe_compile.planning.rates import Rates
+from moe_compile.planning.read_regions import work_of_experts
+from moe_compile.planning.region_tasks import price_us
+from moe_compile.planning.region_work import RegionWork
+from moe_compile.planning.state import CompileState, RegionPlan
+from passes.detect_regions import DetectRegions
+from passes.normalize_exchanges import NormalizeExchanges
+from passes.pipeline import Level, run_level
+
+FOUND: Final = Level((NormalizeExchanges(), DetectRegions()))
+"""What comes before a plan."""
+PLANNED: Final = MegaMoEConfig(equal_tokens=True, strict=True)
+"""Everything left to the planner."""
+
+
+class _CapturedError(Exception):
+    """Ends a run whose graph is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedLayer:
+    """The one region of a layer, and its work."""
+
+    plan: RegionPlan
+    work: RegionWork
+
+    def rated(self, hardware: HardwareProfile, ratio: float) -> HardwareProfile:
+        """Return `hardware` with a link on which the bytes of a step take compute / `ratio`.
+
+        Compute is that of one chunk, predicted; routing is even.
+        """
+        infinite = replace(hardware, link_gb_per_s=math.inf, link_latency_us=0.0)
+        even = replace(self, work=replace(self.work, imbalance=1.0))
+        sent = sum(w.link_bytes * (1.0 + w.backward) for w in self.work.work)
+        return replace(hardware, link_gb_per_s=sent / 1e3 * ratio / even.us(1, infinite))
+
+    def us(self, num_chunks: int, hardware: HardwareProfile) -> float:
+        """Return the predicted time of a step in so many chunks of experts."""
+        rates = Rates.of(hardware, self.work.num_ranks)
+        return price_us(self.work, Candidate(num_chunks=num_chunks), rates)
+
+    def decide(self, hardware: HardwareProfile) -> Decision:
+        """Return the planner's decision."""
+        decision = decide_experts(self.plan, (self.plan.region,), PLANNED, hardware)
+        assert decision is not None
+        return decision
+
+
+def predict_layer(
+    module: torch.nn.Module, tokens: torch.Tensor, imbalance: float = 1.0
+) -> PredictedLayer:
+    """Capture `module` and read it as the planner does; it must have one region.
+
+    Prices, not the decision, count with the `imbalance` stated: the planner knows of none.
+    """
+    state = CompileState(config=PLANNED, hardware=load_profile(PLANNED.hardware))
+    run_level(FOUND, _capture(module, tokens).graph, state)
+    (plan,) = state.plans
+    assert not isinstance(plan.proof, Refused), plan.proof
+    work = work_of_experts(plan.region, plan.proof)
+    assert work is not None
+    return PredictedLayer(plan=plan, work=replace(work, imbalance=imbalance))
+
+
+def _capture(module: torch.nn.Module, tokens: torch.Tensor) -> fx.GraphModule:
+    captured: list[fx.GraphModule] = []
+
+    def stop(*_: Any) -> Any:
+        raise _CapturedError
+
+    def keep(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        captured.append(gm)
+        return stop
+
+    torch._dynamo.reset()
+    with contextlib.suppress(_CapturedError):
+        torch.compile(module, backend=keep, fullgraph=True)(tokens)
+    return captured[0]

@@ -1,0 +1,99 @@
+"""The planner's predictions hold on the emulated device and link, within 3 %."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.clocks import ChargedClock
+from benchmarks.layer import route
+from benchmarks.prediction import choice_of, run_settings, summary
+from benchmarks.prediction_settings import SETTINGS, Setting
+from benchmarks.stated_routing import rows_per_expert, state_routing
+from benchmarks.subjects import OneLayer
+
+MAPE = 0.03
+REGRET = 0.02
+AGAINST_ONE = 0.01
+SMALL = Case(name="small", num_ranks=2, tokens=256, experts=4, width=128, hidden=128)
+FEW = (
+    Setting(case=replace(SMALL, shared_expert=True)),
+    Setting(case=replace(SMALL, name="busy"), routing="busy rank", imbalance=1.25),
+)
+
+
+def assert_holds(held):
+    found = summary(held)
+    assert found["mape"] <= MAPE
+    assert found["largest_regret"] <= REGRET
+    assert found["slowest_against_one_chunk"] <= AGAINST_ONE
+
+
+def test_small_layers_take_the_time_predicted():
+    held = [h for found in run_settings(FEW) for h in found]
+    assert len(held) == len(FEW) * 3 * 2
+    assert_holds(held)
+    assert all(h.relative_error == 0.0 for h in held)
+    even, busy = (h for h in held if (h.ratio, h.num_chunks) == ("1:2", 2))
+    assert max(abs(h.error) for h in held) < 0.05
+    assert busy.measured_ms != even.measured_ms
+
+
+@pytest.mark.slow
+def test_all_settings_take_the_time_predicted():
+    held = [h for found in run_settings(SETTINGS) for h in found]
+    assert summary(held)["settings"] >= 24
+    assert_holds(held)
+
+
+def test_settings_are_many_and_named_apart():
+    assert len(SETTINGS) * 3 >= 24
+    assert len({s.case.name for s in SETTINGS}) == len(SETTINGS)
+    assert {s.case.num_ranks for s in SETTINGS} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    "setting", [s for s in SETTINGS if s.routing != "drawn"], ids=lambda s: s.case.name
+)
+def test_experts_get_the_rows_stated(setting, fake_ranks):
+    case = setting.case
+    subject = state_routing(OneLayer(case, fake_ranks).of(None), case, setting.weights)
+    counts = route(subject.tokens, subject.module.router, case.top_k).counts
+    assert counts.tolist() == rows_per_expert(setting.weights, case.tokens, case.top_k)
+    of_busiest = counts.view(2, -1).sum(1)[0] if case.num_ranks == 2 else None
+    if of_busiest is not None:
+        mean = case.tokens * case.top_k / 2
+        assert of_busiest / mean == pytest.approx(setting.imbalance, rel=0.01)
+
+
+def test_an_expert_cannot_get_more_rows_than_there_are_tokens():
+    with pytest.raises(ValueError, match="rows of 8 tokens"):
+        rows_per_expert([9.0, 1.0], tokens=8, top_k=2)
+
+
+def test_a_choice_is_held_against_the_best_and_against_one_chunk():
+    ms = {1: 10.0, 2: 8.0, 4: 8.4}
+    held = [_Held(chosen=4, num_chunks=n, measured_ms=t) for n, t in ms.items()]
+    found = choice_of(held)
+    assert found["regret"] == pytest.approx(0.05)
+    assert found["against_one_chunk"] == pytest.approx(-0.16)
+
+
+class _Held:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+def test_charged_time_is_what_was_charged_and_waited_for():
+    clock = ChargedClock()
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    assert clock.now() == 0.0
+    clock.charge(1.5)
+    clock.wait_until(1.0)
+    assert clock.now() == 1.5
+    clock.wait_until(2.0)
+    clock.charge(0.25)
+    assert clock.now() == 2.25
+    with pytest.raises(ValueError, match="cannot go back"):
+        clock.charge(-1.0)
