@@ -60,7 +60,7 @@ class SimulatedLayer:
             gathers_rows=way.dispatch == "all_gather",
             overlap=Overlap.CHUNKS if way.num_chunks > 1 else Overlap.INTER_OP,
             num_chunks=way.num_chunks,
-            replays_chunks=True,
+            is_rewritten=True,
         )
         cluster = load_cluster(profile)
         costs = LayerCosts(

@@ -161,6 +161,20 @@ class LayerCosts(LayerSizes):
 
     # what a rewrite into chunks adds
 
+    def picked_us(self, part: float = 1.0) -> float:
+        """Rows picked by expert: from a rank's own tokens, written; from all, read and written."""
+        passes = 2 if self.method.gathers_rows else 1
+        return self._kernels.memory_us(passes / 2 * self._moved_rows_bytes * part)
+
+    def summed_us(self, part: float = 1.0) -> float:
+        """Rows summed per token: read; into sums of all ranks' tokens, made, read and written."""
+        row = self.model.width * BF16
+        sums = (
+            self.local_tokens * self.method.expert_ranks * row if self.method.gathers_rows else 0.0
+        )
+        passes = 3 if self.method.gathers_rows else 1
+        return self._kernels.memory_us((sums + passes / 2 * self._moved_rows_bytes) * part)
+
     def cut_us(self, num_finding: int = 0) -> float:
         """Rows put in the order of chunks, and so many small kernels that find it."""
         return self._kernels.memory_us(self._moved_rows_bytes, 1 + num_finding)
