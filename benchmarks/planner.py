@@ -79,7 +79,7 @@ class PlannedLayer:
             overlap=overlap,
             num_chunks=num_chunks,
             sends_flat=True,
-            is_rewritten=True,
+            replays_chunks=True,
         )
         cluster = load_cluster(profile)
         costs = LayerCosts(

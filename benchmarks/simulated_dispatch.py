@@ -60,7 +60,8 @@ class SimulatedLayer:
             gathers_rows=way.dispatch == "all_gather",
             overlap=Overlap.CHUNKS if way.num_chunks > 1 else Overlap.INTER_OP,
             num_chunks=way.num_chunks,
-            is_rewritten=True,
+            replays_chunks=True,
+            sums_gathered=True,
         )
         cluster = load_cluster(profile)
         costs = LayerCosts(

@@ -67,6 +67,8 @@ class Decision:
     runner_up: Priced | None
     """The fastest of the other ways that may be chosen."""
     why: Why
+    other_dispatch: Priced | None = None
+    """The fastest of the ways that may be chosen with the other dispatch."""
     advice: tuple[Priced, ...] = ()
     """Ways that were not allowed, faster than the chosen by more than 1 %; the fastest first."""
 
@@ -113,12 +115,14 @@ def choose_plan(
         why = Why.UNSURE if fitting else Why.MEMORY if gaining else Why.NO_GAIN
         why = why if len(ways) > 1 else Why.NO_OTHER
     others = [p for p in ways if p is not chosen]
+    switched = [p for p in others if p.candidate.dispatch != chosen.candidate.dispatch]
     faster = [p for p in priced if p not in ways and p.us < (1.0 - WORTH) * chosen.us]
     return Decision(
         chosen=chosen,
         as_it_is=as_it_is,
         runner_up=min(others, key=lambda p: p.us, default=None),
         why=why,
+        other_dispatch=min(switched, key=lambda p: p.us, default=None),
         advice=tuple(sorted(faster, key=lambda p: p.us)),
     )
 

@@ -22,7 +22,6 @@ from typing import Final, Self
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.token_regions import TokenRows
 from moe_compile.graph.query import known_rows, tensor_of
-from moe_compile.planning.region_work import MEMORY_BACKWARD
 
 NUMBER_BYTES: Final = 4
 """Of a count or a token's number on the wire: int32."""
@@ -98,12 +97,14 @@ class GatheredSizes:
         return self.room_rows * self.width * self.token_bytes
 
     @property
-    def pick_backward(self) -> float:
-        """Return bytes of the backward of picking rows over those of picking them.
+    def unpicked_bytes(self) -> float:
+        """Return the bytes moved to give gradients of rows back to the tokens of all ranks.
 
-        Gradients of rows are read and added to zeros, a row for each token of every rank.
+        They are read, and added to zeros: written, read and written again.
         """
-        return MEMORY_BACKWARD + self.num_ranks * self.tokens / (2 * self.room_rows)
+        return (
+            self.picked_bytes + 3.0 * self.num_ranks * self.tokens * self.width * self.token_bytes
+        )
 
     @property
     def added_bytes(self) -> float:

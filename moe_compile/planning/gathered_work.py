@@ -2,7 +2,7 @@
 
 Contract
     None where a size is not a number in the graph, or part of the form is outside the work.
-    Kept are all other work and its needs; the exchange of counts is taken to be gone.
+    Kept are all other work and its needs, and the exchange of counts where others read it.
 
 Pseudo-code
     the gather of rows      -> all-gather of tokens
@@ -19,14 +19,15 @@ from typing import Final
 
 import torch.fx as fx
 
+from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.token_sums import ZEROS
-from moe_compile.graph.query import called_name, tensor_of
+from moe_compile.graph.query import called_name, tensor_of, waits_on
 from moe_compile.planning.gathered_sizes import PLACE_BYTES, GatheredSizes, GatheredWay
 from moe_compile.planning.region_work import RegionWork, Work
 
-PLACE_KERNELS: Final = 8
-"""Launched to tell which rows are this rank's: messages joined and widened, sums of counts, a
-scan, a search, what follows it fused, two gathers by row."""
+PLACE_KERNELS: Final = 23
+"""Small operators that exchange the routing and find which rows are this rank's, and of which
+tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py)."""
 
 
 def gathered_work(whole: RegionWork, way: GatheredWay) -> RegionWork | None:
@@ -76,7 +77,7 @@ class _Rewriter:
             self.last: self._sum_rows,
         }
         tail = found.sums.tail
-        gone = {n.name for n in (region.count_exchange, *found.before, *tail, *_read_by(tail))}
+        gone = {n.name for n in (*_counts_alone(region), *found.before, *tail, *_read_by(tail))}
         by_row = {n.name: n for n in (*region.body, *found.after)}
         for work in self.whole.work:
             name = work.name
@@ -122,7 +123,8 @@ class _Rewriter:
             name="pick rows",
             needs=(*self.now[found.gather.name], *self.placed),
             nbytes=2.0 * s.picked_bytes,
-            backward=s.pick_backward,
+            backward_nbytes=s.unpicked_bytes,
+            backward_kernels=2,
             is_chunked=True,
         )
         return self._changed(self._add(pick), found.before)
@@ -139,11 +141,13 @@ class _Rewriter:
 
     def _add_scaled(self, work: Work, needs: Iterable[int]) -> int:
         """Add work on rows, of as many as there is room for."""
+        room, back = self.sizes.room, work.backward_nbytes
         scaled = replace(
             work,
             needs=tuple(dict.fromkeys(needs)),
-            operations=work.operations * self.sizes.room,
-            nbytes=work.nbytes * self.sizes.room,
+            operations=work.operations * room,
+            nbytes=work.nbytes * room,
+            backward_nbytes=None if back is None else back * room,
             is_chunked=True,
         )
         return self._add(scaled)
@@ -224,6 +228,14 @@ class _Rewriter:
             todo += [n for n in node.all_input_nodes if n not in seen]
             seen.update(node.all_input_nodes)
         return tuple(sorted(found))
+
+
+def _counts_alone(region: MoERegion) -> list[fx.Node]:
+    """Return the exchange of counts where nothing but the region reads what it brings."""
+    brought = [region.count_exchange, *waits_on(region.count_exchange)]
+    inside = {*brought, *region.body, region.received_counts}
+    readers = {user for node in (*brought, region.received_counts) for user in node.users}
+    return [region.count_exchange] if readers <= inside else []
 
 
 def _read_by(tail: Iterable[fx.Node]) -> list[fx.Node]:

@@ -24,6 +24,8 @@ def decision_remarks(decision: Decision | None) -> list[str]:
         said += f", {decision.gain:.1%} less than as it is"
     if runner_up is not None:
         said += f"; next {runner_up.candidate}, {decision.margin:+.1%}"
+    if (other := decision.other_dispatch) is not None and other is not runner_up:
+        said += f"; {other.candidate}, {other.us / decision.chosen.us - 1.0:+.1%}"
     return [f"{said}; {decision.why.value}", *(_advice(w, decision) for w in _named(decision))]
 
 
@@ -31,7 +33,7 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
     """Return the same as data; empty where the planner had no decision."""
     if decision is None:
         return {}
-    runner_up = decision.runner_up
+    runner_up, other = decision.runner_up, decision.other_dispatch
     return {
         "chosen": str(decision.chosen.candidate),
         "predicted_us": decision.chosen.us,
@@ -39,6 +41,8 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
         "runner_up": str(runner_up.candidate) if runner_up else "",
         "runner_up_us": runner_up.us if runner_up else 0.0,
         "margin": decision.margin,
+        "other_dispatch": str(other.candidate) if other else "",
+        "other_dispatch_us": other.us if other else 0.0,
         "why": decision.why.value,
         "advice": [
             {"candidate": str(way.candidate), "predicted_us": way.us, "is_lossy": way.is_lossy}

@@ -65,6 +65,10 @@ def test_rows_are_exchanged_where_that_sends_less_and_the_report_says_so(fake_ra
     assert plan.decision.chosen.candidate.dispatch == "all_to_all"
     assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks
     assert any(Unswitched.BY_PRICE.value in remark for remark in dispatch_remarks(plan, "auto"))
+    other = plan.decision.other_dispatch
+    assert other.us > plan.decision.chosen.us
+    assert any("tokens all-gathered, +" in s for s in decision_remarks(plan.decision))
+    assert decision_figures(plan.decision)["other_dispatch_us"] == other.us
 
 
 def test_where_the_rule_of_bytes_gathers_a_price_may_not(fake_ranks):

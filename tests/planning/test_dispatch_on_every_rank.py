@@ -16,7 +16,7 @@ RANKS = 8
 def decided(rank):
     """Return the decision and what became of it on one of eight ranks that do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-    layer = GroupedExperts(256, 64, RANKS, RANKS, dist.group.WORLD)
+    layer = GroupedExperts(256, 64, 2 * RANKS, 2 * RANKS, dist.group.WORLD)
     x = torch.randn(16384, 256, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer, x)
     ours = state(equal_tokens=True, dispatch="auto", max_memory_increase=10.0)
@@ -29,7 +29,7 @@ def decided(rank):
 
 @pytest.mark.usefixtures("no_group_stays")
 def test_ranks_decide_alike_and_gather():
-    """One local expert, and as many experts a token as ranks: both dispatches send the same."""
+    """Twice as many experts a token as ranks: an all-to-all sends twice as much."""
     first, *others = [decided(rank) for rank in (0, 3, RANKS - 1)]
     assert others == [first, first]
     assert first[0].gathers and first[1:] == (True, 1)

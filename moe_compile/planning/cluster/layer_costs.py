@@ -14,6 +14,8 @@ from typing import Final
 from moe_compile.planning.cluster.kernels import Kernels
 from moe_compile.planning.cluster.layer_sizes import BF16, LayerSizes
 from moe_compile.planning.cluster.method import Attention
+from moe_compile.planning.gathered_sizes import PLACE_BYTES
+from moe_compile.planning.gathered_work import PLACE_KERNELS
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
@@ -161,20 +163,6 @@ class LayerCosts(LayerSizes):
 
     # what a rewrite into chunks adds
 
-    def picked_us(self, part: float = 1.0) -> float:
-        """Rows picked by expert: from a rank's own tokens, written; from all, read and written."""
-        passes = 2 if self.method.gathers_rows else 1
-        return self._kernels.memory_us(passes / 2 * self._moved_rows_bytes * part)
-
-    def summed_us(self, part: float = 1.0) -> float:
-        """Rows summed per token: read; into sums of all ranks' tokens, made, read and written."""
-        row = self.model.width * BF16
-        sums = (
-            self.local_tokens * self.method.expert_ranks * row if self.method.gathers_rows else 0.0
-        )
-        passes = 3 if self.method.gathers_rows else 1
-        return self._kernels.memory_us((sums + passes / 2 * self._moved_rows_bytes) * part)
-
     def cut_us(self, num_finding: int = 0) -> float:
         """Rows put in the order of chunks, and so many small kernels that find it."""
         return self._kernels.memory_us(self._moved_rows_bytes, 1 + num_finding)
@@ -182,6 +170,19 @@ class LayerCosts(LayerSizes):
     def glue_us(self) -> float:
         """Rows of all chunks joined, then put back in their order."""
         return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
+
+    def place_us(self) -> float:
+        """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        return self._kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)
+
+    def wide_sums_us(self, part: float = 1.0) -> float:
+        """Sums for the tokens of all other ranks too: zeros, which rows are then added to."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        others = self.method.expert_ranks - 1
+        return self._kernels.memory_us(3 * others * self.rows_bytes * part, 2)
 
     def gradient_glue_us(self) -> float:
         """Gradients of the chunks' slices of gate, up and down projection: read once, written."""

@@ -49,16 +49,12 @@ class LayerTasks:
         output = self._pair("output", costs.output_us(), after, not heads, [attention])
         router = self._add("norm, router", costs.norm_us() + costs.router_us(), [output])
         start = router
-        if self._moves_own_rows:
-            start = self._add("pick", costs.picked_us(), [start])
         if self._is_cut:
             finding = ORDER_KERNELS + MASK_KERNELS * self._num_chunks
-            start = self._add("cut", costs.cut_us(finding), [start])
+            start = self._add("cut", costs.cut_us(finding), [router])
         ends = [self._chunk(number, start) for number in range(self._num_chunks)]
         if self._is_cut:
             ends = [self._add("glue", costs.glue_us(), ends)]
-        if self._moves_own_rows:
-            ends = [self._add("row sums", costs.summed_us(), ends)]
         if costs.model.num_shared:
             ends.append(self._add("shared experts", costs.shared_us(), [router]))
         self._add("sum", costs.residual_us(), ends)
@@ -72,8 +68,7 @@ class LayerTasks:
         if costs.model.num_shared:
             us = costs.shared_us() + costs.shared_gradient_us()
             needed.append(self._add("shared experts'", us, [start]))
-        cut = self._add("row sums'", costs.picked_us(), [start]) if self._moves_own_rows else start
-        cut = self._add("cut'", costs.cut_us(), [cut]) if self._is_cut else cut
+        cut = self._add("cut'", costs.cut_us(), [start]) if self._is_cut else start
         rebuilt = self._rebuild(cut) if costs.method.rebuilds else cut
         activations, ends = [], []
         for number in range(self._num_chunks):
@@ -84,20 +79,16 @@ class LayerTasks:
             self._add_gradients(1.0, "", activations, leaves)
         elif self._is_cut:
             leaves.append(self._add("glue dW", costs.gradient_glue_us(), list(leaves)))
-        ends = [self._add("glue'", costs.glue_us(), ends)] if self._is_cut else ends
-        ends = [self._add("pick'", costs.summed_us(), ends)] if self._moves_own_rows else ends
-        needed += ends
+        needed += [self._add("glue'", costs.glue_us(), ends)] if self._is_cut else ends
         self._backward_attention(needed, leaves)
 
     def _chunk(self, number: int, router: int) -> int:
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
-        first = sort + costs.first_experts_us(part)
-        second = costs.second_experts_us(part) + sort
-        if self._moves_all_rows:
-            first, second = costs.picked_us(part) + first, second + costs.summed_us(part)
+        first = sort + costs.first_experts_us(part) + costs.place_us()
         arrived = self._pair(f"experts 1{mark}", first, costs.dispatch_us(part), True, [router])
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
+        second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
         return self._pair(f"experts 2{mark}", second, costs.combine_us(part), False, [activation])
 
     def _backward_chunk(
@@ -107,15 +98,13 @@ class LayerTasks:
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
         second = sort + costs.second_experts_us(part)
-        first = costs.first_experts_us(part) + sort
-        if self._moves_all_rows:
-            second, first = costs.picked_us(part) + second, first + costs.summed_us(part)
         arrived = self._pair(f"experts 2'{mark}", second, costs.combine_us(part), True, [start])
         needs = [arrived] if rebuilt == start else [arrived, rebuilt]
         us = costs.activation_us(part, passes=5)
         activation = self._add(f"activation'{mark}", us, needs)
         if not self._merges_gradients:
             self._add_gradients(part, mark, [activation], leaves)
+        first = costs.first_experts_us(part) + sort + costs.wide_sums_us(part)
         dispatch = costs.dispatch_us(part)
         return activation, self._pair(f"experts 1'{mark}", first, dispatch, False, [activation])
 
@@ -180,17 +169,7 @@ class LayerTasks:
     @property
     def _is_cut(self) -> bool:
         """Whether rows are moved to make chunks, and moved back."""
-        return self._num_chunks > 1 and self.costs.method.is_rewritten
-
-    @property
-    def _moves_own_rows(self) -> bool:
-        """Whether a rank picks its own tokens' rows, and sums them: rows are exchanged."""
-        return self.costs.method.is_rewritten and not self.costs.method.gathers_rows
-
-    @property
-    def _moves_all_rows(self) -> bool:
-        """Whether it picks rows of all ranks' tokens, and sums them: tokens are gathered."""
-        return self.costs.method.is_rewritten and self.costs.method.gathers_rows
+        return self._num_chunks > 1 and self.costs.method.replays_chunks
 
     @property
     def _merges_gradients(self) -> bool:

@@ -72,10 +72,12 @@ class Method:
     """Of the MoE region, with `Overlap.CHUNKS`."""
     chunks_tokens: bool = False
     """Whether chunks are of tokens, else of experts."""
-    is_rewritten: bool = False
-    """Whether rows move as in a compiled graph: picked and summed by operators of their own, sorted
-    for their chunks and put back, gradients of slices of a weight joined; else by the permutation
-    beside the experts alone."""
+    replays_chunks: bool = False
+    """Whether chunks are cut and put together by operators of their own, as the compiler's rewrite
+    does: rows moved, slices of weight gradients joined; else kernels find their chunk in place."""
+    sums_gathered: bool = False
+    """Whether gathered rows are picked from and added to a tensor of all ranks' tokens by operators
+    of their own, as the compiler's rewrite does; else kernels beside it do so in passing."""
     dispatch_bytes: float = 2.0
     """Of one element on the way to the experts."""
     combine_bytes: float = 2.0

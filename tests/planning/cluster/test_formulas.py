@@ -97,35 +97,24 @@ def test_a_plain_all_to_all_sends_a_row_once_per_expert_and_not_once_per_node():
     )
 
 
-def rewriting_bytes(method):
-    """Return what a rewritten graph of Phi-3.5-MoE moves beside the same method's ideal one."""
-    compute = dataclasses.replace(PURE_FAST.compute, kernel_us=0.0)
-    profile = dataclasses.replace(PURE_FAST, compute=compute)
-    ideal, rewritten = (
-        sum(phase.busy_us(COMPUTE) for phase in time_layer(costs("phi-3.5-moe", m, profile)).phases)
-        for m in (method, dataclasses.replace(method, is_rewritten=True))
-    )
-    return (rewritten - ideal) * profile.memory.gb_per_s * profile.memory.share * 1e3
-
-
-PHI = find_model("phi-3.5-moe")
-PHI_ROWS = 8192 / 8 * PHI.top_k * PHI.width * 2
-"""Bytes of the rows a rank's experts get."""
-
-
 @pytest.mark.parametrize("chunks_tokens", [False, True])
-def test_rewritten_chunks_move_rows_and_join_slices_of_gradients(chunks_tokens):
-    """Each way rows are written, sorted, joined, put back and summed: 1 + 2 + 2 + 2 + 1 passes."""
-    chunks = Method(overlap=Overlap.CHUNKS, num_chunks=2, chunks_tokens=chunks_tokens)
-    weights = 0 if chunks_tokens else 2 * PHI.num_experts / 8 * PHI.expert_weights * 2
-    assert rewriting_bytes(chunks) == pytest.approx(2 * 8 * PHI_ROWS + weights)
-
-
-def test_gathered_tokens_are_picked_and_added_to_the_sums_of_all_ranks():
-    """Each way: rows read and written; sums of 8192 tokens made, rows added to them."""
-    gathered = Method(overlap=Overlap.INTER_OP, gathers_rows=True)
-    sums = 8192 * PHI.width * 2
-    assert rewriting_bytes(gathered) == pytest.approx(2 * (2 * PHI_ROWS + sums + 3 * PHI_ROWS))
+def test_replayed_chunks_move_rows_thrice_a_phase_and_slices_of_gradients_once(chunks_tokens):
+    """Cut, joined and put back, both ways: 12 passes over routed rows; weights read and written."""
+    ideal = Method(overlap=Overlap.CHUNKS, num_chunks=2, chunks_tokens=chunks_tokens)
+    kernel = dataclasses.replace(PURE_FAST.compute, kernel_us=0.0)
+    profile = dataclasses.replace(PURE_FAST, compute=kernel)
+    busy = [
+        sum(
+            phase.busy_us(COMPUTE)
+            for phase in time_layer(costs("phi-3.5-moe", method, profile)).phases
+        )
+        for method in (ideal, dataclasses.replace(ideal, replays_chunks=True))
+    ]
+    model = find_model("phi-3.5-moe")
+    rows = 12 * 8192 / 8 * model.top_k * model.width * 2
+    weights = 0 if chunks_tokens else 2 * model.num_experts / 8 * model.expert_weights * 2
+    memory = profile.memory.gb_per_s * profile.memory.share
+    assert busy[1] - busy[0] == pytest.approx((rows + weights) / memory / 1e3)
 
 
 def test_products_are_bound_by_operations_or_by_memory():
