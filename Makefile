@@ -24,8 +24,9 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow and not gpu and not multigpu"
 
-test-all: $(READY)
-	$(PYTEST) -m "not gpu and not multigpu"
+# slow cases one after another: they know time limits that two at once would miss
+test-all: test
+	$(BIN)/python -m pytest -m "slow and not gpu and not multigpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

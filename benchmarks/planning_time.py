@@ -30,8 +30,9 @@ from rich.table import Table
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-import passes.chunk_attention
+import passes.plan_attention
 import passes.plan_chunks
+import passes.switch_dispatch
 from benchmarks.block import Block
 from benchmarks.cases import BlockCase, Plan
 from benchmarks.planned_models import CapturedError, fake_group
@@ -51,7 +52,8 @@ OPTIONS: Final = {
 }
 DECIDERS: Final = (
     (passes.plan_chunks, "decide_experts"),
-    (passes.chunk_attention, "decide_attention"),
+    (passes.switch_dispatch, "decide_experts"),
+    (passes.plan_attention, "decide_attention"),
 )
 
 

@@ -23,7 +23,6 @@ from moe_compile.analysis.head_split import HeadSplit, split_projections
 from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.planning.plan import SplitBound, plan_head_groups
-from moe_compile.planning.plan_regions import decide_attention
 from moe_compile.planning.state import AttentionVerdict, CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 from passes.replay.head_groups import emit_head_groups
@@ -40,7 +39,7 @@ class ChunkAttention(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replay each region whose heads the option splits; note all of them."""
         regions, refused = find_attention(graph)
-        decisions = [decide_attention(r, state.config, state.hardware) for r in regions]
+        decisions = [state.attention_decisions.get(region.name) for region in regions]
         pairs = list(zip(regions, decisions, strict=True))
         plans = [(r, *plan_head_groups(state.config, r, decision)) for r, decision in pairs]
         skipped = [

@@ -27,6 +27,7 @@ from passes.detect_regions import DetectRegions
 from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from passes.normalize_exchanges import NormalizeExchanges
+from passes.plan_attention import PlanAttention
 from passes.plan_chunks import PlanChunks
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
@@ -52,6 +53,7 @@ DYNAMO: Final = Level(
     (
         NormalizeExchanges(),
         DetectRegions(),
+        PlanAttention(),
         SwitchDispatch(),
         PlanChunks(),
         ChunkRegions(),

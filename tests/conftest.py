@@ -7,9 +7,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.distributed as dist
+from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_compile.testing.rank_pool import RankPool
+
+# tests run beside others, and an example's time says nothing then
+settings.register_profile("beside others", deadline=None)
+settings.load_profile("beside others")
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ Pseudo-code
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.planning.candidates import Candidate
+from moe_compile.planning.price_bound import least_us
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork
@@ -100,11 +101,14 @@ def choose_plan(
 
     The first allowed one is the region as it is. `allowed_bytes` may be added to the peak.
     """
-    priced = [
-        Priced(candidate=c, us=price_us(work, c, rates), is_lossy=c.is_lossy(work))
-        for c in candidates
-    ]
-    ways = [p for p in priced if is_allowed(p.candidate)]
+
+    def priced(candidates: Iterable[Candidate]) -> list[Priced]:
+        return [
+            Priced(candidate=c, us=price_us(work, c, rates), is_lossy=c.is_lossy(work))
+            for c in candidates
+        ]
+
+    ways = priced(c for c in candidates if is_allowed(c))
     as_it_is = ways[0]
     gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
     fitting = [way for way in gaining if extra_bytes(work, way.candidate) <= allowed_bytes]
@@ -116,7 +120,9 @@ def choose_plan(
         why = why if len(ways) > 1 else Why.NO_OTHER
     others = [p for p in ways if p is not chosen]
     switched = [p for p in others if p.candidate.dispatch != chosen.candidate.dispatch]
-    faster = [p for p in priced if p not in ways and p.us < (1.0 - WORTH) * chosen.us]
+    limit = (1.0 - WORTH) * chosen.us
+    forbidden = (c for c in candidates if not is_allowed(c) and least_us(work, c, rates) < limit)
+    faster = [p for p in priced(forbidden) if p.us < limit]
     return Decision(
         chosen=chosen,
         as_it_is=as_it_is,

@@ -52,12 +52,15 @@ def asks_planner(config: MegaMoEConfig, *, can_gather: bool) -> bool:
 
 
 def decide_attention(
-    region: AttentionRegion, config: MegaMoEConfig, hardware: HardwareProfile
+    region: AttentionRegion,
+    others: Iterable[AttentionRegion],
+    config: MegaMoEConfig,
+    hardware: HardwareProfile,
 ) -> Decision | None:
-    """Return the decision for an attention region."""
+    """Return the decision for an attention region; `others` are those of its graph."""
     if config.attention_chunks != "auto" or not config.equal_tokens:
         return None
-    work = work_of_attention(region)
+    work = work_of_attention(region, others)
     if work is None:
         return None
     return _choose(work, ("heads",), lambda _: True, config, hardware)

@@ -44,7 +44,8 @@ def work_of_experts(
         expert_of=dict(proof.expert_rows),
         whole_weights=frozenset(node for node, _ in proof.unsliceable),
     )
-    window = _window(region.dispatch.graph, region.rows, region.result, others)
+    neighbours = [(other.count_exchange, other.result) for other in others]
+    window = _window(region.dispatch.graph, region.rows, region.result, neighbours)
     work = RegionWork(
         work=read_work(region.dispatch.graph, window, replayed),
         num_ranks=region.num_ranks,
@@ -58,8 +59,10 @@ def work_of_experts(
     return replace(work, gathered=gathered_work(work, way), gather_is_bitwise=is_bitwise)
 
 
-def work_of_attention(region: AttentionRegion) -> RegionWork | None:
-    """Return the work around an attention region: that of its graph."""
+def work_of_attention(
+    region: AttentionRegion, others: Iterable[AttentionRegion] = ()
+) -> RegionWork | None:
+    """Return the work around an attention region; `others` are those of its graph."""
     result = tensor_of(region.result)
     if result is None or not has_static_rows(region.result):
         return None
@@ -67,8 +70,10 @@ def work_of_attention(region: AttentionRegion) -> RegionWork | None:
     replayed = Replayed(
         nodes=frozenset(region.body), exchanges=dict.fromkeys(region.launches, "heads")
     )
+    neighbours = [(other.exchanges[0], other.result) for other in others]
+    window = _window(graph, region.exchanges[0], region.result, neighbours)
     return RegionWork(
-        work=read_work(graph, frozenset(graph.nodes), replayed),
+        work=read_work(graph, window, replayed),
         num_ranks=region.num_ranks,
         num_parts=region.head.size if region.head else 1,
         row_bytes=float(result.numel() * result.element_size()),
@@ -76,12 +81,15 @@ def work_of_attention(region: AttentionRegion) -> RegionWork | None:
 
 
 def _window(
-    graph: fx.Graph, first: fx.Node, last: fx.Node, others: Iterable[MoERegion]
+    graph: fx.Graph, first: fx.Node, last: fx.Node, others: Iterable[tuple[fx.Node, fx.Node]]
 ) -> Collection[fx.Node]:
-    """Return the nodes after the region before, and before the region after."""
+    """Return the nodes after the region before, and before the region after.
+
+    `others` holds first and last node of each region; the one at hand may be among them.
+    """
     others = list(others)
-    before = [o.result for o in others if o.result < first]
-    after = [o.count_exchange for o in others if o.count_exchange > last]
+    before = [end for _, end in others if end < first]
+    after = [start for start, _ in others if start > last]
     start, end = max(before, default=None), min(after, default=None)
     return frozenset(
         n

@@ -125,6 +125,8 @@ class CompileState:
     """Exchanges of the Dynamo graph at hand that are no region."""
     attention: list[AttentionVerdict] = field(default_factory=list)
     """One per attention operator of the Dynamo graph at hand."""
+    attention_decisions: dict[str, Decision] = field(default_factory=dict)
+    """Attention region of the Dynamo graph at hand -> what the planner chose for it."""
     family: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False

@@ -14,6 +14,7 @@ from moe_compile.graph.query import is_launch
 from moe_compile.planning.choose_plan import Why
 from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import SplitAttention
+from tests.block_layers import SerialBlock, block_input
 from tests.capture import dynamo_graphs
 
 PROFILE = Path(moe_compile.hardware.__file__).parent / "profiles/cpu.toml"
@@ -83,3 +84,37 @@ def test_memory_that_is_not_there_is_not_taken(compiled):
     assert found["decision"]["why"] == Why.MEMORY.value
     _, found = compiled(DEAR, max_memory_increase=1e-6, step_peak_bytes=10**15)
     assert found["num_chunks"] >= 2
+
+
+@pytest.mark.parametrize("experts", [{"chunks": 2}, {"dispatch": "all_gather"}])
+def test_experts_beside_attention_count_whatever_becomes_of_them(fake_ranks, experts):
+    """Chunked or gathered first, they were left out of its price: their new nodes have no sizes."""
+
+    def price(**options):
+        (gm,) = dynamo_graphs(SerialBlock(fake_ranks, fake_ranks), block_input())
+        config = MegaMoEConfig(
+            attention_chunks="auto", equal_tokens=True, hardware="cpu", strict=True, **options
+        )
+        _, compilation = rewrite(gm, config)
+        return compilation.regions[0].verdict, compilation.attention[0].decision["as_it_is_us"]
+
+    (_, whole), (verdict, beside) = price(chunks=1), price(**experts)
+    assert verdict in ("chunked", "all-gathered")
+    assert beside == whole
+
+
+def test_a_layer_is_priced_as_far_as_its_neighbours(fake_ranks):
+    """Of the whole graph a layer's gain was a small share, and the smaller the more layers."""
+
+    def times(num_layers):
+        layers = [SplitAttention(64, 8, 8, 32, fake_ranks) for _ in range(num_layers)]
+        x = torch.randn(2, 256, 64, requires_grad=True)
+        (gm,) = dynamo_graphs(torch.nn.Sequential(*layers), x)
+        config = MegaMoEConfig(attention_chunks="auto", equal_tokens=True, hardware="cpu")
+        _, compilation = rewrite(gm, config)
+        return [attention.decision["as_it_is_us"] for attention in compilation.attention]
+
+    (alone,) = times(1)
+    among = times(4)
+    assert len(among) == 4
+    assert all(alone <= us < 1.5 * alone for us in among)

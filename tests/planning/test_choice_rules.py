@@ -60,7 +60,7 @@ def test_of_ways_equally_fast_within_two_thousandths_the_simpler_is_taken():
     assert farther.chosen.candidate == BOTH and farther.runner_up.candidate == DISPATCH
 
 
-def test_a_way_that_is_best_as_stated_and_not_in_the_mean_is_not_taken():
+def test_a_way_that_is_best_as_stated_and_farthest_off_with_a_wrong_constant_is_not_taken():
     """The wire: 126 stated, 146 and 119 with the memory slower and faster; two chunks: 128."""
     work, rates = region(100, 56), packing(20, unsure=0.5)
     assert price_us(work, DISPATCH, rates) == pytest.approx(126)

@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_compile.hardware import load_profile
@@ -115,6 +115,7 @@ WORKS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(work=WORKS)
 def test_the_choice_gains_one_percent_with_no_constant_off_and_never_loses_with_one(work):
     decision = decide(work)
@@ -145,6 +146,7 @@ def test_two_percent_are_paid_to_be_less_far_off_when_a_constant_is_wrong():
     assert largest_regret(work, four, ways, rates) < largest_regret(work, two, ways, rates) - 0.01
 
 
+@settings(deadline=None)
 @given(work=WORKS, latency_us=st.floats(0, 10))
 @example(work=region(120.0, 100.0, 100.0, row_bytes=1e3), latency_us=2.0)
 def test_the_choice_is_never_more_than_two_percent_from_the_fastest_that_is_safe(work, latency_us):
@@ -159,6 +161,7 @@ def test_the_choice_is_never_more_than_two_percent_from_the_fastest_that_is_safe
             assert decision.chosen.us <= 1.02 * us
 
 
+@settings(deadline=None)
 @given(work=WORKS, seed=st.integers(0, 99))
 def test_the_choice_does_not_depend_on_the_order_of_candidates(work, seed):
     """The first, the region as it is, excepted; equal times go to the simpler way."""

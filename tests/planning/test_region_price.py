@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from moe_compile.hardware import load_profile
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.rates import CONSTANTS, Rates
 from moe_compile.planning.region_tasks import price_us
@@ -148,3 +149,32 @@ def test_a_constant_is_moved_up_and_down_one_at_a_time_and_none_that_is_nothing(
         found = [r for r in moved if getattr(r, name) != getattr(rates, name)]
         factors = [getattr(r, name) / getattr(rates, name) for r in found]
         assert factors == pytest.approx([1.25, 0.75])
+
+
+@pytest.mark.parametrize(
+    ("origin", "share"),
+    [
+        ("measured: on a node", 0.1),
+        ("datasheet: table 2", 0.1),
+        ("fitted", 0.1),
+        ("literature: a paper", 0.2),
+        ("computed from others", 0.2),
+        ("assumed: half the peak", 0.2),
+        ("said: by somebody", 0.2),
+    ],
+)
+def test_a_rate_may_be_off_by_what_its_origin_is_worth(origin, share):
+    profile = dataclasses.replace(
+        load_profile("cpu"), origins={"matmul_tflops": origin, "link_gb_per_s": origin}
+    )
+    far = dict(Rates.of(profile, 64).uncertainty)
+    assert far["matmul_tflops"] == far["link_gb_per_s"] == share
+    assert far["memory_gb_per_s"] == 0.2  # nobody stated where it comes from
+
+
+def test_a_nodes_link_is_assumed_whatever_is_known_of_the_network():
+    measured = dict.fromkeys(CONSTANTS, "measured: once")
+    profile = dataclasses.replace(load_profile("h100"), origins=measured)
+    near, far = (dict(Rates.of(profile, num).uncertainty) for num in (8, 64))
+    assert near["link_gb_per_s"] == near["link_latency_us"] == far["near_gb_per_s"] == 0.2
+    assert far["link_gb_per_s"] == far["link_latency_us"] == near["matmul_tflops"] == 0.1
