@@ -25,8 +25,6 @@ from moe_compile.graph.query import known_rows, tensor_of
 
 NUMBER_BYTES: Final = 4
 """Of a count or a token's number on the wire: int32."""
-PLACE_BYTES: Final = 8 * 12
-"""Read and written per row to tell which rows are this rank's: a dozen int64, fused in kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

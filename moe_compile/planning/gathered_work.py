@@ -15,19 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.token_sums import ZEROS
 from moe_compile.graph.query import called_name, tensor_of, waits_on
-from moe_compile.planning.gathered_sizes import PLACE_BYTES, GatheredSizes, GatheredWay
+from moe_compile.planning.gathered_sizes import GatheredSizes, GatheredWay
 from moe_compile.planning.region_work import RegionWork, Work
-
-PLACE_KERNELS: Final = 23
-"""Small operators that exchange the routing and find which rows are this rank's, and of which
-tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py)."""
+from moe_compile.planning.rewrite_costs import PLACE_BYTES, PLACE_KERNELS
 
 
 def gathered_work(whole: RegionWork, way: GatheredWay) -> RegionWork | None:

@@ -24,17 +24,13 @@ from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.cluster.tasks import LINK, Priority, Task, TaskList, run_tasks
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_work import RegionWork, Work
+from moe_compile.planning.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
 
 WHOLE: Final = -1
 """Key of a task that no chunk divides."""
 GRADIENT_SUM: Final = 3.0
 """Passes over a weight's gradient to add one chunk's to the others': two reads and a write."""
 
-ORDER_KERNELS: Final = 21
-"""Small operators that find each row's place by chunk and back, and gather what the host reads
-(passes/replay/row_order.py)."""
-MASK_KERNELS: Final = 4
-"""Small operators per chunk that keep the counts of its experts (passes/replay/chunk_axis.py)."""
 ROW_PASSES: Final = 2.0
 """Over rows that are moved: read, written."""
 

@@ -16,11 +16,11 @@ from moe_compile.planning.candidates import Candidate, list_candidates
 from moe_compile.planning.choose_plan import extra_bytes
 from moe_compile.planning.cost_model import estimate_costs
 from moe_compile.planning.gathered_sizes import GatheredSizes, GatheredWay
-from moe_compile.planning.gathered_work import PLACE_KERNELS
 from moe_compile.planning.plan_regions import experts_rule
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_tasks import price_us
+from moe_compile.planning.rewrite_costs import PLACE_KERNELS
 from moe_compile.planning.sizes import NominalSizes
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state

@@ -7,8 +7,9 @@ import pytest
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.cluster.tasks import LINK, Priority, Task, run_tasks
 from moe_compile.planning.rates import Rates
-from moe_compile.planning.region_tasks import MASK_KERNELS, ORDER_KERNELS, price_us
+from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork, Work
+from moe_compile.planning.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
 
 UNIT = Rates(  # 1 us per 1e6 operations, 1e3 bytes in memory, 1e3 bytes on the link
     matmul_tflops=1.0,

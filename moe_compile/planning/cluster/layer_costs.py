@@ -14,8 +14,7 @@ from typing import Final
 from moe_compile.planning.cluster.kernels import Kernels
 from moe_compile.planning.cluster.layer_sizes import BF16, LayerSizes
 from moe_compile.planning.cluster.method import Attention
-from moe_compile.planning.gathered_sizes import PLACE_BYTES
-from moe_compile.planning.gathered_work import PLACE_KERNELS
+from moe_compile.planning.rewrite_costs import PLACE_BYTES, PLACE_KERNELS
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""

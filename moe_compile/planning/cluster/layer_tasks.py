@@ -19,7 +19,7 @@ from typing import Final
 from moe_compile.planning.cluster.layer_costs import LayerCosts
 from moe_compile.planning.cluster.method import Overlap
 from moe_compile.planning.cluster.tasks import LINK, TaskList
-from moe_compile.planning.region_tasks import MASK_KERNELS, ORDER_KERNELS
+from moe_compile.planning.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
 
 TILES_HIDE: Final = 0.865
 """Share of a collective that fused tiles hide: COMET (arXiv 2502.19811), 8 H800."""
