@@ -59,7 +59,7 @@ def decisions(ranks, num_ranks):
 def check(decided):
     """Of one decision, to change something: which one is for the tests of prices."""
     (only,) = decided
-    assert " chunks of experts" in only.partition('"predicted_us"')[0]
+    assert '"chosen": "' in only and '"chosen": "one chunk"' not in only
 
 
 def test_first_and_last_rank_of_eight_in_processes_of_other_hash_seeds_decide_alike():
