@@ -4,7 +4,8 @@ under another group's attention.
 Contract
     Requires  WAITS_VISIBLE.
     Provides  ATTENTION_FOUND.
-    Keeps     every value and gradient bit for bit, unless `attention_split` asks for projections
+    Keeps     every value and gradient bit for bit, unless keys and values differ in head size
+              (see `AttentionRegion.may_round`) or `attention_split` asks for projections
               to be cut too; the selection of an attention backend.
     Every attention of the graph is noted in the state with its verdict, split or not.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch.fx as fx
 
@@ -26,6 +27,11 @@ from moe_compile.planning.plan import SplitBound, plan_head_groups
 from moe_compile.planning.state import AttentionVerdict, CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 from passes.replay.head_groups import emit_head_groups
+
+ROUNDING: Final = (
+    "keys and values differ in head size: where torch multiplies matrices for these, last bits may "
+    "differ by group"
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ def _verdict(
         num_heads=region.num_heads,
         num_kv_heads=region.num_kv_heads,
         num_chunks=num_groups,
+        rounding=ROUNDING if split and region.may_round else "",
         projections_cut=tuple(_cut_projections(split)) if split else (),
         projections_whole=split.kept_whole if split else (),
     )

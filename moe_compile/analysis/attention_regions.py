@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.head_factors import Factor
 from moe_compile.analysis.head_tracking import Tracker
+from moe_compile.graph.query import tensor_of
 
 
 class AttentionRefusal(enum.Enum):
@@ -37,6 +38,7 @@ class AttentionRefusal(enum.Enum):
     STATE_CHANGES = "grad mode or autocast changes inside the region"
     ONE_GROUP = "one group of heads asked for"
     BY_PRICE = "left in one group by the planner"
+    MAY_ROUND = "keys and values differ in head size: groups may round otherwise, ask for a number"
     ONE_KV_HEAD = "one local KV head: nothing to split by"
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
 
@@ -90,6 +92,18 @@ class AttentionRegion:
     def result(self) -> fx.Node:
         """The last wait of the exchange back."""
         return self.outward[-1]
+
+    @property
+    def may_round(self) -> bool:
+        """Whether groups may differ in the last bits: keys and values differ in head size.
+
+        Where torch has no fused kernel for these (a CPU), it multiplies matrices, which rounds by
+        how many heads there are and how they lie in memory.
+        """
+        sizes = [
+            tensor.shape[-1] for o in self.operands[1:] if (tensor := tensor_of(o)) is not None
+        ]
+        return len(set(sizes)) > 1
 
     @property
     def local_operands(self) -> tuple[fx.Node, ...]:

@@ -103,14 +103,16 @@ def plan_head_groups(
 ) -> tuple[int, AttentionRefusal | None]:
     """Return the number of groups of heads for `region`, and why it is one; else None.
 
-    "auto" is what the planner decided; where it could not, two groups where the local KV heads are
-    even in number, else one.
+    "auto" changes no bit, and is what the planner decided; where it could not, two groups where
+    the local KV heads are even in number, else one.
     """
     asked = config.attention_chunks
     if asked == 1:
         return 1, AttentionRefusal.ONE_GROUP
     if region.head is None:
         return 1, AttentionRefusal.ONE_KV_HEAD
+    if asked == "auto" and region.may_round:
+        return 1, AttentionRefusal.MAY_ROUND
     if asked == "auto" and decision is not None:
         num_groups = decision.chosen.candidate.num_chunks
         return num_groups, AttentionRefusal.BY_PRICE if num_groups == 1 else None

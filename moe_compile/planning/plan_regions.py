@@ -58,7 +58,7 @@ def decide_attention(
     hardware: HardwareProfile,
 ) -> Decision | None:
     """Return the decision for an attention region; `others` are those of its graph."""
-    if config.attention_chunks != "auto" or not config.equal_tokens:
+    if config.attention_chunks != "auto" or not config.equal_tokens or region.may_round:
         return None
     work = work_of_attention(region, others)
     if work is None:

@@ -105,6 +105,8 @@ class AttentionVerdict:
     """Under tensor parallelism: the groups that gather before it and reduce after it."""
     async_tp: str = ""
     """What became of these collectives; "" where there are none."""
+    rounding: str = ""
+    """What groups of heads may change; "" where no bit changes."""
     projections_cut: tuple[str, ...] = ()
     """Which projections run in groups too, and the bound of what that changes."""
     decision: Decision | None = None

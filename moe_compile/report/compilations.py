@@ -138,6 +138,7 @@ def _attention_report(found: AttentionVerdict) -> AttentionReport:
         decision=decision_figures(found.decision),
         remarks=(
             *decision_remarks(found.decision),
+            *_said(found.rounding),
             *found.projections_cut,
             *found.projections_whole,
             *_said(found.async_tp),

@@ -65,9 +65,8 @@ def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style
 
 def test_every_reason_has_a_program():
     """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
-    of_plan = {
-        AttentionRefusal[n] for n in ("ONE_GROUP", "BY_PRICE", "ONE_KV_HEAD", "NOT_DIVISIBLE")
-    }
+    names = ("ONE_GROUP", "BY_PRICE", "MAY_ROUND", "ONE_KV_HEAD", "NOT_DIVISIBLE")
+    of_plan = {AttentionRefusal[name] for name in names}
     assert of_plan | set(REFUSED.values()) == set(AttentionRefusal)
 
 

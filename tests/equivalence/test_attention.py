@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
+from passes.chunk_attention import ROUNDING
 from tests.attention_layers import (
     STYLES,
     BatchExchange,
@@ -49,6 +50,19 @@ def cases(draw, num_ranks):
     )
 
 
+def even_cases(num_ranks, style):
+    """Cases whose bits groups keep: several heads a group where values have another size than keys.
+
+    torch multiplies matrices there, on a CPU; `test_values_of_another_size` has the others.
+    """
+    drawn = cases(num_ranks).filter(lambda case: case.positions > 1)
+    if style is LatentAttention:
+        drawn = drawn.filter(
+            lambda case: case.dtype is not torch.float64 and case.heads > num_ranks * case.groups
+        )
+    return drawn
+
+
 def run_case(rank, case, style):
     """Return what differs from eager, and the verdict on the attention."""
     torch._dynamo.reset()
@@ -86,7 +100,25 @@ def examples(count):
 @examples(1)
 def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):
     """Of several positions: hypothesis begins with the least case, which has one of all."""
-    check(two_ranks, data.draw(cases(2).filter(lambda case: case.positions > 1)), style)
+    check(two_ranks, data.draw(even_cases(2, style)), style)
+
+
+def remarks_of(rank):
+    (attention,) = REPORT.compilations[-1].attention
+    return attention.remarks
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(18, torch.float64), (6, torch.float32)], ids=["float64", "one head"]
+)
+def test_values_of_another_size_than_keys_differ_in_last_bits_and_the_report_says_so(
+    two_ranks, heads, dtype
+):
+    case = Case(heads=heads, kv_heads=6, groups=3, batch=2, positions=4, dtype=dtype, seed=6117)
+    for differing, verdicts in two_ranks.run(run_case, case, LatentAttention):
+        assert verdicts == [(3, "chunked")]
+        assert all(float(said.split()[-1]) < 8 * torch.finfo(dtype).eps for said in differing)
+    assert all(ROUNDING in said for said in two_ranks.run(remarks_of))
 
 
 @pytest.mark.slow
@@ -94,7 +126,7 @@ def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):
 @given(data=st.data())
 @examples(20)
 def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
-    check(two_ranks, data.draw(cases(2)), style)
+    check(two_ranks, data.draw(even_cases(2, style)), style)
 
 
 @pytest.mark.slow
@@ -102,7 +134,7 @@ def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
 @given(data=st.data())
 @examples(4)
 def test_any_attention_on_four_ranks_equals_eager(four_ranks, style, data):
-    check(four_ranks, data.draw(cases(4)), style)
+    check(four_ranks, data.draw(even_cases(4, style)), style)
 
 
 def few_kv_heads(kv_heads, ranks):

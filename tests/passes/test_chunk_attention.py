@@ -6,13 +6,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch, tensor_of
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
-from tests.attention_layers import SplitAttention, TensorParallel
+from passes.chunk_attention import ROUNDING
+from tests.attention_layers import LatentAttention, SplitAttention, TensorParallel
 from tests.capture import dynamo_graphs
 from tests.projection_refusals import REFUSED
 
@@ -44,6 +46,21 @@ def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_head
     (found,) = compilation.attention
     assert (found.num_chunks, found.verdict) == (groups, verdict)
     assert sum(map(is_launch, gm.graph.nodes)) == 4 * groups
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups", "verdict"),
+    [(2, 2, "chunked"), ("auto", 1, AttentionRefusal.MAY_ROUND.value)],
+)
+@pytest.mark.parametrize("equal_tokens", [False, True])
+def test_where_groups_may_round_they_are_asked_for_by_number(
+    fake_ranks, asked, groups, verdict, equal_tokens
+):
+    options = {"attention_chunks": asked, "equal_tokens": equal_tokens}
+    _, compilation = compiled(LatentAttention, fake_ranks, **options)
+    (found,) = compilation.attention
+    assert (found.num_chunks, found.verdict) == (groups, verdict)
+    assert (ROUNDING in found.remarks) == (groups > 1)
 
 
 @pytest.mark.parametrize(
