@@ -26,32 +26,36 @@ def written(four_ranks, tmp_path_factory):
     return run
 
 
-def resume(pool, folder, before, *changes):
-    """Go on from step 2 of the run that wrote into `before`."""
-    shutil.copytree(before / "checkpoint" / "step-2", folder / "checkpoint" / "step-2")
-    return train(pool, 4, folder, SAVES, *changes)[0]
+@pytest.fixture(scope="module")
+def resume(four_ranks, written, tmp_path_factory):
+    """Go on from step 2 of what `writer` wrote, each way once."""
+
+    @functools.cache
+    def run(writer, *ways):
+        before, folder = written(writer)[0], tmp_path_factory.mktemp("resumed")
+        shutil.copytree(before / "checkpoint" / "step-2", folder / "checkpoint" / "step-2")
+        changes = [{"ours": OURS, "stock": STOCK, "ep 4": EP_4}[way] for way in ways]
+        return train(four_ranks, 4, folder, SAVES, *changes)[0]
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        ("ours", OURS),
-        ("ours", STOCK),
-        pytest.param("stock", OURS, marks=pytest.mark.slow),
+        ("ours", "ours"),
+        ("ours", "stock"),
+        pytest.param("stock", "ours", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_prints_what_the_uninterrupted_one_did(
-    four_ranks, written, tmp_path, writer, reader
-):
-    folder, run = written(writer)
-    rest = resume(four_ranks, tmp_path, folder, reader)
-    assert rest.steps == {step: run.steps[step] for step in (3, 4, 5)}
+def test_a_resumed_run_prints_what_the_uninterrupted_one_did(written, resume, writer, reader):
+    run = written(writer)[1]
+    assert resume(writer, reader).steps == {step: run.steps[step] for step in (3, 4, 5)}
 
 
-def test_another_ep_degree_loads_the_same_parameters_bit_for_bit(four_ranks, written, tmp_path):
-    folder, run = written("ours")
-    same = resume(four_ranks, tmp_path / "2", folder, STOCK)
-    other = resume(four_ranks, tmp_path / "4", folder, OURS, EP_4)
+def test_another_ep_degree_loads_the_same_parameters_bit_for_bit(written, resume):
+    run = written("ours")[1]
+    same, other = resume("ours", "stock"), resume("ours", "ours", "ep 4")
     assert same.parameters and other.parameters == same.parameters
     assert other.parameters != run.parameters  # those of step 1
     assert other.placements != same.placements

@@ -13,10 +13,8 @@ ONE_D = {KEYS["ep"]: 1, "training.global_batch_size": GLOBAL_BATCH, KEYS["checkp
 WITH_EP = {**ONE_D, KEYS["ep"]: 2}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=() if m == "deepseek_v3" else pytest.mark.slow) for m in MODELS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_losses_from_one_seed_are_torchtitans_and_near_those_of_plain_fsdp(
     four_ranks, tmp_path, model
 ):

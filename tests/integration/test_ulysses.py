@@ -83,6 +83,7 @@ def check(from_seed, layout, flavor="tiny"):
     assert set(ours[0].state_keys) == set(theirs[0].state_keys)
 
 
+@pytest.mark.slow
 def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(from_seed):
     """The control: at this rate the order in which ranks are summed shows in no printed digit."""
     two, _ = from_seed(fsdp(2), STOCK)
