@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.dispatch_layers import GATHERED
+from benchmarks.planner import PROFILES
 from benchmarks.recorded_dispatch import RecordedChoice, recorded_choices
 from benchmarks.simulated_dispatch import (
-    PROFILES,
     TOP_K,
     SimulatedChoice,
     best_of,

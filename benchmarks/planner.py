@@ -20,16 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planned_models import SHAPES, capture_layer, fake_group
+from benchmarks.simulated_layer import TOKENS, simulated_us
 from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.analysis.regions import Refused
 from moe_compile.analysis.row_proof import prove_rows_independent
 from moe_compile.hardware import load_profile
-from moe_compile.hardware.cluster import load_cluster
 from moe_compile.planning.candidates import Candidate, list_candidates
 from moe_compile.planning.choose_plan import Decision, choose_plan
-from moe_compile.planning.cluster.layer_costs import LayerCosts
-from moe_compile.planning.cluster.layer_time import time_layer
-from moe_compile.planning.cluster.method import Attention, Method, Overlap
 from moe_compile.planning.cluster.models import ModelShape
 from moe_compile.planning.rates import CONSTANTS, Rates
 from moe_compile.planning.read_regions import work_of_experts
@@ -38,8 +35,6 @@ from moe_compile.planning.region_work import RegionWork
 
 PROFILES: Final = ("h100", "h800", "h200")
 RANKS: Final = (8, 64)
-TOKENS: Final = 4096
-"""Per rank."""
 WRONG: Final = (1.2, 0.8)
 """Factors on a constant that is wrong by 20 %."""
 
@@ -71,26 +66,7 @@ class PlannedLayer:
 
     def cluster_us(self, profile: str, num_chunks: int) -> float:
         """Return the time that `megamoe simulate` has for the layer in so many chunks."""
-        overlap = Overlap.CHUNKS if num_chunks > 1 else Overlap.INTER_OP
-        method = Method(
-            attention=Attention.WHOLE,
-            ranks=1,
-            expert_ranks=self.num_ranks,
-            overlap=overlap,
-            num_chunks=num_chunks,
-            sends_flat=True,
-            replays_chunks=True,
-        )
-        cluster = load_cluster(profile)
-        costs = LayerCosts(
-            model=self.shape,
-            method=method,
-            profile=cluster,
-            fit=cluster.fit("none"),
-            seq_len=TOKENS,
-            tokens=TOKENS,
-        )
-        return time_layer(costs).total_us
+        return simulated_us(self.shape, profile, self.num_ranks, num_chunks)
 
     def cluster_regret(self, profile: str, num_chunks: int) -> float:
         """Return the regret of `num_chunks` by `megamoe simulate`."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.fx as fx
 
+from benchmarks.planned_models import capture
 from moe_compile.analysis.regions import Refused
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile, load_profile
@@ -33,10 +31,6 @@ STEP_PEAK_BYTES: Final = 2**30
 Of the layer alone `max_memory_increase` may allow too little to put off weight gradients."""
 PLANNED: Final = MegaMoEConfig(equal_tokens=True, strict=True, step_peak_bytes=STEP_PEAK_BYTES)
 """Everything left to the planner."""
-
-
-class _CapturedError(Exception):
-    """Ends a run whose graph is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,25 +70,9 @@ def predict_layer(
     Prices, not the decision, count with the `imbalance` stated: the planner knows of none.
     """
     state = CompileState(config=PLANNED, hardware=load_profile(PLANNED.hardware))
-    run_level(FOUND, _capture(module, tokens).graph, state)
+    run_level(FOUND, capture(module, tokens), state)
     (plan,) = state.plans
     assert not isinstance(plan.proof, Refused), plan.proof
     work = work_of_experts(plan.region, plan.proof)
     assert work is not None
     return PredictedLayer(plan=plan, work=replace(work, imbalance=imbalance))
-
-
-def _capture(module: torch.nn.Module, tokens: torch.Tensor) -> fx.GraphModule:
-    captured: list[fx.GraphModule] = []
-
-    def stop(*_: Any) -> Any:
-        raise _CapturedError
-
-    def keep(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
-        captured.append(gm)
-        return stop
-
-    torch._dynamo.reset()
-    with contextlib.suppress(_CapturedError):
-        torch.compile(module, backend=keep, fullgraph=True)(tokens)
-    return captured[0]

@@ -9,9 +9,8 @@ Contract
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from benchmarks.cases import Case
 from benchmarks.dispatch_layers import GatherableLayer
 from benchmarks.layer import MoELayer
 from benchmarks.planned_models import capture, fake_group
-from moe_compile.hardware import HardwareProfile, load_profile
+from benchmarks.recorded_case import case_of, profile_of, with_link
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.choose_plan import Decision
 
@@ -73,15 +72,11 @@ def recorded_choices(
     report = json.loads(path.read_text())
     heads = [head for head in report["cases"] if head["top_k"] in top_k]
     for head in sorted(heads, key=lambda head: int(head["top_k"])):
-        case = Case(**{field.name: head[field.name] for field in fields(Case)})
+        case = case_of(head)
         layer = _capture(case)
-        profile = _profile(head["megamoe_profile"])
-        for ratio, link in head["links"].items():
-            told = replace(
-                profile,
-                link_gb_per_s=link["mb_per_s"] / 1e3,
-                link_latency_us=link["latency_us"],
-            )
+        profile = profile_of(head)
+        for ratio in head["links"]:
+            told = with_link(profile, head, ratio)
             for chunks in ASKED:
                 yield RecordedChoice(
                     case=case,
@@ -108,10 +103,3 @@ def _capture(case: Case) -> GatherableLayer:
     layer = MoELayer(case, fake_group(case.num_ranks))
     x = torch.zeros(case.tokens, case.width, dtype=torch.bfloat16, requires_grad=True)
     return GatherableLayer.of(capture(layer, x))
-
-
-def _profile(text: str) -> HardwareProfile:
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(text)
-        file.flush()
-        return load_profile(file.name)

@@ -15,9 +15,8 @@ import json
 import math
 import statistics
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,10 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import NO_LINK_RATIO, Case
+from benchmarks.cases import NO_LINK_RATIO
 from benchmarks.command import recorded_command
 from benchmarks.planned_models import fake_group
 from benchmarks.predicted_layer import PredictedLayer, predict_layer
+from benchmarks.recorded_case import case_of, profile_of, with_link
 from benchmarks.subjects import OneLayer
 from moe_compile.hardware import HardwareProfile
 
@@ -78,18 +78,16 @@ class _Recorded:
 
     @classmethod
     def of(cls, report: Mapping[str, Any], head: Mapping[str, Any]) -> _Recorded:
-        case = Case(**{f.name: head[f.name] for f in fields(Case)})
+        case = case_of(head)
         subject = OneLayer(case, fake_group(case.num_ranks)).of(None)
         rows = [r for r in report["rows"] if r["case"] == case.name and _chunks_of(r)]
         layer = predict_layer(subject.module, subject.tokens)
-        return cls(head, rows, layer, _profile(head["megamoe_profile"]))
+        return cls(head, rows, layer, profile_of(head))
 
     def linked(self, hardware: HardwareProfile, ratio: str) -> HardwareProfile:
         if ratio == NO_LINK_RATIO:
             return replace(hardware, link_gb_per_s=math.inf, link_latency_us=0.0)
-        link = self.head["links"][ratio]
-        rates = {"link_gb_per_s": link["mb_per_s"] / 1e3, "link_latency_us": link["latency_us"]}
-        return replace(hardware, **rates)
+        return with_link(hardware, self.head, ratio)
 
     def memory_gb_per_s(self) -> float:
         """Return the rate with which the step in one chunk without a link is as recorded."""
@@ -176,14 +174,6 @@ def _chunks_of(row: Mapping[str, Any]) -> int:
     number = row["variant"].removeprefix(VARIANT)
     is_ours = number != row["variant"] and row["ms"] is not None
     return int(number) if is_ours and number.isdigit() else 0
-
-
-def _profile(text: str) -> HardwareProfile:
-    """Return the profile in a header; older ones state no origins."""
-    table = tomllib.loads(text)
-    return HardwareProfile(
-        **{key: v["value"] if isinstance(v, dict) else v for key, v in table.items()}
-    )
 
 
 def main() -> int:

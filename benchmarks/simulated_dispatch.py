@@ -15,23 +15,17 @@ from typing import Final
 from benchmarks.dispatch_layers import GATHERED, GatherableLayer
 from benchmarks.planned_models import SHAPES, capture_layer, fake_group
 from benchmarks.planner import divisors
+from benchmarks.simulated_layer import TOKENS, simulated_us
 from moe_compile.hardware import load_profile
-from moe_compile.hardware.cluster import load_cluster
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.choose_plan import Decision
-from moe_compile.planning.cluster.layer_costs import LayerCosts
-from moe_compile.planning.cluster.layer_time import time_layer
-from moe_compile.planning.cluster.method import Attention, Method, Overlap
 from moe_compile.planning.cluster.models import ModelShape
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork
 
-PROFILES: Final = ("h100", "h800", "h200")
 RANKS: Final = 8
 TOP_K: Final = 8
-TOKENS: Final = 4096
-"""Per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,26 +47,9 @@ class SimulatedLayer:
 
     def simulated_us(self, way: Candidate, profile: str) -> float:
         """Return the time of the layer by `megamoe simulate`."""
-        method = Method(
-            attention=Attention.WHOLE,
-            ranks=1,
-            expert_ranks=RANKS,
-            gathers_rows=way.dispatch == "all_gather",
-            overlap=Overlap.CHUNKS if way.num_chunks > 1 else Overlap.INTER_OP,
-            num_chunks=way.num_chunks,
-            replays_chunks=True,
-            sums_gathered=True,
-        )
-        cluster = load_cluster(profile)
-        costs = LayerCosts(
-            model=self.shape,
-            method=method,
-            profile=cluster,
-            fit=cluster.fit("none"),
-            seq_len=TOKENS,
-            tokens=TOKENS,
-        )
-        return time_layer(costs).total_us
+        gathers = way.dispatch == "all_gather"
+        ways = {"gathers_rows": gathers, "sums_gathered": True}
+        return simulated_us(self.shape, profile, RANKS, way.num_chunks, **ways)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

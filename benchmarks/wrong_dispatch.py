@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.dispatch_layers import GATHERED
-from benchmarks.planner import wrong_rates
-from benchmarks.simulated_dispatch import PROFILES, RANKS, SimulatedLayer, simulated_layers
+from benchmarks.planner import PROFILES, wrong_rates
+from benchmarks.simulated_dispatch import RANKS, SimulatedLayer, simulated_layers
 from moe_compile.hardware import load_profile
 from moe_compile.planning.candidates import CHUNKS, Candidate
 from moe_compile.planning.choose_plan import choose_plan

@@ -9,12 +9,13 @@ Contract
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -127,14 +128,23 @@ def _apply_checkpointing(
 def bytes_held(model: nn.Module, dims: ParallelDims) -> int:
     """Return the bytes of parameters, gradients and two optimizer states on one rank.
 
-    A lower bound of the step's peak: saved activations come on top.
+    A lower bound of the step's peak: saved activations come on top. The same on every rank, also
+    where a dimension does not divide: plans depend on it.
     """
-    total = sum(_local(p).numel() * p.element_size() for p in model.parameters())
+    total = sum(_largest_share(p) * p.element_size() for p in model.parameters())
     return COPIES_OF_PARAMETERS * total // max(1, dims.dp_shard * dims.cp)
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _largest_share(parameter: nn.Parameter) -> int:
+    """Return the elements that the rank with the most of them has."""
+    sizes = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for num_ranks, placement in zip(
+            parameter.device_mesh.shape, parameter.placements, strict=True
+        ):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] = -(-sizes[placement.dim] // num_ranks)
+    return math.prod(sizes)
 
 
 def backend_options(job: JobConfig, held: int) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class Candidate:
         rounds = self.dispatch == "all_gather" and not work.gather_is_bitwise
         return quantises or splits_sums or rounds
 
+    def wire_share(self, work: RegionWork, exchange: str) -> float:
+        """Return the bytes of an `exchange` of `work` over those in the model's number format."""
+        wires = {"dispatch": self.dispatch_wire, "combine": self.combine_wire}
+        return work.wire_shares.get(wires.get(exchange, "same"), 1.0)
+
     @property
     def complexity(self) -> tuple[int, int, str, str]:
         """Return what orders ways from simple to complicated, each at a place of its own."""

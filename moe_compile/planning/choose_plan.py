@@ -135,9 +135,7 @@ def choose_plan(
 
 def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     """Return the bytes alive at once beside those of the region as it is, estimated."""
-    if candidate.dispatch == "all_gather":
-        assert work.gathered is not None
-        work = work.gathered
+    work = work.by_dispatch(candidate.dispatch)
     return work.extra_bytes + (EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0)
 
 

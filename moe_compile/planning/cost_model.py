@@ -133,14 +133,9 @@ class _Estimator:
         return self._compute(node)
 
     def _link_us(self, launch: fx.Node) -> float:
-        sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
-        received = self.sizes.nbytes(value_of(launch))
-        op = _op(launch)
-        num_ranks = ranks_of(launch)
-        passes = PASSES_OF.get(op.rstrip("_"), 1)
-        shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
-        leaving = max(sent, received) * passes * leaving_share(shared)
-        return self.rates_of(num_ranks).link_us(leaving, is_gather=not is_all_to_all(launch))
+        leaving = leaving_bytes(launch, self.sizes)
+        rates = self.rates_of(ranks_of(launch))
+        return rates.link_us(leaving, is_gather=not is_all_to_all(launch))
 
     def _compute(self, node: fx.Node) -> Cost:
         module = _called_module(node)
@@ -195,6 +190,15 @@ class _Estimator:
         query, key = shapes[:2]
         forward = 4.0 * math.prod(query) * key[-2] * attended_share(node)
         return forward * BACKWARD_OVER_FORWARD if is_backward else forward
+
+
+def leaving_bytes(launch: fx.Node, sizes: NominalSizes) -> float:
+    """Return the bytes that leave a rank in a collective, routed evenly."""
+    sent = sum(sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
+    received = sizes.nbytes(value_of(launch))
+    num_ranks = ranks_of(launch)
+    shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
+    return max(sent, received) * PASSES_OF.get(_op(launch).rstrip("_"), 1) * leaving_share(shared)
 
 
 def attended_share(attention: fx.Node) -> float:

@@ -37,9 +37,7 @@ ROW_PASSES: Final = 2.0
 
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
-    if candidate.dispatch == "all_gather":
-        assert work.gathered is not None
-        work = work.gathered
+    work = work.by_dispatch(candidate.dispatch)
     phases = (_Phase(work, candidate, rates, is_backward=b) for b in (False, True))
     return sum(_fastest_us(p.tasks(), rates.contention) for p in phases)
 
@@ -158,12 +156,7 @@ class _Phase:
         return "combine" if self.is_backward else "dispatch"
 
     def _compute_us(self, work: Work, share: float, weights: float) -> float:
-        operations, nbytes, num_kernels = work.operations, work.nbytes, work.num_kernels
-        if self.is_backward:
-            operations *= work.backward
-            nbytes *= work.backward
-            nbytes = nbytes if work.backward_nbytes is None else work.backward_nbytes
-            num_kernels = num_kernels if work.backward_kernels is None else work.backward_kernels
+        operations, nbytes, num_kernels = work.amounts(is_backward=self.is_backward)
         return self.rates.compute_us(operations * share, nbytes * share + weights, num_kernels)
 
     def _add_weight_gradient(
@@ -175,8 +168,7 @@ class _Phase:
         return self.made.add(f"{work.name} dW", us, needs)
 
     def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
-        wires = {"dispatch": self.candidate.dispatch_wire, "combine": self.candidate.combine_wire}
-        smaller = self.region.wire_shares.get(wires.get(work.exchange, "same"), 1.0)
+        smaller = self.candidate.wire_share(self.region, work.exchange)
         sent = work.link_bytes * share * smaller
         pack_us = 0.0
         if smaller < 1.0:  # rows are read and a smaller message written, and the reverse

@@ -48,6 +48,17 @@ class Work:
     slices_weights: bool = True
     """Whether a chunk of experts reads its own weights alone."""
 
+    def amounts(self, *, is_backward: bool) -> tuple[float, float, int]:
+        """Return operations, bytes and kernels of one phase, those for weights left out."""
+        if not is_backward:
+            return self.operations, self.nbytes, self.num_kernels
+        moved, kernels = self.backward_nbytes, self.backward_kernels
+        return (
+            self.operations * self.backward,
+            self.nbytes * self.backward if moved is None else moved,
+            self.num_kernels if kernels is None else kernels,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionWork:
@@ -69,6 +80,14 @@ class RegionWork:
     gather_is_bitwise: bool = False
     extra_bytes: float = 0.0
     """Alive at once beside what the region as it is has alive."""
+
+    def by_dispatch(self, dispatch: str) -> RegionWork:
+        """Return the work of one `dispatch`: this, or the same with tokens gathered."""
+        if dispatch != "all_gather":
+            return self
+        if self.gathered is None:
+            raise ValueError("tokens of this region cannot be gathered")
+        return self.gathered
 
     @property
     def written_bytes(self) -> float:

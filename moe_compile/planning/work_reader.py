@@ -20,11 +20,9 @@ from moe_compile.graph.dependence import storage_of
 from moe_compile.graph.query import (
     called_name,
     is_all_gather,
-    is_all_to_all,
     is_launch,
     is_reduce_scatter,
     is_wait,
-    output_splits,
     overload_name,
     tensor_of,
     value_of,
@@ -37,7 +35,11 @@ from moe_compile.planning.backward_work import (
     Moved,
     has_gradient,
 )
-from moe_compile.planning.cost_model import BACKWARD_OVER_FORWARD, attended_share
+from moe_compile.planning.cost_model import (
+    BACKWARD_OVER_FORWARD,
+    attended_share,
+    leaving_bytes,
+)
 from moe_compile.planning.region_work import MEMORY_BACKWARD, Work
 from moe_compile.planning.sizes import NominalSizes
 
@@ -145,7 +147,7 @@ class _Reader:
             return Work(
                 name=node.name,
                 needs=needs,
-                link_bytes=self._sent(node),
+                link_bytes=leaving_bytes(node, self.sizes),
                 exchange=kind,
                 is_gather=is_all_gather(node) or is_reduce_scatter(node),
                 backward=1.0 if flows_back else 0.0,
@@ -172,12 +174,6 @@ class _Reader:
             expert=self.replayed.expert_of.get(node),
             slices_weights=node not in self.replayed.whole_weights,
         )
-
-    def _sent(self, launch: fx.Node) -> float:
-        """Return the bytes that leave a rank, routing balanced."""
-        sent = sum(self.sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
-        num_ranks = len(output_splits(launch)) if is_all_to_all(launch) else 0
-        return sent * (num_ranks - 1) / num_ranks if num_ranks > 1 else float(sent)
 
     def _bytes_moved(self, node: fx.Node, weights: Collection[fx.Node]) -> tuple[float, int]:
         """Return bytes of rows read and written, and kernels: 0 where it is fused away."""

@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.planner import PROFILES
 from benchmarks.recorded_dispatch import recorded_choices
-from benchmarks.simulated_dispatch import PROFILES, choose, simulated_layers
+from benchmarks.simulated_dispatch import choose, simulated_layers
 from moe_compile.planning.choose_plan import Why
 
 NEAR = 0.02
