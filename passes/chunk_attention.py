@@ -21,7 +21,7 @@ import torch.fx as fx
 from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRegion
 from moe_compile.analysis.detect_attention import find_attention
 from moe_compile.analysis.head_split import HeadSplit, split_projections
-from moe_compile.graph.edit import erase_unused
+from moe_compile.graph.edit import erase_unused, replace_uses
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.planning.plan import SplitBound, plan_head_groups
 from moe_compile.planning.state import AttentionVerdict, CompileState
@@ -123,5 +123,5 @@ def _cut_projections(split: HeadSplit) -> Iterator[str]:
 def _apply(split: HeadSplit, num_groups: int) -> None:
     in_order = {node: i for i, node in enumerate(split.region.core.graph.nodes)}
     body = sorted(set(split.body), key=in_order.__getitem__)
-    split.result.replace_all_uses_with(emit_head_groups(split, num_groups))
+    replace_uses({split.result: emit_head_groups(split, num_groups)})
     erase_unused(body)

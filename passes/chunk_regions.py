@@ -15,8 +15,14 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused, RowProof
-from moe_compile.analysis.surroundings import Surroundings, examine_surroundings
-from moe_compile.graph.edit import erase_unused
+from moe_compile.analysis.surroundings import (
+    Aftermath,
+    Rewrite,
+    Surroundings,
+    examine_surroundings,
+)
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.planning.plan import Remark
 from moe_compile.planning.state import CompileState, RegionPlan
 from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
@@ -33,9 +39,8 @@ class ChunkRegions(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.CHUNKED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Replay each planned region; regions of one graph are independent of one another."""
-        del graph  # the plans name its nodes
-        decided: list[tuple[RegionPlan, RowProof, Surroundings]] = []
+        """Replay each planned region; what nothing needs after all of them is erased."""
+        planned: list[tuple[RegionPlan, RowProof]] = []
         skipped: list[Verdict] = []
         for plan in state.plans:
             if plan.switch.is_switched:
@@ -45,29 +50,52 @@ class ChunkRegions(GraphPass):
             elif plan.num_chunks == 1:
                 reason = plan.remark or Remark.ONE_CHUNK
                 skipped.append(Verdict(candidate=plan.region.name, reason=reason))
-            elif isinstance(around := examine_surroundings(plan.region), Refused):
+            else:
+                planned.append((plan, plan.proof))
+        after = examine_surroundings(
+            [
+                Rewrite(region=plan.region, proof=proof, replaced=plan.region.result)
+                for plan, proof in planned
+            ]
+        )
+        chosen: list[_Chosen] = []
+        for plan, proof in planned:
+            around = after.around[plan.region.name]
+            if isinstance(around, Refused):
                 plan.proof = around
                 skipped.append(verdict(around))
             else:
-                decided.append((plan, plan.proof, around))
-        for plan, proof, around in decided:
-            _apply(plan, proof, around, by_tokens=state.config.chunk_by == "tokens")
+                chosen.append(_Chosen(plan, proof, around))
+        _apply(graph, chosen, after, by_tokens=state.config.chunk_by == "tokens")
         return PassReport(
             pass_name=self.name,
-            applied=tuple(plan.region.name for plan, _, _ in decided),
+            applied=tuple(one.plan.region.name for one in chosen),
             skipped=tuple(skipped),
-            measures={"num_bulk_host_reads": len(decided)},
+            measures={"num_bulk_host_reads": len(chosen)},
         )
 
 
-def _apply(plan: RegionPlan, proof: RowProof, around: Surroundings, *, by_tokens: bool) -> None:
-    region = plan.region
-    for node in reversed(around.stale_assertions):
-        node.graph.erase_node(node)
-    chunked = emit_chunks(region, proof, plan.num_chunks, around.kept_reads, by_tokens=by_tokens)
-    plan.dispatch.launches, plan.combine.launches = chunked.dispatches, chunked.combines
-    for node, value in chunked.instead.items():
-        node.replace_all_uses_with(value)
-    for node in around.readers_of_kept:
-        region.result.prepend(node)
-    erase_unused([node for node in region.body if node is not region.result])
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A region to be replayed."""
+
+    plan: RegionPlan
+    proof: RowProof
+    around: Surroundings
+
+
+def _apply(graph: fx.Graph, chosen: list[_Chosen], after: Aftermath, *, by_tokens: bool) -> None:
+    """Emit all regions first: until then each reads what it read, shared counts too."""
+    dependence = Dependence(graph)
+    emitted = []
+    for one in chosen:
+        what = (one.plan.region, one.proof, one.plan.num_chunks, one.around, dependence)
+        emitted.append((one, emit_chunks(*what, by_tokens=by_tokens)))
+    for one, new in emitted:
+        plan, around = one.plan, one.around
+        plan.dispatch.launches, plan.combine.launches = new.dispatches, new.combines
+        plan.num_host_reads = 1 + around.num_kept
+        replace_uses(around.sizes)
+        replace_uses({**new.instead, plan.region.result: new.result})
+        move_before(around.moved, around.read_at)
+    erase_dead(after.dead)

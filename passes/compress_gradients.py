@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, erase_unused, substitute
 from moe_compile.graph.query import C10D, group_name, is_reduce_scatter, is_wait, tensor_of
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
@@ -195,9 +195,8 @@ def _replace(reduction: GradientReduction) -> None:
     total = _emit(late, ATEN.sum.dim_IntList, by_rank, [0], dtype=torch.float32)
     if reduction.is_mean:
         total = _emit(late, ATEN.div.Tensor, total, ranks)
-    reduction.wait.replace_all_uses_with(total)
-    reduction.wait.graph.erase_node(reduction.wait)
-    reduction.launch.graph.erase_node(reduction.launch)
+    substitute(reduction.wait, total)
+    erase_unused([reduction.launch])
 
 
 def _emit(emitter: Emitter, target: Any, first: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:

@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, substitute
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.quantized_rows import REFERENCES, has_kernel
 from moe_compile.planning.state import CompileState
@@ -84,8 +84,7 @@ def _write_out(node: fx.Node) -> None:
     )
     for inner in traced.graph.nodes:
         if inner.op == "output":
-            node.replace_all_uses_with(env[inner.args[0]])
+            substitute(node, env[inner.args[0]])
         elif inner.op != "placeholder":
             env[inner] = emit.copy(inner, env)
             env[inner].meta["val"] = inner.meta["val"]
-    node.graph.erase_node(node)

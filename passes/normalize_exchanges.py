@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import Emitter, erase_unused
+from moe_compile.graph.edit import Emitter, erase_dead, erase_unused, substitute
 from moe_compile.graph.query import C10D, is_launch, overload_name
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
@@ -81,7 +81,5 @@ def _rewrite(launch: fx.Node, hiding: fx.Node) -> None:
     for reader in list(hiding.users):
         if isinstance(reader.meta.get("example_value"), torch.Tensor):
             plain.meta["example_value"] = wait.meta["example_value"] = reader.meta["example_value"]
-        reader.replace_all_uses_with(wait)
-        reader.graph.erase_node(reader)
-    launch.graph.erase_node(hiding)
-    launch.graph.erase_node(launch)
+        substitute(reader, wait)
+    erase_dead([launch, hiding])  # the operator's body is an exchange and its wait, no more

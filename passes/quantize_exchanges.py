@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, replace_uses, substitute
 from moe_compile.graph.query import group_name, input_splits, is_wait, output_splits
 from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
@@ -130,8 +130,7 @@ def _rewrite(launch: fx.Node, *, quantize_gradient: bool) -> None:
     message = Emitter(launch).call(GATHER_QUANTIZE_PACK, rows)
     launch.args = (message, *launch.args[1:])
     for wait in reversed(waits[1:]):
-        wait.replace_all_uses_with(waits[0])
-        wait.graph.erase_node(wait)
+        substitute(wait, waits[0])
     received = Emitter(waits[0].next).call(
         DEQUANTIZE_EXCHANGED,
         waits[0],
@@ -141,6 +140,6 @@ def _rewrite(launch: fx.Node, *, quantize_gradient: bool) -> None:
         group_name(launch),
         quantize_gradient,
     )
-    waits[0].replace_all_uses_with(received, delete_user_cb=lambda user: user is not received)
+    replace_uses({waits[0]: received})
     for node in (launch, waits[0]):
         node.meta.pop("example_value", None)

@@ -17,13 +17,13 @@ Pseudo-code
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.fx as fx
 
+from moe_compile.graph.edit import reorder
 from moe_compile.graph.launch_order import record_launch_order
 from moe_compile.graph.query import is_launch, overload_name
 from moe_compile.planning.choose_schedule import Choice, choose_schedule
@@ -75,7 +75,7 @@ class ScheduleExchanges(GraphPass):
             is_chunked=state.is_chunked,
         )
 
-        _apply([problem.nodes[i] for i in choice.chosen.order])
+        reorder([problem.nodes[i] for i in choice.chosen.order])
         record_launch_order(problem.nodes[i] for i in problem.launches)
         graph.lint()
         applied, skipped = _verdicts(problem, choice)
@@ -85,11 +85,6 @@ class ScheduleExchanges(GraphPass):
             skipped=skipped,
             measures={**_measures(problem, choice), **_bounds(costs)},
         )
-
-
-def _apply(order: Sequence[fx.Node]) -> None:
-    for node, following in itertools.pairwise(order):
-        node.append(following)
 
 
 def _verdicts(

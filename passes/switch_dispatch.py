@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.analysis.body_needs import needs_of_body
-from moe_compile.analysis.regions import MoERegion, Refused
-from moe_compile.analysis.surroundings import Surroundings, examine_surroundings
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.analysis.surroundings import Aftermath, Rewrite, examine_surroundings
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.edit import erase_unused
+from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.graph.query import known_rows, waits_on
 from moe_compile.planning.dispatch_rules import dispatch_costs, quantises_rows, rounding_of
 from moe_compile.planning.gathered_sizes import GatheredWay
@@ -48,7 +48,7 @@ class SwitchDispatch(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Rewrite the regions that the options ask for and that allow it."""
         del graph  # the plans name its nodes
-        chosen: list[tuple[RegionPlan, Switch, Surroundings]] = []
+        chosen: list[tuple[RegionPlan, Switch, Aftermath]] = []
         skipped: list[Verdict] = []
         regions = [plan.region for plan in state.plans]
         for plan in state.plans:
@@ -62,8 +62,8 @@ class SwitchDispatch(GraphPass):
             else:
                 chosen.append((plan, *decided))
         emitted = [  # last first: one may gather the sums of another
-            (plan, switch, _rewrite(plan.region, switch, around))
-            for plan, switch, around in reversed(chosen)
+            (plan, switch, _rewrite(plan.region, switch, after))
+            for plan, switch, after in reversed(chosen)
         ]
         state.gathered_groups.update(plan.region.group for plan, _, _ in emitted)
         for plan, switch, gathered in emitted:
@@ -77,18 +77,18 @@ class SwitchDispatch(GraphPass):
 
 def _decide(
     plan: RegionPlan, regions: Iterable[MoERegion], state: CompileState
-) -> tuple[Switch, Surroundings] | NotFound:
+) -> tuple[Switch, Aftermath] | NotFound:
     """Return how to switch a region, or why not; the plan keeps verdict and decision."""
     config, found = state.config, find_token_rows(plan.region)
     if isinstance(found, TokenRows):
         plan.switch.costs = dispatch_costs(plan.region, found)
-    decided = _could(plan, config, found)
+    decided = _could(plan, regions, config, found)
     if not isinstance(decided, NotFound):
-        switch, around = decided
+        switch, after = decided
         way = _way(plan, switch)
         plan.decision = decide_experts(plan, regions, config, state.hardware, way)
         refused = _against(plan, config, switch.found)
-        decided = NotFound(reason=refused) if refused else (_sliced(plan, config, switch), around)
+        decided = NotFound(reason=refused) if refused else (_sliced(plan, config, switch), after)
     elif config.dispatch == "all_to_all":
         decided = NotFound(reason=Unswitched.NOT_ASKED)
     if isinstance(decided, NotFound):
@@ -97,8 +97,11 @@ def _decide(
 
 
 def _could(
-    plan: RegionPlan, config: MegaMoEConfig, found: TokenRows | NotFound
-) -> tuple[Switch, Surroundings] | NotFound:
+    plan: RegionPlan,
+    regions: Iterable[MoERegion],
+    config: MegaMoEConfig,
+    found: TokenRows | NotFound,
+) -> tuple[Switch, Aftermath] | NotFound:
     """Return how the region would be switched, whole, or why it cannot be."""
     if config.dispatch == "all_to_all" and not asks_planner(config, can_gather=True):
         return NotFound(reason=Unswitched.NOT_ASKED)
@@ -108,13 +111,14 @@ def _could(
         return found
     if not config.equal_tokens:
         return NotFound(reason=Unswitched.TOKENS_MAY_DIFFER)
-    around = examine_surroundings(plan.region)
+    after = examine_surroundings([_region_rewrite(plan.region, plan.proof, regions, found)])
+    around = after.around[plan.region.name]
     if isinstance(around, Refused):
         return NotFound(reason=Unswitched.NOT_PROVEN, detail=around.reason.value)
     needs = needs_of_body(plan.region)
     if needs.reads_sent:
         return NotFound(reason=Unswitched.SENT_SIZES)
-    reads_anyway = needs.reads_host or bool(around.kept_reads)
+    reads_anyway = needs.reads_host or bool(around.served) or around.num_kept > 0
     switch = Switch(
         region=plan.region,
         found=found,
@@ -122,7 +126,27 @@ def _could(
         num_slices=1,
         is_exact=reads_anyway or config.dispatch_padding == "exact",
     )
-    return switch, around
+    return switch, after
+
+
+def _region_rewrite(
+    region: MoERegion, proof: RowProof, regions: Iterable[MoERegion], found: TokenRows
+) -> Rewrite:
+    """Say what a switch takes the place of: from the gather of the rows to their sums.
+
+    Host reads that another region has too stay where they are: it may be rewritten as well.
+    """
+    elsewhere = (other for other in regions if other is not region)
+    return Rewrite(
+        region=region,
+        proof=proof,
+        replaced=found.sums.total,
+        before=(*found.before,),
+        behind=(region.result, *found.after, *found.sums.tail),
+        others=(found.gather, region.count_exchange, *waits_on(region.count_exchange)),
+        reads_late=True,
+        not_served=frozenset(node for other in elsewhere for node in other.count_side),
+    )
 
 
 def _way(plan: RegionPlan, switch: Switch) -> GatheredWay | None:
@@ -155,28 +179,21 @@ def _sliced(plan: RegionPlan, config: MegaMoEConfig, switch: Switch) -> Switch:
     return replace(switch, num_slices=slices)
 
 
-def _rewrite(region: MoERegion, switch: Switch, around: Surroundings) -> Gathered:
-    found = switch.found
-    for node in reversed(around.stale_assertions):
-        node.graph.erase_node(node)
-    emitted = emit_gathered(switch, around.kept_reads)
-    for node, value in emitted.instead.items():
-        node.replace_all_uses_with(value)
-    found.sums.total.replace_all_uses_with(emitted.result)
-    for node in around.readers_of_kept:
-        region.result.prepend(node)
-    count_waits = waits_on(region.count_exchange)
-    erase_unused([region.result, *found.after, *found.sums.tail])
-    erase_unused([node for node in region.body if node is not region.result])
-    erase_unused([region.count_exchange, *count_waits])
-    erase_unused([found.gather, *found.before])
-    return emitted
+def _rewrite(region: MoERegion, switch: Switch, after: Aftermath) -> Gathered:
+    around = after.around[region.name]
+    assert not isinstance(around, Refused)
+    emitted = emit_gathered(switch, around.served)
+    replace_uses(around.sizes)
+    replace_uses({**emitted.instead, switch.found.sums.total: emitted.result})
+    move_before(around.moved, around.read_at)
+    erase_dead(after.dead)
+    return replace(emitted, num_kept_reads=around.num_kept)
 
 
 def _note(plan: RegionPlan, switch: Switch, emitted: Gathered) -> None:
     """Write into the plan what its region became; only where all edits succeeded."""
     plan.dispatch.launches, plan.combine.launches = emitted.gathers, emitted.reduces
-    plan.num_host_reads = int(switch.is_exact)
+    plan.num_host_reads = int(switch.is_exact) + emitted.num_kept_reads
     plan.switch = SwitchVerdict(
         is_switched=True,
         is_exact=switch.is_exact,

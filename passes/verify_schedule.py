@@ -21,8 +21,9 @@ import torch.fx as fx
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.launch_order import LAUNCH_RANK
-from moe_compile.graph.precedence import awaited, is_size_query, is_view
+from moe_compile.graph.precedence import awaited, is_view
 from moe_compile.graph.query import is_launch, is_wait
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport

@@ -91,6 +91,16 @@ class WrittenMask(SplitAttention):
         return o
 
 
+class ReadMeanwhile(SplitAttention):
+    """Two losses read the queries after they were sent, before the attention."""
+
+    def forward(self, x):
+        q, k, v = self.project(x)
+        exchanged = self.exchange(q, k, v)
+        losses = q.square().mean() + q.abs().mean()
+        return self.output(to_positions(self.attend(*exchanged), self.group)) + losses
+
+
 class Autocast(SplitAttention):
     """The attention alone runs under autocast."""
 
@@ -117,4 +127,5 @@ REFUSED = {
     ReadInside: AttentionRefusal.ESCAPES,
     WrittenMask: AttentionRefusal.MUTATED_MEANWHILE,
     Autocast: AttentionRefusal.STATE_CHANGES,
+    ReadMeanwhile: AttentionRefusal.GRADIENT_ORDER,
 }

@@ -36,6 +36,10 @@ class AttentionRefusal(enum.Enum):
     ESCAPES = "a value inside the region is read outside it"
     MUTATED_MEANWHILE = "a tensor the region reads is written inside it"
     STATE_CHANGES = "grad mode or autocast changes inside the region"
+    GRADIENT_ORDER = (
+        "a tensor it reads is read by others meanwhile: its gradient would be summed in another "
+        "order"
+    )
     ONE_GROUP = "one group of heads asked for"
     BY_PRICE = "left in one group by the planner"
     MAY_ROUND = "keys and values differ in head size: groups may round otherwise, ask for a number"
@@ -51,6 +55,7 @@ UNPROVEN: Final = frozenset(
         AttentionRefusal.ESCAPES,
         AttentionRefusal.MUTATED_MEANWHILE,
         AttentionRefusal.STATE_CHANGES,
+        AttentionRefusal.GRADIENT_ORDER,
     }
 )
 """Reasons of attention with even exchanges on both sides that groups of heads may not be right for.

@@ -114,7 +114,7 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
         num_ranks=len(output_splits(exchanges[0])),
     )
     check_escapes(region.body[:-1], region.body)
-    check_meanwhile(region.body, dependence)
+    check_meanwhile(region.body, core, dependence)
     return region
 
 

@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused
 from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import (
     expression_of,
     group_name,
@@ -128,10 +129,11 @@ def _last_wait(launch: fx.Node) -> fx.Node | None:
     return None
 
 
-def _root_of_counts(exchange: fx.Node) -> fx.Node:
-    """Return where the counts come from, before changes of form only."""
+def _forms_of_counts(exchange: fx.Node) -> list[fx.Node]:
+    """Return the counts as sent, and as they were before each change of form only."""
     node = exchange.args[0]
     assert isinstance(node, fx.Node)
+    forms = [node]
     while (
         node.op == "call_method"
         and node.target in VALUE_KEEPING
@@ -139,7 +141,8 @@ def _root_of_counts(exchange: fx.Node) -> fx.Node:
         and is_integer(node.args[0])
     ):
         node = node.args[0]
-    return node
+        forms.append(node)
+    return forms
 
 
 def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refused:
@@ -147,7 +150,7 @@ def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refus
         return Refused(candidate=name, reason=reason, detail=detail, is_region=True)
 
     received = _last_wait(pair.count_exchange)
-    counts = _root_of_counts(pair.count_exchange)
+    *_, counts = _forms_of_counts(pair.count_exchange)
     rows = pair.dispatch.args[0]
     num_ranks = len(output_splits(pair.dispatch))
     tensor = tensor_of(counts)
@@ -215,12 +218,30 @@ def _check_writes(
         for node in (region.rows, region.counts, region.received_counts, *region.others)
         for s in storages(node)
     )
-    first = dependence.position[region.body[0]]
-    last = dependence.position[region.result]
     for writer, written in dependence.writes.items():
         if writer in inside and written & outside:
             return _refused(region, Refusal.MUTATES_OUTSIDE, writer)
-        between = first < dependence.position[writer] < last
-        if between and writer not in inside and written & outside:
+        if _rewrites_counts(writer, written, region, dependence):
             return _refused(region, Refusal.MUTATED_MEANWHILE, writer)
+    body = [node for node in region.body if node is not region.result]
+    graph = region.result.graph
+    obstacle = Legality(dependence, graph).written_meanwhile(body, region.result)
+    if obstacle is not None:
+        return _refused(region, Refusal.MUTATED_MEANWHILE, obstacle.because_of)
     return None
+
+
+def _rewrites_counts(
+    writer: fx.Node, written: frozenset[int], region: MoERegion, dependence: Dependence
+) -> bool:
+    """Whether `writer` may part the counts that the region reads from those that were exchanged.
+
+    They are the same only while nothing writes any form of them from the first change of form on.
+    """
+    forms = _forms_of_counts(region.count_exchange)
+    place = dependence.position
+    first = place[forms[-2]] if len(forms) > 1 else place[region.count_exchange]
+    if not first < place[writer] < place[region.result]:
+        return False
+    memory = frozenset(s for form in forms for s in storages(form))
+    return not written or bool(written & memory)

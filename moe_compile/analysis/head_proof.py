@@ -16,9 +16,17 @@ from moe_compile.analysis.attention_surroundings import movements_above
 from moe_compile.analysis.head_factors import Factor, Lost, flat, holds, unify
 from moe_compile.analysis.head_rules import step
 from moe_compile.analysis.head_tracking import Tracker, move_name
-from moe_compile.analysis.surroundings import changes_state
-from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_launch
+
+REFUSALS: Final = {
+    Hazard.WRITTEN_MEANWHILE: AttentionRefusal.MUTATED_MEANWHILE,
+    Hazard.MODE_CHANGES: AttentionRefusal.STATE_CHANGES,
+    Hazard.RANDOM: AttentionRefusal.RANDOM,
+    Hazard.GRADIENT_ORDER: AttentionRefusal.GRADIENT_ORDER,
+}
+"""What forbids a motion, as a reason to leave attention whole."""
 
 REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 
@@ -114,14 +122,23 @@ def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
             raise Refuse(AttentionRefusal.ESCAPES, node.name)
 
 
-def check_meanwhile(body: Collection[fx.Node], dependence: Dependence) -> None:
-    """Refuse when `body` would compute something else, or otherwise, in another place of itself."""
-    read = {s for n in body for i in (n, *n.all_input_nodes) for s in storages(i)}
-    places = [dependence.position[node] for node in body]
-    first, last = min(places), max(places)
-    for node, place in dependence.position.items():
-        if first < place < last:
-            if dependence.writes.get(node, frozenset()) & read:
-                raise Refuse(AttentionRefusal.MUTATED_MEANWHILE, node.name)
-            if changes_state(node):
-                raise Refuse(AttentionRefusal.STATE_CHANGES, node.name)
+def check_meanwhile(
+    body: Collection[fx.Node],
+    core: fx.Node,
+    dependence: Dependence,
+    *,
+    may_round: bool = False,
+) -> None:
+    """Refuse when `body` would compute something else, or tell otherwise, just before `core`.
+
+    Nor may others write what it reads before its last node. With `may_round` gradients may be
+    added up in another order.
+    """
+    legality = Legality(dependence, core.graph)
+    obstacle = legality.obstacle([n for n in body if n is not core], core)
+    last = dependence.in_order(body)[-1]
+    obstacle = obstacle or legality.written_meanwhile(body, last)
+    if obstacle is None or (may_round and obstacle.hazard is Hazard.GRADIENT_ORDER):
+        return
+    detail = f"{obstacle.moved.name}, because of {obstacle.because_of.name}"
+    raise Refuse(REFUSALS[obstacle.hazard], detail)

@@ -196,7 +196,7 @@ def _check(split: HeadSplit, dependence: Dependence) -> None:
     projected = [linear.node for linear in split.projections]
     own = dependence.below(projected) & {*projected, *split.path}
     check_escapes(dependence.in_order(own), split.body)
-    check_meanwhile(split.body, dependence)
+    check_meanwhile(split.body, split.region.core, dependence, may_round=True)
 
 
 def _with_output(split: HeadSplit, dependence: Dependence) -> HeadSplit:
@@ -211,7 +211,7 @@ def _with_output(split: HeadSplit, dependence: Dependence) -> HeadSplit:
         if node and node.op not in ("placeholder", "get_attr") and dependence.position[node] > core:
             raise _Refuse(NotCut.MADE_LATE, node.name)
     found = dataclasses.replace(split, after=tuple(after), output=output)
-    check_meanwhile(found.body, dependence)
+    check_meanwhile(found.body, found.region.core, dependence, may_round=True)
     return found
 
 

@@ -1,10 +1,24 @@
-"""How often the host waits for integers of a region."""
+"""Where the host waits for integers of a region, and how often."""
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion
+
+
+def is_host_read(node: fx.Node) -> bool:
+    """Whether the host waits for one integer of a tensor."""
+    return node.op == "call_method" and node.target == "item"
+
+
+def is_move_to_host(node: fx.Node) -> bool:
+    """Whether the node only brings integers to the host, which the bulk read does for all."""
+    if node.op != "call_method" or node.target not in ("to", "cpu"):
+        return False
+    where = node.args[1] if len(node.args) > 1 else node.kwargs.get("device", "cpu")
+    return len(node.args) <= 2 and isinstance(where, str | torch.device) and str(where) == "cpu"
 
 
 def count_host_reads(region: MoERegion) -> int:
@@ -14,7 +28,7 @@ def count_host_reads(region: MoERegion) -> int:
     """
     sources: set[object] = set()
     for node in region.count_side:
-        if node.op == "call_method" and node.target == "item":
+        if is_host_read(node):
             element = node.args[0]
             tensor = element.args[0] if isinstance(element, fx.Node) and element.args else None
             sources.add(tensor if _is_on_host(tensor) else node)

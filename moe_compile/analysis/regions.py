@@ -8,11 +8,15 @@ Contract
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
+
+if TYPE_CHECKING:  # it names reasons of this module
+    from moe_compile.analysis.count_facts import CountFacts
 
 
 class Refusal(enum.Enum):
@@ -41,6 +45,10 @@ class Refusal(enum.Enum):
     MUTATES_OUTSIDE = "the experts write a tensor from outside the region"
     MUTATED_MEANWHILE = "a tensor the region reads is written between dispatch and combine"
     STATE_CHANGES = "grad mode or autocast changes between dispatch and combine"
+    GRADIENT_ORDER = (
+        "a tensor the region reads is read by others meanwhile: its gradient would be summed in "
+        "another order"
+    )
     ROWS_ESCAPE = "rows inside the region are read outside it"
 
 
@@ -112,3 +120,5 @@ class RowProof:
     expert_rows: tuple[tuple[fx.Node, int], ...] = ()
     """Nodes of the body whose rows all belong to one local expert, and that expert's index;
     only nodes that have no rows at all when that expert's counts are zero."""
+    facts: CountFacts | None = field(default=None, compare=False)
+    """What every size the host computed from the counts is, as a formula in the counts."""

@@ -104,6 +104,7 @@ class _Proof:
             self._operator(step)
         elif isinstance(step, Produced):
             self.produced[step.node] = step.tensor
+            self._name_sizes(step)
         elif isinstance(step, HostRead):
             self._host_read(step)
         elif isinstance(step, NotFollowed):
@@ -146,6 +147,15 @@ class _Proof:
             raise Unproven(Refusal.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
         return value
 
+    def _name_sizes(self, step: Produced) -> None:
+        """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
+        in_graph = tensor_of(step.node)
+        if step.node is self.region.combine or in_graph is None:
+            return
+        for size, traced in zip(in_graph.shape, step.tensor.shape, strict=True):
+            if self.facts.is_unknown(size) and not self.facts.is_unknown(traced):
+                self.facts.read_on_host(size, self.facts.formula(traced))
+
     def _host_read(self, step: HostRead) -> None:
         value = self.known.value(step.tensor)
         if isinstance(value, Rows):
@@ -181,6 +191,7 @@ class _Proof:
             sliceable=tuple(n for n, why in unsliceable if why is None),
             unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
             expert_rows=tuple((n, e) for n, e in rows if e is not None),
+            facts=self.facts,
         )
 
     def _only_expert(self, node: fx.Node) -> int | None:

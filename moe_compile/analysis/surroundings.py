@@ -1,169 +1,266 @@
-"""What the graph around a region reads of it, and what that forbids.
+"""What the graph around regions still reads of them once they are rewritten, and what dies.
 
 Contract
-    A region with a `Surroundings` may be replayed just before its result: nothing outside reads
-    rows from inside it, and no mode that its operators run under differs there.
+    Rewrites with a `Surroundings` may be applied together: nothing that stays tells that their
+    regions ran later, and every host integer that the graph outside needs is still read: by the
+    region's one read where all its readers stand behind that, else where it was.
+    Assertions stay, but for those that the dispatch's own demands imply.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refusal, Refused
-from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import is_launch, is_wait, value_of
+from moe_compile.analysis.host_reads import is_host_read
+from moe_compile.analysis.implied_assertions import is_implied
+from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.effects import is_assertion, is_host_arithmetic, is_pure, is_size_query
+from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.query import value_of
 
-ASSERTIONS: Final = frozenset({torch.ops.aten._assert_scalar.default})
-"""What Dynamo adds about sizes; assertions a user wrote are readers like any other."""
+REFUSALS: Final = {
+    Hazard.WRITTEN_MEANWHILE: Refusal.MUTATED_MEANWHILE,
+    Hazard.MODE_CHANGES: Refusal.STATE_CHANGES,
+    Hazard.RANDOM: Refusal.RANDOM,
+    Hazard.GRADIENT_ORDER: Refusal.GRADIENT_ORDER,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewrite:
+    """How a region is to be rewritten: its body runs just before its result."""
+
+    region: MoERegion
+    proof: RowProof
+    replaced: fx.Node
+    """What the rewrite makes anew: the region's result, or what is made of it further on."""
+    before: tuple[fx.Node, ...] = ()
+    """Nodes outside the body that run just before the region's result as well."""
+    behind: tuple[fx.Node, ...] = ()
+    """Nodes from the region's result to `replaced` that run just before `replaced`."""
+    others: tuple[fx.Node, ...] = ()
+    """Nodes that the rewrite needs no more, wherever they run."""
+    reads_late: bool = False
+    """Whether the host reads at the region's result, not where the region's last read stands."""
+    not_served: frozenset[fx.Node] = frozenset()
+    """Host reads that must stay where they are if anybody else needs them."""
+
+    @property
+    def rows(self) -> tuple[fx.Node, ...]:
+        """Everything on the rows that the rewrite takes the place of."""
+        return (*self.region.row_side, *self.behind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What stays of a region's body after it was replayed in chunks, and what goes with it."""
+    """What stays of a region's body when it is rewritten, and where the host reads for it."""
 
-    stale_assertions: tuple[fx.Node, ...]
-    """Assertions about values the region will not compute any more, with what only they read."""
-    kept_reads: tuple[fx.Node, ...]
-    """Host reads of the region whose values the graph outside needs, in graph order."""
-    readers_of_kept: tuple[fx.Node, ...]
-    """What stands before the region's result and depends on a kept read, in graph order."""
-
-
-def examine_surroundings(region: MoERegion) -> Surroundings | Refused:
-    """Return what to keep of `region`, or why it cannot be replayed at its result."""
-    graph = region.result.graph
-    inside = set(region.body)
-    only_asserted = _only_asserted(graph)
-    on_rows = set(region.row_side) - {region.result}
-    for node in region.row_side:
-        readers = [u for u in node.users if u not in inside and u not in only_asserted]
-        if node in on_rows and readers:
-            return _refuse(region, Refusal.ROWS_ESCAPE, f"{node.name} is read by {readers[0].name}")
-    if (change := _state_change(region)) is not None:
-        return _refuse(region, Refusal.STATE_CHANGES, change.name)
-
-    escaping = [
-        node
-        for node in region.count_side
-        if any(u not in inside and u not in only_asserted for u in node.users)
-    ]
-    alive = _closure(escaping, inside)
-    reads = [n for n in region.count_side if n in alive and n.target == "item"]
-    stale = _stale(graph, only_asserted, inside, alive)
-    readers = _readers_before(region, reads, (inside - alive).union(stale))
-    movable = all(_is_pure(n) for n in readers)
-    return Surroundings(
-        stale_assertions=tuple(stale),
-        kept_reads=tuple(reads) if movable else (),
-        readers_of_kept=tuple(readers) if movable else (),
-    )
+    read_at: fx.Node
+    """The one read of everything the host must know stands before this node."""
+    served: tuple[fx.Node, ...]
+    """Host reads of the region that others need and that the one read serves, in graph order."""
+    moved: tuple[fx.Node, ...]
+    """What depends on these and must stand behind the one read, in graph order."""
+    num_kept: int
+    """Host reads of the region that stay where they are, because others need them earlier, or
+    because the host must read something else first."""
+    sizes: Mapping[fx.Node, fx.Node]
+    """Size of rows inside the region that others ask for -> the host integer that it is."""
 
 
-def _refuse(region: MoERegion, reason: Refusal, detail: str) -> Refused:
-    return Refused(candidate=region.name, reason=reason, detail=detail)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aftermath:
+    """What becomes of a graph by rewrites applied together."""
+
+    around: Mapping[str, Surroundings | Refused]
+    """By the region's name."""
+    dead: tuple[fx.Node, ...]
+    """What nothing needs any more, in graph order."""
 
 
-def _only_asserted(graph: fx.Graph) -> set[fx.Node]:
-    """Return assertions, and the nodes whose values end in assertions alone, or nowhere.
-
-    The bodies of higher-order operators keep dead nodes: Dynamo cleans the top graph only.
-    """
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and node.target in ASSERTIONS:
-            found.add(node)
-        elif _is_pure(node) and (node.users or _is_dead(node)):
-            found |= {node} if all(user in found for user in node.users) else set()
-    return found
-
-
-def _is_dead(node: fx.Node) -> bool:
-    """Whether a pure node without readers only computes a value or asks for a size."""
-    asks = node.target is operator.getitem or node.target in ("size", "numel", "dim")
-    return asks or isinstance(value_of(node), torch.Tensor | torch.SymInt)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Whether the node may run later: it neither writes, communicates nor changes a mode."""
-    if node.op not in ("call_function", "call_method", "get_attr"):
-        return False
-    quiet = not (is_launch(node) or is_wait(node) or changes_state(node))
-    return quiet and not written_arguments(node)
-
-
-def _closure(starts: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    """Return `starts` and the nodes of `inside` they depend on."""
-    seen: set[fx.Node] = set()
-    todo = list(starts)
-    while todo:
-        node = todo.pop()
-        if node in inside and node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return seen
-
-
-def _readers_before(region: MoERegion, reads: list[fx.Node], dying: set[fx.Node]) -> list[fx.Node]:
-    """Return what depends on `reads`, stands before the result and will live on."""
-    reached = set(reads)
-    found = []
-    for node in region.result.graph.nodes:
-        if node is region.result:
+def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
+    """Return what becomes of the graph by these rewrites of its regions."""
+    if not rewrites:
+        return Aftermath(around={}, dead=())
+    graph = rewrites[0].region.result.graph
+    legality = Legality(Dependence(graph), graph)
+    found: dict[str, Surroundings | Refused] = {}
+    for rewrite in rewrites:
+        if (refused := _check_motion(rewrite, legality)) is not None:
+            found[rewrite.region.name] = refused
+    while True:
+        chosen = [rewrite for rewrite in rewrites if rewrite.region.name not in found]
+        together = _Together(chosen, legality)
+        escaping = together.escaping_rows()
+        if not escaping:
             break
-        depends = node not in reached and any(i in reached for i in node.all_input_nodes)
-        if depends and node not in dying:
-            reached.add(node)
-            found.append(node)
-    return found
+        found.update(escaping)
+    found.update(together.read_hosts())
+    return Aftermath(around=found, dead=tuple(together.dead()))
 
 
-def _stale(
-    graph: fx.Graph, only_asserted: set[fx.Node], inside: set[fx.Node], alive: set[fx.Node]
-) -> list[fx.Node]:
-    """Return assertion chains that depend on nodes of the body that will be erased."""
-    stale: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in only_asserted and node not in inside:
-            dead = (i in stale or (i in inside and i not in alive) for i in node.all_input_nodes)
-            if any(dead):
-                stale.add(node)
-    return [node for node in graph.nodes if node in stale]
+def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
+    """Refuse a region that computes otherwise, or tells otherwise, where it would run."""
+    region = rewrite.region
+    body = [n for n in (*region.body, *rewrite.before) if n is not region.result]
+    behind = [n for n in rewrite.behind if n is not rewrite.replaced]
+    for moved, anchor in ((body, region.result), (behind, rewrite.replaced)):
+        if (obstacle := legality.obstacle(moved, anchor)) is not None:
+            detail = f"{obstacle.moved.name}, because of {obstacle.because_of.name}"
+            return Refused(candidate=region.name, reason=REFUSALS[obstacle.hazard], detail=detail)
+    return None
 
 
-def changes_state(node: fx.Node) -> bool:
-    """Whether the node switches a mode of the interpreter: grad mode, autocast and the like."""
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    return name.startswith(("_set_", "_enter_", "_exit_")) or name == "set_grad_enabled"
+class _Together:
+    """Rewrites that are applied at once: what they leave alive."""
+
+    def __init__(self, rewrites: Sequence[Rewrite], legality: Legality) -> None:
+        self._rewrites, self._legality = rewrites, legality
+        self._dependence = legality.dependence
+        self._replaced = {rewrite.replaced for rewrite in rewrites}
+        self._bodies = {node for r in rewrites for node in (*r.region.body, *r.behind)}
+        others = {node for r in rewrites for node in (*r.before, *r.others)}
+        self._implied = self._implied_assertions()
+        below = self._dependence.below(self._bodies - self._replaced, stops=self._replaced)
+        pure = {node for node in below if is_pure(node)}
+        self._candidates = {*self._bodies, *pure, *self._implied, *others}
+        self._served: list[fx.Node] = []
+        self._sizes = {size: number for r in rewrites for size, number in self._sizes_of(r).items()}
+
+    def _sizes_of(self, rewrite: Rewrite) -> dict[fx.Node, fx.Node]:
+        """Return sizes of rows asked for outside, each with an earlier host integer equal to it."""
+        facts, place = rewrite.proof.facts, self._dependence.position
+        if facts is None:
+            return {}
+        rows = set(rewrite.region.row_side)
+        asked = [n for n in self._candidates - self._bodies if is_size_query(n) and _reads(n, rows)]
+        on_host = {
+            facts.formula(value): node
+            for node in reversed(self._dependence.in_order(place))
+            if isinstance(value := value_of(node), torch.SymInt)
+            and (is_host_read(node) or is_host_arithmetic(node))
+        }
+        found = {}
+        for size in asked:
+            value = value_of(size)
+            number = on_host.get(facts.formula(value)) if isinstance(value, torch.SymInt) else None
+            if number is not None and place[number] < place[size]:
+                found[size] = number
+        return found
+
+    def _implied_assertions(self) -> set[fx.Node]:
+        """Return the assertions that need not stay for the user's sake."""
+        assertions = [node for node in self._legality.graph.nodes if is_assertion(node)]
+        return {
+            node
+            for node in assertions
+            for rewrite in self._rewrites
+            if (facts := rewrite.proof.facts) is not None
+            and is_implied(node, rewrite.region, facts)
+        }
+
+    def dead(self) -> list[fx.Node]:
+        """Return what nothing needs any more."""
+        made = dict.fromkeys([*self._replaced, *self._served])
+        given: dict[fx.Node, fx.Node | None] = {**self._sizes, **made}
+        return self._legality.unneeded(self._candidates, given, self._implied)
+
+    def escaping_rows(self) -> dict[str, Refused]:
+        """Return the regions whose rows something outside needs."""
+        dead = set(self.dead())
+        found = {}
+        for rewrite in self._rewrites:
+            alive = [node for node in rewrite.rows if node not in dead]
+            if alive:
+                name = rewrite.region.name
+                detail = f"{alive[-1].name} is read by {_a_reader(alive[-1], dead)}"
+                found[name] = Refused(candidate=name, reason=Refusal.ROWS_ESCAPE, detail=detail)
+        return found
+
+    def read_hosts(self) -> dict[str, Surroundings]:
+        """Say for each region which host reads its one read serves; a read is served once."""
+        dead = set(self.dead())
+        found = {}
+        for rewrite in self._rewrites:
+            region = rewrite.region
+            reads = [n for n in region.count_side if is_host_read(n)]
+            alive = [n for n in reads if n not in dead and n not in self._served]
+            read_at = region.result if rewrite.reads_late else self._first_read(region, reads)
+            may_serve = [n for n in alive if n not in rewrite.not_served]
+            served, moved = self._servable(may_serve, read_at, dead)
+            self._served += served
+            found[region.name] = Surroundings(
+                read_at=read_at,
+                served=tuple(served),
+                moved=tuple(moved),
+                num_kept=len(alive) - len(served),
+                sizes=self._sizes_of(rewrite),
+            )
+        return found
+
+    def _first_read(self, region: MoERegion, reads: list[fx.Node]) -> fx.Node:
+        """Return the first host read of the region before which all of them may be made.
+
+        Whoever needs their integers stands behind it, but for readers of what is read before.
+        The region's result where there is no such place.
+        """
+        place, body = self._dependence.position, set(region.body)
+        given = {region.counts, region.received_counts}
+        above = self._dependence.above(reads, stops={*given, region.rows, *region.others}) & body
+        inputs = {i for node in above for i in node.all_input_nodes if i not in body}
+        there = max(place[node] for node in inputs | given)
+        early = (r for r in reads if place[r] > there)
+        return next((r for r in early if self._legality.obstacle(above, r) is None), region.result)
+
+    def _servable(
+        self, alive: list[fx.Node], read_at: fx.Node, dead: set[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return the reads all of whose readers stand, or may be moved, behind `read_at`."""
+        served, moved = [], set[fx.Node]()
+        for read in alive:
+            readers = self._readers_before(read, read_at, dead)
+            if readers is not None and not self._follows_a_read(read):
+                served.append(read)
+                moved |= readers
+        return served, self._dependence.in_order(moved)
+
+    def _follows_a_read(self, read: fx.Node) -> bool:
+        """Whether the host must read another integer before `read` can be computed."""
+        above = self._dependence.above([read]) - {read}
+        return any(is_host_read(node) for node in above & self._bodies)
+
+    def _readers(self, number: fx.Node) -> list[fx.Node]:
+        """Return what reads a host integer once sizes of rows are read off such integers."""
+        sizes = [size for size, instead in self._sizes.items() if instead is number]
+        return [user for node in (number, *sizes) for user in node.users]
+
+    def _readers_before(
+        self, read: fx.Node, read_at: fx.Node, dead: set[fx.Node]
+    ) -> set[fx.Node] | None:
+        """Return what depends on `read` before `read_at`, or None when it may not run later."""
+        place = self._dependence.position
+        found: set[fx.Node] = set()
+        todo = [read]
+        while todo:
+            for user in self._readers(todo.pop()):
+                if user in dead or user in found or place[user] > place[read_at]:
+                    continue
+                if not (is_host_arithmetic(user) or is_pure(user)):
+                    return None
+                found.add(user)
+                todo.append(user)
+        return found if self._legality.obstacle(found, read_at) is None else None
 
 
-def _state_change(region: MoERegion) -> fx.Node | None:
-    """Return a change of state that leaves some row operator under another mode than the result.
+def _reads(node: fx.Node, nodes: set[fx.Node]) -> bool:
+    return any(i in nodes for i in node.all_input_nodes)
 
-    Grad mode may be off and on again around operators of counts: those have no gradient.
-    """
-    on_rows = set(region.row_side)
-    grad_mode: object = None
-    seen_rows = False
-    modes: set[object] = set()
-    last_change = None
-    for node in region.result.graph.nodes:
-        if changes_state(node):
-            last_change = node
-            if "grad_enabled" in getattr(node.target, "__name__", ""):
-                grad_mode = node.args[0]
-            elif seen_rows:
-                return node
-        elif node in on_rows:
-            seen_rows = True
-            modes.add(grad_mode)
-        if node is region.result:
-            break
-    return last_change if len(modes) > 1 else None
+
+def _a_reader(node: fx.Node, dead: set[fx.Node]) -> str:
+    return next((user.name for user in node.users if user not in dead), "nobody by name")

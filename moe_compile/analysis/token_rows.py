@@ -18,7 +18,6 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.row_chain import NotByRow, RowChain, num_rows, only_reader
-from moe_compile.analysis.surroundings import changes_state
 from moe_compile.analysis.token_index import (
     chosen_of,
     counts_values,
@@ -29,6 +28,7 @@ from moe_compile.analysis.token_index import (
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_sums import find_token_sum
 from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.effects import changes_mode
 from moe_compile.graph.query import argument_of, called_name, tensor_of
 
 WHOLE_ROW: Final = slice(None, None, None)
@@ -120,7 +120,7 @@ def _state_change(first: fx.Node, last: fx.Node) -> fx.Node | None:
     change, node = None, first
     while node is not last:
         node = node.next
-        if changes_state(node):
+        if changes_mode(node):
             change = node
             if "grad_enabled" not in getattr(node.target, "__name__", ""):
                 return node

@@ -137,9 +137,9 @@ class Dependence:
         """Return what `node` needs: its inputs, and earlier writers of what it reads."""
         return [*node.all_input_nodes, *self._earlier.get(node, ())]
 
-    def below(self, starts: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return `starts` and everything that depends on them."""
-        return _reach(starts, self.readers, frozenset())
+    def below(self, starts: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> set[fx.Node]:
+        """Return `starts` and everything that depends on them, not looking beyond `stops`."""
+        return _reach(starts, self.readers, stops)
 
     def above(self, starts: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> set[fx.Node]:
         """Return `starts` and everything they depend on, not looking beyond `stops`."""

@@ -1,17 +1,25 @@
-"""Build nodes in the middle of a graph.
+"""Change a graph: build nodes in the middle of it, replace, move and erase others.
 
 Contract
     Every node an `Emitter` makes stands before its anchor, in the order of the calls, and carries
     the anchor's stack trace, so that errors name the user's line.
+    Nothing that does more than make a value is erased or moved here unless `legality` has said
+    that nothing needs it. No pass edits a graph by other means (tests/architecture).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.effects import is_host_arithmetic, is_pure
+from moe_compile.graph.precedence import find_predecessors
+from moe_compile.graph.query import is_launch, is_wait
 
 CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack")
 """Meta keys that tell where a node comes from; all others are facts about one value."""
@@ -72,11 +80,67 @@ def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:
             todo.extend(node.all_input_nodes)
 
 
-def erase_unused(nodes: list[fx.Node]) -> int:
-    """Erase those of `nodes` (in graph order) that nobody reads, last first; return how many."""
+def erase_unused(nodes: Iterable[fx.Node]) -> int:
+    """Erase those of `nodes` (in graph order) that nobody reads, last first; return how many.
+
+    What writes, draws random numbers, switches a mode or asserts stays.
+    """
     erased = 0
-    for node in reversed(nodes):
-        if not node.users:
+    for node in reversed(list(nodes)):
+        if not node.users and (is_pure(node) or is_launch(node) or is_wait(node)):
             node.graph.erase_node(node)
             erased += 1
     return erased
+
+
+def erase_dead(nodes: Sequence[fx.Node]) -> None:
+    """Erase what `Legality.unneeded` returned: in graph order, writes included.
+
+    Raises ContractViolation when one of them still has a reader.
+    """
+    for node in reversed(nodes):
+        if node.users:
+            readers = ", ".join(user.name for user in node.users)
+            raise ContractViolation(f"{node.name} is to be erased and is read by {readers}")
+        node.graph.erase_node(node)
+
+
+def replace_uses(values: Mapping[fx.Node, fx.Node]) -> None:
+    """Have every reader of a key read the key's value instead, but for that value itself."""
+    for node, value in values.items():
+        node.replace_all_uses_with(value, delete_user_cb=lambda user, own=value: user is not own)
+
+
+def substitute(node: fx.Node, value: fx.Node) -> None:
+    """Have every reader of `node` read `value`, and erase `node`.
+
+    Raises ContractViolation when `node` does more than make its value.
+    """
+    replace_uses({node: value})
+    if not erase_unused([node]):
+        raise ContractViolation(f"{node.name} does more than make a value: it must stay")
+
+
+def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
+    """Move nodes that `Legality.obstacle` has nothing against before `anchor`, in the order given.
+
+    Raises ContractViolation for what does more than make a value, or assert one.
+    """
+    for node in nodes:
+        if not (is_host_arithmetic(node) or is_pure(node)):
+            raise ContractViolation(f"{node.name} does more than make a value: it must stay")
+        anchor.prepend(node)
+
+
+def reorder(order: Sequence[fx.Node]) -> None:
+    """Put the nodes of a graph of AOTAutograd in `order`, which holds all of them.
+
+    Raises ContractViolation when a node would stand before what must precede it.
+    """
+    place = {node: i for i, node in enumerate(order)}
+    for node, before in find_predecessors(order[0].graph).items():
+        late = next((p for p in before if p in place and place[p] > place[node]), None)
+        if late is not None:
+            raise ContractViolation(f"{node.name} would stand before {late.name}, which it needs")
+    for node, following in itertools.pairwise(order):
+        node.append(following)

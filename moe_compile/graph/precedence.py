@@ -20,10 +20,10 @@ import torch.fx as fx
 
 from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.effects import draws_random
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
 
 HOST_READ: Final = "aten::_local_scalar_dense"
-RANDOM_TAG: Final = torch.Tag.nondeterministic_seeded
 
 
 def awaited(wait: fx.Node) -> fx.Node | None:
@@ -42,11 +42,6 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
 
 
-def is_size_query(node: fx.Node) -> bool:
-    """Whether the node asks a tensor for a size or a stride, and so reads none of its data."""
-    return overload_name(node).startswith("aten::sym_")
-
-
 def is_host_read(node: fx.Node) -> bool:
     """Whether the host waits for a value of the device: reading a scalar, or a copy to the host."""
     if overload_name(node) == HOST_READ:
@@ -56,14 +51,6 @@ def is_host_read(node: fx.Node) -> bool:
         return False
     inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
     return any(t.device.type not in ("cpu", "meta") for t in inputs) and not is_wait(node)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers or moves a generator's state."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return RANDOM_TAG in target.tags or "inductor_seed" in target._schema.name
-    return isinstance(target, torch._ops.HigherOrderOperator) and "rng" in target.name()
 
 
 def find_predecessors(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -157,7 +144,7 @@ class _Chains:
             yield from self._drain(self.waits)
 
     def _after_own_kind(self, node: fx.Node) -> Iterator[fx.Node]:
-        if is_random(node):
+        if draws_random(node):
             yield from self._link("random", node)
         if is_host_read(node):
             yield from self._link("host read", node)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from moe_compile.graph.alias_classes import AliasClasses
-from moe_compile.graph.precedence import awaited, is_size_query
+from moe_compile.graph.effects import is_size_query
+from moe_compile.graph.precedence import awaited
 from moe_compile.graph.query import is_wait, value_of
 from moe_compile.planning.sizes import NominalSizes
 

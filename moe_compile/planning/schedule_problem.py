@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from moe_compile.graph.effects import draws_random
 from moe_compile.graph.launch_order import plan_launch_order
-from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read, is_random
+from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
 from moe_compile.graph.query import group_name, is_launch, is_wait
 from moe_compile.planning.cost_model import Cost, is_elementwise, is_free
 
@@ -100,7 +101,7 @@ def _followers(nodes: Sequence[fx.Node]) -> tuple[bool, ...]:
 def _is_follower(node: fx.Node, *, is_returned: bool) -> bool:
     if node.op != "call_function" or not node.users:
         return False
-    if is_launch(node) or is_wait(node) or is_host_read(node) or is_random(node):
+    if is_launch(node) or is_wait(node) or is_host_read(node) or draws_random(node):
         return False
     if is_free(node):
         return True

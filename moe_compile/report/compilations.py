@@ -166,7 +166,7 @@ def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionRepo
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
         num_chunks=plan.num_chunks if chunked or switched else 1,
-        num_host_reads=1 if chunked else plan.num_host_reads,
+        num_host_reads=plan.num_host_reads,
         verdict=_verdict(plan, chunked=chunked),
         dispatch="all_gather" if switched else "all_to_all",
         num_tokens=plan.switch.num_tokens,

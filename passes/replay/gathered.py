@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D
 from passes.replay.gathered_routing import Routing, emit_gather, emit_routing
@@ -42,6 +43,8 @@ class Gathered:
     gathers: tuple[fx.Node, ...]
     reduces: tuple[fx.Node, ...]
     """Launches that move the tokens, and the sums, of each slice."""
+    num_kept_reads: int = 0
+    """Host reads of the old form that stay, because others need them."""
 
 
 def emit_gathered(switch: Switch, kept: Iterable[fx.Node]) -> Gathered:
@@ -95,9 +98,10 @@ def _read_host(
         reads.add(emit.method("sum", writer.mine(counts)))
     whole = Replay(range(region.num_local_experts), {})
     if kept:
+        dependence = Dependence(region.result.graph)
         counts = emit.method("sum", emit.call(torch.stack, list(routing.counts)), 0)
         whole.env[region.received_counts] = writer.received(counts)
-        emit_until_reads(emit, region, whole, reads, needed_for(kept, region))
+        emit_until_reads(emit, region, whole, reads, needed_for(kept, region, dependence))
     for part in slices:
         wanted, asked = set(switch.needs.nodes), switch.needs.num_rows
         emit_until_reads(emit, region, part.replay, reads, wanted, asked)

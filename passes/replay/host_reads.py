@@ -47,16 +47,3 @@ class BulkRead:
             emit.call(torch._check, emit.call(operator.ge, value, 0))
             values.append(value)
         return values
-
-
-def is_host_read(node: fx.Node) -> bool:
-    """Whether the host waits for one integer of a tensor."""
-    return node.op == "call_method" and node.target == "item"
-
-
-def is_move_to_host(node: fx.Node) -> bool:
-    """Whether the node only brings integers to the host, which the bulk read does for all."""
-    if node.op != "call_method" or node.target not in ("to", "cpu"):
-        return False
-    where = node.args[1] if len(node.args) > 1 else node.kwargs.get("device", "cpu")
-    return len(node.args) <= 2 and isinstance(where, str | torch.device) and str(where) == "cpu"

@@ -1,10 +1,12 @@
 """Run a MoE region N times, each time on the rows and counts of one chunk.
 
 Contract
-    Requires  a proof that the region's experts treat rows independently given the counts.
+    Requires  a proof that the region's experts treat rows independently given the counts, and
+              its surroundings: that nothing tells when it runs at its result.
     Keeps     every value the graph has outside the region, bit for bit; every side effect.
-    Order     all counts first, then one bulk host read, then all dispatch launches, then per
-              chunk: wait, experts, combine.
+    Order     all counts and one bulk host read where the region's own last read stands, so that
+              who needs its integers stays where he is; at the region's result all dispatch
+              launches, then per chunk: wait, experts, combine.
 
 A region is f(rows, counts). The same nodes run once per chunk on the chunk's rows and on the
 chunk's part of the counts; a correct region is right for any counts, so nothing need be known
@@ -22,7 +24,10 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.regions import MoERegion, RowProof
+from moe_compile.analysis.surroundings import Surroundings
+from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.ops.permute import PERMUTE_ROWS
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
@@ -45,6 +50,8 @@ def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
 class Chunked:
     """What a region became."""
 
+    result: fx.Node
+    """What the region's result is now."""
     instead: dict[fx.Node, fx.Node]
     """Host read whose value the graph needs outside the region -> what to read instead."""
     dispatches: tuple[fx.Node, ...]
@@ -56,25 +63,28 @@ def emit_chunks(
     region: MoERegion,
     proof: RowProof,
     num_chunks: int,
-    kept: Iterable[fx.Node],
+    around: Surroundings,
+    dependence: Dependence,
     *,
     by_tokens: bool = False,
 ) -> Chunked:
-    """Emit the region in `num_chunks` chunks before its result, and turn the result into theirs.
+    """Emit the region in `num_chunks` chunks before its result.
 
-    `kept` are host reads (`item` nodes) of the region whose value the graph needs outside it:
-    they join the bulk read. A chunk holds whole experts or, `by_tokens`, a share of each's rows.
+    `dependence` is of the graph as it was before any region was emitted. `around` says where the
+    host reads, and which host reads of the region others need: they join the bulk read. A chunk
+    holds whole experts or, `by_tokens`, a share of each's rows.
+    What was the region before stays, for the caller to replace and to erase.
     """
-    emit = Emitter(region.result)
+    early, emit = Emitter(around.read_at), Emitter(region.result)
     split = split_by_tokens if by_tokens else split_by_experts
-    axis = split(emit, region, num_chunks)
+    axis = split(early, region, num_chunks)
     bounds = _experts_of_chunks(region, num_chunks, by_tokens=by_tokens)
     replays = [
         Replay(experts, env, prune_other_experts(region, proof, experts))
         for env, experts in zip(axis.inputs, bounds, strict=True)
     ]
     whole = Replay(range(region.num_local_experts), {})
-    rows_per_chunk = _emit_reads(emit, region, whole, replays, list(kept))
+    rows_per_chunk = _emit_reads(early, region, whole, replays, around.served, dependence)
 
     order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
     sorted_rows = emit.call(PERMUTE_ROWS, region.rows, order, inverse)
@@ -92,11 +102,11 @@ def emit_chunks(
         emit_rest(emit, region.row_side, replay)
 
     together = emit.call(torch.cat, [replay.env[region.result] for replay in replays])
-    region.result.target = PERMUTE_ROWS
-    region.result.args = (together, inverse, order)
-    region.result.kwargs = {}
+    result = emit.call(PERMUTE_ROWS, together, inverse, order)
+    result.meta.update(region.result.meta)  # later passes read its sizes
     return Chunked(
-        instead={node: whole.env[node] for node in kept},
+        result=result,
+        instead={node: whole.env[node] for node in around.served},
         dispatches=tuple(replay.env[region.dispatch] for replay in replays),
         combines=tuple(replay.env[region.combine] for replay in replays),
     )
@@ -113,15 +123,17 @@ def _emit_reads(
     region: MoERegion,
     whole: Replay,
     replays: list[Replay],
-    kept: list[fx.Node],
+    served: Iterable[fx.Node],
+    dependence: Dependence,
 ) -> list[fx.Node]:
     """Emit all that the host must know, in one read; return the rows of each chunk."""
     reads = BulkRead(emit)
+    wanted = needed_for(filter(is_host_read, region.count_side), region, dependence)
     for replay in replays:
         reads.add(emit.method("sum", replay.env[region.counts]))
-    emit_until_reads(emit, region, whole, reads, needed_for(kept, region))
+    emit_until_reads(emit, region, whole, reads, needed_for(served, region, dependence))
     for replay in replays:
-        emit_until_reads(emit, region, replay, reads, set(region.count_side))
+        emit_until_reads(emit, region, replay, reads, wanted)
     values = reads.finish()
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})

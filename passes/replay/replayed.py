@@ -12,9 +12,11 @@ from typing import Any
 
 import torch.fx as fx
 
+from moe_compile.analysis.host_reads import is_host_read, is_move_to_host
 from moe_compile.analysis.regions import MoERegion
+from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
-from passes.replay.host_reads import BulkRead, is_host_read, is_move_to_host
+from passes.replay.host_reads import BulkRead
 from passes.replay.prune import Pruned
 
 
@@ -28,15 +30,10 @@ class Replay:
     pruned: Pruned = field(default_factory=Pruned)
 
 
-def needed_for(kept: Iterable[fx.Node], region: MoERegion) -> set[fx.Node]:
-    """Return the nodes of the region that the host reads in `kept` depend on, and those reads."""
-    inside, needed, todo = set(region.count_side), set(), list(kept)
-    while todo:
-        node = todo.pop()
-        if node in inside and node not in needed:
-            needed.add(node)
-            todo.extend(node.all_input_nodes)
-    return needed
+def needed_for(reads: Iterable[fx.Node], region: MoERegion, dependence: Dependence) -> set[fx.Node]:
+    """Return the nodes of the region that these host reads depend on, and the reads."""
+    given = {region.rows, region.counts, region.received_counts, *region.others}
+    return dependence.above(reads, stops=given) & set(region.count_side)
 
 
 def emit_until_reads(

@@ -1,0 +1,155 @@
+"""What a node does besides producing its value.
+
+Contract
+    Answers hold for Dynamo graphs (functions, tensor methods) and for AOTAutograd graphs alike.
+    A node is called pure only where its value is all that running it leaves behind: it may run
+    later, twice or not at all, as long as what it reads is the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.query import (
+    argument_of,
+    called_name,
+    is_launch,
+    is_wait,
+    overload_name,
+    value_of,
+)
+
+ASSERTIONS: Final = (torch.ops.aten._assert_scalar.default, torch._check, torch._check_is_size)
+"""What stops a program whose host integers are not what it says: the tracer's and the user's."""
+
+HOST_ARITHMETIC: Final = frozenset(
+    {
+        operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg,
+        operator.truediv, operator.pow, operator.ge, operator.gt, operator.le, operator.lt,
+        operator.eq, operator.ne, operator.and_, operator.or_, operator.not_, torch.sym_sum,
+        torch.sym_max, torch.sym_min, torch.sym_ite, torch.sym_float, torch.sym_int, torch.sym_not,
+    }
+)  # fmt: skip
+"""Functions that, given numbers of the host, compute a number and touch nothing else."""
+
+ASKS_A_SIZE: Final = frozenset({"size", "numel", "dim", "stride", "storage_offset"})
+"""Tensor methods that read no element."""
+
+RANDOM_NAMES: Final = frozenset(
+    {
+        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
+        "normal_", "bernoulli", "bernoulli_", "multinomial", "poisson", "uniform_", "random_",
+        "cauchy_", "exponential_", "geometric_", "log_normal_", "dropout", "dropout1d", "dropout2d",
+        "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout",
+        "dropout_", "alpha_dropout_", "rrelu", "rrelu_", "gumbel_softmax", "manual_seed", "seed",
+        "fractional_max_pool2d", "fractional_max_pool3d", "scaled_dot_product_attention",
+        "trunc_normal_", "set_rng_state",
+    }
+)  # fmt: skip
+"""Functions and methods of a Dynamo graph that may move a generator's state."""
+
+
+def changes_mode(node: fx.Node) -> bool:
+    """Whether the node switches a mode of the interpreter: grad mode, autocast and the like."""
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    return name.startswith(("_set_", "_enter_", "_exit_")) or name == "set_grad_enabled"
+
+
+def changes_grad_mode(node: fx.Node) -> bool:
+    """Whether the node switches gradients on or off."""
+    return changes_mode(node) and "grad_enabled" in getattr(node.target, "__name__", "")
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers or moves a generator's state."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        seeded = torch.Tag.nondeterministic_seeded in target.tags
+        return seeded or "inductor_seed" in target._schema.name
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = (getattr(target, name) for name in target.overloads())
+        return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "rng" in target.name() or _body_draws(node)
+    return called_name(node) in RANDOM_NAMES and not _is_switched_off(node)
+
+
+def _is_switched_off(node: fx.Node) -> bool:
+    """Whether a dropout, of its own or of attention, is asked for none."""
+    if called_name(node) == "scaled_dot_product_attention":
+        return argument_of(node, 4, "dropout_p", 0.0) == 0.0
+    return called_name(node) == "dropout" and argument_of(node, 2, "training", True) is False
+
+
+def _body_draws(node: fx.Node) -> bool:
+    """Whether a graph that a higher-order operator runs draws random numbers."""
+    owner = node.graph.owning_module
+    bodies = [i for i in node.all_input_nodes if i.op == "get_attr"]
+    graphs = [getattr(owner, str(body.target), None) for body in bodies]
+    return any(
+        draws_random(inner)
+        for graph in graphs
+        if isinstance(graph, fx.GraphModule)
+        for inner in graph.graph.nodes
+    )
+
+
+def is_size_query(node: fx.Node) -> bool:
+    """Whether the node asks a tensor for its size, strides and the like: it reads no element."""
+    if node.op == "call_method":
+        return node.target in ASKS_A_SIZE
+    return overload_name(node).startswith("aten::sym_")
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether the node stops the program unless a number of the host is as it says."""
+    return node.op == "call_function" and node.target in ASSERTIONS
+
+
+def is_host_arithmetic(node: fx.Node) -> bool:
+    """Whether the node computes a number from numbers of the host, or asserts one."""
+    if is_assertion(node):
+        return True
+    if node.op != "call_function" or node.target not in HOST_ARITHMETIC:
+        return False
+    values = [value_of(i) for i in node.all_input_nodes]
+    return not any(isinstance(v, torch.Tensor) for v in (*values, value_of(node)))
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether nothing but the node's value tells that it ran."""
+    if node.op == "get_attr":
+        return True
+    if node.op not in ("call_function", "call_method") or is_assertion(node):
+        return False
+    if is_launch(node) or is_wait(node) or changes_mode(node) or draws_random(node):
+        return False
+    if written_arguments(node):
+        return False
+    return _only_computes(node) or makes_a_value(node)
+
+
+def _only_computes(node: fx.Node) -> bool:
+    """Whether a node of which the tracer kept no value is known to make one and no more."""
+    return is_size_query(node) or node.target is operator.getitem or is_host_arithmetic(node)
+
+
+def makes_a_value(node: fx.Node) -> bool:
+    """Whether the tracer kept a tensor or a number of the host as the node's value."""
+    kinds = (torch.Tensor, torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool)
+    leaves = pytree.tree_leaves(value_of(node))
+    return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether a gradient flows through the node's value, as far as the tracer's values tell."""
+    leaves = pytree.tree_leaves(value_of(node))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

@@ -1,0 +1,223 @@
+"""May these nodes run later, and which nodes does a rewritten graph need no more?
+
+The one check of motion and liveness: every rewrite of a Dynamo graph asks here before it edits.
+
+Contract
+    Motion    nodes run later only where no write, through any alias, no grad or autocast mode, no
+              generator of random numbers and no order in which autograd adds gradients tells.
+    Liveness  a node dies only where no value, no write that somebody reads, through any alias, no
+              mode, no random draw, no collective and no assertion that stays needs it.
+
+Autograd runs the nodes of a backward pass in the reverse order of their creation (the sequence
+numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gradient is added up
+from its last reader to its first, and running a reader later moves its term to the front. The first
+two terms may change places: adding two numbers commutes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.effects import (
+    changes_grad_mode,
+    changes_mode,
+    draws_random,
+    has_gradient,
+    is_assertion,
+    is_pure,
+)
+from moe_compile.graph.query import is_launch, is_wait, value_of
+
+Mode: TypeAlias = tuple[object, tuple[fx.Node, ...]]
+"""Grad mode as last set, None for as it was at the start; every other switch still thrown."""
+
+
+class Hazard(enum.Enum):
+    """Why nodes must not run later."""
+
+    WRITTEN_MEANWHILE = "what one of them reads is written in between"
+    MODE_CHANGES = "grad mode or autocast is another there"
+    RANDOM = "one of them draws random numbers"
+    GRADIENT_ORDER = "terms of a gradient would be added in another order"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """The first thing found that forbids a motion."""
+
+    hazard: Hazard
+    moved: fx.Node
+    """Which of the nodes must not run later."""
+    because_of: fx.Node
+    """The write, the switch of a mode, or the tensor whose gradient is added up."""
+
+
+class Legality:
+    """What may be done to one graph; stale once the graph is edited."""
+
+    def __init__(self, dependence: Dependence, graph: fx.Graph) -> None:
+        """Read `graph`, of which `dependence` is."""
+        self.dependence, self.graph = dependence, graph
+        self._position = dependence.position
+        self._modes = dict(_modes(graph))
+
+    def obstacle(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
+        """Return why `moved`, in their order, must not run just before `anchor`, or None."""
+        in_order = self.dependence.in_order(moved)
+        for check in (self.written_meanwhile, self._mode, self._random, self._gradient_order):
+            if (found := check(in_order, anchor)) is not None:
+                return found
+        return None
+
+    def written_meanwhile(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
+        """Return a write by others to what one of `moved` touches, between it and `anchor`."""
+        together = set(moved)
+        there = self._position[anchor]
+        for writer, written in self.dependence.writes.items():
+            at = self._position[writer]
+            for node in moved if writer not in together else ():
+                between = self._position[node] < at < there or there <= at < self._position[node]
+                if between and self._touches(node, written):
+                    return Obstacle(Hazard.WRITTEN_MEANWHILE, node, writer)
+        return None
+
+    def _touches(self, node: fx.Node, written: frozenset[int]) -> bool:
+        """Whether `node` reads or makes what shares memory with `written`; unknown memory may."""
+        return not written or bool((self.dependence.reads(node) | storages(node)) & written)
+
+    def _mode(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
+        there = self._modes[anchor]
+        for node in moved:
+            here = self._modes[node]
+            differs = here[0] != there[0] and (has_gradient(node) or _reads_gradient(node))
+            if differs or (here[1] != there[1] and not _is_of_integers(node)):
+                return Obstacle(Hazard.MODE_CHANGES, node, self._switch_between(node, anchor))
+        return None
+
+    def _switch_between(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        first, last = sorted((self._position[node], self._position[anchor]))
+        switches = (n for n in self.graph.nodes if changes_mode(n))
+        return next((n for n in switches if first < self._position[n] < last), anchor)
+
+    def _random(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
+        drawing = next((node for node in moved if draws_random(node)), None)
+        return None if drawing is None else Obstacle(Hazard.RANDOM, drawing, anchor)
+
+    def _gradient_order(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
+        together = set(moved)
+        for source in dict.fromkeys(i for node in moved for i in node.all_input_nodes):
+            if source in together or not has_gradient(source):
+                continue
+            before = self._terms(source, set(), anchor)
+            after = self._terms(source, together, anchor)
+            if after not in (before, [*before[1::-1], *before[2:]]):
+                reader = next(node for node in before if node in together)
+                return Obstacle(Hazard.GRADIENT_ORDER, reader, source)
+        return None
+
+    def _terms(self, source: fx.Node, moved: set[fx.Node], anchor: fx.Node) -> list[fx.Node]:
+        """Return the readers whose terms make the gradient of `source`, in the order of the sum.
+
+        Those in `moved` stand just before `anchor`.
+        """
+        there = self._position[anchor]
+
+        def place(reader: fx.Node) -> tuple[int, int, int]:
+            at = self._position[reader]
+            return (there, 0, at) if reader in moved else (at, 1, at)
+
+        return sorted((u for u in source.users if _adds_gradient(u)), key=place, reverse=True)
+
+    def unneeded(
+        self,
+        candidates: Collection[fx.Node],
+        replaced: Mapping[fx.Node, fx.Node | None],
+        dropped: Collection[fx.Node] = (),
+    ) -> list[fx.Node]:
+        """Return those of `candidates` that nothing needs, in graph order.
+
+        Whoever reads a key of `replaced` will read its value instead; None: a node still to be
+        made. `dropped` are assertions among the candidates that need not stay for their own sake.
+        """
+        may_die = set(candidates)
+        live: set[fx.Node] = set()
+        todo = [n for n in self.graph.nodes if n not in may_die or self._acts(n, dropped)]
+        while todo:
+            node = todo.pop()
+            if node not in live:
+                live.add(node)
+                needs = (replaced.get(n, n) for n in self.dependence.needs(node))
+                todo += [n for n in needs if n is not None]
+        return [n for n in self.dependence.in_order(may_die) if n not in live]
+
+    def _acts(self, node: fx.Node, dropped: Collection[fx.Node]) -> bool:
+        """Whether a candidate stays for what it does besides making its value."""
+        if node in dropped:
+            return False
+        if node in self.dependence.writes:
+            written = self.dependence.writes[node]
+            return not written or bool(written & self._given_from_outside())
+        return not (is_pure(node) or is_launch(node) or is_wait(node))
+
+    def _given_from_outside(self) -> frozenset[int]:
+        given = [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr")]
+        return frozenset(s for node in given for s in storages(node))
+
+
+def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:
+    """Yield every node with the modes it runs under."""
+    grad_mode = _first_grad_mode(graph)
+    thrown: tuple[fx.Node, ...] = ()
+    for node in graph.nodes:
+        yield node, (grad_mode, thrown)
+        if changes_grad_mode(node):
+            grad_mode = node.args[0] if node.args else None
+        elif changes_mode(node):
+            entered = next((i for i in node.all_input_nodes if i in thrown), None)
+            if entered is not None and "exit" in getattr(node.target, "__name__", ""):
+                thrown = tuple(n for n in thrown if n is not entered)
+            else:
+                thrown = (*thrown, node)
+
+
+def _first_grad_mode(graph: fx.Graph) -> object:
+    """Return True where a gradient is seen to flow before the first switch, else None: unknown."""
+    for node in graph.nodes:
+        if changes_grad_mode(node):
+            return None
+        if node.op not in ("placeholder", "get_attr") and has_gradient(node):
+            return True
+    return None
+
+
+def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(list(values))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _is_of_integers(node: fx.Node) -> bool:
+    """Whether the node reads and makes integers alone, which no autocast touches."""
+    tensors = _tensors([value_of(node), *map(value_of, node.all_input_nodes)])
+    return not any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors)
+
+
+def _reads_gradient(node: fx.Node) -> bool:
+    return any(has_gradient(i) for i in node.all_input_nodes)
+
+
+def _adds_gradient(reader: fx.Node) -> bool:
+    """Whether `reader` adds a term to the gradient of what it reads; unknown values may.
+
+    So does the output: what comes from there is the first term.
+    """
+    if is_assertion(reader):
+        return False
+    return value_of(reader) is None or has_gradient(reader)

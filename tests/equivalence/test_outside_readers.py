@@ -1,0 +1,58 @@
+"""What the graph does around a region is what eager does, whatever the region's rewriting moves."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from moe_compile.report.process_report import REPORT
+from tests.outside_readers import CHUNKED, WHOLE
+
+
+def step(function, layer, x):
+    """Run one step; return all that it computed and left behind, as tensors and numbers."""
+    layer.zero_grad()
+    torch.manual_seed(5)
+    x = x.clone().requires_grad_()
+    output = pytree.tree_leaves(function(x))
+    floats = [o for o in output if isinstance(o, torch.Tensor) and o.requires_grad]
+    sum(o.float().square().sum() for o in floats).backward()
+    gradients = [p.grad for p in (x, *layer.parameters())]
+    buffers = [b.clone() for b in layer.buffers()]
+    return [*output, *gradients, *buffers, torch.get_rng_state()]
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    return left == right
+
+
+def differing(rank, style, steps):
+    """Return which results differ, by number, and the verdicts on the regions."""
+    torch._dynamo.reset()
+    layers = [style(64, 64, 8, 2, dist.group.WORLD) for _ in range(2)]
+    options = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+    compiled = torch.compile(layers[1], backend="megamoe", fullgraph=True, options=options)
+    before = len(REPORT.as_dict()["regions"])
+    found = []
+    for tokens in steps:
+        x = torch.randn(tokens[rank], 64, generator=torch.Generator().manual_seed(rank))
+        x = x.to(torch.bfloat16)
+        left, right = step(layers[0], layers[0], x), step(compiled, layers[1], x)
+        found += [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if not same(a, b)]
+    return found, [region["verdict"] for region in REPORT.as_dict()["regions"][before:]]
+
+
+@pytest.mark.parametrize("style", CHUNKED, ids=lambda style: style.__name__)
+def test_a_chunked_region_leaves_what_is_around_it_as_it_was(two_ranks, style):
+    for found, verdicts in two_ranks.run(differing, style, ((12, 7), (5, 9))):
+        assert found == []
+        assert set(verdicts) == {"chunked"}
+
+
+@pytest.mark.parametrize("style", WHOLE, ids=lambda style: style.__name__)
+def test_a_region_whose_motion_would_tell_is_left_whole(two_ranks, style):
+    for found, verdicts in two_ranks.run(differing, style, ((12, 7),)):
+        assert found == []
+        assert "chunked" not in verdicts
