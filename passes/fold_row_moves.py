@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import ValuedEmitter, erase_unused
+from moe_compile.graph.edit import ValuedEmitter, erase_unused, read_instead
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.row_moves import (
     ATEN,
@@ -206,5 +206,5 @@ def _join_messages(rows: fx.Node, parts: list[fx.Node], message: Any) -> fx.Node
             messages.append(emit.call(ATEN.new_zeros.default, message, size))
     joined = emit.call(ATEN.cat.default, messages)
     for reader in [user for user in rows.users if user.target is SIZE]:
-        reader.replace_input_with(rows, joined)
+        read_instead(reader, rows, joined)
     return joined

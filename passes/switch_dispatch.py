@@ -182,7 +182,7 @@ def _sliced(plan: RegionPlan, config: MegaMoEConfig, switch: Switch) -> Switch:
 def _rewrite(region: MoERegion, switch: Switch, after: Aftermath) -> Gathered:
     around = after.around[region.name]
     assert not isinstance(around, Refused)
-    emitted = emit_gathered(switch, around.served)
+    emitted = emit_gathered(switch, around)
     replace_uses(around.sizes)
     replace_uses({**emitted.instead, switch.found.sums.total: emitted.result})
     move_before(around.moved, around.read_at)

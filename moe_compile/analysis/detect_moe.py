@@ -219,7 +219,7 @@ def _check_writes(
         for s in storages(node)
     )
     for writer, written in dependence.writes.items():
-        if writer in inside and written & outside:
+        if writer in inside and (written & outside or not written):
             return _refused(region, Refusal.MUTATES_OUTSIDE, writer)
         if _rewrites_counts(writer, written, region, dependence):
             return _refused(region, Refusal.MUTATED_MEANWHILE, writer)

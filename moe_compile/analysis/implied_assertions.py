@@ -41,6 +41,9 @@ ARITHMETIC: Final[dict[Any, Callable[..., Any]]] = {
 def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
     """Whether what `assertion` demands follows from the counts of `region` alone."""
     condition = assertion.args[0]
+    if assertion.target is torch._check_is_size:
+        number = _formula(condition, facts)
+        return number is not None and is_never_negative(number)
     if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
         return False
     left, right = (_formula(argument, facts) for argument in condition.args)

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.host_reads import is_host_read
-from moe_compile.analysis.implied_assertions import is_implied
+from moe_compile.analysis.implied_assertions import is_implied, is_never_negative
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_assertion, is_host_arithmetic, is_pure, is_size_query
@@ -63,6 +63,8 @@ class Surroundings:
 
     read_at: fx.Node
     """The one read of everything the host must know stands before this node."""
+    bulk: frozenset[fx.Node]
+    """Host reads of the region that the one read makes: of integers that are never negative."""
     served: tuple[fx.Node, ...]
     """Host reads of the region that others need and that the one read serves, in graph order."""
     moved: tuple[fx.Node, ...]
@@ -192,11 +194,13 @@ class _Together:
             reads = [n for n in region.count_side if is_host_read(n)]
             alive = [n for n in reads if n not in dead and n not in self._served]
             read_at = region.result if rewrite.reads_late else self._first_read(region, reads)
-            may_serve = [n for n in alive if n not in rewrite.not_served]
+            bulk = _never_negative(reads, rewrite.proof)
+            may_serve = [n for n in alive if n in bulk and n not in rewrite.not_served]
             served, moved = self._servable(may_serve, read_at, dead)
             self._served += served
             found[region.name] = Surroundings(
                 read_at=read_at,
+                bulk=bulk,
                 served=tuple(served),
                 moved=tuple(moved),
                 num_kept=len(alive) - len(served),
@@ -256,6 +260,19 @@ class _Together:
                 found.add(user)
                 todo.append(user)
         return found if self._legality.obstacle(found, read_at) is None else None
+
+
+def _never_negative(reads: list[fx.Node], proof: RowProof) -> frozenset[fx.Node]:
+    """Return the reads of integers that the proof follows to sums of counts and the like."""
+    facts = proof.facts
+    if facts is None:
+        return frozenset()
+    values = ((node, value_of(node)) for node in reads)
+    return frozenset(
+        node
+        for node, value in values
+        if isinstance(value, torch.SymInt) and is_never_negative(facts.formula(value))
+    )
 
 
 def _reads(node: fx.Node, nodes: set[fx.Node]) -> bool:

@@ -57,7 +57,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     """Return what a higher-order operator writes; of a Triton kernel, what its code stores to."""
     if "mutation" not in name:
-        return ()
+        return _nodes([node.args, node.kwargs]) if _body_writes_inputs(node) else ()
     tensors = node.kwargs.get("kwargs")
     if name != "triton_kernel_wrapper_mutation" or not isinstance(tensors, dict):
         return _nodes([node.args, node.kwargs])
@@ -72,6 +72,20 @@ def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     except (AssertionError, KeyError):  # a kernel torch does not know: it may write anything
         written = list(tensors)
     return _nodes([tensors[key] for key in written])
+
+
+def _body_writes_inputs(node: fx.Node) -> bool:
+    """Whether a graph that the operator runs writes what it was given, as a buffer."""
+    owner = node.graph.owning_module
+    names = [str(i.target) for i in node.all_input_nodes if i.op == "get_attr"]
+    bodies = [getattr(owner, name, None) for name in names]
+    return any(_writes_inputs(body.graph) for body in bodies if isinstance(body, fx.GraphModule))
+
+
+def _writes_inputs(graph: fx.Graph) -> bool:
+    inputs = {s for n in graph.find_nodes(op="placeholder") for s in storages(n)}
+    written = [a for node in graph.nodes for a in written_arguments(node)]
+    return any(not (memory := storages(a)) or memory & inputs for a in written)
 
 
 def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:

@@ -111,6 +111,11 @@ def replace_uses(values: Mapping[fx.Node, fx.Node]) -> None:
         node.replace_all_uses_with(value, delete_user_cb=lambda user, own=value: user is not own)
 
 
+def read_instead(reader: fx.Node, node: fx.Node, value: fx.Node) -> None:
+    """Have `reader` alone read `value` where it read `node`."""
+    reader.replace_input_with(node, value)
+
+
 def substitute(node: fx.Node, value: fx.Node) -> None:
     """Have every reader of `node` read `value`, and erase `node`.
 

@@ -16,12 +16,12 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.surroundings import Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D
@@ -47,11 +47,11 @@ class Gathered:
     """Host reads of the old form that stay, because others need them."""
 
 
-def emit_gathered(switch: Switch, kept: Iterable[fx.Node]) -> Gathered:
+def emit_gathered(switch: Switch, around: Surroundings) -> Gathered:
     """Emit the region in its new form; the old one is for the caller to take out.
 
-    `kept` are host reads of the region whose value the graph needs outside it; with any, the
-    switch must be exact.
+    `around` names the host reads of the region that others need and that the one read serves; with
+    any, the switch must be exact.
     """
     region, found = switch.region, switch.found
     gathers = _launch_tokens(switch)
@@ -59,7 +59,7 @@ def emit_gathered(switch: Switch, kept: Iterable[fx.Node]) -> Gathered:
     routing = emit_routing(emit, region, found, switch.num_slices)
     writer = SliceWriter(emit, switch, routing)
     slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]
-    instead = _read_host(writer, switch, routing, slices, list(kept)) if switch.is_exact else {}
+    instead = _read_host(writer, switch, routing, slices, around) if switch.is_exact else {}
     for part in slices:
         writer.place_rows(part)
     writer.gather_factors(slices, found.before)
@@ -89,28 +89,29 @@ def _read_host(
     switch: Switch,
     routing: Routing,
     slices: list[Slice],
-    kept: list[fx.Node],
+    around: Surroundings,
 ) -> dict[fx.Node, fx.Node]:
-    """Emit the one read of all that the host must know; return what `kept` became."""
+    """Emit the one read of all that the host must know; return what the served reads became."""
     emit, region = writer.emit, switch.region
     reads = BulkRead(emit)
     for counts in routing.counts:
         reads.add(emit.method("sum", writer.mine(counts)))
     whole = Replay(range(region.num_local_experts), {})
-    if kept:
+    if around.served:
         dependence = Dependence(region.result.graph)
         counts = emit.method("sum", emit.call(torch.stack, list(routing.counts)), 0)
         whole.env[region.received_counts] = writer.received(counts)
-        emit_until_reads(emit, region, whole, reads, needed_for(kept, region, dependence))
+        needed = needed_for(around.served, region, dependence)
+        emit_until_reads(emit, region, whole, reads, around.bulk, needed)
     for part in slices:
         wanted, asked = set(switch.needs.nodes), switch.needs.num_rows
-        emit_until_reads(emit, region, part.replay, reads, wanted, asked)
+        emit_until_reads(emit, region, part.replay, reads, around.bulk, wanted, asked)
     values = reads.finish()
     for replay in (whole, *(part.replay for part in slices)):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
     for part, num_rows in zip(slices, values, strict=False):
         writer.set_num_rows(part, num_rows)
-    return {node: whole.env[node] for node in kept}
+    return {node: whole.env[node] for node in around.served}
 
 
 def _joined(emit: Emitter, switch: Switch, reduces: list[fx.Node]) -> fx.Node:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.analysis.surroundings import Surroundings
 from moe_compile.graph.dependence import Dependence
@@ -84,7 +83,7 @@ def emit_chunks(
         for env, experts in zip(axis.inputs, bounds, strict=True)
     ]
     whole = Replay(range(region.num_local_experts), {})
-    rows_per_chunk = _emit_reads(early, region, whole, replays, around.served, dependence)
+    rows_per_chunk = _emit_reads(early, region, whole, replays, around, dependence)
 
     order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
     sorted_rows = emit.call(PERMUTE_ROWS, region.rows, order, inverse)
@@ -123,17 +122,18 @@ def _emit_reads(
     region: MoERegion,
     whole: Replay,
     replays: list[Replay],
-    served: Iterable[fx.Node],
+    around: Surroundings,
     dependence: Dependence,
 ) -> list[fx.Node]:
     """Emit all that the host must know, in one read; return the rows of each chunk."""
     reads = BulkRead(emit)
-    wanted = needed_for(filter(is_host_read, region.count_side), region, dependence)
+    wanted = needed_for(around.bulk, region, dependence)
+    served = needed_for(around.served, region, dependence)
     for replay in replays:
         reads.add(emit.method("sum", replay.env[region.counts]))
-    emit_until_reads(emit, region, whole, reads, needed_for(served, region, dependence))
+    emit_until_reads(emit, region, whole, reads, around.bulk, served)
     for replay in replays:
-        emit_until_reads(emit, region, replay, reads, wanted)
+        emit_until_reads(emit, region, replay, reads, around.bulk, wanted)
     values = reads.finish()
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})

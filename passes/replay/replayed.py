@@ -6,7 +6,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,11 @@ def emit_until_reads(
     region: MoERegion,
     replay: Replay,
     reads: BulkRead,
+    bulk: Container[fx.Node],
     wanted: set[fx.Node],
     asked: Iterable[fx.Node] = (),
 ) -> None:
-    """Emit what the host reads of one chunk depend on; ask for each read's value.
+    """Emit what the host reads of one chunk depend on; ask for the value of each read in `bulk`.
 
     `asked` are nodes whose values are asked for already.
     """
@@ -58,7 +59,8 @@ def emit_until_reads(
             after_read.add(node)
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            reads.ask(replay, node, replay.env.get(source, source))
+            if node in bulk:
+                reads.ask(replay, node, replay.env.get(source, source))
         elif is_move_to_host(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)

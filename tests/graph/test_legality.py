@@ -1,0 +1,241 @@
+"""What may run later, and what nothing needs: data, writes, modes, random draws, gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.effects import draws_random, is_pure
+from moe_compile.graph.legality import Hazard, Legality
+from tests.capture import dynamo_graphs
+
+
+def graph_of(program, *more):
+    x = torch.randn(4, 8, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x, *more)
+    return gm.graph
+
+
+def called(graph, name):
+    """Return the nodes that call a function or method of this name, in graph order."""
+    return [n for n in graph.nodes if getattr(n.target, "__name__", n.target) == name]
+
+
+def hazard(program, moved="sin", anchor="neg"):
+    """Return what forbids running the first `moved` just before the first `anchor`."""
+    graph = graph_of(program)
+    obstacle = Legality(Dependence(graph), graph).obstacle(
+        called(graph, moved)[:1], called(graph, anchor)[0]
+    )
+    return None if obstacle is None else obstacle.hazard
+
+
+def plain(x):
+    y = x.sin()
+    z = x * 2
+    return y.neg() + z
+
+
+def one_other_reader(x):
+    y = x.sin()
+    z = x.cos()
+    return y.neg() + z
+
+
+def two_other_readers(x):
+    y = x.sin()
+    z = x.cos() + x.exp()
+    return y.neg() + z
+
+
+def other_reader_and_a_later_one(x):
+    y = x.sin()
+    z = x.cos()
+    return y.neg() + z + x.exp()
+
+
+def other_reader_and_returned(x):
+    a = x * 2
+    y = a.sin()
+    z = a.cos()
+    return y.neg() + z, a
+
+
+def readers_without_gradient(x):
+    y = x.sin()
+    z = x.detach().cos() + x.detach().exp()
+    return y.neg() + z
+
+
+def written_through_a_view(x):
+    a = x * 2
+    y = a.sin()
+    a.view(-1)[:3].mul_(2)
+    return y.neg() + a
+
+
+def written_before(x):
+    a = x * 2
+    a.view(-1)[:3].mul_(2)
+    y = a.sin()
+    z = x * 3
+    return y.neg() + z
+
+
+def autocast_in_between(x):
+    y = x.sin()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = x.detach() @ x.detach().T
+    return y.neg(), z
+
+
+def inside_autocast(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x.sin()
+    return y.neg()
+
+
+def inside_no_grad(x):
+    z = x * 2
+    with torch.no_grad():
+        y = z.sin()
+    return y.neg() + z
+
+
+def dropped_out(x):
+    y = F.dropout(x, 0.5)
+    return y.neg() + torch.randn(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (plain, None),
+        (one_other_reader, None),
+        (two_other_readers, Hazard.GRADIENT_ORDER),
+        (other_reader_and_a_later_one, Hazard.GRADIENT_ORDER),
+        (other_reader_and_returned, Hazard.GRADIENT_ORDER),
+        (readers_without_gradient, None),
+        (written_through_a_view, Hazard.WRITTEN_MEANWHILE),
+        (written_before, None),
+        (autocast_in_between, None),
+        (inside_autocast, Hazard.MODE_CHANGES),
+        (inside_no_grad, Hazard.MODE_CHANGES),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_forbids_a_motion_is_named(program, expected):
+    assert hazard(program) is expected
+
+
+def test_what_draws_random_numbers_does_not_move():
+    assert hazard(dropped_out, moved="dropout") is Hazard.RANDOM
+
+
+def test_the_order_of_gradients_that_is_kept_is_the_one_autograd_adds_in():
+    """The rule rests on the order in which autograd runs; here it is seen to round otherwise."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def gradient(*functions):
+        x.grad = None
+        terms = [function(x) for function in functions]
+        torch.stack([t.sum() for t in terms]).sum().backward()
+        return x.grad
+
+    sin, cos, exp = torch.sin, torch.cos, torch.exp
+    assert torch.equal(gradient(sin, cos), gradient(cos, sin))
+    assert torch.equal(gradient(sin, cos, exp), gradient(sin, exp, cos))  # the first two terms
+    assert not torch.equal(gradient(sin, cos, exp), gradient(cos, exp, sin))
+
+
+def unneeded(program, candidates, replaced=()):
+    graph = graph_of(program)
+    nodes = [n for name in candidates for n in called(graph, name)]
+    given = dict.fromkeys(n for name in replaced for n in called(graph, name))
+    return [n.name for n in Legality(Dependence(graph), graph).unneeded(nodes, given)]
+
+
+def fills_what_is_returned(x):
+    a = torch.empty_like(x)
+    a.copy_(x * 2)
+    return a
+
+
+def fills_what_is_seen_through_a_view(x):
+    a = torch.empty_like(x)
+    v = a.view(-1)
+    a.copy_(x * 2)
+    return v.sum()
+
+
+def fills_what_nobody_reads(x):
+    a = torch.empty_like(x)
+    a.copy_(x * 2)
+    return x.neg()
+
+
+def fills_what_is_replaced(x):
+    a = torch.empty_like(x)
+    a.copy_(x * 2)
+    return a.neg().sin()
+
+
+@pytest.mark.parametrize(
+    ("program", "replaced", "dead"),
+    [
+        (fills_what_is_returned, (), []),
+        (fills_what_is_seen_through_a_view, (), []),
+        (fills_what_nobody_reads, (), ["empty_like", "copy_", "mul"]),
+        (fills_what_is_replaced, ("neg",), ["empty_like", "copy_", "mul", "neg"]),
+        (fills_what_is_replaced, (), []),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_write_lives_as_long_as_somebody_reads_what_it_wrote(program, replaced, dead):
+    names = ("empty_like", "copy_", "mul", *replaced)
+    found = unneeded(program, names, replaced)
+    assert len(found) == len(dead)
+    assert {name.partition("_1")[0] for name in found} <= {*dead, "a", "mul", "copy_"}
+
+
+def test_a_write_into_an_input_is_needed_whoever_reads_it():
+    def program(x, buffer):
+        buffer.view(-1).add_(1.0)
+        return x.neg()
+
+    graph = graph_of(program, torch.zeros(3))
+    writes = called(graph, "add_")
+    assert writes and Legality(Dependence(graph), graph).unneeded(writes, {}) == []
+
+
+def test_a_random_draw_that_nobody_reads_is_needed_for_those_that_follow():
+    def program(x):
+        F.dropout(x, 0.5)
+        return torch.randn(4) + x.sum()
+
+    graph = graph_of(program)
+    draws = [n for n in graph.nodes if draws_random(n)]
+    assert draws and Legality(Dependence(graph), graph).unneeded(draws, {}) == []
+
+
+def test_an_assertion_of_the_user_is_needed_and_so_is_what_it_reads():
+    def program(x, n):
+        size = n.item()
+        torch._check(size < 7)
+        return x.neg()
+
+    graph = graph_of(program, torch.tensor(3))
+    (read,) = called(graph, "item")
+    assert Legality(Dependence(graph), graph).unneeded([read], {}) == []
+
+
+@pytest.mark.parametrize("name", ["dropout", "add_", "_set_grad_enabled"])
+def test_what_does_more_than_make_a_value_is_not_pure(name):
+    def program(x):
+        with torch.no_grad():
+            y = torch.zeros(4, 8)
+        return F.dropout(x, 0.5) + y.add_(x.detach())
+
+    graph = graph_of(program)
+    assert called(graph, name) and not any(map(is_pure, called(graph, name)))
+    assert is_pure(called(graph, "zeros")[0])
