@@ -181,6 +181,14 @@ class WrittenCounts(GroupedExperts):
         return sent, got
 
 
+class ChecksCounts(Between):
+    """The user demands that few rows are sent to the last rank."""
+
+    def between(self, n):
+        torch._check(self.sent[-1] <= 2)
+        return self.scale * n
+
+
 CHUNKED = (
     LegacyCounts, LegacyCountsInStatistics, LegacyCountsOnHost, WritesWhatWasRead,
     ReadsUnderAutocast, ReadsWithoutGradient, DrawsBetween, AlsoReadOnce, SharedRouting,

@@ -1,4 +1,4 @@
-"""What the graph does around a region is what eager does, whatever the region's rewriting moves."""
+"""What the graph does around a region is what eager does, whatever rewriting the region moves."""
 
 import pytest
 import torch
@@ -6,7 +6,13 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from moe_compile.report.process_report import REPORT
-from tests.outside_readers import CHUNKED, WHOLE
+from tests.outside_readers import (
+    CHUNKED,
+    WHOLE,
+    ChecksCounts,
+    LegacyCounts,
+    WritesWhatWasRead,
+)
 
 
 def step(function, layer, x):
@@ -28,11 +34,11 @@ def same(left, right):
     return left == right
 
 
-def differing(rank, style, steps):
+def differing(rank, style, steps, **more):
     """Return which results differ, by number, and the verdicts on the regions."""
     torch._dynamo.reset()
     layers = [style(64, 64, 8, 2, dist.group.WORLD) for _ in range(2)]
-    options = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+    options = {"megamoe.codegen": "fx", "megamoe.chunks": 2, **more}
     compiled = torch.compile(layers[1], backend="megamoe", fullgraph=True, options=options)
     before = len(REPORT.as_dict()["regions"])
     found = []
@@ -52,6 +58,40 @@ def test_a_chunked_region_leaves_what_is_around_it_as_it_was(two_ranks, style):
 
 
 @pytest.mark.parametrize("style", WHOLE, ids=lambda style: style.__name__)
+def gathered(rank, style):
+    """As `differing`, with tokens moved by all-gather and reduce-scatter."""
+    more = {"megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True}
+    return differing(rank, style, ((12, 12), (5, 5)), **more)
+
+
+@pytest.mark.parametrize("style", [LegacyCounts, WritesWhatWasRead])
+def test_so_does_a_region_whose_tokens_are_gathered(two_ranks, style):
+    for found, verdicts in two_ranks.run(gathered, style):
+        assert found == []
+        assert set(verdicts) == {"all-gathered"}
+
+
+def complaint(rank):
+    """Return what eager and the compiled layer raise for counts that the user forbids."""
+    torch._dynamo.reset()
+    layer = ChecksCounts(64, 64, 8, 2, dist.group.WORLD)
+    options = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+    found = []
+    for function in (layer, compiled):
+        try:
+            function(torch.ones(9, 64, dtype=torch.bfloat16) * (1 - 2 * rank))
+        except RuntimeError as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+def test_what_the_user_demands_of_counts_is_still_demanded(two_ranks):
+    """It was taken for one of the tracer's own assertions, and dropped with the old body."""
+    for found in two_ranks.run(complaint):
+        assert len(found) == 2 and "<= 2" in found[1]
+
+
 def test_a_region_whose_motion_would_tell_is_left_whole(two_ranks, style):
     for found, verdicts in two_ranks.run(differing, style, ((12, 7),)):
         assert found == []

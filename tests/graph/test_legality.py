@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import draws_random, is_pure
@@ -206,6 +207,26 @@ def test_a_write_into_an_input_is_needed_whoever_reads_it():
     graph = graph_of(program, torch.zeros(3))
     writes = called(graph, "add_")
     assert writes and Legality(Dependence(graph), graph).unneeded(writes, {}) == []
+
+
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_a_triton_kernel_is_needed_while_what_it_wrote_is(is_returned):
+    """It has no value of its own: torchtitan's permutation was erased, its indices returned."""
+
+    def program(x):
+        a = torch.empty_like(x)
+        a.copy_(x * 2)
+        return a if is_returned else x.neg()
+
+    graph = graph_of(program)
+    ((copy,), (target,)) = called(graph, "copy_"), called(graph, "empty_like")
+    with graph.inserting_before(copy):
+        tensors = {"source": copy.args[1], "target": target}
+        settings = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1,)], "kwargs": tensors}
+        kernel = graph.call_function(triton_kernel_wrapper_mutation, kwargs=settings)
+    graph.erase_node(copy)
+    dead = Legality(Dependence(graph), graph).unneeded([kernel, target], {})
+    assert dead == ([] if is_returned else [target, kernel])
 
 
 def test_a_random_draw_that_nobody_reads_is_needed_for_those_that_follow():
