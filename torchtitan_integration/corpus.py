@@ -3,7 +3,8 @@
 Contract
     The same Python gives the same text and the same tokenizer. Made at first use, then cached
     under a hash of the text; processes that start together make it once; a reader never sees half
-    of it.
+    of it. Neighbouring documents are pieces of different files: a batch is a sample of the whole
+    text, not a part of one file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ SKIPPED: Final = frozenset(
     {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 )
 """Folders that are not the library itself, or that not every machine has."""
-FORMAT: Final = "1"
+PIECE: Final = 256
+"""Characters of a document, fewer at the end of a file, more where one line has more: about 75
+tokens, so that a debug job's sequence of 128 holds two. torchtitan reads documents one after
+another, and with whole files a batch was one file: its loss told of the file, not of the model."""
+LETTERS: Final = 0.75
+"""Least share of letters and white space in a piece; tables of numbers and codes have less (a 25th
+of all pieces), and a batch with one of them had a loss of its own."""
+BUILD: Final = "_sysconfigdata"
+"""Files that begin so say how this Python was built: lists of flags, and other on each machine."""
+FORMAT: Final = "2"
 """Changes whenever the tokenizer or the files would be made differently from the same text."""
 
 
@@ -38,7 +48,7 @@ class Corpus:
     """Where the text and the tokenizer lie."""
 
     text: Path
-    """Folder with one `train.jsonl`, one object `{"text": ...}` per source file."""
+    """Folder with one `train.jsonl`, one object `{"text": ...}` per piece of a source file."""
     tokenizer: Path
     """Folder with `tokenizer.json` and `tokenizer_config.json`."""
 
@@ -46,7 +56,9 @@ class Corpus:
 def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
     """Return the corpus with a tokenizer of at most `vocab_size` entries, made if need be."""
     cache = cache or _cache_folder()
-    lines = [json.dumps({"text": text}) for text in _sources(Path(sysconfig.get_path("stdlib")))]
+    sources = _sources(Path(sysconfig.get_path("stdlib")))
+    pieces = {piece for text in sources for piece in _pieces(text) if _is_language(piece)}
+    lines = [json.dumps({"text": piece}) for piece in pieces]
     lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())  # mixed, and the same
     digest = hashlib.sha256("\n".join([FORMAT, str(vocab_size), *lines]).encode()).hexdigest()
     folder = cache / f"{DATASET}-{digest[:16]}"
@@ -83,7 +95,7 @@ def _sources(root: Path) -> Iterator[str]:
     for folder, below, names in os.walk(root):
         below[:] = sorted(set(below) - SKIPPED)
         for name in sorted(names):
-            if not name.endswith(".py"):
+            if not name.endswith(".py") or name.startswith(BUILD):
                 continue
             text = Path(folder, name).read_text(encoding="utf-8", errors="replace")
             total += len(text)
@@ -91,6 +103,21 @@ def _sources(root: Path) -> Iterator[str]:
                 return
             if text.strip():
                 yield text
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield whole lines of `text`, in order, as pieces of at most PIECE characters."""
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        if piece and len(piece) + len(line) > PIECE:
+            yield piece
+            piece = ""
+        piece += line
+    yield piece
+
+
+def _is_language(piece: str) -> bool:
+    return sum(c.isalpha() or c.isspace() for c in piece) >= LETTERS * len(piece) > 0
 
 
 def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:

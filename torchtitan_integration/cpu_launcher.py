@@ -13,6 +13,10 @@ Each work-around is in place before the torchtitan module that would fail is imp
                 CPU puts it in the wrong place when parameters are DTensors: plain attention
                 instead; and DTensor has no rule for either on CPU: each rank does its own heads
     histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
+    weights     DTensor has no random state for a CPU mesh: every rank fills its shards with the
+                same numbers, so that experts of different ranks are copies of one another. Here
+                the model starts as one rank alone would start it from the same seed, on any
+                number of ranks and in any layout, pipeline stages included
     exit        now and then a thread of gloo or of the data loader aborts the process while the
                 interpreter shuts down, after training has ended: the process leaves without that
 """
@@ -23,12 +27,16 @@ import os
 import resource
 import sys
 import types
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._utils
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend
+
+WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and `torch.compile` add to a parameter's name."""
 
 
 class CpuDevice(types.ModuleType):
@@ -151,13 +159,58 @@ def _prepare_attention() -> None:
     Attention.sdpa_backends = [SDPBackend.MATH]
 
 
+def cpu_trainer() -> type[Any]:
+    """Return torchtitan's trainer, its model initialised whole; call after `prepare_torch`."""
+    from torchtitan.train import Trainer  # noqa: PLC0415  (after the work-arounds)
+
+    class CpuTrainer(Trainer):  # type: ignore[misc]
+        """Checkpoints are loaded later, by `train()`, and replace what is drawn here."""
+
+        def __init__(self, job: Any) -> None:
+            super().__init__(job)
+            _copy_shards(_whole_model(self), self.model_parts)
+
+    return CpuTrainer
+
+
+def _whole_model(trainer: Any) -> torch.nn.Module:
+    """Return the job's model as one rank alone initialises it; random state stays as it was."""
+    from torchtitan.config import TORCH_DTYPE_MAP  # noqa: PLC0415
+    from torchtitan.tools.utils import set_default_dtype  # noqa: PLC0415
+
+    seed = [torch.initial_seed()]
+    dist.broadcast_object_list(seed)  # each pipeline stage has its own; rank 0 has the job's
+    dtype = TORCH_DTYPE_MAP[trainer.job_config.training.dtype]
+    with torch.device("meta"), set_default_dtype(dtype):
+        whole = trainer.train_spec.model_cls(trainer.model_args)
+    whole.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed[0])
+        whole.init_weights(buffer_device=torch.device("cpu"))
+    return whole
+
+
+def _copy_shards(whole: torch.nn.Module, parts: list[torch.nn.Module]) -> None:
+    """Give the parameters of `parts` the values of `whole`, of DTensors this rank's shard."""
+    values = dict(whole.named_parameters(remove_duplicate=False))
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
+            value, own = values[name].detach(), parameter.detach()
+            if isinstance(own, DTensor):
+                mesh, placements = own.device_mesh, own.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
+                own = own.to_local()
+            own.copy_(value)
+
+
 def main() -> None:
     """Train as `torchtitan.train` does, with torchtitan's own arguments."""
     prepare_torch()
-    from torchtitan.train import Trainer  # noqa: PLC0415  (after the work-arounds)
-    from torchtitan.train import main as train  # noqa: PLC0415
+    from torchtitan.train import main as train  # noqa: PLC0415  (after the work-arounds)
 
-    train(Trainer)
+    train(cpu_trainer())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)  # train() raises when training fails, so this is success

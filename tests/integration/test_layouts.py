@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.testing.rank_pool import RankPool
-from tests.integration.titan_jobs import OURS, STEPS, STOCK, train
+from tests.integration.titan_jobs import OURS, SMALL, STEPS, STOCK, train
 from torchtitan_integration.layout import DEGREES, KEYS
 from torchtitan_integration.layout_table import TESTED, table
 
@@ -39,6 +39,7 @@ def stock(eight_ranks, tmp_path_factory):
 
 def settings_of(layout):
     settings = {key: getattr(layout, name) for name, key in KEYS.items()}
+    settings["training.seq_len"] = SMALL["training.seq_len"]
     if layout.pp > 1:
         settings |= {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
     return settings

@@ -20,6 +20,7 @@ SMALL = {
     "training.steps": STEPS,
     "training.local_batch_size": 2,
     "training.seq_len": 64,
+    "optimizer.lr": 2e-3,
     "parallelism.data_parallel_shard_degree": -1,
     "parallelism.expert_parallel_degree": 2,
     "megamoe.report": "",
@@ -43,6 +44,10 @@ class JobResult:
     """Mesh axis -> name of its process group, for the experts' mesh and `fsdp`."""
     parameters: dict = field(default_factory=dict)
     """Parameter -> hash of all its values, as they were before the first step."""
+    experts: dict = field(default_factory=dict)
+    """Parameter that has one part per expert -> hash of each expert's part, as `parameters`."""
+    rows: list = field(default_factory=list)
+    """Per step: rows of this rank's tokens, by MoE layer and expert."""
     chunks: list = field(default_factory=list)
     """Number of chunks of every region compiled in this job."""
     verdicts: list = field(default_factory=list)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 
-from torchtitan_integration.cpu_launcher import prepare_torch
+from torchtitan_integration.cpu_launcher import cpu_trainer, prepare_torch
 
 prepare_torch()
 
@@ -16,37 +16,35 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchtitan.config import ConfigManager
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 from moe_compile.report.process_report import REPORT
 from tests.integration.titan_jobs import CONFIG, STEP, JobResult
+from torchtitan_integration.routing import RoutingCounter
 from torchtitan_integration.sequence_mesh import sequence_mesh
 
 
 def train(rank, ranks, port, flags):
     """Train, as one of `ranks`, the debug job with `flags`; None on a rank that has no part."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if rank >= ranks:
+    if not _join(rank, ranks, port):
         return None
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank),
-        LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
     torch._dynamo.reset()
     _clear_sharding_prop_cache()  # meshes that compare equal would come back with ended groups
-    result, before = JobResult(), len(REPORT.compilations)
+    result, before, counter = JobResult(), len(REPORT.compilations), RoutingCounter()
     graphs_before = len(REPORT.as_dict()["graphs"])
     with _listening(result.steps):
-        trainer = Trainer(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
+        trainer = cpu_trainer()(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
         try:
             if trainer.job_config.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
             else:
                 _look_at(trainer, result)
+                _count_rows(trainer, counter, result)
                 trainer.train()
         finally:
+            counter.close()
             trainer.close()
             dist.destroy_process_group()
             del trainer
@@ -58,6 +56,34 @@ def train(rank, ranks, port, flags):
     result.attention = [(found.is_region, found.verdict) for found in attention]
     result.graphs = REPORT.as_dict()["graphs"][graphs_before:]
     return result
+
+
+def random_states(rank, port, flags):
+    """Return the random state that torchtitan's trainer leaves, and the one the launcher's does."""
+    if not _join(rank, 1, port):
+        return None
+    states = []
+    for make in (Trainer, cpu_trainer()):
+        torch.manual_seed(0)
+        trainer = make(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
+        states.append(torch.get_rng_state().tolist())
+        trainer.close()
+        dist.destroy_process_group()
+    return states
+
+
+def _join(rank, ranks, port):
+    """Prepare to be one of `ranks` ranks of a new job; False on a rank that has no part."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank),
+        LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    # torchtitan numbers layers through all jobs of a process: after a job of three layers on some
+    # ranks only, every second layer would be another one on each rank, and so would collectives
+    activation_checkpoint._layer_sac_count = 0
+    return rank < ranks
 
 
 class _Printed(logging.Handler):
@@ -84,7 +110,7 @@ def _listening(steps):
 def _look_at(trainer, result):
     for part in trainer.model_parts:
         for name, p in part.named_parameters():
-            plain = name.replace("_checkpoint_wrapped_module.", "")
+            plain = _plain(name)
             if not isinstance(p, DTensor):  # DDP
                 result.placements[plain] = tuple(p.shape)
                 continue
@@ -105,11 +131,28 @@ def _look_at(trainer, result):
         result.groups["cp"] = sequence_mesh(dims).get_group().group_name
 
 
+def _count_rows(trainer, counter, result):
+    counter.watch(trainer.optimizers, trainer.model_parts, group=None)
+    trainer.optimizers.register_step_post_hook(
+        lambda *_, **__: result.rows.append(counter.rows.tolist())
+    )
+
+
 def _hash_once(trainer, result):
     if result.parameters:
         return
     for part in trainer.model_parts:
         for name, p in part.named_parameters():
-            whole = p.full_tensor() if isinstance(p, DTensor) else p
-            values = whole.detach().contiguous().numpy().tobytes()
-            result.parameters[name] = hashlib.sha256(values).hexdigest()
+            whole = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+            result.parameters[_plain(name)] = _hash(whole)
+            if ".experts." in name or ".router." in name:
+                result.experts[_plain(name)] = [_hash(expert) for expert in whole]
+
+
+def _plain(name):
+    """Return a parameter's name as it is without activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _hash(values):
+    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()

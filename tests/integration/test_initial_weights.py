@@ -1,0 +1,92 @@
+"""On a CPU a job starts from one model, whatever its ranks and layout, and no expert is a copy."""
+
+import functools
+import importlib
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from moe_compile.testing.rank_pool import meeting_point
+from tests.integration.titan_jobs import OURS, SMALL, STOCK, flags_of, train
+from torchtitan_integration.layout import KEYS, Layout
+
+ONE_STEP = {**STOCK, "training.steps": 1}
+PIPELINE = {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
+LAYOUTS = {
+    "two ranks": (2, Layout(dp_shard=2, ep=2)),
+    "three ranks, which divide nothing": (3, Layout(dp_shard=3)),
+    "four ranks, experts over all": (4, Layout(dp_shard=4, ep=4)),
+    "tensor axes": (4, Layout(dp_shard=2, tp=2, ep=2, etp=2)),
+    "experts over tensor axes": (4, Layout(dp_shard=2, tp=2, ep=4)),
+    "replicas": (4, Layout(dp_replicate=2, dp_shard=2, ep=2)),
+    "a pipeline": (4, Layout(dp_shard=2, pp=2, ep=2)),
+}
+FAST = ("two ranks", "experts over tensor axes", "a pipeline")
+"""What every test run compares; all else is slow."""
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(four_ranks, tmp_path_factory):
+    """Five steps of the debug job."""
+    return train(four_ranks, 2, tmp_path_factory.mktemp("two"), OURS)
+
+
+def test_no_two_experts_are_equal(on_two_ranks):
+    """Each rank drew the same numbers: experts 0 to 3, and their routers, were experts 4 to 7."""
+    experts = on_two_ranks[0].experts
+    assert len(experts) == 8  # w1, w2, w3 and the router of both MoE layers
+    for name, hashes in experts.items():
+        assert len(hashes) == len(set(hashes)) == 8, name
+
+
+def test_ranks_receive_different_numbers_of_rows(on_two_ranks):
+    """With equal routers for both ranks' experts every exchange was split in equal halves."""
+    for of_step in zip(*(rank.rows for rank in on_two_ranks), strict=True):
+        received = [[0, 0] for _ in of_step[0]]  # by MoE layer
+        for layer, of_ranks in enumerate(zip(*of_step, strict=True)):
+            for counts in of_ranks:
+                sent = [sum(counts[:4]), sum(counts[4:])]
+                assert sum(sent) == 2 * 2 * 64  # top 2 of two sequences
+                received[layer] = [sum(pair) for pair in zip(received[layer], sent, strict=True)]
+        assert any(mine != other for mine, other in received)
+    assert len(on_two_ranks[0].rows) == 5
+
+
+@pytest.fixture(scope="module")
+def alone(four_ranks, tmp_path_factory):
+    """The weights that one rank draws, by flavor; torchtitan's own trainer would draw them too."""
+
+    @functools.cache
+    def weights(flavor):
+        folder, settings = tmp_path_factory.mktemp("alone"), {"model.flavor": flavor, **ONE_STEP}
+        return train(four_ranks, 1, folder, {KEYS["ep"]: 1}, settings)[0].parameters
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in LAYOUTS]
+)
+def test_a_seed_gives_the_same_weights_in_every_layout(four_ranks, tmp_path, alone, name):
+    ranks, layout = LAYOUTS[name]
+    settings = {key: getattr(layout, field) for field, key in KEYS.items()}
+    settings["training.seq_len"] = SMALL["training.seq_len"]
+    flavor = PIPELINE if layout.pp > 1 else {}
+    found = train(four_ranks, ranks, tmp_path, settings, flavor, ONE_STEP)
+    weights = {k: v for rank in found for k, v in rank.parameters.items()}
+    assert weights == alone(flavor.get("model.flavor", "tiny"))
+    assert all(rank.parameters.items() <= weights.items() for rank in found)
+
+
+def test_random_state_is_left_as_torchtitan_leaves_it(four_ranks, tmp_path):
+    """Random operators of the training itself are none of the work-around's business."""
+    settings = {**SMALL, **ONE_STEP, KEYS["ep"]: 1, "job.dump_folder": str(tmp_path)}
+    store = meeting_point()
+    states = four_ranks.run(_random_states, store.port, flags_of(settings))[0]
+    assert len(states) == 2 and states[0] == states[1]
+
+
+def _random_states(rank, port, flags):
+    worker = importlib.import_module("tests.integration.titan_worker")
+    return worker.random_states(rank, port, flags)
