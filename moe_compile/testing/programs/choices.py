@@ -45,7 +45,7 @@ class Move(enum.Enum):
     """Who exchanges rows."""
 
     FUNCTIONAL = "all_to_all_single_autograd"
-    FUNCTION = "an autograd Function of the program around dist.all_to_all_single"
+    FUNCTION = "an autograd Function of the program around all_to_all_single"
 
 
 class Style(enum.Enum):
@@ -120,7 +120,6 @@ class Detail(enum.Enum):
 class Decoy(enum.Enum):
     """What must keep a region whole."""
 
-    NONE = "none"
     MEAN = "rows less their mean over all rows"
     EXPAND = "rows expanded over all rows, summed"
     ONES = "as many columns of ones as rows, averaged"

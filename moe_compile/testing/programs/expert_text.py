@@ -25,7 +25,6 @@ ACTS: Final = {
 }
 
 DECOYS: Final = {
-    Decoy.NONE: [],
     Decoy.MEAN: ["rows = rows - rows.mean(0)"],
     Decoy.EXPAND: [
         "rows = rows + rows.unsqueeze(0).expand(rows.shape[0], -1, -1).sum(0) * 0.125",
@@ -94,7 +93,7 @@ def expert_method(layer: Experts) -> list[str]:
 
 def experts_method(layer: Experts) -> list[str]:
     """Return the method from received rows, rank by rank, to rows in the same order."""
-    before = list(DECOYS[layer.decoy])
+    before = [line for decoy in Decoy if decoy in layer.decoys for line in DECOYS[decoy]]
     if Detail.IN_PLACE_ROWS in layer.details:
         before += ["rows.mul_(0.5)"]
     if Detail.NO_GRAD_TWIN in layer.details:

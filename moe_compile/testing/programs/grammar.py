@@ -59,7 +59,7 @@ class Experts:
     readers: frozenset[Reader] = frozenset()
     late: bool = False
     """Whether readers between the exchanges stand after the experts, not before."""
-    decoy: Decoy = Decoy.NONE
+    decoys: frozenset[Decoy] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

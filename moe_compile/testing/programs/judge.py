@@ -87,21 +87,22 @@ class Judge:
 
     def _unless_torch_fails(self, text: str, judgement: Judgement) -> Judgement:
         """Return `judgement`, or INVALID where AOTAutograd alone fares as megamoe does."""
-        if judgement.kind is Kind.DROPPED:
+        kind = judgement.kind
+        if kind is Kind.DROPPED:
             return judgement
         try:
-            plain = judgement_of(self._run(text, "aot_eager"))
-        except RankFailure as failure:
-            plain = Judgement(kind=Kind.CRASH, detail=str(failure))
-        if not plain.failed:
-            return judgement
-        same = plain.kind is judgement.kind
-        if judgement.kind is Kind.WRONG and plain.detail != judgement.detail:
-            same = False
-        detail = f"AOTAutograd alone: {plain.detail}"
+            if kind is Kind.WRONG:
+                plain = judgement_of(self._run(text, "megamoe", reference="aot_eager"))
+                same = plain.kind in (Kind.SAME, Kind.DROPPED)
+            else:
+                plain = judgement_of(self._run(text, "aot_eager"))
+                same = plain.kind in (Kind.CRASH, Kind.INVALID)
+        except RankFailure:
+            same = kind is Kind.HANG
+        detail = f"AOTAutograd alone too: {judgement.detail}"
         return Judgement(kind=Kind.INVALID, detail=detail) if same else judgement
 
-    def _run(self, text: str, backend: str) -> list[Findings]:
+    def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
         if self._pool is None or self._num_run >= RENEWAL:
             self._end()
             self._pool = RankPool(2, timeout_s=self._timeout_s)
@@ -109,7 +110,7 @@ class Judge:
             self._num_run = 0
         self._num_run += 1
         try:
-            return self._pool.run(run, text, backend)
+            return self._pool.run(run, text, backend, reference)
         except RankFailure:
             self._end()
             raise

@@ -10,7 +10,6 @@ from moe_compile.testing.programs.choices import (
     Detail,
     Move,
     Splits,
-    Style,
     Tally,
 )
 from moe_compile.testing.programs.expert_text import (
@@ -98,7 +97,7 @@ def _constructor(layer: Experts, number: int) -> list[str]:
     ]
     if Detail.BIAS in layer.details:
         body += [f"self.b1 = parameter(own, {e}, HIDDEN)", f"self.b2 = parameter(own, {e}, WIDTH)"]
-    if layer.decoy is Decoy.SHARED_WEIGHT:
+    if Decoy.SHARED_WEIGHT in layer.decoys:
         body += ["self.gain = parameter(own, WIDTH)"]
     return ["def __init__(self):", *indented([*body, *lines_at(layer, "buffers")])]
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch._functorch.config as functorch_config
 from torch import nn
 
 from moe_compile.report.process_report import REPORT
@@ -54,21 +54,17 @@ def load(text: str) -> ModuleType:
     return module
 
 
-def run(rank: int, text: str, backend: str = "megamoe") -> Findings:
-    """Run the program eagerly and compiled by `backend` on this rank."""
+def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager") -> Findings:
+    """Run the program on this rank by `reference`, "eager" or a backend's name, and by `backend`.
+
+    What is said of eager torch in the findings is said of `reference`.
+    """
     torch._dynamo.reset()
     began, known = time.process_time(), len(REPORT.compilations)
     module = load(text)
     found = Findings(raises=module.RAISES)
-    options = {"megamoe.codegen": "fx", **module.OPTIONS} if backend == "megamoe" else None
-    expected, found.eager_error = _steps(module, rank, lambda program: program)
-    actual, found.compiled_error = _steps(
-        module,
-        rank,
-        lambda program: torch.compile(
-            program, backend=backend, options=options, dynamic=module.DYNAMIC
-        ),
-    )
+    expected, found.eager_error = _steps(module, rank, reference)
+    actual, found.compiled_error = _steps(module, rank, backend)
     for step, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
         found.differences += [f"step {step}: {d}" for d in _differences(theirs, ours, module.BOUND)]
     if len(expected) != len(actual) and not found.compiled_error:
@@ -83,23 +79,29 @@ def run(rank: int, text: str, backend: str = "megamoe") -> Findings:
     return found
 
 
-def _steps(
-    module: ModuleType, rank: int, prepare: Callable[[nn.Module], Callable[..., Any]]
-) -> tuple[list[Named], str]:
+def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], str]:
     """Return what every step computed, and the error that ended them, "" for none."""
     torch.manual_seed(module.SEED + rank)
     program = module.Program()
-    function = prepare(program)
+    function = _compiled(module, program, backend)
     own = torch.Generator().manual_seed(module.SEED + 1000 + rank)
     done: list[Named] = []
     for number, tokens in enumerate(module.TOKENS):
         x = torch.randn(tokens[rank], module.WIDTH, generator=own).to(module.DTYPE)
         gradient = torch.randn(tokens[rank], module.WIDTH, generator=own).to(module.DTYPE)
         try:
-            done.append(_step(module, number, program, function, x, gradient))
+            with functorch_config.patch(donated_buffer=False):  # else no graph is used twice
+                done.append(_step(module, number, program, function, x, gradient))
         except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
             return done, f"{type(error).__name__}: {error}"[:1500]
     return done, ""
+
+
+def _compiled(module: ModuleType, program: nn.Module, backend: str) -> Callable[..., Any]:
+    if backend == "eager":
+        return program
+    options = {"megamoe.codegen": "fx", **module.OPTIONS} if backend == "megamoe" else None
+    return torch.compile(program, backend=backend, options=options, dynamic=module.DYNAMIC)
 
 
 def _step(
@@ -171,4 +173,3 @@ def _difference(theirs: Any, ours: Any, bound: float) -> str:
     if theirs.is_floating_point() and error <= bound * size:
         return ""
     return f"differs by {error:.3g}, of {size:.3g}"
-

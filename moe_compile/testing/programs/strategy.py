@@ -33,13 +33,15 @@ from moe_compile.testing.programs.choices import (
     Tally,
     Wrapping,
 )
-from moe_compile.testing.programs.grammar import Attention, Experts, Program
 from moe_compile.testing.programs.expert_text import LISTED
+from moe_compile.testing.programs.grammar import Attention, Experts, Program
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
-PRODUCTS: Final = frozenset({Style.GROUPED, Style.FUSED})
+PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
+
+LOOP_DETAILS: Final = (Detail.DUMMY, Detail.NESTED_CAT) * 2
 
 WRITES: Final = frozenset(
     {
@@ -60,8 +62,8 @@ def mostly(kind: type[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
 def experts(draw: st.DrawFn, *, grouped: bool) -> Experts:
     """Draw an MoE layer; `grouped` allows grouped products."""
     local = draw(st.sampled_from([2, 2, 2, 3, 1, 4]))
-    styles = [s for s in Style if grouped or s not in PRODUCTS]
-    style = draw(st.sampled_from(styles))
+    styles = list(Style) + [Style.LOOP] * 2 + [*PRODUCTS] * 2
+    style = draw(st.sampled_from([s for s in styles if grouped or s not in PRODUCTS]))
     orders = [o for o in Order if not (style is Style.BATCHED and o is Order.MISMATCHED)]
     order = draw(st.sampled_from(orders))
     listed = style in LISTED
@@ -77,8 +79,8 @@ def experts(draw: st.DrawFn, *, grouped: bool) -> Experts:
         order=order,
         back=draw(st.sampled_from(Back)),
         act=draw(st.sampled_from(Act)),
-        details=draw(_few(Detail, 2)),
-        readers=draw(_few(Reader, 3, rare=(Reader.FAILING_CHECK, Reader.BREAK))),
+        details=draw(_few([*Detail, *LOOP_DETAILS] if style in LISTED else Detail, 2)),
+        readers=draw(_few(Reader, 4, rare=(Reader.BREAK,))),
         late=draw(st.booleans()),
     )
 
@@ -91,26 +93,28 @@ def programs(draw: st.DrawFn) -> Program:
     hidden = draw(st.sampled_from([16, 16, 8, 20]))
     grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
     first = draw(experts(grouped=grouped))
-    others = draw(st.sampled_from(["none"] * 8 + ["decoy", "decoy", "experts", "heads", "heads"]))
     layers: tuple[Experts | Attention, ...] = (first,)
+    even = False
+    others = draw(st.sampled_from(["none"] * 5 + ["decoy"] * 2 + ["experts"] + ["heads"] * 2))
     if others == "decoy":
-        decoy = draw(st.sampled_from([d for d in Decoy if d is not Decoy.NONE]))
-        layers = (*layers, replace(draw(experts(grouped=grouped)), decoy=decoy))
+        decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=1, max_size=3))
+        layers = (*layers, replace(draw(experts(grouped=grouped)), decoys=decoys))
     elif others == "experts":
         layers = (*layers, draw(experts(grouped=grouped)))
     elif others == "heads":
-        layers = (*layers, Attention(heads=draw(st.sampled_from(Heads))))
+        heads = draw(st.lists(st.sampled_from(Heads), min_size=1, max_size=2))
+        layers, even = (*layers, *(Attention(heads=h) for h in heads)), True
     program = Program(
         layers=layers,
         width=width,
         hidden=hidden,
         dtype=dtype,
-        tokens=draw(_tokens(even=others == "heads")),
+        tokens=draw(_tokens(even=even)),
         routing=draw(mostly(Routing)),
         sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
         backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
         wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
-        rewrite=draw(st.sampled_from([Rewrite.CHUNKS] * 8 + list(Rewrite))),
+        rewrite=draw(st.sampled_from([Rewrite.CHUNKS] * 6 + [Rewrite.FP8] + list(Rewrite))),
         dynamic=draw(st.sampled_from([False, False, False, True])),
         chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
         seed=draw(st.integers(0, 999)),
@@ -151,7 +155,7 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
 
 
 def _few(
-    kind: type[Choice], most: int, rare: Iterable[Choice] = ()
+    kind: Iterable[Choice], most: int, rare: Iterable[Choice] = ()
 ) -> st.SearchStrategy[frozenset[Choice]]:
     kept = [member for member in kind if member not in set(rare)]
     drawn: st.SearchStrategy[Any] = st.sampled_from(kept * 3 + list(rare))
@@ -165,7 +169,7 @@ def _tokens(draw: st.DrawFn, *, even: bool) -> tuple[tuple[int, int], ...]:
         return tuple(draw(st.lists(one, min_size=1, max_size=2)))
     uneven = st.tuples(st.integers(0, 6), st.integers(0, 6))
     first = draw(st.one_of(one, uneven))
-    rest = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    rest = draw(st.sampled_from([0, 0, 0, 0, 1, 2]))
     if not rest:
         return (first,) * draw(st.sampled_from([1, 1, 2]))
     return (first, *(draw(st.one_of(one, uneven, st.just(first))) for _ in range(rest)))

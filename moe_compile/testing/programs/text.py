@@ -9,12 +9,20 @@ from __future__ import annotations
 from typing import Any, Final
 
 from moe_compile.testing.programs.attention_text import attention_class
-from moe_compile.testing.programs.choices import Backward, Heads, Reader, Rewrite, Routing, Sharing, Wrapping
+from moe_compile.testing.programs.choices import (
+    Backward,
+    Heads,
+    Reader,
+    Rewrite,
+    Routing,
+    Sharing,
+    Wrapping,
+)
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import NUM_RANKS, Attention, Experts, Program
 from moe_compile.testing.programs.layer_text import layer_class
 
-HEAD: Final = '''\
+HEAD: Final = """\
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,42 +35,39 @@ from torch.distributed._functional_collectives import (
 from torch.utils.checkpoint import checkpoint
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor
-'''
+"""
 
-PARAMETER: Final = '''\
+PARAMETER: Final = """\
 def parameter(generator, *shape):
     scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.5
     return nn.Parameter((torch.randn(*shape, generator=generator) * scale).to(DTYPE))
-'''
+"""
 
 FAVOUR: Final = {
     Routing.SCORES: "return torch.zeros(experts)",
-    Routing.ONE_EXPERT: f"return 100.0 * (torch.arange(experts) == SEED % experts)",
+    Routing.ONE_EXPERT: "return 100.0 * (torch.arange(experts) == SEED % experts)",
     Routing.FIRST_RANK: f"return 100.0 * (torch.arange(experts) < experts // {NUM_RANKS})",
 }
 
-EXCHANGE: Final = '''\
+EXCHANGE: Final = """\
 class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, got, sent, group):
         ctx.splits, ctx.group = (got, sent), group
-        out = rows.new_empty(sum(got), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), got, sent, group)
-        return out
+        return wait_tensor(all_to_all_single(rows.contiguous(), got, sent, group))
 
     @staticmethod
     def backward(ctx, gradient):
         got, sent = ctx.splits
-        out = gradient.new_empty(sum(sent), gradient.shape[1])
-        dist.all_to_all_single(out, gradient.contiguous(), sent, got, ctx.group)
-        return out, None, None, None
+        rows = all_to_all_single(gradient.contiguous(), sent, got, ctx.group)
+        return wait_tensor(rows), None, None, None
 
 
 def exchange(rows, got, sent, group):
     return Exchange.apply(rows, got, sent, group)
-'''
+"""
 
-ACTIVATION: Final = '''\
+ACTIVATION: Final = """\
 class OwnActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -73,14 +78,14 @@ class OwnActivation(torch.autograd.Function):
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         return gradient * torch.where(x > 0, 2 * x, torch.full_like(x, 0.25))
-'''
+"""
 
-MAIN: Final = '''\
+MAIN: Final = """\
 if __name__ == "__main__":
     from moe_compile.testing.programs.judge import print_judgement
 
     print_judgement(__file__)
-'''
+"""
 
 LOSSY: Final = frozenset({Rewrite.FP8})
 """Options that round."""
@@ -155,9 +160,7 @@ def _model(program: Program) -> list[str]:
     return ["class Program(nn.Module):", *indented([*constructor, "", *forward])]
 
 
-def _call(
-    program: Program, i: int, layer: Experts | Attention, routing: str = ""
-) -> list[str]:
+def _call(program: Program, i: int, layer: Experts | Attention, routing: str = "") -> list[str]:
     before: list[str] = []
     if isinstance(layer, Attention):
         call = f"self.layer{i}"
