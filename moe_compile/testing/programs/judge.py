@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,13 +55,13 @@ class Judgement:
 
 
 class Judge:
-    """Two ranks that run programs; use as a context manager."""
+    """Two ranks, one of them mirrored where it can be; use as a context manager."""
 
     def __init__(self, *, timeout_s: float = 120.0) -> None:
         """Prepare; `timeout_s` is how long a program may take on a busy machine."""
         self._timeout_s = timeout_s
-        self._pool: RankPool | None = None
-        self._num_run = 0
+        self._pools: dict[int, RankPool] = {}
+        self._num_run: Counter[int] = Counter()
 
     def __enter__(self) -> Judge:
         """Return the judge; ranks start with the first program."""
@@ -73,7 +74,8 @@ class Judge:
         trace: TracebackType | None,
     ) -> None:
         """End the ranks."""
-        self._end()
+        for num_processes in (1, 2):
+            self._end(num_processes)
 
     def judge(self, text: str) -> Judgement:
         """Run a program's text on both ranks and say what became of it."""
@@ -103,22 +105,28 @@ class Judge:
         return Judgement(kind=Kind.INVALID, detail=detail) if same else judgement
 
     def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
-        if self._pool is None or self._num_run >= RENEWAL:
-            self._end()
-            self._pool = RankPool(2, timeout_s=self._timeout_s)
-            self._pool.__enter__()
-            self._num_run = 0
-        self._num_run += 1
+        num_processes = 1 if "\nMIRRORED = True" in text else 2
+        pool = self._pool_of(num_processes)
         try:
-            return self._pool.run(run, text, backend, reference)
+            return pool.run(run, text, backend, reference)
         except RankFailure:
-            self._end()
+            self._end(num_processes)
             raise
 
-    def _end(self) -> None:
-        if self._pool is not None:
-            self._pool.__exit__(None, None, None)
-            self._pool = None
+    def _pool_of(self, num_processes: int) -> RankPool:
+        """Return a pool of so many processes, started anew after some number of programs."""
+        if self._num_run[num_processes] >= RENEWAL:
+            self._end(num_processes)
+        if num_processes not in self._pools:
+            pool = RankPool(num_processes, timeout_s=self._timeout_s)
+            self._pools[num_processes] = pool.__enter__()
+        self._num_run[num_processes] += 1
+        return self._pools[num_processes]
+
+    def _end(self, num_processes: int) -> None:
+        self._num_run[num_processes] = 0
+        if num_processes in self._pools:
+            self._pools.pop(num_processes).__exit__(None, None, None)
 
 
 def judgement_of(found: list[Findings]) -> Judgement:

@@ -23,6 +23,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 from moe_compile.report.process_report import REPORT
+from moe_compile.testing.mirrored_rank import become_mirrored
 
 Named = dict[str, Any]
 """What one step computed, by name."""
@@ -62,6 +63,8 @@ def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager"
     torch._dynamo.reset()
     began, known = time.process_time(), len(REPORT.compilations)
     module = load(text)
+    if module.MIRRORED:
+        become_mirrored()
     found = Findings(raises=module.RAISES)
     expected, found.eager_error = _steps(module, rank, reference)
     actual, found.compiled_error = _steps(module, rank, backend)

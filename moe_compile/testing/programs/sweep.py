@@ -22,11 +22,11 @@ def sweep() -> Iterator[Program]:
 
 
 def _all() -> Iterator[Program]:
-    plain = Program(layers=(Experts(top_k=2),), tokens=((5, 3),))
+    plain = Program(layers=(Experts(top_k=2),), tokens=((5, 5),))
     (layer,) = plain.layers
     assert isinstance(layer, Experts)
     yield plain
-    for tokens in (((1, 5), (0, 3), (2, 0)), ((4, 4), (6, 6)), ((0, 0),)):
+    for tokens in (((1, 5), (0, 3), (2, 0)), ((5, 3),), ((4, 4), (6, 6)), ((0, 0),)):
         yield replace(plain, tokens=tokens)
     for width, dtype in ((17, "float32"), (24, "bfloat16"), (17, "bfloat16"), (16, "float64")):
         yield replace(plain, width=width, dtype=dtype)

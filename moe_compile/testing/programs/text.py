@@ -134,10 +134,16 @@ def _settings(program: Program) -> str:
         f"DYNAMIC = {True if program.dynamic else None}",
         f'BACKWARD = "{program.backward.name.lower()}"',
         f"BOUND = {0.5 if lossy else 0.05 if rounds else 0.0}  # of the error, relative",
+        f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_mirrored(program: Program) -> bool:
+    """Whether one process can stand for both ranks: they have as many tokens in every step."""
+    return all(first == second for first, second in program.tokens)
 
 
 def _layer(layer: Experts | Attention, number: int) -> list[str]:
