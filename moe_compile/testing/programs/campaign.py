@@ -47,7 +47,8 @@ class Campaign:
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Yield what became of every program, as plain data."""
-        limits, seen, began = self._limits, set(), monotonic()
+        limits, began = self._limits, monotonic()
+        seen: set[str] = set()
         with Judge(timeout_s=limits.timeout_s) as judge:
             for program in drawn_programs(self._seed):
                 if len(seen) >= limits.programs or monotonic() - began > limits.seconds:

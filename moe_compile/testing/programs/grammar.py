@@ -7,8 +7,8 @@ Contract
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, TypeVar
 
 from moe_compile.testing.programs.choices import (
     Act,
@@ -82,6 +82,14 @@ class Program:
     """Whether `torch.compile(dynamic=True)` is asked for."""
     chunks: int = 2
     seed: int = 0
+
+
+Part = TypeVar("Part", Program, Experts, Attention, Experts | Attention)
+
+
+def changed(part: Part, name: str, value: Any) -> Part:
+    """Return `part` with the field `name` at `value`."""
+    return replace(part, **{name: value})
 
 
 def features(program: Program) -> frozenset[str]:

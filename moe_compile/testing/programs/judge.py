@@ -23,6 +23,10 @@ RENEWAL: Final = 300
 """Programs after which the processes are started anew: code that was compiled is never freed."""
 
 
+STARTS: Final = 5
+"""Times that processes are started before it is given up: it is no program's fault."""
+
+
 class Kind(enum.Enum):
     """What became of a program."""
 
@@ -118,8 +122,7 @@ class Judge:
         if self._num_run[num_processes] >= RENEWAL:
             self._end(num_processes)
         if num_processes not in self._pools:
-            pool = RankPool(num_processes, timeout_s=self._timeout_s)
-            self._pools[num_processes] = pool.__enter__()
+            self._pools[num_processes] = _started(num_processes, self._timeout_s)
         self._num_run[num_processes] += 1
         return self._pools[num_processes]
 
@@ -127,6 +130,17 @@ class Judge:
         self._num_run[num_processes] = 0
         if num_processes in self._pools:
             self._pools.pop(num_processes).__exit__(None, None, None)
+
+
+def _started(num_processes: int, timeout_s: float) -> RankPool:
+    """Return a pool whose processes have joined; starting is tried again on a busy machine."""
+    for _ in range(STARTS):
+        pool = RankPool(num_processes, timeout_s=timeout_s)
+        try:
+            return pool.__enter__()
+        except RankFailure:
+            pool.__exit__(None, None, None)
+    raise TimeoutError(f"{num_processes} processes did not start, tried {STARTS} times")
 
 
 def judgement_of(found: list[Findings]) -> Judgement:

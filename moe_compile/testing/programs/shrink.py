@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Final
+from typing import Any, Final
 
-from moe_compile.testing.programs.grammar import Attention, Experts, Program
+from moe_compile.testing.programs.grammar import Attention, Experts, Program, changed
 from moe_compile.testing.programs.strategy import legal
 
 SETS: Final = ("details", "readers", "decoys")
@@ -50,7 +50,7 @@ def _candidates(program: Program) -> Iterator[Program]:
         yield replace(program, layers=(*layers[:i], *layers[i + 1 :]))
     plain = Program()
     for name in ("sharing", "wrapping", "rewrite", "backward", "routing", "dynamic", "chunks"):
-        yield replace(program, **{name: getattr(plain, name)})
+        yield changed(program, name, getattr(plain, name))
     tokens = program.tokens
     for i in range(len(tokens)) if len(tokens) > 1 else ():
         yield replace(program, tokens=(*tokens[:i], *tokens[i + 1 :]))
@@ -58,17 +58,17 @@ def _candidates(program: Program) -> Iterator[Program]:
         for plainer in _plainer_layers(layer):
             yield replace(program, layers=(*layers[:i], plainer, *layers[i + 1 :]))
     for name in ("tokens", "width", "hidden", "dtype", "seed"):
-        yield replace(program, **{name: getattr(plain, name)})
+        yield changed(program, name, getattr(plain, name))
 
 
 def _plainer_layers(layer: Experts | Attention) -> Iterator[Experts | Attention]:
     plain = type(layer)()
     for name in SETS:
-        chosen = getattr(layer, name, frozenset())
+        chosen: frozenset[Any] = getattr(layer, name, frozenset())
         if len(chosen) > 1:
-            yield replace(layer, **{name: frozenset()})
+            yield changed(layer, name, frozenset())
         for member in sorted(chosen, key=lambda m: m.name):
-            yield replace(layer, **{name: chosen - {member}})
+            yield changed(layer, name, chosen - {member})
     for field in fields(layer):
         if field.name not in SETS:
             yield replace(layer, **{field.name: getattr(plain, field.name)})

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_compile.testing.programs.choices import Decoy, Detail, Heads, Reader, Style
-from moe_compile.testing.programs.grammar import Attention, Experts, Program
+from moe_compile.testing.programs.grammar import Attention, Experts, Program, changed
 from moe_compile.testing.programs.strategy import legal
 
 
@@ -33,12 +33,12 @@ def _all() -> Iterator[Program]:
     for name, choice in _choices(layer):
         value: Any = frozenset({choice}) if name in ("details", "readers", "decoys") else choice
         style = layer.style if name != "order" and name != "back" else Style.SORTED_LOOP
-        changed = replace(replace(layer, style=style), **{name: value})
-        yield replace(plain, layers=(changed,))
+        other = changed(replace(layer, style=style), name, value)
+        yield replace(plain, layers=(other,))
     for heads in Heads:
         yield replace(plain, layers=(Attention(heads=heads),), tokens=((4, 4),))
     for name, choice in _choices(plain):
-        yield replace(plain, **{name: choice})
+        yield changed(plain, name, choice)
 
 
 def _choices(part: Program | Experts) -> Iterator[tuple[str, enum.Enum]]:

@@ -6,6 +6,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from moe_compile.testing.programs.attention_text import attention_class
@@ -87,6 +88,14 @@ if __name__ == "__main__":
     print_judgement(__file__)
 """
 
+REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
+    Rewrite.CHUNKS: {},
+    Rewrite.UNSCHEDULED: {"megamoe.schedule": False},
+    Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
+    Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
+    Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
+}
+
 LOSSY: Final = frozenset({Rewrite.FP8})
 """Options that round."""
 
@@ -106,13 +115,7 @@ def source_of(program: Program) -> str:
 
 def options_of(program: Program) -> dict[str, Any]:
     """Return the options of `torch.compile` that `program` is compiled with."""
-    extra = {
-        Rewrite.CHUNKS: {},
-        Rewrite.UNSCHEDULED: {"megamoe.schedule": False},
-        Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
-        Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
-        Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
-    }[program.rewrite]
+    extra = REWRITES[program.rewrite]
     heads = any(isinstance(layer, Attention) for layer in program.layers)
     groups = {"megamoe.attention_chunks": 2} if heads else {}
     return {"megamoe.chunks": program.chunks, **groups, **extra}
