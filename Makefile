@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-torch lint format clean
+.PHONY: train test test-all test-torch fuzz lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -27,6 +27,14 @@ test: $(READY)
 # slow cases one after another: they know time limits that two at once would miss
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not gpu and not multigpu"
+
+# make fuzz SEED=7 PROGRAMS=500: generated programs, eagerly and compiled; outside test-all
+SEED ?= 1
+PROGRAMS ?= 2000
+FUZZ_RECORD ?= benchmarks/results/fuzz_cpu.json
+fuzz: $(READY)
+	$(BIN)/python -m moe_compile.testing.fuzz --seed $(SEED) --programs $(PROGRAMS) \
+		--keep outputs/fuzz --record $(FUZZ_RECORD)
 
 lint: $(READY)
 	$(BIN)/ruff check .

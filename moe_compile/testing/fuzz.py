@@ -1,0 +1,116 @@
+"""Fuzz megamoe with generated layer programs: `python -m moe_compile.testing.fuzz --seed 1`.
+
+Contract
+    Programs are a function of the seed and the number of workers. Distinct ones are counted.
+    Exit status 1 when a program was wrong, crashed, hung or made a pass fail; each kind of failure
+    is made plainer, printed as code and, with `--keep`, written to a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Final
+
+from moe_compile.testing.programs.campaign import Campaign, Limits
+from moe_compile.testing.programs.coverage import Coverage
+from moe_compile.testing.programs.record import add_record
+
+WORKERS: Final = 2
+"""Pairs of ranks at once: while a pair waits for its peers the other computes."""
+
+
+def main() -> int:
+    """Run the campaign that the command line asks for; return the exit status."""
+    options = _arguments()
+    if options.worker is not None:
+        return _work(options)
+    coverage, began = Coverage(), time.monotonic()
+    commands = [[*_command(options), "--worker", str(i)] for i in range(options.workers)]
+    workers = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
+    try:
+        _collect(workers, coverage, options.programs)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait()
+    seconds = time.monotonic() - began
+    sys.stdout.write(coverage.table() + "\n" + coverage.summary(seconds) + "\n")
+    for failure in coverage.failures:
+        sys.stdout.write(f"\n# {failure['kind']}: {failure['detail']}\n{failure['source']}\n")
+    if options.record:
+        add_record(Path(options.record), options.seed, coverage, seconds)
+    return int(bool(coverage.num_failed))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m moe_compile.testing.fuzz")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--programs", type=int, default=2000, help="distinct programs to run")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after so many")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="pairs of ranks at once")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that are a hang")
+    parser.add_argument("--trials", type=int, default=40, help="to make one failure plainer")
+    parser.add_argument("--keep", default="", help="folder for the failing programs")
+    parser.add_argument("--record", default="", help="JSON file to add this run to")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    names = ("seed", "programs", "minutes", "workers", "timeout", "trials", "keep")
+    given = [f"--{name}={getattr(options, name)}" for name in names]
+    return [sys.executable, "-m", "moe_compile.testing.fuzz", *given]
+
+
+def _work(options: argparse.Namespace) -> int:
+    """Be one worker: print one line of JSON for every program."""
+    share = options.programs // options.workers
+    share += options.worker < options.programs % options.workers
+    limits = Limits(
+        programs=share,
+        seconds=60.0 * options.minutes,
+        timeout_s=options.timeout,
+        trials=options.trials,
+        keep=Path(options.keep) if options.keep else None,
+    )
+    for line in Campaign(options.seed * 1000 + options.worker, limits).run():
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _collect(workers: list[subprocess.Popen[str]], coverage: Coverage, programs: int) -> None:
+    """Take in what the workers print, and show how far they are."""
+    lines: SimpleQueue[str] = SimpleQueue()
+    for worker in workers:
+        Thread(target=_pass_on, args=(worker, lines), daemon=True).start()
+    num_open = len(workers)
+    while num_open:
+        if not (line := lines.get()):
+            num_open -= 1
+            continue
+        coverage.add(json.loads(line))
+        sys.stderr.write(f"\r{coverage.progress()} of {programs}")
+        sys.stderr.flush()
+    sys.stderr.write("\n")
+    if failed := [status for w in workers if (status := w.wait())]:
+        raise RuntimeError(f"workers ended with {failed}: their traceback stands above")
+
+
+def _pass_on(worker: subprocess.Popen[str], lines: SimpleQueue[str]) -> None:
+    """Pass on every line that `worker` prints, and an empty one at its end."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

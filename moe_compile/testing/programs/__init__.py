@@ -1,0 +1,1 @@
+"""Generated layer programs, run eagerly and compiled on two ranks and compared bit for bit."""

@@ -1,0 +1,84 @@
+"""A generated attention layer between exchanges of heads, as Python source."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from moe_compile.testing.programs.choices import Heads
+from moe_compile.testing.programs.expert_text import indented
+from moe_compile.testing.programs.grammar import NUM_RANKS, Attention
+
+HEADS: Final = 2 * NUM_RANKS * NUM_RANKS
+HEAD_WIDTH: Final = 4
+
+MOVES: Final = [
+    "def to_heads(self, x):",
+    "    b, h, s, d = x.shape",
+    "    x = x.reshape(b, 2, -1, s, d).permute(1, 0, 2, 3, 4).contiguous()",
+    "    x = all_to_all_single_autograd(x, None, None, self.group)",
+    "    return x.permute(1, 2, 0, 3, 4).reshape(b, -1, 2 * s, d)",
+    "",
+    "def to_positions(self, x):",
+    "    b, h, s, d = x.shape",
+    "    x = x.reshape(b, h, 2, s // 2, d).permute(2, 0, 1, 3, 4).contiguous()",
+    "    x = all_to_all_single_autograd(x, None, None, self.group)",
+    "    return x.permute(1, 0, 2, 3, 4).reshape(b, 2 * h, s // 2, d)",
+]
+
+FUSED: Final = [
+    "parts = [t.reshape(1, 2, -1, s, t.shape[-1]).permute(1, 0, 3, 2, 4) for t in (q, k, v)]",
+    "parts = [t.reshape(2, 1, s, -1) for t in parts]",
+    "both = all_to_all_single_autograd(torch.cat(parts, -1), None, None, self.group)",
+    "both = both.permute(1, 0, 2, 3).reshape(1, 2 * s, -1)",
+    "pieces = torch.split(both, [t.shape[-1] for t in parts], -1)",
+    f"q, k, v = (t.reshape(1, 2 * s, -1, {HEAD_WIDTH}).transpose(1, 2) for t in pieces)",
+]
+
+TIMES: Final = 2
+REPEATED: Final = (
+    f"k, v = (t.unsqueeze(2).expand(-1, -1, {TIMES}, -1, -1).flatten(1, 2) for t in (k, v))"
+)
+ATTEND: Final = {
+    Heads.GQA: "o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)",
+    Heads.DROPPED: "o = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)",
+    Heads.MASKED: "o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)",
+}
+
+
+def attention_class(layer: Attention, number: int) -> list[str]:
+    """Return the source of class `Layer<number>`; its input is `[T, D]`, equal T on all ranks."""
+    shared_kv = layer.heads in (Heads.GQA, Heads.REPEATED)
+    kv = HEADS // TIMES if shared_kv else HEADS
+    key = 2 * HEAD_WIDTH if layer.heads is Heads.LATENT else HEAD_WIDTH
+    own = HEADS if layer.heads is Heads.LATENT else kv
+    constructor = [
+        "super().__init__()",
+        "self.group = dist.group.WORLD",
+        f"shared = torch.Generator().manual_seed(SEED + {10 * number})",
+        f"self.wq = parameter(shared, WIDTH, {HEADS * key})",
+        f"self.wk = parameter(shared, WIDTH, {own * key})",
+        f"self.wv = parameter(shared, WIDTH, {own * HEAD_WIDTH})",
+        f"self.wo = parameter(shared, {HEADS * HEAD_WIDTH}, WIDTH)",
+    ]
+    moves = ["q, k, v = (self.to_heads(t) for t in (q, k, v))"]
+    if layer.heads is Heads.FUSED:
+        moves = FUSED
+    elif layer.heads is Heads.REPEATED:
+        moves = [*moves, REPEATED]
+    elif layer.heads is Heads.MASKED:
+        moves = [*moves, "mask = torch.ones(2 * s, 2 * s, dtype=torch.bool).tril()"]
+    plain = "o = F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+    forward = [
+        "s = x.shape[0]",
+        f"q = (x @ self.wq).view(1, s, -1, {key}).transpose(1, 2)",
+        f"k = (x @ self.wk).view(1, s, -1, {key}).transpose(1, 2)",
+        f"v = (x @ self.wv).view(1, s, -1, {HEAD_WIDTH}).transpose(1, 2)",
+        *moves,
+        ATTEND.get(layer.heads, plain),
+        *(["o = o + o.flip(1)"] if layer.heads is Heads.MIXED else []),
+        "o = self.to_positions(o)",
+        "return o.transpose(1, 2).flatten(2)[0] @ self.wo, []",
+    ]
+    body = ["def __init__(self):", *indented(constructor), "", *MOVES, ""]
+    body += ["def forward(self, x):", *indented(forward)]
+    return [f"class Layer{number}(nn.Module):", *indented(body)]

@@ -1,0 +1,128 @@
+"""Draw programs one after another, judge each, make failing ones plainer.
+
+Contract
+    The programs are a function of the seed; a text that was judged before is not judged again.
+    A failure whose plainest form is part of an earlier one's kind is counted with that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+
+from moe_compile.testing.programs.grammar import Program, features
+from moe_compile.testing.programs.judge import Judge, Judgement, Kind
+from moe_compile.testing.programs.shrink import simplest
+from moe_compile.testing.programs.strategy import programs
+from moe_compile.testing.programs.text import source_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How far a campaign goes."""
+
+    programs: int
+    seconds: float
+    timeout_s: float
+    trials: int
+    """Of one failure to be made plainer."""
+    keep: Path | None = None
+    """Folder of failing programs."""
+
+
+class Campaign:
+    """One pair of ranks and the programs it runs."""
+
+    def __init__(self, seed: int, limits: Limits) -> None:
+        """Prepare a campaign from `seed`."""
+        self._seed = seed
+        self._limits = limits
+        self._known: list[tuple[Kind, frozenset[str]]] = []
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Yield what became of every program, as plain data."""
+        limits, began = self._limits, monotonic()
+        seen: set[str] = set()
+        with Judge(timeout_s=limits.timeout_s) as judge:
+            for program in drawn_programs(self._seed):
+                if len(seen) >= limits.programs or monotonic() - began > limits.seconds:
+                    return
+                text = source_of(program)
+                if text in seen:
+                    continue
+                seen.add(text)
+                judgement = judge.judge(text)
+                yield {
+                    "kind": judgement.kind.value,
+                    "failed": judgement.failed,
+                    "chunked": judgement.is_chunked,
+                    "features": sorted(features(program)),
+                    "verdicts": judgement.verdicts,
+                    "cpu_s": judgement.cpu_s,
+                    "detail": judgement.detail,
+                    "number": len(seen),
+                    "source": self._shown(judge, program, judgement, len(seen)),
+                }
+
+    def _shown(self, judge: Judge, program: Program, judgement: Judgement, number: int) -> str:
+        """Return the plainest program that fails so, "" where one like it was shown before."""
+        if judgement.kind is Kind.INVALID:
+            self._keep(source_of(program), judgement, number)
+        if not judgement.failed:
+            return ""
+        kind, own = judgement.kind, features(program)
+        if any(kind is k and plain <= own for k, plain in self._known):
+            return ""
+        trials = self._limits.trials if kind is not Kind.HANG else self._limits.trials // 8
+        fails = _same_failure(judge, kind)
+        plainest = simplest(program, fails, trials=trials)
+        self._known.append((kind, features(plainest)))
+        text = source_of(plainest)
+        self._keep(text, judge.judge(text) if plainest != program else judgement, number)
+        return text
+
+    def _keep(self, text: str, judgement: Judgement, number: int) -> None:
+        if self._limits.keep is not None:
+            self._limits.keep.mkdir(parents=True, exist_ok=True)
+            said = f"{judgement.kind.value}: {judgement.detail}\n{judgement.verdicts}"
+            comment = "".join(f"# {line}\n" for line in said.splitlines())
+            name = f"{judgement.kind.name.lower()}_{self._seed}_{number}.py"
+            (self._limits.keep / name).write_text(f"{comment}\n{text}")
+
+
+def drawn_programs(seed: int) -> Iterator[Program]:
+    """Yield programs without end, each drawn afresh: hypothesis would go on with variants."""
+    number = 0
+    while True:
+        yield from _draw(seed * 1_000_000 + number)
+        number += 1
+
+
+def _draw(seed: int) -> list[Program]:
+    """Return what hypothesis draws second from `seed`; its first is always the plainest."""
+    drawn: list[Program] = []
+
+    @hypothesis_seed(seed)
+    @settings(
+        max_examples=2,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def take(program: Program) -> None:
+        drawn.append(program)
+
+    take()
+    return drawn[1:]
+
+
+def _same_failure(judge: Judge, kind: Kind) -> Any:
+    return lambda program: judge.judge(source_of(program)).kind is kind

@@ -1,0 +1,227 @@
+"""The closed choices of generated layer programs; every member is a named feature.
+
+Contract
+    The first member of every choice is the plainest: failing programs shrink towards it.
+    Values say what a member is, for people; nothing reads them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Tally(enum.Enum):
+    """How rows per expert are counted."""
+
+    COMPARE = "labels compared with all experts"
+    BINCOUNT = "bincount"
+    HISTC = "histc"
+    SCATTER_ADD = "scatter_add of ones"
+    ONE_HOT = "one-hot"
+
+
+class Counts(enum.Enum):
+    """How counts reach the ranks of the experts."""
+
+    FUNCTIONAL = "functional all-to-all"
+    LAZY = "functional all-to-all, waited for on its first use"
+    LEGACY = "dist.all_to_all_single into empty memory"
+    MATRIX = "functional all-to-all of a matrix"
+    GATHERED = "functional all-gather, own columns taken"
+    LEGACY_GATHERED = "dist.all_gather_into_tensor, own columns taken"
+
+
+class Splits(enum.Enum):
+    """How split sizes become integers of the host."""
+
+    TOLIST = "sums by view, tolist"
+    ITEM = "sums by view, item of each"
+    UNBIND = "sums of unbound rows, item of each"
+    SLICE_SUM = "all counts as a list, sums of its slices"
+    CPU = "sums copied to the CPU, tolist"
+
+
+class Move(enum.Enum):
+    """Who exchanges rows."""
+
+    FUNCTIONAL = "all_to_all_single_autograd"
+    FUNCTION = "an autograd Function of the program around all_to_all_single"
+
+
+class Style(enum.Enum):
+    """How experts run."""
+
+    LOOP = "loop over pieces by rank and expert"
+    SORTED_LOOP = "loop over slices of sorted rows"
+    INDEX_ADD = "loop, index_add into zeros"
+    INDEX_COPY = "loop, index_copy into zeros"
+    ASSIGN = "loop, out[i] = y"
+    DENSE = "every expert on all rows, masked by label"
+    BATCHED = "padded to capacity, batched products"
+    GROUPED = "grouped products"
+    FUSED = "grouped products, gate and up in one"
+
+
+class Order(enum.Enum):
+    """How rows find their order by expert."""
+
+    ARGSORT = "stable argsort of labels"
+    UNSTABLE = "argsort of labels"
+    SORT = "sort of labels"
+    DESCENDING = "descending argsort, experts backwards"
+    SEARCH = "labels by searchsorted, argsort"
+    MISMATCHED = "labels by searchsorted, descending, groups ascending"
+    KEY = "argsort of label and position in one key"
+    SEGMENTS = "where each run starts"
+    PLACES = "places counted by a running sum of one-hot labels"
+
+
+class Back(enum.Enum):
+    """How rows find their way back to the order received."""
+
+    INDEX_COPY = "index_copy into zeros"
+    INDEX_PUT = "assignment into empty memory"
+    INVERSE = "argsort of the permutation"
+    INVERSE_PUT = "inverse by assignment"
+    INDEX_ADD = "index_add into zeros"
+    SCATTER = "scatter into zeros"
+
+
+class Act(enum.Enum):
+    """Activation of an expert."""
+
+    RELU = "relu"
+    SILU = "silu"
+    GELU = "gelu"
+    SIGMOID = "sigmoid"
+    TANH = "tanh"
+    FUNCTION = "an autograd Function of the program"
+    WHERE = "masked by where"
+    MASKED_FILL = "masked_fill, clamp"
+
+
+class Detail(enum.Enum):
+    """What else happens to the rows inside an expert, row by row."""
+
+    BIAS = "a bias of each expert"
+    DUMMY = "a row of zeros is appended for every expert"
+    NESTED_CAT = "pieces are concatenated in two steps"
+    COLUMN_CAT = "gate and up are concatenated along columns"
+    IN_PLACE = "the hidden rows are written in place"
+    IN_PLACE_ROWS = "the received rows are written in place"
+    VIEW_WRITE = "a view of the hidden rows is written"
+    ROW_NORM = "rows are normalised each by its own norm"
+    PROBS_TRAVEL = "scores travel with a second dispatch"
+    CHECKPOINT = "experts are checkpointed"
+    AUTOCAST = "experts run under autocast"
+    NO_GRAD_TWIN = "rows pass the experts without gradient too"
+
+
+class Decoy(enum.Enum):
+    """What must keep a region whole."""
+
+    MEAN = "rows less their mean over all rows"
+    EXPAND = "rows expanded over all rows, summed"
+    ONES = "as many columns of ones as rows, averaged"
+    CUMSUM = "running sum over rows"
+    FLIP = "rows upside down, added"
+    SOFTMAX = "softmax over rows"
+    POSITION = "rows scaled by their position"
+    LENGTH = "rows scaled by how many there are"
+    COUNT_VALUE = "rows scaled by a count"
+    SHARED_WEIGHT = "one norm weight for all experts"
+    DROPOUT = "dropout inside the experts"
+    RECEIVED = "received rows are returned"
+    OUTER = "product of rows with all rows"
+
+
+class Reader(enum.Enum):
+    """What the program around the exchanges reads and writes."""
+
+    RETURNED = "received counts are returned"
+    LISTED = "received counts are returned as integers"
+    STATISTICS = "received counts are added to a buffer"
+    STATISTICS_VIEW = "received counts are added to a view of a buffer"
+    LATE_STATISTICS = "counts are added to a buffer after the combine"
+    HOST_RATIO = "ratio = buffer * n, then the buffer is written"
+    HOST_VIEW = "a view of a buffer * n, then the buffer is written through another"
+    HOST_AUTOCAST = "a product scaled by n under autocast"
+    HOST_NO_GRAD = "x * n under no_grad, added to the result"
+    HOST_DROPOUT = "dropout(x) * n between the exchanges"
+    HOST_STATE = "n is kept in an attribute of the module"
+    DROPOUT = "dropout before and after the region"
+    RANDOM = "random numbers are drawn between the exchanges"
+    AUX_LOSS = "a balancing loss from the counts"
+    COUNTS_LOSS = "a loss from received counts and the result"
+    ROWS_READ = "routed rows are read again between the exchanges"
+    ROWS_RETURNED = "routed rows are returned"
+    ROWS_WRITTEN = "routed rows are written after the dispatch"
+    INPUT_WRITTEN = "x is written between the exchanges, and read after"
+    INPUT_READ = "x is read differentiably between the exchanges"
+    WEIGHT_READ = "a weight is read differentiably between the exchanges"
+    COUNTS_WRITTEN = "counts are written between the exchanges"
+    ARRIVED_WRITTEN = "received counts are written after the sizes are known"
+    CHECK = "torch._check on sizes that holds"
+    FAILING_CHECK = "torch._check on sizes that fails"
+    OUTPUT_WRITTEN = "the combined rows are written in place"
+    BREAK = "a graph break after the region"
+    SHARED_EXPERT = "a shared expert runs between the exchanges"
+
+
+class Heads(enum.Enum):
+    """Attention between exchanges of heads for positions."""
+
+    PLAIN = "as many KV heads"
+    GQA = "fewer KV heads"
+    REPEATED = "KV heads repeated after they travelled"
+    FUSED = "q, k and v in one exchange"
+    LATENT = "keys wider than values"
+    MASKED = "a causal mask written out"
+    MIXED = "decoy: heads are mixed"
+    DROPPED = "decoy: dropout in the attention"
+
+
+class Routing(enum.Enum):
+    """Which experts tokens choose."""
+
+    SCORES = "whatever scores choose"
+    ONE_EXPERT = "one expert is the first choice of all"
+    FIRST_RANK = "experts of rank 0 first"
+
+
+class Sharing(enum.Enum):
+    """What several layers have in common."""
+
+    NOTHING = "nothing"
+    WEIGHTS = "one layer is called twice"
+    ROUTING = "two regions by one routing"
+
+
+class Backward(enum.Enum):
+    """How gradients are asked for."""
+
+    ONCE = "one backward"
+    TWICE = "a second backward through the same graph"
+    ACCUMULATED = "gradients accumulate over steps"
+    NONE = "forward under no_grad"
+    EVALUATED = "a step without gradients between training steps"
+
+
+class Wrapping(enum.Enum):
+    """What is around all layers."""
+
+    BARE = "nothing"
+    RESIDUAL = "residual sums"
+    CHECKPOINT = "every layer is checkpointed"
+    AUTOCAST = "autocast"
+    NO_GRAD_HALF = "a first pass under no_grad"
+
+
+class Rewrite(enum.Enum):
+    """What is asked of megamoe besides the number of chunks."""
+
+    CHUNKS = "chunks alone"
+    UNSCHEDULED = "schedule = False"
+    RECOMPUTE = "recompute = recompute_exchanges"
+    MODEL_RECOMPUTE = "recompute = model"
+    FP8 = "dispatch_wire = fp8"

@@ -1,0 +1,79 @@
+"""What a fuzzing campaign tried: programs by what became of them, features by how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+from moe_compile.testing.programs.grammar import all_features
+from moe_compile.testing.programs.judge import FAILURES, Kind
+
+LEAST: Final = 50
+"""Chunked programs every feature should occur in, of 2,000."""
+
+
+class Coverage:
+    """Counts over the programs of one campaign."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.kinds: Counter[str] = Counter()
+        self.num_chunked = 0
+        self.cpu_s = 0.0
+        self.tried: Counter[str] = Counter()
+        self.chunked: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.failures: list[dict[str, Any]] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in what became of one program."""
+        self.kinds[line["kind"]] += 1
+        self.cpu_s += line["cpu_s"]
+        if line["kind"] == Kind.INVALID.value:
+            return
+        self.num_chunked += line["chunked"]
+        self.tried.update(line["features"])
+        self.chunked.update(line["features"] if line["chunked"] else [])
+        self.failed.update(line["features"] if line["failed"] else [])
+        if line["source"]:
+            self.failures.append(line)
+
+    @property
+    def num_valid(self) -> int:
+        """Programs that say something about megamoe."""
+        return self.kinds.total() - self.kinds[Kind.INVALID.value]
+
+    @property
+    def num_failed(self) -> int:
+        """Programs megamoe failed."""
+        return sum(self.kinds[kind.value] for kind in FAILURES)
+
+    def progress(self) -> str:
+        """Return one line on how far it is."""
+        invalid = self.kinds[Kind.INVALID.value]
+        each = self.cpu_s / max(1, self.kinds.total())
+        return (
+            f"{self.num_chunked} chunked, {self.num_failed} failed, {invalid} invalid, "
+            f"{each:.1f} CPU s each, {self.num_valid} programs"
+        )
+
+    def summary(self, seconds: float) -> str:
+        """Return the result in a few lines."""
+        kinds = ", ".join(f"{self.kinds[kind.value]} {kind.value}" for kind in Kind)
+        share = self.num_chunked / max(1, self.num_valid)
+        return (
+            f"{self.num_valid} distinct programs in {seconds / 60:.0f} min ({kinds}); "
+            f"{self.num_chunked} with a chunked region ({share:.0%})"
+        )
+
+    def table(self) -> str:
+        """Return features by programs tried, chunked and failed; rare ones are marked."""
+        known = all_features()
+        names = [*known, *sorted(set(self.tried) - set(known))]
+        width = max(len(name) for name in names)
+        rows = [f"{'feature':{width}}  tried  chunked  failed"]
+        for name in names:
+            rare = "" if self.chunked[name] >= LEAST else f"  under {LEAST}"
+            counts = f"{self.tried[name]:5}  {self.chunked[name]:7}  {self.failed[name]:6}"
+            rows.append(f"{name:{width}}  {counts}{rare}")
+        return "\n".join(rows)

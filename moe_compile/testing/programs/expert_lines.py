@@ -1,0 +1,59 @@
+"""Lines of Python for activations, decoys and ways back of a generated layer.
+
+Names the lines may use: rows `[R, D]` received, flat (received counts), gate and up `[R, H]`,
+perm `[R]` and out `[R, D]` sorted by it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from moe_compile.testing.programs.choices import Act, Back, Decoy
+
+ACTS: Final = {
+    Act.RELU: ["hidden = F.relu(gate) * up"],
+    Act.SILU: ["hidden = F.silu(gate) * up"],
+    Act.GELU: ["hidden = F.gelu(gate) * up"],
+    Act.SIGMOID: ["hidden = torch.sigmoid(gate) * up"],
+    Act.TANH: ["hidden = torch.tanh(gate) * up"],
+    Act.FUNCTION: ["hidden = OwnActivation.apply(gate) * up"],
+    Act.WHERE: ["hidden = torch.where(gate > 0, gate, gate * 0.125) * up"],
+    Act.MASKED_FILL: ["hidden = gate.masked_fill(gate < 0, 0.0).clamp(max=4.0) * up"],
+}
+
+DECOYS: Final = {
+    Decoy.MEAN: ["rows = rows - rows.mean(0)"],
+    Decoy.EXPAND: [
+        "rows = rows + rows.unsqueeze(0).expand(rows.shape[0], -1, -1).sum(0) * 0.125",
+    ],
+    Decoy.ONES: [
+        "wide = torch.cat([rows, rows.new_ones(rows.shape[0], rows.shape[0])], 1)",
+        "rows = rows * wide.mean(1, keepdim=True)",
+    ],
+    Decoy.CUMSUM: ["rows = rows + rows.cumsum(0) * 0.125"],
+    Decoy.FLIP: ["rows = rows + rows.flip(0)"],
+    Decoy.SOFTMAX: ["rows = rows * torch.softmax(rows, 0)"],
+    Decoy.POSITION: ["rows = rows * torch.arange(rows.shape[0])[:, None].to(rows.dtype)"],
+    Decoy.LENGTH: ["rows = rows * (rows.shape[0] * 0.125)"],
+    Decoy.COUNT_VALUE: ["rows = rows * flat[0].to(rows.dtype)"],
+    Decoy.SHARED_WEIGHT: ["rows = rows * self.gain"],
+    Decoy.DROPOUT: ["rows = F.dropout(rows, 0.25)"],
+    Decoy.RECEIVED: ["extra.append(rows * 1.0)"],
+    Decoy.OUTER: ["rows = rows + (rows @ rows.t() @ rows) * 0.125"],
+}
+
+BACKS: Final = {
+    Back.INDEX_COPY: ["return torch.zeros_like(out).index_copy(0, perm, out)"],
+    Back.INDEX_PUT: ["back = torch.empty_like(out)", "back[perm] = out", "return back"],
+    Back.INVERSE: ["return out[torch.argsort(perm)]"],
+    Back.INVERSE_PUT: [
+        "inverse = torch.empty_like(perm)",
+        "inverse[perm] = torch.arange(perm.shape[0])",
+        "return out[inverse]",
+    ],
+    Back.INDEX_ADD: ["return torch.zeros_like(out).index_add(0, perm, out)"],
+    Back.SCATTER: [
+        "places = perm[:, None].expand(-1, out.shape[1])",
+        "return torch.zeros_like(out).scatter(0, places, out)",
+    ],
+}

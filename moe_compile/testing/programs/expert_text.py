@@ -1,0 +1,214 @@
+"""The experts of a generated layer as Python source: their order, their products, the way back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
+from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS
+from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+
+LOOPS: Final = frozenset({Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN})
+"""Styles that loop over slices of sorted rows."""
+
+LISTED: Final = LOOPS | {Style.LOOP}
+"""Styles whose slices are cut by integers of the host."""
+
+
+def hidden_method(layer: Experts) -> list[str]:
+    """Return the method from gate and up, `[rows, H]` each, to hidden rows."""
+    body = []
+    if Detail.COLUMN_CAT in layer.details:
+        body += ["gate, up = torch.cat([gate, up], -1).chunk(2, -1)"]
+    body += ACTS[layer.act]
+    if Detail.IN_PLACE in layer.details:
+        body += ["hidden.mul_(0.5)"]
+    if Detail.VIEW_WRITE in layer.details:
+        body += ["hidden[..., :3].add_(0.25)"]
+    return ["def hidden(self, gate, up):", *indented([*body, "return hidden"])]
+
+
+def expert_method(layer: Experts) -> list[str]:
+    """Return the method that runs one expert on `[rows, D]`; [] where experts run at once."""
+    if layer.style not in LISTED | {Style.DENSE}:
+        return []
+    first, last = (" + self.b1[e]", " + self.b2[e]") if Detail.BIAS in layer.details else ("", "")
+    body = [
+        f"gate = x @ self.w1[e]{first}",
+        "up = x @ self.w3[e]",
+        f"y = self.hidden(gate, up) @ self.w2[e]{last}",
+    ]
+    if Detail.DUMMY in layer.details:
+        before = ["size = x.shape[0]", "x = torch.cat([x, x.new_zeros(1, x.shape[1])])"]
+        body = [*before, *body, "y = y[:size]"]
+    return ["def expert(self, x, e):", *indented([*body, "return y.to(x.dtype)"])]
+
+
+def experts_method(layer: Experts) -> list[str]:
+    """Return the method from received rows, rank by rank, to rows in the same order."""
+    before = [line for decoy in Decoy if decoy in layer.decoys for line in DECOYS[decoy]]
+    if Detail.IN_PLACE_ROWS in layer.details:
+        before += ["rows.mul_(0.5)"]
+    if Detail.NO_GRAD_TWIN in layer.details:
+        before += ["with torch.no_grad():", "    twin = rows * 0.5", "rows = rows + twin"]
+    if Detail.ROW_NORM in layer.details:
+        before += ["norm = rows.float().pow(2).mean(-1, keepdim=True) + 1e-3"]
+        before += ["rows = rows * torch.rsqrt(norm).to(rows.dtype)"]
+    body = [*before, *_style_lines(layer)]
+    return ["def experts(self, rows, flat, runs, extra):", *indented(body)]
+
+
+def indented(lines: list[str]) -> list[str]:
+    """Return the lines one level deeper."""
+    return [f"    {line}" if line else line for line in lines]
+
+
+def _style_lines(layer: Experts) -> list[str]:
+    if layer.style is Style.LOOP:
+        return _piece_loop(layer)
+    if layer.style is Style.DENSE:
+        return [
+            *_labels(layer),
+            "out = torch.zeros_like(rows)",
+            f"for e in range({layer.local}):",
+            "    y = self.expert(rows, e)",
+            "    out = out + torch.where((ids == e)[:, None], y, torch.zeros_like(y))",
+            "return out",
+        ]
+    if layer.style in LOOPS:
+        return [*_order_lines(layer), *_slice_loop(layer)]
+    return [*_order_lines(layer), *_at_once(layer), *BACKS[layer.back]]
+
+
+def _piece_loop(layer: Experts) -> list[str]:
+    e, nested = layer.local, Detail.NESTED_CAT in layer.details
+    if nested:
+        return [
+            "parts = torch.split(rows, runs)",
+            f"mine = [[e, e + {e}] for e in range({e})]",
+            "both = torch.cat([torch.cat([parts[i] for i in pair]) for pair in mine])",
+            "slices = torch.split(both, [sum(runs[i] for i in pair) for pair in mine])",
+            "ys = torch.cat([self.expert(x, e) for e, x in enumerate(slices)])",
+            "done = torch.split(ys, [runs[i] for pair in mine for i in pair])",
+            f"order = [e * 2 + r for r in range(2) for e in range({e})]",
+            "return torch.cat([torch.cat([done[i]]) for i in order])",
+        ]
+    return [
+        "parts = torch.split(rows, runs)",
+        "done = [None] * len(parts)",
+        f"for e in range({e}):",
+        f"    mine = [e, e + {e}]",
+        "    y = self.expert(torch.cat([parts[i] for i in mine]), e)",
+        "    for i, piece in zip(mine, torch.split(y, [runs[i] for i in mine])):",
+        "        done[i] = piece",
+        "return torch.cat(done)",
+    ]
+
+
+def _slice_loop(layer: Experts) -> list[str]:
+    count = layer.local
+    number = f"{count - 1} - e" if layer.order is Order.DESCENDING else "e"
+    sizes = f"[runs[{number}] + runs[{count} + {number}] for e in range({count})]"
+    if layer.style is Style.SORTED_LOOP:
+        return [
+            f"slices = torch.split(rows[perm], {sizes})",
+            f"out = torch.cat([self.expert(x, {number}) for e, x in enumerate(slices)])",
+            *BACKS[layer.back],
+        ]
+    write = {
+        Style.INDEX_ADD: "out = out.index_add(0, i, self.expert(rows[i], {n}))",
+        Style.INDEX_COPY: "out = out.index_copy(0, i, self.expert(rows[i], {n}))",
+        Style.ASSIGN: "out[i] = self.expert(rows[i], {n})",
+    }[layer.style]
+    return [
+        "out = torch.zeros_like(rows)",
+        f"for e, i in enumerate(torch.split(perm, {sizes})):",
+        f"    {write.format(n=number)}",
+        "return out",
+    ]
+
+
+def _labels(layer: Experts) -> list[str]:
+    if layer.order in (Order.SEARCH, Order.MISMATCHED):
+        places = "torch.arange(rows.shape[0])"
+        return [
+            f"ids = torch.searchsorted(flat.cumsum(0), {places}, right=True) % {layer.local}",
+        ]
+    labels = f"torch.arange({layer.local}).repeat({NUM_RANKS})"
+    return [f"ids = {labels}.repeat_interleave(flat, output_size=rows.shape[0])"]
+
+
+def _order_lines(layer: Experts) -> list[str]:
+    """Return what defines `perm` and, sorted by it, `label`."""
+    labels = _labels(layer)
+    if layer.order is Order.SORT:
+        return [*labels, "label, perm = torch.sort(ids, stable=True)"]
+    if layer.order is Order.SEGMENTS:
+        return [*labels, *_segments(layer), "label = ids[perm]"]
+    if layer.order is Order.PLACES:
+        return [*labels, *_places(layer), "label = ids[perm]"]
+    perm = {
+        Order.UNSTABLE: "torch.argsort(ids)",
+        Order.DESCENDING: "torch.argsort(ids, descending=True, stable=True)",
+        Order.MISMATCHED: "torch.argsort(ids, descending=True, stable=True)",
+        Order.KEY: "torch.argsort(ids * 1024 + torch.arange(rows.shape[0]))",
+    }.get(layer.order, "torch.argsort(ids, stable=True)")
+    return [*labels, f"perm = {perm}", "label = ids[perm]"]
+
+
+def _segments(layer: Experts) -> list[str]:
+    return [
+        f"starts = (flat.cumsum(0) - flat).view({NUM_RANKS}, -1).t().reshape(-1)",
+        f"lengths = flat.view({NUM_RANKS}, -1).t().reshape(-1)",
+        f"run = torch.arange({NUM_RANKS * layer.local})",
+        "run = run.repeat_interleave(lengths, output_size=rows.shape[0])",
+        "perm = starts[run] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]",
+    ]
+
+
+def _places(layer: Experts) -> list[str]:
+    return [
+        f"hot = (ids[:, None] == torch.arange({layer.local})).long()",
+        "first = hot.sum(0).cumsum(0) - hot.sum(0)",
+        "place = first[ids] + (hot.cumsum(0) * hot).sum(1) - 1",
+        "perm = torch.zeros_like(place).index_copy(0, place, torch.arange(ids.shape[0]))",
+    ]
+
+
+def _at_once(layer: Experts) -> list[str]:
+    backwards = layer.order is Order.DESCENDING
+    flip = ".flip(0)" if backwards else ""
+    bias = Detail.BIAS in layer.details
+    per = f"per = flat.view({NUM_RANKS}, -1).sum(0){flip}"
+    if layer.style is Style.BATCHED:
+        return [per, *_batched(layer, flip, bias=bias)]
+    offs = "offs = torch.cumsum(per, 0, dtype=torch.int32)"
+    first, last = (" + self.b1[label]", " + self.b2[label]") if bias else ("", "")
+    products = [
+        f"gate = torch._grouped_mm(x, self.w1{flip}, offs=offs){first}",
+        f"up = torch._grouped_mm(x, self.w3{flip}, offs=offs)",
+    ]
+    if layer.style is Style.FUSED:
+        products = [
+            f"both = torch._grouped_mm(x, torch.cat([self.w1, self.w3], -1){flip}, offs=offs)",
+            "gate, up = both.chunk(2, -1)",
+        ]
+        products += [f"gate = gate{first}"] if bias else []
+    last_product = f"torch._grouped_mm(self.hidden(gate, up), self.w2{flip}, offs=offs){last}"
+    return [per, offs, "x = rows[perm]", *products, f"out = {last_product}"]
+
+
+def _batched(layer: Experts, flip: str, *, bias: bool) -> list[str]:
+    first, last = (f" + self.b{i}{flip}[:, None]" if bias else "" for i in (1, 2))
+    e = layer.local
+    label = f"{e - 1} - label" if flip else "label"
+    return [
+        f"slot = torch.arange(label.shape[0]) - (per.cumsum(0) - per)[{label}]",
+        f"place = ({label}) * CAPACITY + slot",
+        f"padded = rows.new_zeros({e} * CAPACITY, rows.shape[1])",
+        f"padded = padded.index_copy(0, place, rows[perm]).view({e}, CAPACITY, -1)",
+        f"gate = torch.bmm(padded, self.w1{flip}){first}",
+        f"up = torch.bmm(padded, self.w3{flip})",
+        f"out = torch.bmm(self.hidden(gate, up), self.w2{flip}){last}",
+        f"out = out.view({e} * CAPACITY, -1)[place]",
+    ]

@@ -1,0 +1,129 @@
+"""What a generated layer program is: frozen data that `text.py` writes as Python source.
+
+Contract
+    Every program is for two ranks; fields of layers hold choices of `choices.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, TypeVar
+
+from moe_compile.testing.programs.choices import (
+    Act,
+    Back,
+    Backward,
+    Counts,
+    Decoy,
+    Detail,
+    Heads,
+    Move,
+    Order,
+    Reader,
+    Rewrite,
+    Routing,
+    Sharing,
+    Splits,
+    Style,
+    Tally,
+    Wrapping,
+)
+
+NUM_RANKS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """One attention layer, even exchanges around it."""
+
+    heads: Heads = Heads.PLAIN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """One MoE layer."""
+
+    local: int = 2
+    """Experts of a rank."""
+    top_k: int = 1
+    tally: Tally = Tally.COMPARE
+    counts: Counts = Counts.FUNCTIONAL
+    splits: Splits = Splits.TOLIST
+    move: Move = Move.FUNCTIONAL
+    style: Style = Style.LOOP
+    order: Order = Order.ARGSORT
+    back: Back = Back.INDEX_COPY
+    act: Act = Act.RELU
+    details: frozenset[Detail] = frozenset()
+    readers: frozenset[Reader] = frozenset()
+    late: bool = False
+    """Whether readers between the exchanges stand after the experts, not before."""
+    decoys: frozenset[Decoy] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Layers, the steps they run and the options they are compiled with."""
+
+    layers: tuple[Experts | Attention, ...] = (Experts(),)
+    width: int = 16
+    """Model width D."""
+    hidden: int = 16
+    dtype: str = "bfloat16"
+    tokens: tuple[tuple[int, int], ...] = ((3, 3),)
+    """Tokens per step and rank."""
+    routing: Routing = Routing.SCORES
+    sharing: Sharing = Sharing.NOTHING
+    backward: Backward = Backward.ONCE
+    wrapping: Wrapping = Wrapping.BARE
+    rewrite: Rewrite = Rewrite.CHUNKS
+    dynamic: bool = False
+    """Whether `torch.compile(dynamic=True)` is asked for."""
+    chunks: int = 2
+    seed: int = 0
+
+
+Part = TypeVar("Part", Program, Experts, Attention, Experts | Attention)
+
+
+def changed(part: Part, name: str, value: Any) -> Part:
+    """Return `part` with the field `name` at `value`."""
+    return replace(part, **{name: value})
+
+
+def features(program: Program) -> frozenset[str]:
+    """Return the names of what `program` has, as the coverage table shows them."""
+    found = {f"tokens: {name}" for name in _token_features(program.tokens)}
+    found |= {f"width: {program.width}", f"dtype: {program.dtype}"}
+    found |= {"dynamic: asked for"} if program.dynamic else set()
+    found |= {f"layers: {min(len(program.layers), 3)}"}
+    for part in (program, *program.layers):
+        for field in fields(part):
+            found |= {_feature(value) for value in _choices(getattr(part, field.name))}
+    return frozenset(found)
+
+
+def all_features() -> list[str]:
+    """Return the name of every choice of the grammar, in its order."""
+    kinds = (
+        Tally, Counts, Splits, Move, Style, Order, Back, Act, Detail, Decoy, Reader, Heads,
+        Routing, Sharing, Backward, Wrapping, Rewrite,
+    )  # fmt: skip
+    return [_feature(member) for kind in kinds for member in kind]
+
+
+def _choices(value: Any) -> list[enum.Enum]:
+    values = value if isinstance(value, frozenset) else (value,)
+    return [v for v in values if isinstance(v, enum.Enum)]
+
+
+def _feature(choice: enum.Enum) -> str:
+    return f"{type(choice).__name__.lower()}: {choice.name.lower()}"
+
+
+def _token_features(tokens: tuple[tuple[int, int], ...]) -> list[str]:
+    found = ["uneven"] if any(a != b for a, b in tokens) else []
+    found += ["empty rank"] if any(0 in step for step in tokens) else []
+    found += ["changing"] if len(set(tokens)) > 1 else []
+    return found

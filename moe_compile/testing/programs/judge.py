@@ -1,0 +1,182 @@
+"""Judge a generated program on two ranks: same, wrong, crashed, hanging, or no program at all.
+
+Contract
+    A program that eager torch cannot run, or that plain AOTAutograd cannot compile or computes
+    as megamoe does, is `INVALID`: nothing of ours is wrong. A rank that does not answer in time is
+    a hang; both processes are then ended and new ones started.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from moe_compile.testing.programs.run import Findings, run
+from moe_compile.testing.rank_pool import RankFailure, RankPool
+
+RENEWAL: Final = 300
+"""Programs after which the processes are started anew: code that was compiled is never freed."""
+
+
+STARTS: Final = 5
+"""Times that processes are started before it is given up: it is no program's fault."""
+
+
+class Kind(enum.Enum):
+    """What became of a program."""
+
+    SAME = "same"
+    WRONG = "wrong"
+    CRASH = "crash"
+    HANG = "hang"
+    DROPPED = "a pass failed"
+    INVALID = "invalid"
+
+
+FAILURES: Final = frozenset({Kind.WRONG, Kind.CRASH, Kind.HANG, Kind.DROPPED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What became of one program, and how."""
+
+    kind: Kind
+    detail: str = ""
+    is_chunked: bool = False
+    verdicts: tuple[str, ...] = ()
+    cpu_s: float = 0.0
+    """Of both ranks together."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether megamoe is to blame."""
+        return self.kind in FAILURES
+
+
+class Judge:
+    """Two ranks, one of them mirrored where it can be; use as a context manager."""
+
+    def __init__(self, *, timeout_s: float = 120.0) -> None:
+        """Prepare; `timeout_s` is how long a program may take on a busy machine."""
+        self._timeout_s = timeout_s
+        self._pools: dict[int, RankPool] = {}
+        self._num_run: Counter[int] = Counter()
+
+    def __enter__(self) -> Judge:
+        """Return the judge; ranks start with the first program."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the ranks."""
+        for num_processes in (1, 2):
+            self._end(num_processes)
+
+    def judge(self, text: str) -> Judgement:
+        """Run a program's text on both ranks and say what became of it."""
+        try:
+            found = self._run(text, "megamoe")
+        except RankFailure as failure:
+            kind = Kind.HANG if "did not answer" in str(failure) else Kind.CRASH
+            return self._unless_torch_fails(text, Judgement(kind=kind, detail=str(failure)))
+        judgement = judgement_of(found)
+        return self._unless_torch_fails(text, judgement) if judgement.failed else judgement
+
+    def _unless_torch_fails(self, text: str, judgement: Judgement) -> Judgement:
+        """Return `judgement`, or INVALID where AOTAutograd alone fares as megamoe does."""
+        kind = judgement.kind
+        if kind is Kind.DROPPED:
+            return judgement
+        try:
+            if kind is Kind.WRONG:
+                plain = judgement_of(self._run(text, "megamoe", reference="aot_eager"))
+                same = plain.kind in (Kind.SAME, Kind.DROPPED)
+            else:
+                plain = judgement_of(self._run(text, "aot_eager"))
+                same = plain.kind in (Kind.CRASH, Kind.INVALID)
+        except RankFailure:
+            same = kind is Kind.HANG
+        detail = f"AOTAutograd alone too: {judgement.detail}"
+        return Judgement(kind=Kind.INVALID, detail=detail) if same else judgement
+
+    def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
+        num_processes = 1 if "\nMIRRORED = True" in text else 2
+        pool = self._pool_of(num_processes)
+        try:
+            return pool.run(run, text, backend, reference)
+        except RankFailure:
+            self._end(num_processes)
+            raise
+
+    def _pool_of(self, num_processes: int) -> RankPool:
+        """Return a pool of so many processes, started anew after some number of programs."""
+        if self._num_run[num_processes] >= RENEWAL:
+            self._end(num_processes)
+        if num_processes not in self._pools:
+            self._pools[num_processes] = _started(num_processes, self._timeout_s)
+        self._num_run[num_processes] += 1
+        return self._pools[num_processes]
+
+    def _end(self, num_processes: int) -> None:
+        self._num_run[num_processes] = 0
+        if num_processes in self._pools:
+            self._pools.pop(num_processes).__exit__(None, None, None)
+
+
+def _started(num_processes: int, timeout_s: float) -> RankPool:
+    """Return a pool whose processes have joined; starting is tried again on a busy machine."""
+    for _ in range(STARTS):
+        pool = RankPool(num_processes, timeout_s=timeout_s)
+        try:
+            return pool.__enter__()
+        except RankFailure:
+            pool.__exit__(None, None, None)
+    raise TimeoutError(f"{num_processes} processes did not start, tried {STARTS} times")
+
+
+def judgement_of(found: list[Findings]) -> Judgement:
+    """Return what the findings of both ranks come to."""
+
+    def judged(kind: Kind, said: list[str]) -> Judgement:
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+        return Judgement(
+            kind=kind,
+            detail="\n".join(lines),
+            is_chunked=any(f.num_chunked for f in found),
+            verdicts=tuple(dict.fromkeys(v for f in found for v in f.verdicts)),
+            cpu_s=sum(f.cpu_s for f in found),
+        )
+
+    eager = [f.eager_error for f in found]
+    compiled = [f.compiled_error for f in found]
+    if any(eager):
+        if not all(f.raises for f in found):
+            return judged(Kind.INVALID, eager)
+        if all(compiled):
+            return judged(Kind.SAME, [])
+        return judged(Kind.WRONG, [f"nothing is raised, eagerly {e}" for e in eager])
+    if any(compiled):
+        return judged(Kind.CRASH, compiled)
+    if any(f.differences for f in found):
+        return judged(Kind.WRONG, ["\n  ".join(f.differences) for f in found])
+    if any(f.dropped for f in found):
+        return judged(Kind.DROPPED, ["\n  ".join(f.dropped) for f in found])
+    return judged(Kind.SAME, [])
+
+
+def print_judgement(path: str) -> None:
+    """Judge the program in the file `path` and print what was found; exit status 1 if it failed."""
+    with Judge() as judge:
+        judgement = judge.judge(Path(path).read_text())
+    head = f"{judgement.kind.value}; verdicts: {list(judgement.verdicts)}"
+    sys.stdout.write(f"{head}\n{judgement.detail}\n")
+    raise SystemExit(int(judgement.failed))

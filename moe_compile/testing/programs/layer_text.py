@@ -1,0 +1,184 @@
+"""A generated MoE layer as Python source: routing, counts, split sizes, exchanges of rows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from moe_compile.testing.programs.choices import (
+    Counts,
+    Decoy,
+    Detail,
+    Move,
+    Splits,
+    Tally,
+)
+from moe_compile.testing.programs.expert_text import (
+    LISTED,
+    expert_method,
+    experts_method,
+    hidden_method,
+    indented,
+)
+from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.reader_text import lines_at
+
+TALLIES: Final = {
+    Tally.COMPARE: ["counts = (flat[:, None] == torch.arange({n})).sum(0)"],
+    Tally.BINCOUNT: ["counts = torch.bincount(flat, minlength={n})"],
+    Tally.HISTC: ["counts = torch.histc(flat.float(), {n}, 0, {n}).long()"],
+    Tally.SCATTER_ADD: [
+        "counts = torch.zeros({n}, dtype=torch.int64)",
+        "counts = counts.scatter_add(0, flat, torch.ones_like(flat))",
+    ],
+    Tally.ONE_HOT: ["counts = F.one_hot(flat, {n}).sum(0)"],
+}
+
+OWN: Final = "[:, self.rank * {e} : self.rank * {e} + {e}].reshape(-1)"
+COUNTS: Final = {
+    Counts.FUNCTIONAL: [
+        "arrived = wait_tensor(all_to_all_single(counts, None, None, self.group))",
+    ],
+    Counts.LAZY: ["arrived = all_to_all_single(counts, None, None, self.group)"],
+    Counts.LEGACY: [
+        "arrived = torch.empty_like(counts)",
+        "dist.all_to_all_single(arrived, counts)",
+    ],
+    Counts.MATRIX: [
+        f"arrived = all_to_all_single(counts.view({NUM_RANKS}, -1), None, None, self.group)",
+        "arrived = wait_tensor(arrived)",
+    ],
+    Counts.GATHERED: [
+        "everyone = wait_tensor(all_gather_tensor(counts, 0, self.group))",
+        f"arrived = everyone.view({NUM_RANKS}, -1){OWN}",
+    ],
+    Counts.LEGACY_GATHERED: [
+        f"everyone = counts.new_empty({NUM_RANKS}" + " * {n})",
+        "dist.all_gather_into_tensor(everyone, counts)",
+        f"arrived = everyone.view({NUM_RANKS}, -1){OWN}",
+    ],
+}
+
+SUMS: Final = "{name}.reshape(2, -1).sum(1)"
+SPLITS: Final = {
+    Splits.TOLIST: "{list} = {name}.reshape(2, -1).sum(1).tolist()",
+    Splits.ITEM: "{list} = [v.item() for v in {name}.reshape(2, -1).sum(1)]",
+    Splits.UNBIND: "{list} = [v.sum().item() for v in {name}.reshape(2, -1).unbind(0)]",
+    Splits.CPU: '{list} = {name}.reshape(2, -1).sum(1).to("cpu", non_blocking=True).tolist()',
+}
+
+
+def layer_class(layer: Experts, number: int) -> list[str]:
+    """Return the source of class `Layer<number>`."""
+    methods = [
+        _constructor(layer, number),
+        _route(layer),
+        hidden_method(layer),
+        expert_method(layer),
+        experts_method(layer),
+        _forward(layer),
+    ]
+    body: list[str] = []
+    for method in methods:
+        body += ["", *method] if body and method else method
+    return [f"class Layer{number}(nn.Module):", *indented(body)]
+
+
+def _constructor(layer: Experts, number: int) -> list[str]:
+    e, experts = layer.local, layer.local * NUM_RANKS
+    body = [
+        "super().__init__()",
+        "self.group, self.rank = dist.group.WORLD, dist.get_rank()",
+        f"shared = torch.Generator().manual_seed(SEED + {10 * number})",
+        f"own = torch.Generator().manual_seed(SEED + {10 * number} + 1 + self.rank)",
+        f"self.router = parameter(shared, WIDTH, {experts})",
+        f"self.w1 = parameter(own, {e}, WIDTH, HIDDEN)",
+        f"self.w3 = parameter(own, {e}, WIDTH, HIDDEN)",
+        f"self.w2 = parameter(own, {e}, HIDDEN, WIDTH)",
+    ]
+    if Detail.BIAS in layer.details:
+        body += [f"self.b1 = parameter(own, {e}, HIDDEN)", f"self.b2 = parameter(own, {e}, WIDTH)"]
+    if Decoy.SHARED_WEIGHT in layer.decoys:
+        body += ["self.gain = parameter(own, WIDTH)"]
+    return ["def __init__(self):", *indented([*body, *lines_at(layer, "buffers")])]
+
+
+def _route(layer: Experts) -> list[str]:
+    numbers = {"{n}": str(layer.local * NUM_RANKS), "{e}": str(layer.local)}
+    count_lines = [*TALLIES[layer.tally], *COUNTS[layer.counts]]
+    for name, number in numbers.items():
+        count_lines = [line.replace(name, number) for line in count_lines]
+    body = [
+        "scores = torch.sigmoid((x @ self.router).float())",
+        f"chosen = torch.topk(scores + favour({layer.local * NUM_RANKS}), {layer.top_k}, -1)[1]",
+        "scores, flat = scores.gather(1, chosen).reshape(-1), chosen.reshape(-1)",
+        "order = torch.argsort(flat, stable=True)",
+        *count_lines,
+        *_split_lines(layer),
+        "return scores, order, counts, arrived, sent, got, runs",
+    ]
+    return ["def route(self, x):", *indented(body)]
+
+
+def _split_lines(layer: Experts) -> list[str]:
+    e = layer.local
+    if layer.splits is Splits.SLICE_SUM:
+        return [
+            "left, runs = counts.tolist(), arrived.reshape(-1).tolist()",
+            f"sent = [sum(left[:{e}]), sum(left[{e}:])]",
+            f"got = [sum(runs[:{e}]), sum(runs[{e}:])]",
+        ]
+    read = SPLITS[layer.splits]
+    lines = [read.format(list="sent", name="counts")]
+    if layer.style not in LISTED:
+        return [*lines, read.format(list="got", name="arrived"), "runs = None"]
+    return [
+        *lines,
+        "runs = arrived.reshape(-1).tolist()",
+        f"got = [sum(runs[:{e}]), sum(runs[{e}:])]",
+    ]
+
+
+def _forward(layer: Experts) -> list[str]:
+    move = "exchange" if layer.move is Move.FUNCTION else "all_to_all_single_autograd"
+    body = [
+        "scores, order, counts, arrived, sent, got, runs = routing",
+        "flat, n, extra = arrived.reshape(-1), got[0] + got[1], []",
+        f"routed = x[order // {layer.top_k}]",
+        *lines_at(layer, "before"),
+        f"rows = {move}(routed, got, sent, self.group)",
+    ]
+    weigh = ["out = out * scores[order][:, None].to(out.dtype)"]
+    carried: list[str] = []
+    if Detail.PROBS_TRAVEL in layer.details:
+        body += [
+            "probs = scores[order][:, None].to(rows.dtype)",
+            f"probs = {move}(probs, got, sent, self.group)",
+        ]
+        weigh, carried = [], ["out = out * probs"]
+    between = lines_at(layer, "between")
+    body += [] if layer.late else between
+    body += [*_call_experts(layer), *carried]
+    body += between if layer.late else []
+    body += [
+        *lines_at(layer, "later"),
+        f"out = {move}(out, sent, got, self.group)",
+        *lines_at(layer, "combined"),
+        *weigh,
+        f"result = torch.zeros_like(x).index_add(0, order // {layer.top_k}, out.to(x.dtype))",
+        *lines_at(layer, "after"),
+        "return result, extra",
+    ]
+    return ["def forward(self, x, routing):", *indented(body)]
+
+
+def _call_experts(layer: Experts) -> list[str]:
+    call = "self.experts(rows, flat, runs, extra)"
+    if Detail.CHECKPOINT in layer.details:
+        call = "checkpoint(self.experts, rows, flat, runs, extra, use_reentrant=False)"
+    if Detail.AUTOCAST in layer.details:
+        return [
+            'with torch.autocast("cpu", dtype=torch.bfloat16):',
+            f"    out = {call}",
+            "out = out.to(rows.dtype)",
+        ]
+    return [f"out = {call}"]

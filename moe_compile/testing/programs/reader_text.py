@@ -1,0 +1,128 @@
+"""What a generated layer reads and writes around its exchanges, as Python source.
+
+Names the lines may use: x `[T, D]`, routed `[R, D]`, counts and arrived (rows per expert), n (an
+integer of the host), out (combined rows), result `[T, D]`, extra (values returned besides).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_compile.testing.programs.choices import Reader
+from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of one reader, by where they stand."""
+
+    before: tuple[str, ...] = ()
+    """Ahead of the dispatch."""
+    between: tuple[str, ...] = ()
+    """Between the exchanges: ahead of the experts, or behind them where the layer reads late."""
+    later: tuple[str, ...] = ()
+    """Behind the experts, ahead of the combine: writes to what the experts read."""
+    combined: tuple[str, ...] = ()
+    """On the combined rows, before scores weigh them."""
+    after: tuple[str, ...] = ()
+    """On the result."""
+    buffers: tuple[str, ...] = ()
+    """In the constructor."""
+
+
+PRODUCT = "product = (x.float() @ self.router.float()) * n"
+BALANCE = "balance = (counts * torch.softmax((x @ self.router).float(), -1).sum(0)).sum()"
+
+FIXED: dict[Reader, Lines] = {
+    Reader.RETURNED: Lines(after=("extra.append(arrived)",)),
+    Reader.LISTED: Lines(between=("extra.extend(arrived.reshape(-1).tolist())",)),
+    Reader.STATISTICS: Lines(
+        between=("with torch.no_grad():", "    self.seen.add_(arrived.reshape(-1))"),
+        buffers=('self.register_buffer("seen", torch.zeros({counts}))',),
+    ),
+    Reader.STATISTICS_VIEW: Lines(
+        between=("self.table.view(2, -1)[1].add_(arrived.reshape(-1))",),
+        after=("extra.append(self.table[{counts}:] * 1.0)",),
+        buffers=('self.register_buffer("table", torch.zeros(2 * {counts}))',),
+    ),
+    Reader.LATE_STATISTICS: Lines(
+        after=("self.load += counts",),
+        buffers=('self.register_buffer("load", torch.zeros({counts}))',),
+    ),
+    Reader.HOST_RATIO: Lines(
+        between=("ratio = self.scale * n", "self.scale.mul_(2)"),
+        after=("extra.append(ratio)",),
+        buffers=('self.register_buffer("scale", torch.ones(3))',),
+    ),
+    Reader.HOST_VIEW: Lines(
+        between=("part = self.pair.view(-1)[1:] * n", "self.pair[1].add_(1.0)"),
+        after=("extra.append(part)",),
+        buffers=('self.register_buffer("pair", torch.ones(3))',),
+    ),
+    Reader.HOST_AUTOCAST: Lines(
+        between=('with torch.autocast("cpu", dtype=torch.bfloat16):', f"    {PRODUCT}"),
+        after=("extra.append(product)",),
+    ),
+    Reader.HOST_NO_GRAD: Lines(
+        between=("with torch.no_grad():", "    fixed = x * n"),
+        after=("result = result + fixed * 0.125",),
+    ),
+    Reader.HOST_DROPOUT: Lines(
+        between=("noisy = F.dropout(x, 0.5) * n",), after=("result = result + noisy * 0.125",)
+    ),
+    Reader.HOST_STATE: Lines(between=("self.last = n",), buffers=("self.last = 0",)),
+    Reader.DROPOUT: Lines(
+        before=("routed = F.dropout(routed, 0.25)",), after=("result = F.dropout(result, 0.25)",)
+    ),
+    Reader.RANDOM: Lines(
+        between=("noise = torch.rand_like(x)",),
+        after=("result = result + noise", "extra.append(torch.rand(2))"),
+    ),
+    Reader.AUX_LOSS: Lines(
+        between=(BALANCE,), after=("result = result + balance.to(result.dtype) * 0.0625",)
+    ),
+    Reader.COUNTS_LOSS: Lines(
+        after=("result = result * (1.0 + arrived.reshape(-1)[0].to(result.dtype))",)
+    ),
+    Reader.ROWS_READ: Lines(
+        between=("again = torch.tanh(routed)",), combined=("out = out + again",)
+    ),
+    Reader.ROWS_RETURNED: Lines(after=("extra.append(routed)",)),
+    Reader.ROWS_WRITTEN: Lines(later=("routed.mul_(0.5)",), after=("extra.append(routed)",)),
+    Reader.INPUT_WRITTEN: Lines(
+        before=("held = x * 1.0", "routed = held[order // {top_k}]"),
+        later=("held.mul_(0.5)",),
+        after=("result = result + held",),
+    ),
+    Reader.INPUT_READ: Lines(
+        between=("inner = torch.sigmoid(x)",), after=("result = result + inner",)
+    ),
+    Reader.WEIGHT_READ: Lines(
+        between=("size = self.w2.square().sum()",),
+        after=("result = result + size.to(result.dtype) * 0.0625",),
+    ),
+    Reader.COUNTS_WRITTEN: Lines(later=("counts.add_(1)",), after=("extra.append(counts)",)),
+    Reader.ARRIVED_WRITTEN: Lines(later=("arrived.mul_(2)",), after=("extra.append(arrived)",)),
+    Reader.CHECK: Lines(between=("torch._check(n <= 100000)", "torch._check(got[0] >= 0)")),
+    Reader.FAILING_CHECK: Lines(between=("torch._check(n >= 100000)",)),
+    Reader.OUTPUT_WRITTEN: Lines(combined=("out.mul_(2)",)),
+    Reader.BREAK: Lines(after=("torch._dynamo.graph_break()",)),
+    Reader.SHARED_EXPERT: Lines(
+        between=("common = F.relu(x @ self.s1) @ self.s2",),
+        after=("result = result + common",),
+        buffers=(
+            "self.s1 = parameter(shared, WIDTH, HIDDEN)",
+            "self.s2 = parameter(shared, HIDDEN, WIDTH)",
+        ),
+    ),
+}
+
+
+def lines_at(layer: Experts, place: str) -> list[str]:
+    """Return the lines of all readers of `layer` at one field of `Lines`, in a fixed order."""
+    numbers = {"{counts}": str(NUM_RANKS * layer.local), "{top_k}": str(layer.top_k)}
+    chosen = [FIXED[reader] for reader in Reader if reader in layer.readers]
+    found = [line for lines in chosen for line in getattr(lines, place)]
+    for name, number in numbers.items():
+        found = [line.replace(name, number) for line in found]
+    return found

@@ -1,0 +1,66 @@
+"""The file of fuzzing campaigns: programs tried and failed, by seed.
+
+Contract
+    A run replaces an earlier one of the same seed and commit; the file is replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_compile.hardware.measure import cpu_name
+from moe_compile.testing.programs.coverage import Coverage
+
+
+def add_record(path: Path, seed: int, coverage: Coverage, seconds: float) -> None:
+    """Add a campaign to the JSON file at `path`, made where it does not exist."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    run = _run(seed, coverage, seconds)
+    same = ("seed", "commit")
+    kept = [old for old in runs if any(old[key] != run[key] for key in same)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "commit": _commit(),
+        "date": str(datetime.now(UTC).date()),
+        "command": " ".join(["python -m moe_compile.testing.fuzz", *sys.argv[1:]]),
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "minutes": round(seconds / 60, 1),
+        "programs": coverage.num_valid,
+        "chunked": coverage.num_chunked,
+        "failed": coverage.num_failed,
+        "by_kind": dict(coverage.kinds),
+        "failures": [
+            {key: failure[key] for key in ("kind", "number", "detail", "source")}
+            for failure in coverage.failures
+        ],
+        "features": {
+            name: [coverage.tried[name], coverage.chunked[name], coverage.failed[name]]
+            for name in sorted(coverage.tried)
+        },
+    }
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()

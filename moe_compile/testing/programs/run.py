@@ -1,0 +1,178 @@
+"""One rank of a generated program: its steps eagerly, then compiled, and what differs.
+
+Contract
+    To be called on both ranks at once with the same text. Compared are outputs, values returned
+    besides, gradients of the input and of every parameter, buffers, integers kept in modules and
+    the state of the random generator, after every step, by `torch.equal`; where the text states a
+    bound, floating-point tensors by the norm of their difference.
+    A program that raises eagerly must raise compiled too, in the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+
+from moe_compile.report.process_report import REPORT
+from moe_compile.testing.mirrored_rank import become_mirrored
+
+Named = dict[str, Any]
+"""What one step computed, by name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """What one rank found."""
+
+    raises: bool = False
+    """Whether the program says that it raises."""
+    eager_error: str = ""
+    compiled_error: str = ""
+    differences: list[str] = field(default_factory=list)
+    num_chunked: int = 0
+    """Regions, of experts or attention, that ran in chunks."""
+    verdicts: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Passes that failed and were left out."""
+    cpu_s: float = 0.0
+
+
+def load(text: str) -> ModuleType:
+    """Return `text` as a module; tracebacks show its lines."""
+    name = f"program_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    linecache.cache[f"{name}.py"] = (len(text), None, text.splitlines(keepends=True), f"{name}.py")
+    module = ModuleType(name)
+    exec(compile(text, f"{name}.py", "exec"), module.__dict__)
+    return module
+
+
+def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager") -> Findings:
+    """Run the program on this rank by `reference`, "eager" or a backend's name, and by `backend`.
+
+    What is said of eager torch in the findings is said of `reference`.
+    """
+    torch._dynamo.reset()
+    began, known = time.process_time(), len(REPORT.compilations)
+    module = load(text)
+    if module.MIRRORED:
+        become_mirrored()
+    found = Findings(raises=module.RAISES)
+    expected, found.eager_error = _steps(module, rank, reference)
+    actual, found.compiled_error = _steps(module, rank, backend)
+    for step, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
+        found.differences += [f"step {step}: {d}" for d in _differences(theirs, ours, module.BOUND)]
+    if len(expected) != len(actual) and not found.compiled_error:
+        found.differences.append(f"{len(actual)} steps ran, eagerly {len(expected)}")
+    for compilation in REPORT.compilations[known:]:
+        verdicts = [r.verdict for r in compilation.regions]
+        verdicts += [a.verdict for a in compilation.attention]
+        found.verdicts += [*verdicts, *compilation.left_alone]
+        found.num_chunked += verdicts.count("chunked")
+        found.dropped += compilation.dropped
+    found.cpu_s = time.process_time() - began
+    return found
+
+
+def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], str]:
+    """Return what every step computed, and the error that ended them, "" for none."""
+    torch.manual_seed(module.SEED + rank)
+    program = module.Program()
+    function = _compiled(module, program, backend)
+    own = torch.Generator().manual_seed(module.SEED + 1000 + rank)
+    done: list[Named] = []
+    for number, tokens in enumerate(module.TOKENS):
+        x = torch.randn(tokens[rank], module.WIDTH, generator=own).to(module.DTYPE)
+        gradient = torch.randn(tokens[rank], module.WIDTH, generator=own).to(module.DTYPE)
+        try:
+            with functorch_config.patch(donated_buffer=False):  # else no graph is used twice
+                done.append(_step(module, number, program, function, x, gradient))
+        except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
+            return done, f"{type(error).__name__}: {error}"[:1500]
+    return done, ""
+
+
+def _compiled(module: ModuleType, program: nn.Module, backend: str) -> Callable[..., Any]:
+    if backend == "eager":
+        return program
+    options = {"megamoe.codegen": "fx", **module.OPTIONS} if backend == "megamoe" else None
+    return torch.compile(program, backend=backend, options=options, dynamic=module.DYNAMIC)
+
+
+def _step(
+    module: ModuleType,
+    number: int,
+    program: nn.Module,
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+) -> Named:
+    kind = module.BACKWARD
+    trained = kind != "none" and not (kind == "evaluated" and number % 2)
+    if kind != "accumulated":
+        program.zero_grad()
+    x.requires_grad_(trained)
+    with torch.set_grad_enabled(trained):
+        output, extra = function(x)
+    if trained:
+        for again in (True, False) if kind == "twice" else (False,):
+            _backward([output, *extra], gradient, retain=again)
+    computed: Named = {"output": output, "input gradient": x.grad}
+    computed |= {f"extra value {i}": value for i, value in enumerate(extra)}
+    computed |= {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
+    computed |= {f"buffer {name}": b for name, b in program.named_buffers()}
+    for name, part in program.named_modules():
+        computed |= {f"{name}.{k}": v for k, v in vars(part).items() if type(v) is int}
+    computed["random state"] = torch.get_rng_state()
+    copied = {name: _copy(value) for name, value in computed.items()}
+    if trained and kind != "accumulated":
+        _update(program)
+    return copied
+
+
+def _backward(values: list[Any], gradient: torch.Tensor, *, retain: bool) -> None:
+    """Go back from the output, whose gradient is given, and from all else that has a graph."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+    gradients = [gradient if t is values[0] else torch.ones_like(t) for t in tensors]
+    torch.autograd.backward(tensors, gradients, retain_graph=retain)
+
+
+def _update(program: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in program.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.0625)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differences(theirs: Named, ours: Named, bound: float) -> Iterator[str]:
+    for name in dict.fromkeys([*theirs, *ours]):
+        if said := _difference(theirs.get(name), ours.get(name), bound):
+            yield f"{name} {said}"
+
+
+def _difference(theirs: Any, ours: Any, bound: float) -> str:
+    if not (isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor)):
+        return "" if theirs is ours or theirs == ours else f"is {ours}, eagerly {theirs}"
+    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        return f"is {ours.dtype} {[*ours.shape]}, eagerly {theirs.dtype} {[*theirs.shape]}"
+    if torch.equal(theirs, ours):
+        return ""
+    a, b = theirs.double().nan_to_num(123.0), ours.double().nan_to_num(123.0)
+    if torch.equal(a, b):
+        return ""
+    error, size = (a - b).norm().item(), a.norm().item()
+    if theirs.is_floating_point() and error <= bound * size:
+        return ""
+    return f"differs by {error:.3g}, of {size:.3g}"

@@ -1,0 +1,175 @@
+"""Hypothesis strategies over layer programs.
+
+Contract
+    Every drawn program runs eagerly; combinations that torch itself does not take are not drawn.
+    A choice is its plainest half of the time, so that programs with few features are common.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from hypothesis import strategies as st
+
+from moe_compile.testing.programs.choices import (
+    Act,
+    Back,
+    Backward,
+    Counts,
+    Decoy,
+    Detail,
+    Heads,
+    Move,
+    Order,
+    Reader,
+    Rewrite,
+    Routing,
+    Sharing,
+    Splits,
+    Style,
+    Tally,
+    Wrapping,
+)
+from moe_compile.testing.programs.expert_text import LISTED
+from moe_compile.testing.programs.grammar import Attention, Experts, Program
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+
+PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
+"""Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
+
+LOOP_DETAILS: Final = (Detail.DUMMY, Detail.NESTED_CAT) * 2
+
+WRITES: Final = frozenset(
+    {
+        Reader.STATISTICS, Reader.STATISTICS_VIEW, Reader.LATE_STATISTICS, Reader.HOST_RATIO,
+        Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
+    }
+)  # fmt: skip
+"""What happens twice where a layer is recomputed."""
+
+
+def mostly(kind: type[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
+    """Draw a member of `kind`, its first one in `1 / plain_of` of the draws or more."""
+    members = list(kind)
+    return st.sampled_from([members[0]] * (len(members) // plain_of) + members)
+
+
+@st.composite
+def experts(draw: st.DrawFn, *, grouped: bool) -> Experts:
+    """Draw an MoE layer; `grouped` allows grouped products."""
+    local = draw(st.sampled_from([2, 2, 2, 3, 1, 4]))
+    styles = list(Style) + [Style.LOOP] * 2 + [*PRODUCTS] * 2
+    style = draw(st.sampled_from([s for s in styles if grouped or s not in PRODUCTS]))
+    orders = [o for o in Order if not (style is Style.BATCHED and o is Order.MISMATCHED)]
+    order = draw(st.sampled_from(orders))
+    listed = style in LISTED
+    splits = draw(mostly(Splits))
+    return Experts(
+        local=local,
+        top_k=draw(st.sampled_from([1, 2, 2])),
+        tally=draw(mostly(Tally)),
+        counts=draw(mostly(Counts, 6)),
+        splits=Splits.SLICE_SUM if listed and draw(st.booleans()) else splits,
+        move=draw(st.sampled_from([Move.FUNCTIONAL] * 3 + [Move.FUNCTION])),
+        style=style,
+        order=order,
+        back=draw(st.sampled_from(Back)),
+        act=draw(st.sampled_from(Act)),
+        details=draw(_few([*Detail, *LOOP_DETAILS] if style in LISTED else Detail, 2)),
+        readers=draw(_few(Reader, 4, rare=(Reader.BREAK,))),
+        late=draw(st.booleans()),
+    )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Draw a program for two ranks."""
+    dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "bfloat16", "float32", "float64"]))
+    width = draw(st.sampled_from([16, 16, 24, 17, 8]))
+    hidden = draw(st.sampled_from([16, 16, 8, 20]))
+    grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
+    first = draw(experts(grouped=grouped))
+    layers: tuple[Experts | Attention, ...] = (first,)
+    even = False
+    others = draw(st.sampled_from(["none"] * 5 + ["decoy"] * 2 + ["experts"] + ["heads"] * 2))
+    if others == "decoy":
+        decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=1, max_size=3))
+        layers = (*layers, replace(draw(experts(grouped=grouped)), decoys=decoys))
+    elif others == "experts":
+        layers = (*layers, draw(experts(grouped=grouped)))
+    elif others == "heads":
+        heads = draw(st.lists(st.sampled_from(Heads), min_size=1, max_size=2))
+        layers, even = (*layers, *(Attention(heads=h) for h in heads)), True
+    program = Program(
+        layers=layers,
+        width=width,
+        hidden=hidden,
+        dtype=dtype,
+        tokens=draw(_tokens(even=even)),
+        routing=draw(mostly(Routing)),
+        sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
+        backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
+        wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
+        rewrite=draw(st.sampled_from([Rewrite.CHUNKS] * 6 + [Rewrite.FP8] + list(Rewrite))),
+        dynamic=draw(st.sampled_from([False, False, False, True])),
+        chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
+        seed=draw(st.integers(0, 999)),
+    )
+    return legal(program)
+
+
+def legal(program: Program) -> Program:
+    """Return `program` less what does not go together."""
+    recomputed = program.wrapping is Wrapping.CHECKPOINT
+    banned: set[Reader] = set(WRITES) if recomputed else set()
+    if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
+        banned.add(Reader.FAILING_CHECK)
+    layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
+    lossy = program.rewrite is Rewrite.FP8 and (
+        len(layers) > 1 or program.sharing is not Sharing.NOTHING
+    )
+    rewrite = Rewrite.CHUNKS if lossy else program.rewrite
+    return replace(program, layers=layers, rewrite=rewrite)
+
+
+def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | Attention:
+    if isinstance(layer, Attention):
+        return layer
+    details = set(layer.details)
+    if Detail.CHECKPOINT in details:
+        details -= {Detail.IN_PLACE_ROWS}
+    if Detail.DUMMY in details and layer.style not in LISTED:
+        details -= {Detail.DUMMY}
+    if Detail.NESTED_CAT in details and layer.style is not Style.LOOP:
+        details -= {Detail.NESTED_CAT}
+    return replace(
+        layer,
+        top_k=min(layer.top_k, 2 * layer.local),
+        readers=frozenset(layer.readers - banned),
+        details=frozenset(details),
+    )
+
+
+def _few(
+    kind: Iterable[Choice], most: int, rare: Iterable[Choice] = ()
+) -> st.SearchStrategy[frozenset[Choice]]:
+    kept = [member for member in kind if member not in set(rare)]
+    drawn: st.SearchStrategy[Any] = st.sampled_from(kept * 3 + list(rare))
+    return st.one_of(st.just(frozenset()), st.frozensets(drawn, min_size=1, max_size=most))
+
+
+@st.composite
+def _tokens(draw: st.DrawFn, *, even: bool) -> tuple[tuple[int, int], ...]:
+    one = st.integers(1, 6).map(lambda t: (t, t))
+    if even:
+        return tuple(draw(st.lists(one, min_size=1, max_size=2)))
+    uneven = st.tuples(st.integers(0, 6), st.integers(0, 6))
+    first = draw(st.one_of(one, uneven))
+    rest = draw(st.sampled_from([0, 0, 0, 0, 1, 2]))
+    if not rest:
+        return (first,) * draw(st.sampled_from([1, 1, 2]))
+    return (first, *(draw(st.one_of(one, uneven, st.just(first))) for _ in range(rest)))

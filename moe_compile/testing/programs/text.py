@@ -1,0 +1,200 @@
+"""A generated program as Python source, complete: run it to see what differs from eager.
+
+Contract
+    `source_of` is a function of the program alone; equal programs have equal text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from moe_compile.testing.programs.attention_text import attention_class
+from moe_compile.testing.programs.choices import (
+    Backward,
+    Heads,
+    Reader,
+    Rewrite,
+    Routing,
+    Sharing,
+    Wrapping,
+)
+from moe_compile.testing.programs.expert_text import indented
+from moe_compile.testing.programs.grammar import NUM_RANKS, Attention, Experts, Program
+from moe_compile.testing.programs.layer_text import layer_class
+
+HEAD: Final = """\
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.utils.checkpoint import checkpoint
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor
+"""
+
+PARAMETER: Final = """\
+def parameter(generator, *shape):
+    scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.5
+    return nn.Parameter((torch.randn(*shape, generator=generator) * scale).to(DTYPE))
+"""
+
+FAVOUR: Final = {
+    Routing.SCORES: "return torch.zeros(experts)",
+    Routing.ONE_EXPERT: "return 100.0 * (torch.arange(experts) == SEED % experts)",
+    Routing.FIRST_RANK: f"return 100.0 * (torch.arange(experts) < experts // {NUM_RANKS})",
+}
+
+EXCHANGE: Final = """\
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, got, sent, group):
+        ctx.splits, ctx.group = (got, sent), group
+        return wait_tensor(all_to_all_single(rows.contiguous(), got, sent, group))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        got, sent = ctx.splits
+        rows = all_to_all_single(gradient.contiguous(), sent, got, ctx.group)
+        return wait_tensor(rows), None, None, None
+
+
+def exchange(rows, got, sent, group):
+    return Exchange.apply(rows, got, sent, group)
+"""
+
+ACTIVATION: Final = """\
+class OwnActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.where(x > 0, x * x, x * 0.25)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * torch.where(x > 0, 2 * x, torch.full_like(x, 0.25))
+"""
+
+MAIN: Final = """\
+if __name__ == "__main__":
+    from moe_compile.testing.programs.judge import print_judgement
+
+    print_judgement(__file__)
+"""
+
+REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
+    Rewrite.CHUNKS: {},
+    Rewrite.UNSCHEDULED: {"megamoe.schedule": False},
+    Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
+    Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
+    Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
+}
+
+LOSSY: Final = frozenset({Rewrite.FP8})
+"""Options that round."""
+
+
+def source_of(program: Program) -> str:
+    """Return the whole text of `program`."""
+    blocks = [HEAD, _settings(program), PARAMETER]
+    layers = list(program.layers)
+    if any(isinstance(layer, Experts) for layer in layers):
+        blocks.append(f"def favour(experts):\n    {FAVOUR[program.routing]}\n")
+    written = "\n\n\n".join("\n".join(_layer(layer, i)) for i, layer in enumerate(layers)) + "\n"
+    for name, block in (("exchange(", EXCHANGE), ("OwnActivation", ACTIVATION)):
+        blocks += [block] if f" {name}" in written else []
+    blocks += [written, "\n".join(_model(program)) + "\n", MAIN]
+    return "\n\n".join(blocks)
+
+
+def options_of(program: Program) -> dict[str, Any]:
+    """Return the options of `torch.compile` that `program` is compiled with."""
+    extra = REWRITES[program.rewrite]
+    heads = any(isinstance(layer, Attention) for layer in program.layers)
+    groups = {"megamoe.attention_chunks": 2} if heads else {}
+    return {"megamoe.chunks": program.chunks, **groups, **extra}
+
+
+def _settings(program: Program) -> str:
+    lossy = program.rewrite in LOSSY
+    rounds = any(isinstance(a, Attention) and a.heads is Heads.LATENT for a in program.layers)
+    rows = max(sum(step) for step in program.tokens)
+    top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
+    raises = any(
+        isinstance(a, Experts) and Reader.FAILING_CHECK in a.readers for a in program.layers
+    )
+    lines = [
+        f"DTYPE = torch.{program.dtype}",
+        f"WIDTH, HIDDEN, SEED = {program.width}, {program.hidden}, {program.seed}",
+        f"TOKENS = {list(program.tokens)}  # per step: of rank 0, of rank 1",
+        f"OPTIONS = {options_of(program)}",
+        f"DYNAMIC = {True if program.dynamic else None}",
+        f'BACKWARD = "{program.backward.name.lower()}"',
+        f"BOUND = {0.5 if lossy else 0.05 if rounds else 0.0}  # of the error, relative",
+        f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
+        f"CAPACITY = {rows * top_k}",
+        f"RAISES = {raises}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _is_mirrored(program: Program) -> bool:
+    """Whether one process can stand for both ranks: they have as many tokens in every step."""
+    return all(first == second for first, second in program.tokens)
+
+
+def _layer(layer: Experts | Attention, number: int) -> list[str]:
+    write = layer_class if isinstance(layer, Experts) else attention_class
+    return write(layer, number)  # type: ignore[arg-type]
+
+
+def _model(program: Program) -> list[str]:
+    made = [f"self.layer{i} = Layer{i}()" for i in range(len(program.layers))]
+    constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
+    calls: list[str] = []
+    for i, layer in enumerate(program.layers):
+        calls += _call(program, i, layer)
+    if program.sharing is Sharing.WEIGHTS:
+        calls += _call(program, 0, program.layers[0])
+    if program.sharing is Sharing.ROUTING:
+        calls += ["", *_call(program, 0, program.layers[0], routing="routing")]
+    body = ["extra = []", *_around(program, calls), "return x, extra"]
+    forward = ["def forward(self, x):", *indented(body)]
+    return ["class Program(nn.Module):", *indented([*constructor, "", *forward])]
+
+
+def _call(program: Program, i: int, layer: Experts | Attention, routing: str = "") -> list[str]:
+    before: list[str] = []
+    if isinstance(layer, Attention):
+        call = f"self.layer{i}"
+    elif program.sharing is Sharing.ROUTING and i == 0:
+        before = [] if routing else ["routing = self.layer0.route(x)"]
+        call = "lambda x: self.layer0(x, routing)"
+    else:
+        call = f"lambda x: self.layer{i}(x, self.layer{i}.route(x))"
+    if program.wrapping is Wrapping.CHECKPOINT:
+        line = f"y, more = checkpoint({call}, x, use_reentrant=False)"
+    else:
+        line = f"y, more = {call.removeprefix('lambda x: ')}" + ("" if "lambda" in call else "(x)")
+    residual = "x + y" if program.wrapping is Wrapping.RESIDUAL else "y"
+    return [*before, line, "extra += more", f"x = {residual}"]
+
+
+def _around(program: Program, calls: list[str]) -> list[str]:
+    if program.wrapping is Wrapping.AUTOCAST:
+        return ['with torch.autocast("cpu", dtype=torch.bfloat16):', *indented(calls)]
+    if program.wrapping is Wrapping.NO_GRAD_HALF:
+        kept = ["kept = x", "with torch.no_grad():", *indented(calls), "x = kept + x * 0.125"]
+        return [*kept, *calls]
+    return calls
+
+
+def is_trained(program: Program) -> bool:
+    """Whether `program` asks for gradients."""
+    return program.backward is not Backward.NONE

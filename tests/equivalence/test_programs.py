@@ -1,0 +1,132 @@
+"""Generated layer programs equal eager; what differs, crashes or is torch's own is told apart."""
+
+import enum
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from moe_compile.testing.programs import choices
+from moe_compile.testing.programs.campaign import drawn_programs
+from moe_compile.testing.programs.choices import (
+    Counts,
+    Decoy,
+    Detail,
+    Order,
+    Reader,
+    Style,
+    Wrapping,
+)
+from moe_compile.testing.programs.grammar import Experts, Program, all_features, features
+from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
+from moe_compile.testing.programs.run import Findings, run
+from moe_compile.testing.programs.shrink import simplest
+from moe_compile.testing.programs.sweep import sweep
+from moe_compile.testing.programs.text import source_of
+
+FIXED = (
+    Program(
+        layers=(
+            Experts(
+                top_k=2, counts=Counts.GATHERED, style=Style.GROUPED, order=Order.SORT,
+                readers=frozenset({Reader.RETURNED, Reader.SHARED_EXPERT}),
+            ),
+            Experts(decoys=frozenset({Decoy.MEAN})),
+        ),
+        tokens=((4, 2),),
+    ),
+    Program(
+        layers=(Experts(local=3, details=frozenset({Detail.BIAS, Detail.PROBS_TRAVEL})),),
+        dtype="float32", wrapping=Wrapping.CHECKPOINT, chunks=3,
+    ),
+    Program(layers=(Experts(style=Style.BATCHED, readers=frozenset({Reader.LATE_STATISTICS})),)),
+)  # fmt: skip
+"""Programs whose regions run in chunks, the first beside one that must not."""
+
+COMPILED_ALONE = "if torch.compiler.is_compiling():\n            "
+FAULTS = {
+    "output": "x = x + 1",
+    "random state": "torch.rand(1)",
+    "buffer layer0.load": "self.layer0.load.add_(1)",
+    "extra value 0": "extra.append(x.detach())",
+}
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge() as judge:
+        yield judge
+
+
+@pytest.mark.parametrize("program", FIXED, ids=["grouped", "loop", "batched"])
+def test_a_chunked_program_equals_eager(judge, program):
+    judgement = judge.judge(source_of(program))
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.is_chunked, judgement.verdicts
+
+
+def with_line(line):
+    """Return a program that does something else where it is compiled, by anything."""
+    readers = frozenset({Reader.LATE_STATISTICS})
+    text = source_of(Program(layers=(Experts(style=Style.DENSE, readers=readers),)))
+    return text.replace("return x, extra", f"{line}\n        return x, extra")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_compiled_program_does_otherwise_is_found(two_ranks, name):
+    found = two_ranks.run(run, with_line(COMPILED_ALONE + FAULTS[name]), "aot_eager")
+    judgement = judgement_of(found)
+    assert judgement.kind is Kind.WRONG
+    assert f"step 0: {name} " in judgement.detail
+
+
+def test_an_error_of_the_compiled_program_alone_is_a_crash(two_ranks):
+    text = with_line(COMPILED_ALONE + "x.view(-1, 7919)")
+    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Kind.CRASH
+
+
+def test_a_program_that_eager_torch_cannot_run_is_invalid(two_ranks):
+    text = with_line("x.view(-1, 7919)")
+    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Kind.INVALID
+
+
+def test_a_program_that_should_raise_and_does_not_is_wrong():
+    found = Findings(raises=True, eager_error="RuntimeError: Expected cond to be True")
+    assert judgement_of([found, found]).kind is Kind.WRONG
+    caught = Findings(raises=True, eager_error="RuntimeError", compiled_error="RuntimeError")
+    assert judgement_of([caught, caught]).kind is Kind.SAME
+
+
+def test_a_pass_that_failed_is_a_failure():
+    found = Findings(dropped=["chunk_regions: AssertionError"])
+    assert judgement_of([found, found]).failed
+
+
+def test_every_choice_of_the_grammar_is_drawn():
+    kinds = [k for k in vars(choices).values() if isinstance(k, enum.EnumMeta) and k.__doc__]
+    members = {f"{k.__name__.lower()}: {m.name.lower()}" for k in kinds for m in k}
+    assert members == set(all_features())
+    drawn = set().union(*(features(p) for p in itertools.islice(drawn_programs(0), 600)))
+    assert members <= drawn
+
+
+def test_programs_are_python_and_a_function_of_the_seed():
+    first, again = (list(itertools.islice(drawn_programs(3), 40)) for _ in range(2))
+    assert first == again
+    assert len({source_of(program) for program in first}) > 35
+    for program in (*first, *sweep()):
+        compile(source_of(program), "program.py", "exec")
+
+
+def test_a_failing_program_shrinks_to_what_makes_it_fail():
+    def fails(program):
+        layers = [a for a in program.layers if isinstance(a, Experts)]
+        legacy = any(a.counts is Counts.LEGACY and Reader.RETURNED in a.readers for a in layers)
+        return legacy and 0 in sum(program.tokens, ())
+
+    culprit = Experts(counts=Counts.LEGACY, readers=frozenset({Reader.RETURNED}))
+    for program in itertools.islice(drawn_programs(5), 5):
+        noisy = replace(program.layers[0], counts=Counts.LEGACY)
+        noisy = replace(noisy, readers=noisy.readers | {Reader.RETURNED})
+        program = replace(program, layers=(noisy, *program.layers[1:]), tokens=((3, 2), (0, 5)))
+        assert simplest(program, fails, trials=200) == Program(layers=(culprit,), tokens=((0, 5),))
