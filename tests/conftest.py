@@ -5,6 +5,8 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor would start a process of its own to compile in, for each rank that compiles anything
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch.distributed as dist
 from hypothesis import settings
@@ -17,16 +19,28 @@ settings.register_profile("beside others", deadline=None)
 settings.load_profile("beside others")
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
+@pytest.fixture(scope="session")
+def kept_two_ranks():
     with RankPool(2) as pool:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
+@pytest.fixture(scope="session")
+def kept_four_ranks():
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def two_ranks(kept_two_ranks):
+    kept_two_ranks.regroup()
+    return kept_two_ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks(kept_four_ranks):
+    kept_four_ranks.regroup()
+    return kept_four_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
