@@ -14,20 +14,32 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_compile.testing.rank_pool import RankPool
 
+LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
+"""Where files of tests take a minute: first, so that no worker has such a file left at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 # tests run beside others, and an example's time says nothing then
 settings.register_profile("beside others", deadline=None)
 settings.load_profile("beside others")
 
 
+TIMEOUT_S = 900.0
+"""Ends what hangs, and nothing that is slow: calls of this length take a hundredth of it."""
+
+
 @pytest.fixture(scope="session")
 def kept_two_ranks():
-    with RankPool(2) as pool:
+    with RankPool(2, timeout_s=TIMEOUT_S) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def kept_four_ranks():
-    with RankPool(4) as pool:
+    with RankPool(4, timeout_s=TIMEOUT_S) as pool:
         yield pool
 
 

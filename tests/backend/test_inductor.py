@@ -26,7 +26,7 @@ def run(program, cache, *choices, root=ROOT):
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.backend.inductor_runs", program, *map(json.dumps, choices)],
-        cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        cwd=root, env=environment, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [text for text in done.stdout.splitlines() if text.startswith("RESULT ")]

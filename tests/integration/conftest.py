@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from moe_compile.testing.rank_pool import RankPool
+from tests.conftest import TIMEOUT_S
 
 
 def work_around():
@@ -14,11 +15,11 @@ def work_around():
 
 @pytest.fixture(scope="session")
 def kept_two_ranks():
-    with RankPool(2, at_start=work_around) as pool:
+    with RankPool(2, timeout_s=TIMEOUT_S, at_start=work_around) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def kept_four_ranks():
-    with RankPool(4, at_start=work_around) as pool:
+    with RankPool(4, timeout_s=TIMEOUT_S, at_start=work_around) as pool:
         yield pool

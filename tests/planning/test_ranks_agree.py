@@ -43,7 +43,7 @@ def decisions(ranks, num_ranks):
     def run(rank):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(rank), str(num_ranks)],
-            cwd=ROOT, text=True, capture_output=True, timeout=300, check=True,
+            cwd=ROOT, text=True, capture_output=True, timeout=900, check=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(17 * rank)},
         )  # fmt: skip
         (line,) = [text for text in done.stdout.splitlines() if text.startswith("SAID")]
