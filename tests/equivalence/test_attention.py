@@ -124,7 +124,7 @@ def test_values_of_another_size_than_keys_differ_in_last_bits_and_the_report_say
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(20)
+@examples(5)
 def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
     check(two_ranks, data.draw(even_cases(2, style)), style)
 

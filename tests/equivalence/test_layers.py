@@ -90,13 +90,13 @@ def test_every_style_on_two_ranks_equals_eager(two_ranks, style):
 
 @pytest.mark.parametrize("style", CHOSEN, ids=lambda s: s.__name__)
 def test_layers_on_four_ranks_equal_eager(four_ranks, style):
-    check(four_ranks, one_case(style, (5, 11, 1, 8)), style)
+    check(four_ranks, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(4)
+@examples(2)
 def test_many_layers_on_four_ranks_equal_eager(four_ranks, style, data):
     check(four_ranks, data.draw(moe_cases(4, dtypes(style))), style)
 
@@ -104,6 +104,6 @@ def test_many_layers_on_four_ranks_equal_eager(four_ranks, style, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(20)
+@examples(8)
 def test_many_layers_on_two_ranks_equal_eager(two_ranks, style, data):
     check(two_ranks, data.draw(moe_cases(2, dtypes(style))), style)

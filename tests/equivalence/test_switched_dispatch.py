@@ -211,7 +211,7 @@ def test_two_rows_a_token_change_no_bit_on_four_ranks(four_ranks, style, data, p
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data(), padding=PADDING)
-@examples(8)
+@examples(5)
 def test_many_layers_on_two_ranks_change_no_bit(two_ranks, style, data, padding):
     case = data.draw(gathered_cases(2, dtypes(style)))
     check(two_ranks.run(differing, case, style, options(padding)))
