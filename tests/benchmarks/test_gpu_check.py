@@ -51,6 +51,7 @@ def checked(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_link_section_runs_without_a_gpu(checked):
     folder, done, summary = checked
     assert summary["sections"]["link"]["status"] == "passed", (folder / "link.log").read_text()
@@ -65,6 +66,7 @@ def test_the_link_section_runs_without_a_gpu(checked):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_every_section_passes_without_a_gpu(checked):
     folder, done, summary = checked
     statuses = {name: found["status"] for name, found in summary["sections"].items()}

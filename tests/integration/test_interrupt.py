@@ -29,7 +29,9 @@ def processes_with(mark):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_no_process_outlives_the_command(tmp_path, number, request):
     mark = f"INTERRUPT_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")

@@ -94,9 +94,7 @@ def test_a_resumed_job_counts_its_own_steps(two_ranks, tmp_path):
     (gigabytes,) = values["megamoe/exchange_GB_per_step"]
     (seconds,) = values["time_metrics/end_to_end(s)"]
     (rate,) = values["megamoe/exchange_GB_per_s_of_step"]
-    assert rate == pytest.approx(
-        gigabytes / seconds, rel=0.4
-    )  # two clocks; the rate was twice this
+    assert rate == pytest.approx(gigabytes / seconds, rel=0.4)  # by two clocks; it was twice this
 
 
 def test_a_job_without_megamoe_logs_as_torchtitan_does(two_ranks, tmp_path):
