@@ -101,7 +101,7 @@ class RankPool:
         self._store = store
 
     def _start(self) -> None:
-        context = mp.get_context(_start_method())
+        context: Any = mp.get_context(_start_method())
         context.set_forkserver_preload(list(IMPORTED_ONCE))
         self._store = meeting_point()
         for rank in range(self.num_ranks):
