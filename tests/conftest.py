@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 
 # tests run beside others, and an example's time says nothing then
-settings.register_profile("beside others", deadline=None)
+settings.register_profile("beside others", deadline=None, max_examples=40)
 settings.load_profile("beside others")
 
 

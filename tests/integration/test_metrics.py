@@ -67,6 +67,7 @@ def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_pat
     assert logged(tmp_path)[sent] == plain[sent]
 
 
+@pytest.mark.slow
 def test_tokens_of_validation_are_not_counted_as_trained(two_ranks, tmp_path):
     validates = {
         "model.name": "qwen3",  # torchtitan validates no DeepSeek-V3
@@ -84,6 +85,7 @@ def test_tokens_of_validation_are_not_counted_as_trained(two_ranks, tmp_path):
     assert_about_half_leave(values, tokens=TOKENS, dim=DIM)
 
 
+@pytest.mark.slow
 def test_a_resumed_job_counts_its_own_steps(two_ranks, tmp_path):
     """Steps before the checkpoint were taken for steps of the first logged window."""
     saves = {**LOGGED, "checkpoint.enable": True, "checkpoint.interval": 2, "metrics.log_freq": 2}
