@@ -60,6 +60,7 @@ def test_every_logged_step_has_every_metric(plain):
     assert all(0.0 < share < 100.0 for share in values["megamoe/metrics_time_pct"])
 
 
+@pytest.mark.slow
 def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_path, plain):
     """torchtitan halves the counts of checkpointed blocks; compiled ones do not count twice."""
     train(two_ranks, 2, tmp_path, LOGGED, OURS, {"activation_checkpoint.mode": "full"})
