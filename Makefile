@@ -10,23 +10,34 @@ CONFIG := torchtitan_integration/configs/deepseek_v3_debug_cpu.toml
 # torch the environment holds; other versions get an environment of their own (make test-torch)
 TORCH := 2.13.0
 
-# tests run in so many processes at once, each with its own share of the tests; 0: one after another
+# tests run in so many processes at once; 0: one after another. A file's tests stay in one process,
+# which makes what they share once, and files that take long come first (tests/conftest.py)
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ON_A_CPU := not gpu and not multigpu
+# least percentage of the product's lines that the tests of make test run
+COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-torch fuzz lint format clean
+.PHONY: train test test-all test-slow test-torch coverage fuzz lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu and not multigpu"
+	$(PYTEST) -m "not slow and $(ON_A_CPU)"
 
-# slow cases one after another: they know time limits that two at once would miss
-test-all: test
-	$(BIN)/python -m pytest -m "slow and not gpu and not multigpu"
+test-all: test test-slow
+
+# those that measure time come last, one after another
+test-slow: $(READY)
+	$(PYTEST) -m "slow and not alone and $(ON_A_CPU)"
+	$(BIN)/python -m pytest -m "slow and alone and $(ON_A_CPU)"
+
+# lines that make test runs, in every process it starts: twice the time of the tests
+coverage: $(READY)
+	$(PYTEST) -m "not slow and $(ON_A_CPU)" --cov --cov-report=term --cov-fail-under=$(COVERED)
 
 # make fuzz SEED=7 PROGRAMS=500: generated programs, eagerly and compiled; outside test-all
 SEED ?= 1
@@ -64,4 +75,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* outputs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .coverage* outputs .pytest_cache .mypy_cache .ruff_cache

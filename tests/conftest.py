@@ -5,6 +5,8 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor would start a process of its own to compile in, for each rank that compiles anything
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch.distributed as dist
 from hypothesis import settings
@@ -12,21 +14,45 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_compile.testing.rank_pool import RankPool
 
+LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
+"""Where files of tests take a minute: first, so that no worker has such a file left at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 # tests run beside others, and an example's time says nothing then
-settings.register_profile("beside others", deadline=None)
+settings.register_profile("beside others", deadline=None, max_examples=40)
 settings.load_profile("beside others")
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    with RankPool(2) as pool:
+TIMEOUT_S = 900.0
+"""Ends what hangs, and nothing that is slow: calls of this length take a hundredth of it."""
+
+
+@pytest.fixture(scope="session")
+def kept_two_ranks():
+    with RankPool(2, timeout_s=TIMEOUT_S) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def kept_four_ranks():
+    with RankPool(4, timeout_s=TIMEOUT_S) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4) as pool:
-        yield pool
+def two_ranks(kept_two_ranks):
+    kept_two_ranks.regroup()
+    return kept_two_ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks(kept_four_ranks):
+    kept_four_ranks.regroup()
+    return kept_four_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,13 +3,21 @@
 Contract
     `run` calls one function on every rank and returns their results in rank order; a failure on
     any rank raises here with that rank's traceback; a rank that hangs is ended after the timeout.
+    After a failure the ranks are ended, since nobody knows what they still wait for, and the next
+    call has new ones. `regroup` leaves the processes and gives them a process group of their own.
     Leaving the context ends every process it started, and no other.
     Pools of several programs may start at once: the system chooses a pool's port while it is bound.
+
+Importing what a compilation needs takes a process seconds, so one process imports it once, and
+every rank is a copy of that one; a rank has the environment that its pool's owner had when the
+rank started. With an accelerator each rank imports for itself: a copy of a process that has looked
+for devices cannot use them.
 """
 
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -24,6 +32,8 @@ import torch.distributed as dist
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
+IMPORTED_ONCE: Final = ("torch._dynamo.backends.common", "torch._inductor.compile_fx")
+"""Of torch alone: Python 3.11 gives the process that is copied no `sys.path` to find others by."""
 
 
 def meeting_point() -> dist.TCPStore:
@@ -41,27 +51,27 @@ class RankFailure(AssertionError):
 class RankPool:
     """`num_ranks` processes joined by a gloo group; use as a context manager."""
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 300.0) -> None:
-        """Prepare; processes start on entry. `timeout_s` bounds one call of `run`."""
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        timeout_s: float = 300.0,
+        at_start: Callable[[], None] | None = None,
+    ) -> None:
+        """Prepare; processes start on entry. `timeout_s` bounds one call of `run`.
+
+        Every process calls `at_start` before anything else: imports that must come first.
+        """
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
+        self._at_start = at_start
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._store: dist.TCPStore | None = None
 
     def __enter__(self) -> RankPool:
         """Start the ranks and wait until they have joined."""
-        context = mp.get_context("spawn")
-        self._store = meeting_point()
-        for rank in range(self.num_ranks):
-            here, there = context.Pipe()
-            arguments = (rank, self.num_ranks, self._store.port, there, self.timeout_s)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        self._collect(START_TIMEOUT_S)
+        self._start()
         return self
 
     def __exit__(
@@ -71,36 +81,70 @@ class RankPool:
         trace: TracebackType | None,
     ) -> None:
         """End the ranks."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._store = None
+        self._stop(patience_s=5.0)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(rank, *args)` on every rank; it and its results must pickle."""
+        if not self._processes:
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(self.timeout_s)
+
+    def regroup(self) -> None:
+        """Put the ranks into a new group, in place of all they have, and forget what they compiled.
+
+        Everything else that earlier calls left in the processes stays.
+        """
+        store = meeting_point()
+        self.run(_regroup, self.num_ranks, store.port, self.timeout_s)
+        self._store = store
+
+    def _start(self) -> None:
+        context: Any = mp.get_context(_start_method())
+        context.set_forkserver_preload(list(IMPORTED_ONCE))
+        self._store = meeting_point()
+        for rank in range(self.num_ranks):
+            here, there = context.Pipe()
+            meeting = (self.num_ranks, self._store.port, self.timeout_s)
+            arguments = (rank, meeting, there, dict(os.environ), self._at_start)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._collect(START_TIMEOUT_S)
+
+    def _stop(self, patience_s: float) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(patience_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes, self._store = [], [], None
 
     def _collect(self, timeout_s: float) -> list[Any]:
         """Return all ranks' results; a rank that failed is told before one that hangs for it."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
-        while len(results) < self.num_ranks:
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(self.num_ranks)) - set(results))
-                late = f"ranks {missing} did not answer within {timeout_s} s"
-                raise RankFailure(f"{late}\n{_failures(results)}")
+        while len(results) < self.num_ranks and time.monotonic() <= deadline:
             for rank, pipe in enumerate(self._pipes):
                 if rank not in results and pipe.poll(0.01):
                     results[rank] = _receive(rank, pipe)
-        if failures := _failures(results):
-            raise RankFailure(failures)
+        said = _failures(results)
+        if missing := sorted(set(range(self.num_ranks)) - set(results)):
+            said = f"ranks {missing} did not answer within {timeout_s} s\n{said}"
+        if said:
+            self._stop(patience_s=0.0)
+            raise RankFailure(said)
         return [results[rank][1] for rank in range(self.num_ranks)]
+
+
+def _start_method() -> str:
+    copies = "forkserver" in mp.get_all_start_methods() and not torch.accelerator.is_available()
+    return "forkserver" if copies else "spawn"
 
 
 def _failures(results: dict[int, Any]) -> str:
@@ -111,17 +155,24 @@ def _failures(results: dict[int, Any]) -> str:
 def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
     try:
         answer: tuple[bool, Any] = pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return False, f"process of rank {rank} ended"
     return answer
 
 
-def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, timeout_s: float) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+def _serve(
+    rank: int,
+    meeting: tuple[int, int, float],
+    pipe: Connection,
+    environment: dict[str, str],
+    at_start: Callable[[], None] | None,
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    if at_start is not None:
+        at_start()
+    _join(rank, *meeting)
     pipe.send((True, None))
     while True:
         try:
@@ -134,3 +185,18 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, timeout_s: fl
             pipe.send((False, traceback.format_exc()))
     if dist.is_initialized():  # a function may have ended it
         dist.destroy_process_group()
+
+
+def _join(rank: int, num_ranks: int, port: int, timeout_s: float) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def _regroup(rank: int, *meeting: Any) -> None:
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    _join(rank, *meeting)

@@ -20,32 +20,39 @@ def counters():
     return {key: found.get(f"fxgraph_cache_{key}", 0) for key in ("hit", "miss", "bypass")}
 
 
-def cached(options):
-    """Compile and run a layer once; return what Inductor's cache said of its two graphs."""
+def compiled_layer(options):
+    """Return the counters after a layer's forward and backward pass, and their generated code."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     layer = GroupedExperts(16, 24, 4, 2, dist.group.WORLD)
     compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
     x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
-    compiled(x).sum().backward()
-    return counters()
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
+    return counters(), codes
 
 
-def order(options):
-    """Return launches, waits and GEMMs of the forward and the backward wrapper, one letter each."""
-    layer = GroupedExperts(16, 24, 4, 2, dist.group.WORLD)
-    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
-    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
-    return [event_letters(wrapper_events(code)) for code in codes]
+def cached(*choices):
+    """Return what Inductor's cache said of a layer's two graphs, for each choice of options."""
+    return [compiled_layer(options)[0] for options in choices]
 
 
-def without_regions(options):
-    """Return the generated code of a dense layer, by Inductor and by us."""
+def first(options):
+    """Return that of the first process, the order of the layer's events, and a dense layer's code.
+
+    The order is launches, waits and GEMMs of the forward and the backward wrapper, a letter each.
+    """
+    counted, codes = compiled_layer(options)
+    letters = [event_letters(wrapper_events(code)) for code in codes]
+    return {"cache": counted, "order": letters, "dense": without_regions()}
+
+
+def without_regions():
+    """Return how the generated code of a dense layer differs, by Inductor and by us."""
     dense = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
     codes = []
     for backend in ("inductor", "megamoe"):
         torch._dynamo.reset()
-        compiled = torch.compile(dense, backend=backend, options=options or None)
+        compiled = torch.compile(dense, backend=backend)
         with torch._inductor.config.patch(force_disable_caches=True):
             x = torch.randn(4, 8, requires_grad=True)
             codes.append(run_fw_bw_and_get_code(lambda f=compiled, x=x: f(x))[1])
@@ -56,6 +63,6 @@ def without_regions(options):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    program = {"cached": cached, "order": order, "without_regions": without_regions}[sys.argv[1]]
-    print("RESULT", json.dumps(program(json.loads(sys.argv[2]))))
+    program = {"cached": cached, "first": first}[sys.argv[1]]
+    print("RESULT", json.dumps(program(*map(json.loads, sys.argv[2:]))))
     dist.destroy_process_group()

@@ -44,6 +44,7 @@ def test_the_choice_is_near_the_best_where_two_are_close(closest):
             assert regret <= NEAR, (layer.shape.name, profile)
 
 
+@pytest.mark.slow
 def test_it_is_near_there_with_any_constant_wrong_by_a_fifth(closest):
     for layer in closest:
         profile = CLOSEST[layer.shape.name, layer.num_ranks]

@@ -30,6 +30,7 @@ def assert_holds(held):
     assert found["slowest_against_one_chunk"] <= AGAINST_ONE
 
 
+@pytest.mark.slow
 def test_small_layers_take_the_time_predicted():
     held = [h for found in run_settings(FEW) for h in found]
     assert len(held) == len(FEW) * 3 * 2

@@ -59,9 +59,8 @@ def test_two_chunks_are_as_exact_as_inductor(two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_any_chunks_on_any_ranks_are_as_exact_as_inductor(two_ranks, chunks):
-    check(two_ranks, {"megamoe.chunks": chunks})
+def test_one_chunk_is_as_exact_as_inductor(two_ranks):
+    check(two_ranks, {"megamoe.chunks": 1})
 
 
 @pytest.mark.slow

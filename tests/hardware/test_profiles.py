@@ -113,7 +113,7 @@ def test_an_installed_wheel_has_the_profiles(tmp_path):
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--quiet", "-w", tmp_path, copy], check=True, timeout=120)
+    subprocess.run([*command, "--quiet", "-w", tmp_path, copy], check=True, timeout=600)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for path in SHIPPED:

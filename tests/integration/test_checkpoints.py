@@ -43,8 +43,8 @@ def resume(four_ranks, written, tmp_path_factory):
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        ("ours", "ours"),
         ("ours", "stock"),
+        pytest.param("ours", "ours", marks=pytest.mark.slow),
         pytest.param("stock", "ours", marks=pytest.mark.slow),
     ],
 )

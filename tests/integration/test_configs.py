@@ -54,7 +54,7 @@ def test_a_dry_run_chunks_every_recipe_within_an_hopper_gpus_memory(path):
     done = subprocess.run(
         [sys.executable, "-m", "moe_compile.cli", "train", str(path), "--dry-run",
          "--megamoe.chunks=2"],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     assert "chunked" in done.stdout and "left alone" not in done.stdout
     sums = re.findall(r"^ +sum +(.*)$", done.stdout, re.MULTILINE)[0].split()
@@ -82,7 +82,7 @@ def printed(tmp_path, *words, **environment):
     done = subprocess.run(
         [str(FOLDER / "launch_scripts/torchrun.sh"), str(path), *words],
         env={"PATH": os.environ["PATH"], "DRY": "1", **environment},
-        capture_output=True, text=True, timeout=20, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     return done.stdout
 
@@ -96,7 +96,7 @@ def test_the_launch_script_starts_a_rank_per_gpu_and_passes_flags_on(tmp_path):
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
 def test_launch_scripts_are_bash(name):
-    subprocess.run(["bash", "-n", str(FOLDER / "launch_scripts" / name)], check=True, timeout=20)
+    subprocess.run(["bash", "-n", str(FOLDER / "launch_scripts" / name)], check=True, timeout=300)
 
 
 def test_sizes_of_the_352b_model_add_up():

@@ -1,14 +1,22 @@
 """A dry run says what a job would do, and computes what can be computed by hand."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
+from moe_compile.cli import main
+from moe_compile.testing.rank_pool import RankPool
+from tests.integration.conftest import work_around
 from tests.integration.titan_jobs import CONFIG, ROOT, flags_of
 
 DEGREE = "parallelism.{}_degree".format
@@ -17,16 +25,38 @@ TOKENS, TOP_K = 4 * 128, 2
 FLOAT32, INT32, INT64 = 4, 4, 8
 
 
-def dry_run(config=CONFIG, world=None, status=0, **settings):
+@pytest.fixture(scope="module")
+def process():
+    """One process for all runs: imports take longer than a run does."""
+    with RankPool(1, at_start=work_around) as pool:
+        yield pool
+
+
+def run_here(rank, arguments):
+    """Return what the command line returns and prints, in a process that has no group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch._dynamo.reset()
+    _clear_sharding_prop_cache()
+    said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
+        status = main(arguments)
+    return status, *(stream.getvalue() for stream in said)
+
+
+def arguments_of(world, settings):
     flags = flags_of({name.replace("__", "."): value for name, value in settings.items()})
-    command = [sys.executable, "-m", "moe_compile.cli", "train", str(config), "--dry-run"]
-    command += ["--world", str(world)] if world else []
-    done = subprocess.run(
-        [*command, *flags], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout if status == 0 else done.stderr
+    return ["train", str(CONFIG), "--dry-run", *(["--world", str(world)] if world else []), *flags]
+
+
+@pytest.fixture
+def dry_run(process):
+    def run(world=None, status=0, **settings):
+        ((returned, out, errors),) = process.run(run_here, arguments_of(world, settings))
+        assert returned == status, out[-3000:] + errors[-3000:]
+        return out if status == 0 else errors
+
+    return run
 
 
 def cells(output, label):
@@ -36,7 +66,13 @@ def cells(output, label):
 
 
 def test_exchanges_of_a_balanced_routing_are_counted_by_hand():
-    output = dry_run()
+    """By the command, as a user gives it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_compile.cli", *arguments_of(None, {})], cwd=ROOT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output = done.stdout
     assert "chunked, 2 chunks of 4 local experts" in output
     rows = TOKENS * TOP_K * DIM * FLOAT32
     forward = (2 * rows + EXPERTS * INT64) / 1e6  # dispatch, combine, and the counts
@@ -46,7 +82,7 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand():
     assert "none" in output  # the block without experts has no collective
 
 
-def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand():
+def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand(dry_run):
     """Its layer keeps split sizes, and so the exchange of counts."""
     output = dry_run(megamoe__dispatch="all_gather")
     assert "all-gathered, 1 chunks of 4 local experts" in output
@@ -64,7 +100,7 @@ def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand():
     assert cells(output, "all_to_all_single") == ["ep", "1", "0.00", "0", "0.00"]
 
 
-def test_parameters_are_divided_over_the_axes_that_shard_them():
+def test_parameters_are_divided_over_the_axes_that_shard_them(dry_run):
     """Eight ranks; experts over efsdp 2 x ep 4, the rest over fsdp 8."""
     output = dry_run(world=8, **{DEGREE("data_parallel_shard"): 8, DEGREE("expert_parallel"): 4},
                      model__flavor="16B")  # fmt: skip
@@ -74,7 +110,7 @@ def test_parameters_are_divided_over_the_axes_that_shard_them():
     assert "Attention is traced as causal SDPA" in output
 
 
-def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages():
+def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages(dry_run):
     output = dry_run(
         world=16,
         **{DEGREE("data_parallel_shard"): 4, DEGREE("tensor_parallel"): 2},
@@ -85,7 +121,7 @@ def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages()
     assert len(cells(output, "saved activations")) == 2
 
 
-def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_latent():
+def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_latent(dry_run):
     degrees = {DEGREE("context_parallel"): 2, DEGREE("data_parallel_shard"): 1}
     output = dry_run(**degrees)
     assert "fsdp 2, cp 2, ep 2" in output
@@ -116,9 +152,9 @@ def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_la
         ({DEGREE("data_parallel_shard"): -1}, "say how many with --nproc N"),
     ],
 )
-def test_what_cannot_run_is_refused_with_what_to_write(changes, message):
+def test_what_cannot_run_is_refused_with_what_to_write(dry_run, changes, message):
     assert message in dry_run(status=2, **changes)
 
 
-def test_degrees_that_do_not_make_the_world_are_refused():
+def test_degrees_that_do_not_make_the_world_are_refused(dry_run):
     assert "WORLD_SIZE(6)" in dry_run(world=6, status=2, **{DEGREE("data_parallel_shard"): 4})

@@ -62,6 +62,7 @@ def both_ways(rank, score_before_experts, padding):
     return results
 
 
+@pytest.mark.slow
 def test_weights_before_the_experts_change_no_bit(two_ranks):
     for eager, gathered in two_ranks.run(both_ways, True, "exact"):
         assert [name for name in eager if not torch.equal(eager[name], gathered[name])] == []

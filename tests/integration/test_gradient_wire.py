@@ -49,7 +49,7 @@ def reduce(rank, ranks, length, op, is_async, seed):
     return output, parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     ranks=st.sampled_from([2, 3, 4]),
     length=st.integers(1, 50),

@@ -29,7 +29,9 @@ def processes_with(mark):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_no_process_outlives_the_command(tmp_path, number, request):
     mark = f"INTERRUPT_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")
@@ -44,12 +46,12 @@ def test_no_process_outlives_the_command(tmp_path, number, request):
             stdout=written, stderr=subprocess.STDOUT,
         )  # fmt: skip
         request.addfinalizer(lambda: [os.kill(p, signal.SIGKILL) for p in processes_with(mark)])
-        _wait_until(lambda: "step:  2" in output.read_text(), 120)
+        _wait_until(lambda: "step:  2" in output.read_text(), 600)
         assert len(processes_with(mark)) >= 4  # the command, torchrun, two ranks
         command.send_signal(number)
         command.send_signal(number)  # impatience must not cut the clean end short
-        assert command.wait(60) == 128 + number
-    _wait_until(lambda: not processes_with(mark), 10)
+        assert command.wait(300) == 128 + number
+    _wait_until(lambda: not processes_with(mark), 300)
 
 
 def _wait_until(is_true, seconds):

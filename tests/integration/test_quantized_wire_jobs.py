@@ -20,6 +20,7 @@ def assert_close(ours, plain, relative):
         assert float(loss) == pytest.approx(float(plain.steps[step][0]), rel=relative)
 
 
+@pytest.mark.slow
 def test_losses_are_close_to_those_of_unquantised_rows(two_ranks, tmp_path):
     plain = train(two_ranks, 2, tmp_path / "plain", OURS)
     ours = train(two_ranks, 2, tmp_path / "ours", OURS, WIRES)

@@ -35,6 +35,7 @@ def test_a_job_trains_and_ends_with_its_report(tmp_path):
     assert "MoE regions" in output and "chunked" in output
 
 
+@pytest.mark.slow
 def test_a_report_of_another_run_is_not_shown(tmp_path):
     old = tmp_path / "report.json"
     old.write_text("of another run, and not to be shown")

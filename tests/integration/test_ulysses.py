@@ -114,7 +114,7 @@ def resume(pool, folder, before, settings, *changes):
 
 
 def test_a_checkpoint_of_ulysses_goes_on_under_torchtitans_fsdp(from_seed, four_ranks, tmp_path):
-    written, folder = from_seed(settings_of(ULYSSES[FAST[1]]), OURS)
+    written, folder = from_seed(settings_of(ULYSSES[FAST[1]]), SPLIT)
     rest = resume(four_ranks, tmp_path, folder, fsdp(2, ULYSSES[FAST[1]].model), STOCK)
     assert rest.steps == {step: written[0].steps[step] for step in (3, 4, 5)}
 

@@ -6,7 +6,7 @@ import torch
 from moe_compile.ops.quantize import pack_rows, unpack_rows
 
 
-@pytest.mark.parametrize("width", [256, 200])
+@pytest.mark.parametrize("width", [200, pytest.param(256, marks=pytest.mark.slow)])
 def test_inductor_packs_the_same_bytes_and_unpacks_the_same_values(width):
     def there_and_back(rows, index):
         message = pack_rows(rows, index)

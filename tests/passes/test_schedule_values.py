@@ -76,7 +76,7 @@ STEP = st.tuples(st.sampled_from(KINDS), st.integers(0, 7), st.integers(0, 7))
 LINKS = st.sampled_from([1e-6, 1e-3, 1.0])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(steps=st.lists(STEP, min_size=4, max_size=30), link=LINKS)
 def test_any_program_of_exchanges_and_compute_computes_the_same(steps, link):
     """In-place writes, views, random numbers, host reads and writes into the input included."""

@@ -1,0 +1,96 @@
+"""A pool's ranks fail loudly, come back, and change groups without changing processes."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_compile.testing.rank_pool import RankFailure, RankPool
+
+
+def set_up():
+    os.environ["SET_UP"] = "before the group"
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, timeout_s=60, at_start=set_up) as ranks:
+        yield ranks
+
+
+def raise_on(rank, unlucky):
+    if rank == unlucky:
+        raise ValueError(f"from rank {rank}")
+    return os.getpid()
+
+
+def wait_for_all(rank, unlucky):
+    """Reduce what `unlucky`, which raises, has no part in."""
+    raise_on(rank, unlucky)
+    dist.all_reduce(torch.ones(1))
+
+
+def total(rank, group=None):
+    mine = torch.tensor([float(rank + 1)])
+    dist.all_reduce(mine, group=group)
+    return mine.item()
+
+
+def environment(rank, name):
+    return os.environ.get(name)
+
+
+def test_a_failure_names_the_rank_and_the_next_call_has_new_ranks(pool):
+    before = pool.run(raise_on, None)
+    with pytest.raises(RankFailure, match=r"rank 1:\n(.|\n)*from rank 1"):
+        pool.run(raise_on, 1)
+    after = pool.run(raise_on, None)
+    assert not set(before) & set(after)
+    assert pool.run(total) == [3.0, 3.0]
+
+
+def test_a_rank_that_hangs_is_ended_and_does_not_hide_what_failed():
+    with RankPool(2, timeout_s=8) as pool:
+        with pytest.raises(RankFailure, match=r"from rank 0"):
+            pool.run(wait_for_all, 0)
+        assert pool.run(total) == [3.0, 3.0]
+
+
+def leave(rank):
+    os._exit(3)
+
+
+def test_a_process_that_ends_is_said(pool):
+    with pytest.raises(RankFailure, match="process of rank 0 ended"):
+        pool.run(leave)
+
+
+def with_group_of_its_own(rank):
+    return total(rank, dist.new_group())
+
+
+def end_group(rank):
+    dist.destroy_process_group()
+    return os.getpid()
+
+
+def test_ranks_are_regrouped_in_the_processes_they_were(pool):
+    assert pool.run(with_group_of_its_own) == [3.0, 3.0]
+    before = pool.run(raise_on, None)
+    pool.regroup()
+    assert pool.run(total) == [3.0, 3.0]
+    assert pool.run(end_group) == before
+    pool.regroup()
+    assert pool.run(total) == [3.0, 3.0]
+
+
+def test_ranks_have_the_environment_of_their_start_and_are_set_up_first(monkeypatch):
+    monkeypatch.setenv("OF_THE_OWNER", "now")
+    with RankPool(1, at_start=set_up) as pool:
+        assert pool.run(environment, "OF_THE_OWNER") == ["now"]
+        assert pool.run(environment, "SET_UP") == ["before the group"]
+    monkeypatch.delenv("OF_THE_OWNER")
+    with RankPool(1) as pool:
+        assert pool.run(environment, "OF_THE_OWNER") == [None]
