@@ -22,7 +22,8 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     console = console or Console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
-    console.print(_regions(report))
+    if report["regions"]:
+        console.print(_regions(report))
     if report["attention"]:
         console.print(_attention(report))
     if report["graphs"]:
@@ -30,6 +31,10 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     for title, key in (("Left alone", "left_alone"), ("Passes left out", "dropped_passes")):
         for line in report[key]:
             console.print(f"{title}: {line}", highlight=False)
+    for warning in report.get("warnings", ()):
+        console.print(warning, highlight=False)
+    if not report["compilations"]:
+        console.print("No MoE region was found; the code is Inductor's alone.", highlight=False)
     console.print(
         f"Compilations with regions: {report['compilations']}, of these recompiles: "
         f"{report['recompiles']}. Times are predicted for hardware profile "

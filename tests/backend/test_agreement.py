@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.errors import RankDisagreement
-from moe_compile.ops.agreement import executed_records
+from moe_compile.ops.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.chunk_regions import ChunkRegions
 from tests.layers import GroupedExperts
