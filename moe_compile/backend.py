@@ -82,12 +82,15 @@ def megamoe(
     compiled = _compile(gm, example_inputs, state, patches, has_regions=has_regions)
     if written is None:
         return compiled
+    written.learn_guards()
     plan = plan_of(state, has_regions=has_regions)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     return agreed_callable(
         compiled,
         programs_of(order, plan),
-        functools.partial(written.compile, functools.partial(_compile, state=whole, patches=patches))
+        functools.partial(
+            written.compile, functools.partial(_compile, state=whole, patches=patches)
+        )
         if plan
         else None,
     )

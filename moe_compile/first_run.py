@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch.fx as fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
@@ -37,16 +36,29 @@ class AsWritten:
     inputs: list[Any]
     tracing: TracingContext | None
     compiling: CompileContext | None
+    guards: frozenset[str] = frozenset()
+    """Conditions on sizes under which the compiled code is called."""
 
     @staticmethod
     def of(gm: fx.GraphModule, inputs: Sequence[Any]) -> AsWritten:
-        """Keep `gm` before passes edit it, and what Dynamo knows while it compiles `gm`."""
+        """Keep `gm` before passes edit it, and what Dynamo knows while it compiles `gm`.
+
+        Of inputs their fakes: Dynamo forgets which sizes of a real tensor it takes for dynamic.
+        """
+        places = gm.graph.find_nodes(op="placeholder")
+        fakes = [
+            place.meta.get("example_value", x) for place, x in zip(places, inputs, strict=True)
+        ]
         return AsWritten(
             gm=pristine_copy(gm),
-            inputs=list(inputs),
+            inputs=fakes,
             tracing=TracingContext.try_get(),
             compiling=CompileContext.try_get(),
         )
+
+    def learn_guards(self) -> None:
+        """Take down the guards on sizes that Dynamo is about to write: before it forgets them."""
+        self.guards = _guards(self.tracing)
 
     def compile(self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]) -> Compiled:
         """Return the graph compiled without a pass of ours.
@@ -55,12 +67,10 @@ class AsWritten:
         Where the compiler asks for such the graph runs node by node instead, right for all sizes.
         """
         fallback = pristine_copy(self.gm)
-        shapes = _shapes(self.tracing)
-        before = len(shapes.guards) if shapes else 0
         with tracing(self.tracing), compile_context(self.compiling):
             compiled = compile_graph(self.gm, self.inputs)
-        if shapes and len(shapes.guards) > before:
-            LOG.warning("megamoe: compiled as written it would need new guards: run node by node")
+        if new := sorted(_guards(self.tracing) - self.guards):
+            LOG.warning("megamoe: runs node by node: compiled as written it would need %s", new)
             return fallback
         return compiled
 
@@ -120,6 +130,7 @@ class _FirstRun:
         return agreement, turn, self.compiled
 
 
-def _shapes(context: TracingContext | None) -> ShapeEnv | None:
+def _guards(context: TracingContext | None) -> frozenset[str]:
     mode = context.fake_mode if context is not None else None
-    return mode.shape_env if mode is not None else None
+    shapes = mode.shape_env if mode is not None else None
+    return frozenset(str(guard.expr) for guard in shapes.guards) if shapes else frozenset()

@@ -209,7 +209,6 @@ class Agreement:
         return False
 
 
-
 class _Current:
     """The agreement of the process group at hand."""
 

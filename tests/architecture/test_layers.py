@@ -14,7 +14,12 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.planning",),
     ("passes",),
     ("moe_compile.report",),
-    ("moe_compile.codegen", "moe_compile.backend"),
+    (
+        "moe_compile.codegen",
+        "moe_compile.first_run",
+        "moe_compile.group_setup",
+        "moe_compile.backend",
+    ),
     ("moe_compile.testing",),
     ("torchtitan_integration",),
     ("moe_compile.commands", "moe_compile.cli"),
