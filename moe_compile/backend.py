@@ -18,8 +18,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -29,11 +28,9 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._logging import trace_structured
 
-from moe_compile.analysis.attention_regions import UNPROVEN
-from moe_compile.analysis.regions import Refused
 from moe_compile.codegen import compile_with_fx, compile_with_inductor, plan_of
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
-from moe_compile.errors import InvalidConfig, RegionRefused
+from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.async_tp import probe_means
 from moe_compile.graph.user_order import user_order
@@ -45,6 +42,7 @@ from moe_compile.planning.plan_value import level_value, plan_digest
 from moe_compile.planning.state import CompileState
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
+from moe_compile.strict import refuse_unmatched, refuse_unmet
 from passes.contract import PassReport
 from passes.pipeline import DYNAMO, NAMES, Dropped, check_names, run_level
 
@@ -85,15 +83,9 @@ def megamoe(
     written.learn_guards()
     plan = plan_of(state, has_regions=has_regions)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
-    return agreed_callable(
-        compiled,
-        programs_of(order, plan),
-        functools.partial(
-            written.compile, functools.partial(_compile, state=whole, patches=patches)
-        )
-        if plan
-        else None,
-    )
+    again = functools.partial(_compile, state=whole, patches=patches)
+    compile_whole = functools.partial(written.compile, again) if plan else None
+    return agreed_callable(compiled, programs_of(order, plan), compile_whole)
 
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
@@ -102,7 +94,7 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []
     _run_dynamo_level(gm, state, compilation, levels)
-    _refuse_unmatched_if_strict(config, compilation)
+    refuse_unmatched(config, compilation)
     state.family = compilation.family
     nums = [r.num_chunks for r in compilation.regions]
     nums += [a.num_chunks for a in compilation.attention]
@@ -134,7 +126,7 @@ def _run_dynamo_level(
     results = run_level(DYNAMO, gm.graph, state)
     _hand_over_tensor_parallelism(state)
     _check_groups(state)
-    _refuse_if_strict(state.config, state)
+    refuse_unmet(state.config, state)
     reports = [r for r in results if isinstance(r, PassReport)]
     chunked = {name for r in reports if r.pass_name == "chunk_regions" for name in r.applied}
     dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
@@ -206,73 +198,3 @@ def _log(compilation: Compilation) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     LOG.warning("%s", text)
-
-
-def _refuse_unmatched_if_strict(config: MegaMoEConfig, compilation: Compilation) -> None:
-    """Raise RegionRefused for a graph that dispatches rows and has no region at all."""
-    if not config.strict or config.chunks == 1 or compilation.has_regions:
-        return
-    for left in compilation.unmatched:
-        if left.is_dispatch:
-            raise RegionRefused(
-                f"{compilation.place_of_exchange}: no MoE region was found: {left}. To do: "
-                f"{left.remedy}. Set megamoe.strict = False to run it as it is"
-            )
-
-
-def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
-    """Raise RegionRefused for the first matched region that an option asked for in vain."""
-    if config.strict:
-        asked = (_unquantised, _unswitched, _unchunked, _unsplit)
-        for complaint in chain.from_iterable(unmet(state) for unmet in asked):
-            raise RegionRefused(complaint)
-
-
-def _unquantised(state: CompileState) -> Iterator[str]:
-    for plan in state.plans:
-        for exchange in (plan.dispatch, plan.combine):
-            if exchange.refusal:
-                yield (
-                    f"the {exchange.name} of {plan.region.name} is not quantised: "
-                    f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
-                )
-
-
-def _unswitched(state: CompileState) -> Iterator[str]:
-    if state.config.dispatch != "all_gather":
-        return
-    for plan in state.plans:
-        if not plan.switch.is_switched:
-            yield (
-                f"{plan.region.name} is not all-gathered: {plan.switch.reason.value} "
-                f"({plan.switch.detail}). Set megamoe.dispatch = 'all_to_all'"
-            )
-
-
-def _unchunked(state: CompileState) -> Iterator[str]:
-    if state.config.chunks == 1:
-        return
-    unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
-    for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):
-        yield (
-            f"{refused.candidate} is not chunked: {refused.reason.value} ({refused.detail}). "
-            "Set megamoe.strict = False to run it as it is"
-        )
-
-
-def _unsplit(state: CompileState) -> Iterator[str]:
-    if state.config.attention_chunks == 1:
-        return
-    for attention in state.attention:
-        if attention.reason in UNPROVEN:
-            detail = f" ({attention.detail})" if attention.detail else ""
-            yield (
-                f"the attention at {attention.where} is not split in groups of heads: "
-                f"{attention.reason.value}{detail}. "
-                "Set megamoe.attention_chunks = 1 to run it as it is"
-            )
-        for why in attention.projections_whole:
-            yield (
-                f"the attention at {attention.where} is not split as asked: {why}. "
-                "Set megamoe.attention_split = 'none'"
-            )

@@ -47,7 +47,8 @@ class AsWritten:
         """
         places = gm.graph.find_nodes(op="placeholder")
         fakes = [
-            place.meta.get("example_value", x) for place, x in zip(places, inputs, strict=True)
+            place.meta["example_value"] if "example_value" in place.meta else inputs[index]
+            for index, place in enumerate(places)
         ]
         return AsWritten(
             gm=pristine_copy(gm),

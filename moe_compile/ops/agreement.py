@@ -5,8 +5,8 @@ Contract
     and of our plan, "" where nothing is rewritten. At its first run a callable publishes both, with
     its position: the how manieth call of compiled callables with collectives on that group it is.
     The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
-    its main thread waits in a collective, with a message and `EXIT_STATUS`, within ten seconds
-    after the second of them was published. Only plans differ: all ranks run the user's order.
+    its main thread waits in a collective, with a message and a status of its own, ten seconds
+    at most after the second of them was published. Only plans differ: all ranks run the user's order.
     A rank waits for others only before it first launches what they have not agreed to, and no
     longer than the process group's own timeout. A rank that is late or was killed is waited for.
 
@@ -47,7 +47,7 @@ from moe_compile.ops.rank_store import (
     ranks_to_compare,
     timeout_s,
 )
-from moe_compile.ops.watcher import EXIT_STATUS, Watcher
+from moe_compile.ops.watcher import Watcher
 
 LOG: Final = logging.getLogger(__name__)
 

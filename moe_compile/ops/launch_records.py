@@ -72,8 +72,8 @@ def _conflict(family: str, first: tuple[int, int] | None) -> str:
     if first is None:
         return ""
     return (
-        f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph at "
-        f"{family.partition(' ')[2]}: a pass failed on some ranks only. {REMEDY}"
+        f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph "
+        f"at {family.partition(' ')[2]}: a pass failed on some ranks only. {REMEDY}"
     )
 
 

@@ -18,9 +18,9 @@ REMEDIES: Final = {
     Refusal.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
     "all-to-all or an all-gather of integers, in the same graph",
     Refusal.UNEVEN_EXPERTS: "give every rank the same number of experts",
-    Refusal.EVEN_SPLITS: "none if it dispatches no tokens; dispatch by capacity, in equal parts, is "
-    "not rewritten in this version",
-    Refusal.INTEGER_PAYLOAD: "none if nothing but integers is to be exchanged here",
+    Refusal.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
+    "parts, is not rewritten in this version",
+    Refusal.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
 }
 """What to change; of the most telling reason first."""
 OTHERWISE: Final = "the operator named is what to change, or nothing if this is no expert dispatch"
