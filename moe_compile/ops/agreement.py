@@ -6,7 +6,8 @@ Contract
     its position: the how manieth call of compiled callables with collectives on that group it is.
     The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
     its main thread waits in a collective, with a message and a status of its own, ten seconds
-    at most after the second of them was published. Only plans differ: all ranks run the user's order.
+    at most after the second of them was published.
+    Only plans differ: all ranks run the user's order.
     A rank waits for others only before it first launches what they have not agreed to, and no
     longer than the process group's own timeout. A rank that is late or was killed is waited for.
 

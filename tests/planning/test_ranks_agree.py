@@ -30,9 +30,9 @@ x = torch.randn(65536, 256, dtype=torch.bfloat16, requires_grad=True)
 config = MegaMoEConfig(
     equal_tokens=True, chunks="auto", dispatch_wire="auto", combine_wire="auto", hardware="h800"
 )
-_, compilation = rewrite(gm, config)
+state, compilation = rewrite(gm, config)
 (region,) = compilation.regions
-said = {"hash": hash("a") % 1000, "decision": region.decision, "plan": compilation.plan_digest()}
+said = {"hash": hash("a") % 1000, "decision": region.decision, "plan": state.plan_digest}
 print("SAID", json.dumps(said))
 """
 
