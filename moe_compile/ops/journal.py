@@ -35,15 +35,6 @@ class Program:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One call of a compiled callable."""
-
-    position: int
-    """First call: 1."""
-    program: Program
-
-
 class Journal:
     """The calls of one group, and the plans its ranks agreed on."""
 
@@ -59,18 +50,19 @@ class Journal:
         """Digests of the user's collectives that run as written from some call on."""
         self.published: set[int] = set()
         """Positions this rank published before it ran them."""
-        self._recent: list[Call | None] = [None] * REMEMBERED
+        self._recent: list[tuple[int, Program] | None] = [None] * REMEMBERED
+        """Position, the first being 1, and what ran there; one object, as another thread reads."""
 
     def note(self, program: Program) -> None:
         """Take down that the next call runs `program`; said before it launches anything."""
         position = self.num_calls + 1
-        self._recent[position % REMEMBERED] = Call(position=position, program=program)
+        self._recent[position % REMEMBERED] = (position, program)
         self.num_calls = position
 
     def at(self, position: int) -> Program | None:
         """Return what ran at `position`; None if that is forgotten."""
         call = self._recent[position % REMEMBERED]
-        return call.program if call is not None and call.position == position else None
+        return call[1] if call is not None and call[0] == position else None
 
     def must_ask(self, program: Program) -> bool:
         """Whether others may not launch what `program` launches, for all that this rank knows.

@@ -64,7 +64,7 @@ def open_prefix(store: dist.Store, rank: int) -> str:
 
 def ranks_to_compare(group: str) -> list[int]:
     """Return the global ranks of `group`; [] where there is no other rank to compare with."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_backend() in UNCOMPARED:
         return []
     process_group = dist.distributed_c10d._resolve_process_group(group)
     if dist.get_backend(process_group) in UNCOMPARED:
