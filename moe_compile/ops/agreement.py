@@ -105,17 +105,17 @@ class Agreement:
             if (journal := self._journal(group)) is not None
         )
         whole = tuple((journal, replace(program, plan="")) for journal, program in calls)
-        is_left_whole = calls != whole and any(p.order in j.left_whole for j, p in calls)
-        if is_left_whole:
+        is_rewritten = calls != whole
+        if any(p.order in j.left_whole for j, p in calls):
             calls = whole
         must = any(journal.must_ask(program) for journal, program in calls)
         if self._publish(calls, asks=must) and not self._ask(calls):
             for journal, program in calls:
                 journal.leave_whole(program.order)
-            return Turn(calls=whole, is_left_whole=calls != whole)
+            calls = whole
         for journal, program in calls:
             journal.agree(program)
-        return Turn(calls=calls, is_left_whole=is_left_whole)
+        return Turn(calls=calls, is_left_whole=is_rewritten and calls == whole)
 
     def end(self, message: str) -> NoReturn:
         """End all ranks, this one by RankDisagreement; for the threads that run the program."""
