@@ -3,6 +3,8 @@
 Contract
     Without a MoE region, or attention between exchanges, the graph goes to Inductor as it came:
     same code, same cache keys. Only `gradient_wire` concerns such graphs too.
+    What launches collectives first runs once all ranks may: see `moe_compile.ops.agreement`.
+    A graph with an all-to-all and no region is warned of, with the reason, once per place.
     torch's configuration is changed only inside our own compilations, with one exception made
     at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
     the graph at the split sizes before any backend sees it. Also at import, grouped products are
@@ -12,11 +14,11 @@ Contract
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,19 +28,23 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._logging import trace_structured
 
-from moe_compile.analysis.attention_regions import UNPROVEN
-from moe_compile.analysis.regions import Refused
-from moe_compile.codegen import compile_with_fx, compile_with_inductor
+from moe_compile.codegen import compile_with_fx, compile_with_inductor, plan_of
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
-from moe_compile.errors import InvalidConfig, RegionRefused
+from moe_compile.errors import InvalidConfig
+from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.async_tp import probe_means
+from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
+from moe_compile.ops.agreement import leaves_whole
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
+from moe_compile.planning.plan_value import level_value, plan_digest
 from moe_compile.planning.state import CompileState
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
-from passes.pipeline import DYNAMO, check_names, run_level
+from moe_compile.strict import refuse_unmatched, refuse_unmet
+from passes.contract import PassReport
+from passes.pipeline import DYNAMO, NAMES, Dropped, check_names, run_level
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -63,38 +69,73 @@ def megamoe(
     config = from_sources(options=ours, environment=os.environ)
     check_names(config.disable_passes)
     patches = {**_mode_patches(mode), **inductor}
+    order = user_order(gm)
+    if leaves_whole(programs_of(order, "")):
+        config = _as_written(config)
+    written = AsWritten.of(gm, example_inputs) if order else None
     state, compilation = rewrite(gm, config)
-    if compilation.has_regions:
-        REPORT.add(compilation, config.report, state.hardware.name)
-        _log(compilation)
-    compile_graph = compile_with_fx if config.codegen == "fx" else compile_with_inductor
-    return compile_graph(gm, example_inputs, state, patches, has_regions=compilation.has_regions)
+    REPORT.add(compilation, config.report, state.hardware.name)
+    _log(compilation)
+    has_regions = compilation.has_regions
+    compiled = _compile(gm, example_inputs, state, patches, has_regions=has_regions)
+    if written is None:
+        return compiled
+    written.learn_guards()
+    plan = plan_of(state, has_regions=has_regions)
+    whole = CompileState(config=_as_written(config), hardware=state.hardware)
+    again = functools.partial(_compile, state=whole, patches=patches)
+    compile_whole = functools.partial(written.compile, again) if plan else None
+    return agreed_callable(compiled, programs_of(order, plan), compile_whole)
 
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
     """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
     state = CompileState(config=config, hardware=load_profile(config.hardware))
     compilation = describe(gm, state)
-    _run_dynamo_level(gm, state, compilation)
+    levels: list[dict[str, Any]] = []
+    _run_dynamo_level(gm, state, compilation, levels)
+    refuse_unmatched(config, compilation)
     state.family = compilation.family
     nums = [r.num_chunks for r in compilation.regions]
     nums += [a.num_chunks for a in compilation.attention]
     state.is_chunked = any(num > 1 for num in nums)
-    state.plan_digest = compilation.plan_digest()
+    order = [f"{group} {o.collectives}" for group, o in user_order(gm).items()]
+    state.plan_digest = plan_digest(config, levels, *order)
     return state, compilation
 
 
-def _run_dynamo_level(gm: fx.GraphModule, state: CompileState, compilation: Compilation) -> None:
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: CompileState,
+    patches: Mapping[str, Any],
+    *,
+    has_regions: bool = False,
+) -> Callable[..., Any]:
+    generate = compile_with_fx if state.config.codegen == "fx" else compile_with_inductor
+    return generate(gm, example_inputs, state, patches, has_regions=has_regions)
+
+
+def _run_dynamo_level(
+    gm: fx.GraphModule,
+    state: CompileState,
+    compilation: Compilation,
+    levels: list[dict[str, Any]],
+) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
     results = run_level(DYNAMO, gm.graph, state)
     _hand_over_tensor_parallelism(state)
     _check_groups(state)
-    _refuse_if_strict(state.config, state)
+    refuse_unmet(state.config, state)
+    reports = [r for r in results if isinstance(r, PassReport)]
+    chunked = {name for r in reports if r.pass_name == "chunk_regions" for name in r.applied}
+    dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
+    levels.append(level_value(state, chunked=chunked, dropped=dropped))
     compilation.add_level(results, state)
     gm.recompile()
     for body in gm.children():
         if isinstance(body, fx.GraphModule):
-            _run_dynamo_level(body, state, compilation)
+            _run_dynamo_level(body, state, compilation, levels)
 
 
 def _hand_over_tensor_parallelism(state: CompileState) -> None:
@@ -105,6 +146,11 @@ def _hand_over_tensor_parallelism(state: CompileState) -> None:
             decision = decide_async_tp(state.config, attention, means)
             state.attention[i] = dataclasses.replace(attention, async_tp=decision.value)
             state.async_tp |= decision is AsyncTP.HANDED
+
+
+def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:
+    """Return `config` with every rewrite of ours switched off."""
+    return dataclasses.replace(config, disable_passes=NAMES, gradient_wire="same", async_tp=False)
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
@@ -132,6 +178,10 @@ def _check_groups(state: CompileState) -> None:
 
 
 def _log(compilation: Compilation) -> None:
+    if warning := compilation.warning():
+        _warn_once(warning)
+    if not compilation.has_regions:
+        return
     chunks = [region.num_chunks for region in compilation.regions]
     LOG.info("%s: %d MoE regions in %s chunks", compilation.family, len(chunks), chunks)
     groups = [a.num_chunks for a in compilation.attention if a.is_region]
@@ -145,59 +195,6 @@ def _log(compilation: Compilation) -> None:
     )
 
 
-def _refuse_if_strict(config: MegaMoEConfig, state: CompileState) -> None:
-    """Raise RegionRefused for the first matched region that an option asked for in vain."""
-    if config.strict:
-        asked = (_unquantised, _unswitched, _unchunked, _unsplit)
-        for complaint in chain.from_iterable(unmet(state) for unmet in asked):
-            raise RegionRefused(complaint)
-
-
-def _unquantised(state: CompileState) -> Iterator[str]:
-    for plan in state.plans:
-        for exchange in (plan.dispatch, plan.combine):
-            if exchange.refusal:
-                yield (
-                    f"the {exchange.name} of {plan.region.name} is not quantised: "
-                    f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
-                )
-
-
-def _unswitched(state: CompileState) -> Iterator[str]:
-    if state.config.dispatch != "all_gather":
-        return
-    for plan in state.plans:
-        if not plan.switch.is_switched:
-            yield (
-                f"{plan.region.name} is not all-gathered: {plan.switch.reason.value} "
-                f"({plan.switch.detail}). Set megamoe.dispatch = 'all_to_all'"
-            )
-
-
-def _unchunked(state: CompileState) -> Iterator[str]:
-    if state.config.chunks == 1:
-        return
-    unproven = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
-    for refused in (*unproven, *(decoy for decoy in state.decoys if decoy.is_region)):
-        yield (
-            f"{refused.candidate} is not chunked: {refused.reason.value} ({refused.detail}). "
-            "Set megamoe.strict = False to run it as it is"
-        )
-
-
-def _unsplit(state: CompileState) -> Iterator[str]:
-    if state.config.attention_chunks == 1:
-        return
-    for attention in state.attention:
-        if attention.reason in UNPROVEN:
-            detail = f" ({attention.detail})" if attention.detail else ""
-            yield (
-                f"the attention at {attention.where} is not split in groups of heads: "
-                f"{attention.reason.value}{detail}. "
-                "Set megamoe.attention_chunks = 1 to run it as it is"
-            )
-        for why in attention.projections_whole:
-            yield (
-                f"the attention at {attention.where} is not split as asked: {why}. "
-                "Set megamoe.attention_split = 'none'"
-            )
+@functools.cache
+def _warn_once(text: str) -> None:
+    LOG.warning("%s", text)

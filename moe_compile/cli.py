@@ -132,7 +132,7 @@ def _print_report(path: Path, *, is_new: bool, job: JobFile) -> None:
         print(f"megamoe: this report as JSON: {path}")  # noqa: T201
     elif job.read("compile.backend") == "megamoe":
         print(  # noqa: T201
-            f"megamoe: no report was written to {path}: nothing with a MoE region was compiled"
+            f"megamoe: no report was written to {path}: nothing was compiled"
             if path.name
             else "megamoe: no report was asked for; name a file in megamoe.report to have one"
         )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch._inductor.config as inductor_config
 import torch.fx as fx
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -26,7 +27,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.planning.state import CompileState
-from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, Level, run_level
+from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, Dropped, Level, run_level
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCES: Final = tuple(
@@ -96,7 +97,20 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None
     state.is_backward = any(node.name.startswith("tangents") for node in inputs)
     if level is not POST_GRAD:  # it comes second on its graph
         state.measures = {}
-    run_level(level, graph, state)
+    results = run_level(level, graph, state)
+    direction = "backward" if state.is_backward else "forward"
+    state.dropped += [f"{r.pass_name} {direction}" for r in results if isinstance(r, Dropped)]
+
+
+def plan_of(state: CompileState, *, has_regions: bool) -> str:
+    """Return a digest of what was made of a compiled program; "" where it runs as written.
+
+    Passes that failed on the graphs compiled so far are part of it: other ranks may have none.
+    """
+    if not _levels(state, has_regions=has_regions):
+        return ""
+    made = (state.plan_digest, _hash_of_sources(), torch.__version__, *sorted(state.dropped))
+    return hashlib.sha256(" ".join(made).encode()).hexdigest()[:32]
 
 
 def _levels(state: CompileState, *, has_regions: bool) -> tuple[Level, ...]:

@@ -23,7 +23,7 @@ class RegionRefused(MegaMoEError):
 
 
 class RankDisagreement(MegaMoEError):
-    """Ranks compiled different orders of collectives; running them would corrupt data silently."""
+    """Ranks launch different collectives; running on would corrupt data silently."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

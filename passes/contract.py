@@ -30,7 +30,7 @@ class Fact(enum.Enum):
     FUNCTIONAL = "no op writes its inputs, but for copies back into graph inputs"
     SCHEDULED = "launches, waits and compute stand in the order that runs"
     VERIFIED = "each launch has one wait, and the order of collectives is the planned one"
-    RECORDED = "the graph carries its order of collectives for the ranks to compare"
+    RECORDED = "the graph carries its order of collectives, for reports and for other ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Put into the graph what ranks must agree on, and what the schedule is worth.
+"""Put into the graph what it launches in which order, and what the schedule is worth.
 
 Contract
     Requires  FUNCTIONAL.
@@ -11,7 +11,6 @@ The record travels inside the compiled graph, so a graph from a cache brings its
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ import torch.fx as fx
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.launch_order import collective_order
 from moe_compile.graph.query import is_launch, tensor_of
-from moe_compile.ops.agreement import AGREE_ON_ORDER
+from moe_compile.ops.launch_records import RECORD_LAUNCHES
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
@@ -56,10 +55,6 @@ def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
     return {
         "family": state.family,
         "phase": "backward" if state.is_backward else "forward",
-        "digests": {
-            group: hashlib.sha256(f"{state.plan_digest} {launches}".encode()).hexdigest()
-            for group, launches in sorted(order.items())
-        },
         "launches": {group: list(launches) for group, launches in sorted(order.items())},
         "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},
     }
@@ -77,5 +72,5 @@ def _emit(graph: fx.Graph, record: str) -> None:
         token = graph.call_function(torch.ops.aten.empty.memory_format, ([1],), settings)
         with mode:
             token.meta["val"] = torch.empty([1], dtype=torch.uint8, device="cpu")
-        call = graph.call_function(AGREE_ON_ORDER, (token, record))
+        call = graph.call_function(RECORD_LAUNCHES, (token, record))
         call.meta["val"] = None

@@ -23,7 +23,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.ops.agreement import executed_records
+from moe_compile.ops.launch_records import executed_records
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
 from torchtitan_integration.expert_mesh import expert_mesh

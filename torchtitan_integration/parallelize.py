@@ -23,6 +23,7 @@ from torchtitan.models.llama3.infra.parallelize import apply_ddp
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from moe_compile.config import PREFIX
+from moe_compile.group_setup import agree_on_machines
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options, option_of
@@ -44,6 +45,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
     layout = read_layout(lambda key, _: _value(job, key))
     layout = of_model(dataclasses.replace(layout, dp_shard=dims.dp_shard), model.model_args)
     check_layout(layout)
+    agree_on_machines()
     apply_model_parallelism(model, dims, job)
     apply_data_parallelism(model, dims, job)
     return model

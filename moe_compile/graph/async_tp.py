@@ -37,16 +37,30 @@ class AsyncTPMeans:
     """Names of process groups that symmetric memory is enabled for."""
 
 
+class _Agreed:
+    """What all ranks have; until they agreed, whatever this process has."""
+
+    means: AsyncTPMeans = AsyncTPMeans(has_setting=True, has_nccl=True)
+
+
+def agree_on_means(means: AsyncTPMeans) -> None:
+    """From now on nothing counts that `means` lacks; of groups it says nothing.
+
+    Enabling a group is a collective call, so ranks cannot differ in that.
+    """
+    _Agreed.means = means
+
+
 def probe_means(groups: Iterable[str]) -> AsyncTPMeans:
-    """Return what this process has for async TP over `groups`."""
+    """Return what this process has for async TP over `groups`, and all others have as well."""
     try:
         memory = importlib.import_module("torch.distributed._symmetric_memory")
         enabled = frozenset(g for g in groups if memory.is_symm_mem_enabled_for_group(g))
     except (ImportError, AttributeError):
         enabled = frozenset()
     return AsyncTPMeans(
-        has_setting=SETTING in inductor_config.get_config_copy(),
-        has_nccl=dist.is_available() and dist.is_nccl_available(),
+        has_setting=_Agreed.means.has_setting and SETTING in inductor_config.get_config_copy(),
+        has_nccl=_Agreed.means.has_nccl and dist.is_available() and dist.is_nccl_available(),
         enabled_groups=enabled,
     )
 

@@ -1,4 +1,8 @@
-"""Which profile is this machine's, by what NVML calls its first GPU."""
+"""Which profile is this machine's, by what NVML calls its first GPU.
+
+Contract
+    Once ranks agreed on one profile, that is the answer on all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,24 @@ def profile_of_chip(device_name: str) -> str:
     return next(found, UNKNOWN_CHIP)
 
 
-@functools.cache
+class _Agreed:
+    """The profile that all ranks of the job plan by; "" while they have not agreed."""
+
+    name: str = ""
+
+
+def agree_on_profile(name: str) -> None:
+    """From now on answer `name`: what all ranks of the job agreed on."""
+    _Agreed.name = name
+
+
 def detected_profile() -> str:
+    """Return the name of the profile ranks agreed on, else of the one for this machine."""
+    return _Agreed.name or own_profile()
+
+
+@functools.cache
+def own_profile() -> str:
     """Return the name of the profile for this machine's first GPU; `cpu` without one."""
     try:
         pynvml.nvmlInit()

@@ -1,123 +1,235 @@
-"""Ranks agree on the order of collectives before a compiled graph runs for the first time.
+"""Ranks agree on what a compiled callable launches before it runs for the first time.
 
 Contract
-    A compiled graph carries its record; so the check happens whether the graph was compiled here
-    or came from a cache, and a later run of the same record costs one look into a set.
-    Ranks that disagree raise RankDisagreement, naming themselves; no collective was launched.
+    Two digests stand for a callable: of the user's collectives before any pass, per process group,
+    and of our plan, "" where nothing is rewritten. At its first run a callable publishes both, with
+    its position: the how manieth call of compiled callables with collectives on that group it is.
+    The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
+    its main thread waits in a collective, with a message and a status of its own, ten seconds
+    at most after the second of them was published.
+    Only plans differ: all ranks run the user's order.
+    A rank waits for others only before it first launches what they have not agreed to, and no
+    longer than the process group's own timeout. A rank that is late or was killed is waited for.
 
-A family is one place in the user's source and one direction. The i-th different digest a rank
-meets in a family must be the i-th of every other rank: a rank that recompiles alone, for another
-number of tokens, meets no new digest, because digests do not speak of local sizes.
+Why rewritten collectives meet their like
+    All ranks of a group run one sequence of compiled calls on it; where they do not, the user's
+    digests differ at some position, which is an error. A rank launches a rewritten call only if it
+    knows that all ranks of the group publish, or did run, that plan at this position, or if all
+    ranks agreed on the plan for the same collectives before. In the second case it has published
+    as well: a rank that runs another plan at that position notices and stops the job.
+Why it cannot deadlock
+    A rank that waits has launched all calls before this one in full, so nobody needs it to get
+    here. Each other rank gets here and publishes; or has run this position without publishing,
+    as it needed no consent, and then its watcher thread answers for it; or never gets here:
+    its program differs, which is noticed, or it is gone, which is the launcher's to notice. Ranks
+    of several groups wait for all ranks that groups connect, so that all decide from one set of
+    answers: who waits has launched nothing, and can always leave the program whole.
+What a rank may see
+    Only what others published. Sizes, caches and clocks decide when it looks, never what it does.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from moe_compile.errors import RankDisagreement
+from moe_compile.ops.answers import REMEDY, Answers, answers_key, conflict_of, entry
+from moe_compile.ops.journal import Journal, Program
+from moe_compile.ops.rank_store import (
+    RankStore,
+    default_store,
+    open_prefix,
+    ranks_to_compare,
+    timeout_s,
+)
+from moe_compile.ops.watcher import Watcher
 
-LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
-LIBRARY.define("agree_on_order(Tensor(a!) token, str record) -> ()")
-AGREE_ON_ORDER = torch.ops.megamoe.agree_on_order.default
+LOG: Final = logging.getLogger(__name__)
 
-TIMEOUT: Final = datetime.timedelta(minutes=30)
-"""How long a rank waits for others to reach the same graph: they may still be compiling."""
-
-
-class _Agreement:
-    """What this process has run and agreed on."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, dict[str, Any]] = {}
-        self.listeners: list[Callable[[], None]] = []
-        self._digests: dict[str, list[str]] = {}
-
-    def check(self, record: str) -> None:
-        if record in self.records:
-            return
-        content = json.loads(record)
-        for group, digest in sorted(content["digests"].items()):
-            self._compare(f"{content['family']} {content['phase']}", group, digest)
-        self.records[record] = content
-        for listener in self.listeners:
-            listener()
-
-    def _compare(self, family: str, group: str, digest: str) -> None:
-        ranks = _ranks_to_ask(group)
-        prefix = f"megamoe/{family}/{','.join(map(str, ranks))}"
-        met = self._digests.setdefault(prefix, [])
-        if digest in met or len(ranks) < 2:
-            return
-        ordinal = len(met)
-        met.append(digest)
-        answers = _publish_and_read(f"{prefix}/{ordinal}", ranks, digest)
-        if differing := sorted(r for r, theirs in answers.items() if theirs != digest):
-            raise RankDisagreement(_message(family, differing, answers))
+POLL_S: Final = 0.02
+SLOWEST_POLL_S: Final = 0.5
+"""How often a rank that waits looks, at first and later: a late rank may be minutes late."""
+HEARD_S: Final = 4.0
+"""How long a rank that ends lets others hear of it: it may serve the store they read."""
 
 
-_AGREEMENT = _Agreement()
+Calls = tuple[tuple[Journal, Program], ...]
 
 
-def executed_records() -> list[Mapping[str, Any]]:
-    """Return the records of all compiled graphs this process has run, in order of first run."""
-    return list(_AGREEMENT.records.values())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a callable may run."""
+
+    calls: Calls = ()
+    """What to note at each call; nothing where there is no other rank."""
+    is_left_whole: bool = False
+    """Whether it must run as the user wrote it though a rewritten form was compiled."""
 
 
-def on_first_execution(listener: Callable[[], None]) -> None:
-    """Call `listener` after each compiled graph's first run was agreed on."""
-    _AGREEMENT.listeners.append(listener)
+class Agreement:
+    """What this rank ran, and agreed on, within one default process group."""
+
+    def __init__(self, store: dist.Store) -> None:
+        """Begin to talk to the other ranks through `store`."""
+        self.rank = dist.get_rank()
+        self.default_store = store
+        self.prefix = open_prefix(store, self.rank)
+        self.store = RankStore(store, self.prefix)
+        self.journals: dict[str, Journal] = {}
+        self.stopped = ""
+        """Why all ranks end; "" while they need not."""
+        self.has_raised = False
+        """Whether the main thread knows."""
+        self._watcher: Watcher | None = None
+
+    def check(self) -> None:
+        """Raise RankDisagreement if some rank found that ranks disagree."""
+        if self.stopped:
+            self.has_raised = True
+            raise RankDisagreement(self.stopped)
+
+    def meet(self, programs: Mapping[str, Program]) -> Turn:
+        """Publish what is about to run first, group -> program; wait where others must consent.
+
+        Raises RankDisagreement.
+        """
+        calls = tuple(
+            (journal, program)
+            for group, program in programs.items()
+            if (journal := self._journal(group)) is not None
+        )
+        whole = tuple((journal, replace(program, plan="")) for journal, program in calls)
+        is_rewritten = calls != whole
+        if any(p.order in j.left_whole for j, p in calls):
+            calls = whole
+        must = any(journal.must_ask(program) for journal, program in calls)
+        if self._publish(calls, asks=must) and not self._ask(calls):
+            for journal, program in calls:
+                journal.leave_whole(program.order)
+            calls = whole
+        for journal, program in calls:
+            journal.agree(program)
+        return Turn(calls=calls, is_left_whole=is_rewritten and calls == whole)
+
+    def end(self, message: str) -> NoReturn:
+        """End all ranks, this one by RankDisagreement; for the threads that run the program."""
+        self.has_raised = True
+        raise RankDisagreement(self.stop(message, self.store))
+
+    def first_of_group(self, group: str, key: str, value: str) -> tuple[int, int] | None:
+        """Return the ranks that say different values of `key`: the first to speak, and this one.
+
+        None where they say the same, or where there is nobody to compare with.
+        """
+        journal = self._journal(group)
+        if journal is None:
+            return None
+        mine = [self.rank, value]
+        first = self.store.first(f"{journal.key}/{key}", mine)
+        return None if first[1] == value else (first[0], self.rank)
+
+    def stop(self, message: str, store: RankStore) -> str:
+        """Tell all ranks why they end; return the reason, which another rank may have told first.
+
+        `store` is the connection of the calling thread. Waits until others heard, not for long.
+        """
+        self.stopped = str(store.first("stop", message))
+        store.append("heard", self.rank)
+        self.wait_until_heard(store)
+        return self.stopped
+
+    def wait_until_heard(self, store: RankStore) -> None:
+        """Wait until every rank that watches has heard, at most `HEARD_S`."""
+        deadline = time.monotonic() + HEARD_S
+        while time.monotonic() < deadline and store.length("heard") < store.length("watching"):
+            time.sleep(POLL_S)
+
+    def _journal(self, group: str) -> Journal | None:
+        if group not in self.journals:
+            ranks = ranks_to_compare(group)
+            if not ranks:
+                return None
+            key = f"{group}/{','.join(map(str, ranks))}"
+            self.journals[group] = Journal(key, group, ranks)
+            if self._watcher is None:
+                self._watcher = Watcher(self)
+                self._watcher.start()
+        return self.journals[group]
+
+    def _publish(self, calls: Calls, *, asks: bool) -> bool:
+        """Publish; return whether to wait: where asked to, or where others run another plan."""
+        can_change = False
+        for journal, program in calls:
+            position = journal.num_calls + 1
+            mine = entry(self.rank, position, program, is_launched=not asks)
+            journal.published.add(position)
+            first = self.store.first(f"{journal.key}/{position}", mine)
+            if first["rank"] == self.rank:
+                self.store.append(f"{journal.key}/log", mine)
+            elif conflict := conflict_of(journal, first, {**mine, "is_launched": False}):
+                self.end(conflict)
+            can_change |= first["plan"] != program.plan and bool(program.plan)
+        asks |= can_change
+        at = {j.key: [j.num_calls + 1, len(j.ranks)] for j, _ in calls}
+        for journal, program in calls:
+            answer = {"rank": self.rank, "plan": program.plan, "is_launched": not asks, "at": at}
+            self.store.append(answers_key(journal.key, journal.num_calls + 1), answer)
+        return asks
+
+    def _ask(self, calls: Calls) -> bool:
+        """Wait for all ranks that groups connect with this one; return whether plans are alike."""
+        open_ = {(j.key, j.num_calls + 1): len(j.ranks) for j, _ in calls}
+        limit_s = max(timeout_s(journal.group) for journal, _ in calls)
+        answers = Answers(self.store, open_)
+        began, pause = time.monotonic(), POLL_S
+        while not answers.look():
+            self.check()
+            if time.monotonic() - began > limit_s:
+                raise RankDisagreement(answers.silence(limit_s))
+            time.sleep(pause)
+            pause = min(2 * pause, SLOWEST_POLL_S)
+        plans = answers.ranks_by_plan()
+        if len(plans) == 1:
+            return True
+        if running := answers.ranks_that_run_rewritten():
+            self.end(
+                f"ranks {running} run a program rewritten that other ranks compiled anew, and "
+                f"otherwise ({answers.said()}). {REMEDY}"
+            )
+        LOG.warning(
+            "megamoe: ranks decided differently (%s): all run the program at %s as it is written",
+            answers.said(),
+            calls[0][1].places[0],
+        )
+        return False
 
 
-def _ranks_to_ask(group: str) -> list[int]:
-    """Return the global ranks of `group`; [] where there is nobody to ask."""
-    if not dist.is_initialized():
-        return []
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    if dist.get_backend(process_group) == "fake":
-        return []
-    return sorted(dist.get_process_group_ranks(process_group))
+class _Current:
+    """The agreement of the process group at hand."""
+
+    agreement: Agreement | None = None
 
 
-def _publish_and_read(key: str, ranks: list[int], digest: str) -> dict[int, str]:
-    """Publish this rank's digest; return those of the first rank, or on it those of all."""
-    store = dist.distributed_c10d._get_default_store()
-    me = dist.get_rank()
-    store.set(f"{key}/{me}", digest)
-    asked = [r for r in ranks if r != me] if me == ranks[0] else [ranks[0]]
-    answers = {}
-    for rank in asked:
-        try:
-            store.wait([f"{key}/{rank}"], TIMEOUT)
-        except (RuntimeError, dist.DistStoreError) as error:
-            raise RankDisagreement(
-                f"rank {rank} did not reach the graph that rank {me} is about to run ({key}) "
-                f"within {TIMEOUT}: it compiled something else, or stopped"
-            ) from error
-        answers[rank] = store.get(f"{key}/{rank}").decode()
-    return answers
+def current_agreement() -> Agreement | None:
+    """Return the agreement of the default process group, begun if need be; None without one."""
+    store, known = default_store(), _Current.agreement
+    if store is None:
+        return None
+    if known is None or known.default_store is not store:
+        _Current.agreement = known = Agreement(store)
+    return known
 
 
-def _message(family: str, differing: list[int], answers: Mapping[int, str]) -> str:
-    me = dist.get_rank()
-    return (
-        f"ranks {differing} compiled another order of collectives than rank {me} for the graph "
-        f"at {family} ({', '.join(f'rank {r}: {answers[r][:12]}' for r in differing)}). Running "
-        "it would corrupt data silently. Compare their logs (TORCH_LOGS=+moe_compile): a pass "
-        "failed on some ranks only, their options, sources or torch versions differ, or with "
-        "megamoe.equal_tokens they have different numbers of tokens."
-    )
-
-
-def _agree_on_order(token: torch.Tensor, record: str) -> None:
-    del token  # written in name only: the declaration keeps compilers from dropping the call
-    _AGREEMENT.check(record)
-
-
-LIBRARY.impl("agree_on_order", _agree_on_order, "CompositeExplicitAutograd")
-LIBRARY.impl("agree_on_order", lambda *_: None, "Meta")
+def leaves_whole(programs: Mapping[str, Program]) -> bool:
+    """Whether ranks decided before to run these collectives, by group, as the user wrote them."""
+    known = _Current.agreement
+    if known is None or known.default_store is not default_store():
+        return False
+    journals = known.journals
+    return any(g in journals and p.order in journals[g].left_whole for g, p in programs.items())

@@ -1,8 +1,10 @@
 """Whether attention under tensor parallelism is handed to Inductor's async TP.
 
 Contract
-    A function of the options, of devices and groups of the graph, and of what the program enabled:
-    the same on every rank, as enabling symmetric memory is a collective call.
+    A function of the options, of devices and groups of the graph, of what the program enabled, a
+    collective call, and of what this torch was built with: the same on every rank once ranks agreed
+    on it (moe_compile/group_setup.py). Where they did not, the decision is among those that ranks
+    compare before they run.
 """
 
 from __future__ import annotations

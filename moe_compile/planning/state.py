@@ -137,6 +137,8 @@ class CompileState:
     """Whether some attention is handed to Inductor's async TP."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
+    dropped: list[str] = field(default_factory=list)
+    """Passes left out of an AOTAutograd graph, with its direction."""
     gathered_groups: set[str] = field(default_factory=set)
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)

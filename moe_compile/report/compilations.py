@@ -6,18 +6,18 @@ Contract
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused
-from moe_compile.graph.query import is_launch, source_place
+from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.planning.async_tp import AsyncTP
 from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
+from moe_compile.report.unmatched import Unmatched, unmatched
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
 
@@ -75,7 +75,7 @@ class AttentionReport:
 
 @dataclass(kw_only=True, slots=True)
 class Compilation:
-    """One call of the backend that found regions."""
+    """One call of the backend."""
 
     family: str
     regions: list[RegionReport] = field(default_factory=list)
@@ -83,6 +83,10 @@ class Compilation:
     left_alone: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     settings: str = ""
+    unmatched: list[Unmatched] = field(default_factory=list)
+    """All-to-alls of no region, the most telling first."""
+    place_of_exchange: str = ""
+    """The user's line of the first all-to-all; "" without one."""
 
     @property
     def has_regions(self) -> bool:
@@ -102,18 +106,21 @@ class Compilation:
             _region_report(plan, asked, chunked=plan.region.name in chunked) for plan in state.plans
         ]
         self.left_alone += [str(verdict(decoy)) for decoy in state.decoys]
+        self.unmatched += unmatched(state.decoys)
         self.attention += [_attention_report(verdict) for verdict in state.attention]
         state.plans, state.decoys, state.attention = [], [], []
 
-    def plan_digest(self) -> str:
-        """Return a hash of every decision, equal on ranks that decided alike."""
-        decisions = [
-            (r.where, r.num_chunks, r.verdict, r.dispatch, r.num_tokens, r.wires)
-            for r in self.regions
-        ]
-        decisions_on_heads = [(a.where, a.num_chunks, a.verdict, a.remarks) for a in self.attention]
-        text = f"{self.settings} {decisions} {decisions_on_heads} {sorted(self.dropped)}"
-        return hashlib.sha256(text.encode()).hexdigest()
+    def warning(self) -> str:
+        """Return what to warn of: exchanges in a graph without a region; "" where there is none."""
+        if self.has_regions or not self.unmatched:
+            return ""
+        first = self.unmatched[0]
+        others = f"; so are {len(self.unmatched) - 1} others" if len(self.unmatched) > 1 else ""
+        attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
+        return (
+            f"megamoe: the exchange at {self.place_of_exchange} is left as it is{others}: no MoE "
+            f"region was found in its graph. {first}. To do: {first.remedy}{''.join(attention)}"
+        )
 
 
 def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
@@ -121,7 +128,12 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     launches = [n for graph in graphs for n in graph.nodes if is_launch(n)]
     places = list(dict.fromkeys(source_place(node) for node in launches))
-    return Compilation(family="; ".join(places[:1]), settings=state.config.digest_text())
+    exchanges = [source_place(node) for node in launches if is_all_to_all(node)]
+    return Compilation(
+        family="; ".join(places[:1]),
+        settings=state.config.digest_text(),
+        place_of_exchange="; ".join(exchanges[:1]),
+    )
 
 
 def _attention_report(found: AttentionVerdict) -> AttentionReport:

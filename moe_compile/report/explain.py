@@ -6,7 +6,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -22,20 +22,28 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     console = console or Console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
-    console.print(_regions(report))
+    if report["regions"]:
+        console.print(_regions(report))
     if report["attention"]:
         console.print(_attention(report))
     if report["graphs"]:
         console.print(_graphs(report))
-    for title, key in (("Left alone", "left_alone"), ("Passes left out", "dropped_passes")):
-        for line in report[key]:
-            console.print(f"{title}: {line}", highlight=False)
+    for line in _lines(report):
+        console.print(line, highlight=False)
     console.print(
         f"Compilations with regions: {report['compilations']}, of these recompiles: "
         f"{report['recompiles']}. Times are predicted for hardware profile "
         f"{report['hardware']!r}, not measured.",
         highlight=False,
     )
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    for title, key in (("Left alone", "left_alone"), ("Passes left out", "dropped_passes")):
+        yield from (f"{title}: {line}" for line in report[key])
+    yield from report.get("warnings", ())  # of reports that earlier versions wrote there are none
+    if not report["compilations"]:
+        yield "No MoE region was found; the code is Inductor's alone."
 
 
 def _regions(report: Mapping[str, Any]) -> Table:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moe_compile.ops.agreement import executed_records, on_first_execution
+from moe_compile.ops.launch_records import executed_records, on_first_execution
 from moe_compile.report.compilations import Compilation
 
 FIGURES: Final = (
@@ -43,12 +43,20 @@ class ProcessReport:
     def __init__(self) -> None:
         """Start empty."""
         self.compilations: list[Compilation] = []
+        self.warnings: dict[str, None] = {}
+        """Of graphs with exchanges and no region; each once, in order."""
         self.paths: set[Path] = set()
         self._hardware = ""
 
     def add(self, compilation: Compilation, path: str, hardware: str) -> None:
-        """Take in one compilation; `path` is where the user wants the report, "" for nowhere."""
-        self.compilations.append(compilation)
+        """Take in one compilation; `path` is where the user wants the report, "" for nowhere.
+
+        The file is written in any case: a report that finds nothing says so.
+        """
+        if compilation.has_regions:
+            self.compilations.append(compilation)
+        elif warning := compilation.warning():
+            self.warnings[warning] = None
         self._hardware = hardware
         if path:
             self.paths.add(Path(path).absolute())
@@ -65,6 +73,7 @@ class ProcessReport:
             "regions": regions,
             "attention": attention,
             "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
+            "warnings": list(self.warnings),
             "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
             "graphs": [
                 {"where": g["family"], "phase": g["phase"], "launches": g["launches"], **figures(g)}

@@ -1,85 +1,217 @@
-"""Ranks that compiled different orders of collectives stop; ranks that agree go on."""
+"""Ranks that decide alike run what they compiled; ranks that do not run the user's program.
+
+Each test has a process group of its own: what ranks agree on holds for one group.
+"""
 
 import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
-from moe_compile.ops.agreement import executed_records
+from moe_compile.hardware.detect import agree_on_profile, detected_profile
+from moe_compile.ops.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.chunk_regions import ChunkRegions
 from tests.layers import GroupedExperts
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+WIDTH = 16
 
 
-def compiled_layer(**more):
-    torch._dynamo.reset()
-    layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
+class CentredExperts(GroupedExperts):
+    """Subtracts the mean over all rows received: rows are not independent, nothing is chunked."""
+
+    def experts(self, rows, received):
+        return super().experts(rows - rows.mean(0, keepdim=True), received)
+
+
+def compiled(layer, **more):
     options = {**OPTIONS, **{f"megamoe.{name}": value for name, value in more.items()}}
     return torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
 
 
-def step(layer, tokens):
-    x = torch.randn(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
-    layer(x).sum().backward()
+def step(layer, x):
+    """Return output and gradient of a step, as one tensor's bytes are compared."""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.sum().backward()
+    return out.detach(), x.grad
+
+
+def run_steps(rank, style, tokens, **more):
+    """Run a step per number of `tokens`, compiled and eagerly; return what ran, and if alike."""
+    torch._dynamo.reset()
+    layer = style(WIDTH, 24, 8, 2, dist.new_group())
+    ours = compiled(layer, **more)
+    before = len(executed_records())
+    alike = []
+    for number, num_tokens in enumerate(tokens):
+        torch.manual_seed(10 * number + rank)
+        x = torch.randn(num_tokens, WIDTH, dtype=torch.bfloat16)
+        pairs = zip(step(ours, x), step(layer, x), strict=True)
+        alike.append(all(torch.equal(a, b) for a, b in pairs))
+    records = executed_records()[before:]
+    return alike, [(r["phase"], sum(map(len, r["launches"].values()))) for r in records]
+
+
+def bodies_differ(rank):
+    return run_steps(rank, (GroupedExperts, CentredExperts)[rank], (8, 12 + rank, 9))
+
+
+def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks):
+    """Ranks were stopped, though the program is right and only our rewrites did not fit."""
+    for alike, records in two_ranks.run(bodies_differ):
+        assert alike == [True] * 3
+        assert records == []  # no pass of ours is in any graph
 
 
 def fail_on_rank_one(rank):
-    """Run with a pass that raises on rank 1 only; return what each rank saw."""
     with contextlib.ExitStack() as stack:
         if rank == 1:
             failing = mock.Mock(side_effect=RuntimeError("out of luck"))
             stack.enter_context(mock.patch.object(ChunkRegions, "run", failing))
-        try:
-            step(compiled_layer(), 8)
-        except RankDisagreement as error:
-            return str(error)
-    return "ran"
+        return run_steps(rank, GroupedExperts, (8,))
 
 
-def test_one_rank_whose_pass_failed_stops_all_and_is_named():
-    with RankPool(2, timeout_s=30) as pool:
-        first, second = pool.run(fail_on_rank_one)
-    assert "ranks [1] compiled another order of collectives than rank 0" in first
-    assert "ranks [0] compiled another order of collectives than rank 1" in second
+def test_a_pass_that_fails_on_one_rank_leaves_the_program_whole_on_all(two_ranks):
+    for alike, records in two_ranks.run(fail_on_rank_one):
+        assert (alike, records) == ([True], [])
+
+
+def no_tokens_on_rank_one(rank):
+    return run_steps(rank, GroupedExperts, (5 - 5 * rank, 3 + rank, 2))
+
+
+def test_a_rank_without_tokens_runs_what_the_others_run(two_ranks):
+    """The rank without tokens refused what the other chunked, and waited for half an hour."""
+    (alike, records), (others_alike, others) = two_ranks.run(no_tokens_on_rank_one)
+    assert alike == others_alike == [True] * 3
+    assert bool(records) == bool(others)
 
 
 def recompile_alone(rank):
     """Rank 1 changes its number of tokens, to one as well, and so recompiles; rank 0 does not."""
-    layer = compiled_layer()
-    before = len(executed_records())
-    for tokens in (16, 16 + 4 * rank, 16 - 15 * rank, 16):
-        step(layer, tokens)
-    return [(r["phase"], r["digests"]) for r in executed_records()[before:]]
+    return run_steps(rank, GroupedExperts, (16, 16 + 4 * rank, 16 - 15 * rank, 16))
 
 
-def test_a_rank_that_recompiles_alone_keeps_the_order(two_ranks):
-    first, second = two_ranks.run(recompile_alone)
+def test_a_rank_that_recompiles_alone_neither_waits_nor_is_waited_for(two_ranks):
+    (alike, first), (others_alike, second) = two_ranks.run(recompile_alone)
+    assert alike == others_alike == [True] * 4
     assert len(first) < len(second)  # rank 1 did compile more graphs
     for phase in ("forward", "backward"):
-        digests = [d for p, d in (*first, *second) if p == phase]
-        assert all(d == digests[0] for d in digests)
+        assert len({launches for p, launches in (*first, *second) if p == phase}) == 1
 
 
 def gather_other_tokens(rank):
-    """Promise equal tokens and have others on each rank; return what the rank saw."""
     options = {"dispatch": "all_gather", "equal_tokens": True, "dispatch_padding": "worst"}
-    layer = compiled_layer(**options)
+    return run_steps(rank, GroupedExperts, (8 + 4 * rank,), **options)
+
+
+def test_a_broken_promise_of_equal_tokens_costs_the_rewrite_only(two_ranks):
+    for alike, records in two_ranks.run(gather_other_tokens):
+        assert (alike, records) == ([True], [])
+
+
+def late(rank, seconds):
+    torch._dynamo.reset()
+    layer = GroupedExperts(WIDTH, 24, 8, 2, dist.new_group())
+    x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(seconds)
+    ours = step(compiled(layer), x)
+    waited = time.monotonic() - began
+    return waited, all(torch.equal(a, b) for a, b in zip(ours, step(layer, x), strict=True))
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_late_rank_is_waited_for(two_ranks, seconds):
+    for waited, is_alike in two_ranks.run(late, seconds):
+        assert waited >= seconds
+        assert is_alike
+
+
+def find_other_machines(rank):
+    with mock.patch.object(group_setup, "own_profile", lambda: ("h200", "h100")[rank]):
+        group_setup.agree_on_machines()
+    found = detected_profile()
+    agree_on_profile("")  # nor is this the machine of other tests
+    return found
+
+
+def test_ranks_of_a_mixed_cluster_plan_for_one_machine(two_ranks):
+    assert two_ranks.run(find_other_machines) == ["h100", "h100"]
+
+
+TIMEOUT_S = 20
+
+
+def killed(rank):
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    layer = compiled(GroupedExperts(WIDTH, 24, 8, 2, group))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     try:
-        step(layer, 8 + 4 * rank)
+        layer(torch.randn(8, WIDTH, dtype=torch.bfloat16))
     except RankDisagreement as error:
-        return str(error)
-    return "ran"
+        return time.monotonic() - began, str(error)
+    return 0.0, "ran"
 
 
-def test_a_broken_promise_of_equal_tokens_stops_all_before_anything_is_sent():
-    with RankPool(2, timeout_s=30) as pool:
-        seen = pool.run(gather_other_tokens)
-    assert all("they have different numbers of tokens" in said for said in seen)
+@pytest.mark.slow
+def test_a_killed_rank_is_waited_for_until_the_groups_own_timeout(tmp_path):
+    said = tmp_path / "said"
+    ended = pytest.raises(RankFailure, match="process of rank 1 ended")
+    with RankPool(2, timeout_s=120) as pool, ended:
+        pool.run(keep_what_rank_zero_saw, said)
+    waited, message = said.read_text().split("\n", 1)
+    assert float(waited) >= TIMEOUT_S
+    assert f"within {TIMEOUT_S} s, the timeout of the process group" in message
+
+
+def keep_what_rank_zero_saw(rank, path):
+    waited, message = killed(rank)
+    path.write_text(f"{waited}\n{message}")
+
+
+def four_with_two_axes(rank):
+    """Rank 3's body differs; it exchanges with rank 2 only, and sums with rank 1."""
+    torch._dynamo.reset()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    style = CentredExperts if rank == 3 else GroupedExperts
+    layer = SummedOver(style(WIDTH, 24, 8, 2, rows[rank // 2]), columns[rank % 2])
+    x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    before = len(executed_records())
+    pairs = zip(step(compiled(layer), x), step(layer, x), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs), len(executed_records()) - before
+
+
+class SummedOver(torch.nn.Module):
+    def __init__(self, experts, group):
+        super().__init__()
+        self.experts, self.group = experts, group
+
+    def forward(self, x):
+        out = self.experts(x)
+        return out + torch.distributed._functional_collectives.all_reduce(
+            out.detach(), "sum", self.group
+        )
+
+
+@pytest.mark.slow
+def test_ranks_that_groups_connect_decide_together(four_ranks):
+    """Ranks 0 and 1 see no difference in their own exchanges, yet must not stay rewritten."""
+    assert four_ranks.run(four_with_two_axes) == [(True, 0)] * 4
 
 
 def raise_on(rank, unlucky):

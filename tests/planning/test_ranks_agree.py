@@ -31,9 +31,9 @@ for rank in ranks:
     layer = GroupedExperts(256, 512, 4 * num_ranks, 2, dist.group.WORLD)
     x = torch.randn(65536, 256, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer, x)
-    _, compilation = rewrite(gm, config)
+    state, compilation = rewrite(gm, config)
     (region,) = compilation.regions
-    said = {"decision": region.decision, "plan": compilation.plan_digest()}
+    said = {"decision": region.decision, "plan": state.plan_digest}
     print("SAID", json.dumps(said))
     dist.destroy_process_group()
 print("HASH", hash("a") % 1000)

@@ -23,7 +23,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import from_sources, split_options
 from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
-from moe_compile.ops.agreement import AGREE_ON_ORDER
+from moe_compile.ops.launch_records import RECORD_LAUNCHES
 from moe_compile.planning.sizes import NominalSizes
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import figures
@@ -166,7 +166,7 @@ def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> lis
 
 def _measures(graph: fx.Graph) -> dict[str, float]:
     """Return what the schedule predicts, from the record every graph with launches carries."""
-    for node in graph.find_nodes(op="call_function", target=AGREE_ON_ORDER):
+    for node in graph.find_nodes(op="call_function", target=RECORD_LAUNCHES):
         return figures(json.loads(node.args[1]))
     return {}
 

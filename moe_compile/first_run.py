@@ -1,0 +1,137 @@
+"""Let a compiled callable run once all ranks may launch what it launches.
+
+Contract
+    Wraps what the backend compiled; the graph and Inductor's cache keys stay as they are, so it is
+    the same whether the code was compiled here or came from a cache.
+    Ranks that decided differently about a program all run it as the user wrote it: compiled anew
+    without any pass of ours, from a copy of the graph as it came. The copy is kept until then only.
+    Each later call costs a look at one attribute and a note per process group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.fx as fx
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.user_order import UserOrder
+from moe_compile.ops.agreement import Agreement, Turn, current_agreement
+from moe_compile.ops.journal import Program
+
+LOG: Final = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class AsWritten:
+    """A Dynamo graph as it came, and what compiling it later takes."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    tracing: TracingContext | None
+    compiling: CompileContext | None
+    guards: frozenset[str] = frozenset()
+    """Conditions on sizes under which the compiled code is called."""
+
+    @staticmethod
+    def of(gm: fx.GraphModule, inputs: Sequence[Any]) -> AsWritten:
+        """Keep `gm` before passes edit it, and what Dynamo knows while it compiles `gm`.
+
+        Of inputs their fakes: Dynamo forgets which sizes of a real tensor it takes for dynamic.
+        """
+        places = gm.graph.find_nodes(op="placeholder")
+        fakes = [
+            place.meta["example_value"] if "example_value" in place.meta else inputs[index]
+            for index, place in enumerate(places)
+        ]
+        return AsWritten(
+            gm=pristine_copy(gm),
+            inputs=fakes,
+            tracing=TracingContext.try_get(),
+            compiling=CompileContext.try_get(),
+        )
+
+    def learn_guards(self) -> None:
+        """Take down the guards on sizes that Dynamo is about to write: before it forgets them."""
+        self.guards = _guards(self.tracing)
+
+    def compile(self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]) -> Compiled:
+        """Return the graph compiled without a pass of ours.
+
+        Dynamo has written its guards: code that relied on others would be wrong for other sizes.
+        Where the compiler asks for such the graph runs node by node instead, right for all sizes.
+        """
+        fallback = pristine_copy(self.gm)
+        with tracing(self.tracing), compile_context(self.compiling):
+            compiled = compile_graph(self.gm, self.inputs)
+        if new := sorted(_guards(self.tracing) - self.guards):
+            LOG.warning("megamoe: runs node by node: compiled as written it would need %s", new)
+            return fallback
+        return compiled
+
+
+def programs_of(order: Mapping[str, UserOrder], plan: str) -> dict[str, Program]:
+    """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite."""
+    return {
+        group: Program(
+            order=user.digest, plan=plan, collectives=user.collectives, places=user.places
+        )
+        for group, user in order.items()
+    }
+
+
+def agreed_callable(
+    compiled: Compiled,
+    programs: Mapping[str, Program],
+    compile_whole: Callable[[], Compiled] | None,
+) -> Compiled:
+    """Return a callable that runs `compiled` once all ranks may, or what `compile_whole` returns.
+
+    `compile_whole` is None for a callable that already runs as the user wrote it.
+    """
+    first: _FirstRun | None = _FirstRun(compiled, programs, compile_whole)
+    agreement: Agreement | None = None
+    notes: list[tuple[Callable[[Program], None], Program]] = []
+    current = compiled
+
+    def run(*arguments: Any) -> Any:
+        nonlocal first, agreement, current
+        if first is not None:
+            agreement, turn, current = first.meet()
+            notes.extend((journal.note, program) for journal, program in turn.calls)
+            first = None
+        if agreement is not None and agreement.stopped:
+            agreement.check()
+        for note, program in notes:
+            note(program)
+        return current(*arguments)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstRun:
+    compiled: Compiled
+    programs: Mapping[str, Program]
+    compile_whole: Callable[[], Compiled] | None
+
+    def meet(self) -> tuple[Agreement | None, Turn, Compiled]:
+        agreement = current_agreement()
+        if agreement is None:
+            return None, Turn(), self.compiled
+        turn = agreement.meet(self.programs)
+        if turn.is_left_whole and self.compile_whole is not None:
+            return agreement, turn, self.compile_whole()
+        return agreement, turn, self.compiled
+
+
+def _guards(context: TracingContext | None) -> frozenset[str]:
+    mode = context.fake_mode if context is not None else None
+    shapes = mode.shape_env if mode is not None else None
+    return frozenset(str(guard.expr) for guard in shapes.guards) if shapes else frozenset()

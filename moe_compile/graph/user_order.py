@@ -1,0 +1,91 @@
+"""The collectives of the user's program, as Dynamo captured it and before any pass.
+
+Contract
+    The answer speaks of operators, number formats and groups, never of sizes, of split lists or of
+    where the program stands in a file: ranks with other numbers of tokens, or with other code
+    around the same collectives, give the same.
+    Bodies of higher-order operators count where they are called. Sends and receives between two
+    ranks are left out: there each rank does something else by design.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.query import group_name, is_launch, overload_name, source_place, tensor_of
+
+POINT_TO_POINT: Final = frozenset({"isend", "irecv", "batch_p2p_ops"})
+OUT_FORMS: Final = ("_out", "_")
+"""Endings of operators that are the same collective into memory the caller has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserOrder:
+    """The collectives of one program on one process group, in order."""
+
+    collectives: tuple[str, ...]
+    """What each is to the other ranks: operator, number formats, settings such as `sum`."""
+    places: tuple[str, ...]
+    """The user's line that launches each: for messages only."""
+
+    @property
+    def digest(self) -> str:
+        """Return a hash that is equal on ranks whose programs launch alike."""
+        return hashlib.sha256("\n".join(self.collectives).encode()).hexdigest()[:32]
+
+
+def user_order(gm: fx.GraphModule) -> dict[str, UserOrder]:
+    """Return, per process group, the collectives that `gm` launches in the order of the graph."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in _launches(gm):
+        found.setdefault(group_name(node), []).append(node)
+    return {
+        group: UserOrder(
+            collectives=tuple(_said(node) for node in found[group]),
+            places=tuple(source_place(node) for node in found[group]),
+        )
+        for group in sorted(found)
+    }
+
+
+def _launches(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in gm.graph.nodes:
+        if is_launch(node) and _operator(node) not in POINT_TO_POINT:
+            yield node
+        elif node.op == "call_function":
+            for argument in node.all_input_nodes:
+                body = _body(gm, argument)
+                if body is not None:
+                    yield from _launches(body)
+        elif node.op == "call_module":
+            called = gm.get_submodule(str(node.target))
+            if isinstance(called, fx.GraphModule):
+                yield from _launches(called)
+
+
+def _body(gm: fx.GraphModule, argument: fx.Node) -> fx.GraphModule | None:
+    """Return the body that an argument of a higher-order operator names; None for all else."""
+    if argument.op != "get_attr":
+        return None
+    value = getattr(gm, str(argument.target), None)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _operator(launch: fx.Node) -> str:
+    return overload_name(launch).partition("::")[2]
+
+
+def _said(launch: fx.Node) -> str:
+    operator = _operator(launch)
+    for ending in OUT_FORMS:
+        operator = operator.removesuffix(ending)
+    sent = [tensor_of(node) for node in launch.all_input_nodes]
+    formats = [str(t.dtype).removeprefix("torch.") for t in sent if isinstance(t, torch.Tensor)]
+    settings = [a for a in (*launch.args, *launch.kwargs.values()) if isinstance(a, str)][:-1]
+    return f"{operator}({', '.join([*formats, *settings])})"

@@ -1,0 +1,74 @@
+"""What the passes decided, as a value that ranks compare.
+
+Contract
+    Decisions only: no prose of a report, no predicted time, no name of a hardware profile. Ranks
+    that rewrite alike have equal values, whatever their GPUs are called and wherever in the
+    source their layers stand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import fields
+from typing import Any, Final
+
+from moe_compile.analysis.attention_regions import UNPROVEN
+from moe_compile.analysis.regions import Refused
+from moe_compile.config import MegaMoEConfig
+from moe_compile.planning.async_tp import AsyncTP
+from moe_compile.planning.state import AttentionVerdict, CompileState, RegionPlan
+
+SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes"})
+"""Options that change no launch: where and how reports are made, and what prices are taken from.
+What is decided by price is among the decisions themselves."""
+
+
+def level_value(
+    state: CompileState, *, chunked: Collection[str], dropped: Iterable[str]
+) -> dict[str, Any]:
+    """Return what one graph's Dynamo-level passes decided.
+
+    `chunked` has the names of regions that were replayed, `dropped` those of passes left out.
+    """
+    return {
+        "regions": [_region(p, is_chunked=p.region.name in chunked) for p in state.plans],
+        "refused": [d.reason.name for d in state.decoys if d.is_region],
+        "attention": [_attention(verdict) for verdict in state.attention],
+        "dropped": sorted(dropped),
+    }
+
+
+def plan_digest(config: MegaMoEConfig, levels: list[dict[str, Any]], *rest: str) -> str:
+    """Return a hash of the decisions, the options that change code, and `rest`."""
+    options = {f.name: getattr(config, f.name) for f in fields(config)}
+    options = {name: value for name, value in options.items() if name not in SAYS_NOTHING}
+    text = json.dumps([options, levels, rest], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _region(plan: RegionPlan, *, is_chunked: bool) -> dict[str, Any]:
+    switch = plan.switch
+    return {
+        "group": plan.region.group,
+        "num_ranks": plan.region.num_ranks,
+        "num_local_experts": plan.region.num_local_experts,
+        "num_chunks": plan.num_chunks if is_chunked or switch.is_switched else 1,
+        "is_chunked": is_chunked,
+        "is_switched": switch.is_switched,
+        "is_exact": switch.is_exact,
+        "num_tokens": switch.num_tokens,  # all ranks gather as many
+        "wires": [plan.dispatch.wire, plan.combine.wire],
+        "refused": plan.proof.reason.name if isinstance(plan.proof, Refused) else "",
+    }
+
+
+def _attention(found: AttentionVerdict) -> dict[str, Any]:
+    return {
+        "group": found.group,
+        "num_chunks": found.num_chunks,
+        "unproven": found.reason.name if found.reason in UNPROVEN else "",
+        "projections_cut": list(found.projections_cut),
+        "is_handed_over": found.async_tp == AsyncTP.HANDED.value,
+    }

@@ -1,0 +1,70 @@
+"""Exchanges that belong to no region: why, and what the user can do.
+
+Contract
+    Speaks of all-to-alls only: gathers and reductions, as of sharded parameters, are no candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from moe_compile.analysis.regions import Refusal, Refused
+
+REMEDIES: Final = {
+    Refusal.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
+    ", in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks",
+    Refusal.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
+    "all-to-all or an all-gather of integers, in the same graph",
+    Refusal.UNEVEN_EXPERTS: "give every rank the same number of experts",
+    Refusal.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
+    "parts, is not rewritten in this version",
+    Refusal.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
+}
+"""What to change; of the most telling reason first."""
+OTHERWISE: Final = "the operator named is what to change, or nothing if this is no expert dispatch"
+DYNAMIC: Final = (Refusal.NO_COMBINE, Refusal.NO_COUNT_EXCHANGE)
+"""Reasons of exchanges that dispatch rows by sizes known only at run time, as expert layers do."""
+NO_CANDIDATES: Final = frozenset(
+    {Refusal.NOT_ALL_TO_ALL, Refusal.COUNT_EXCHANGE, Refusal.PART_OF_REGION}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unmatched:
+    """An exchange without a region."""
+
+    name: str
+    reason: Refusal
+    detail: str
+    is_region: bool
+    """Whether a dispatch, its counts and its combine were matched, and then refused."""
+
+    def __str__(self) -> str:
+        """Return `name: reason (detail)`."""
+        return f"{self.name}: {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
+
+    @property
+    def remedy(self) -> str:
+        """What the user can do about it."""
+        return REMEDIES.get(self.reason, OTHERWISE)
+
+    @property
+    def is_dispatch(self) -> bool:
+        """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
+        return self.is_region or self.reason in DYNAMIC
+
+
+def unmatched(decoys: Iterable[Refused]) -> list[Unmatched]:
+    """Return the exchanges among `decoys`, the most telling first."""
+    found = [
+        Unmatched(name=d.candidate, reason=d.reason, detail=d.detail, is_region=d.is_region)
+        for d in decoys
+        if d.reason not in NO_CANDIDATES
+    ]
+    order = list(REMEDIES)
+    return sorted(
+        found,
+        key=lambda u: (not u.is_region, order.index(u.reason) if u.reason in order else len(order)),
+    )

@@ -1,0 +1,120 @@
+"""Programs that differ by rank end every rank, with what differs, also where it waits for others.
+
+A pool that ends like this is of no more use, so each test starts its own.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+
+from moe_compile.errors import RankDisagreement
+from moe_compile.ops.watcher import EXIT_STATUS
+from moe_compile.testing.rank_pool import RankFailure, RankPool
+from tests.backend.test_agreement import CentredExperts, compiled
+from tests.layers import GroupedExperts
+
+NOTICED_S = 10
+
+
+def exchange(x, group):
+    return collectives.all_to_all_single(x, None, None, group) * 2
+
+
+def gather(x, group):
+    return collectives.all_gather_tensor(x, 0, group) * 2
+
+
+def write_down_the_end(path, rank):
+    """Let the process that ends leave its status, and when it ended."""
+    leave = os._exit
+
+    def end(status):
+        (path / f"rank{rank}").write_text(f"{status} {time.monotonic()}")
+        leave(status)
+
+    os._exit = end
+
+
+def run_programs(rank, path, programs):
+    """Run this rank's programs in turn; which rank comes first is left to chance."""
+    write_down_the_end(path, rank)
+    for program in programs[rank]:
+        try:
+            compiled(program)(torch.ones(4, 3), dist.group.WORLD)
+        except RankDisagreement as error:
+            (path / f"rank{rank}").write_text(f"0 {time.monotonic()}")
+            os.write(2, f"rank {rank}: RankDisagreement: {error}".encode())
+            raise
+
+
+def outcome(path, programs, capfd):
+    """Return each rank's status, 0 for one that raised; when each ended; what was printed."""
+    with RankPool(2, timeout_s=180) as pool:
+        with pytest.raises(RankFailure):
+            pool.run(run_programs, path, programs)
+        wait_for(path / "rank0", path / "rank1")
+    found = [(path / f"rank{rank}").read_text().split() for rank in (0, 1)]
+    statuses, times = zip(*found, strict=True)
+    return [int(s) for s in statuses], [float(t) for t in times], capfd.readouterr().err
+
+
+def wait_for(*paths):
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "a rank did not end"
+        time.sleep(0.1)
+    time.sleep(0.1)  # a file that exists is being written
+
+
+def test_different_graphs_end_every_rank(tmp_path, capfd):
+    """Neither graph has a region: such graphs were not compared at all."""
+    statuses, times, printed = outcome(tmp_path, [[exchange], [gather]], capfd)
+    assert sorted(statuses) == [0, EXIT_STATUS]  # the first to come waits in its collective
+    assert max(times) - min(times) < NOTICED_S
+    for rank in (0, 1):
+        assert f"rank {rank}: RankDisagreement: ranks" in printed
+    assert "the first difference is collective 1: rank " in printed
+    assert "rank 0 launches all_to_all_single(float32) at test_disagreement.py:" in printed
+    assert "rank 1 launches all_gather_into_tensor(float32) at test_disagreement.py:" in printed
+
+
+def test_a_graph_new_on_one_rank_only_ends_every_rank(tmp_path, capfd):
+    """Rank 0 runs what it ran before and publishes nothing: rank 1's is no second digest."""
+    programs = [[exchange, exchange], [exchange, gather]]
+    statuses, times, printed = outcome(tmp_path, programs, capfd)
+    assert statuses == [EXIT_STATUS] * 2  # both wait in a collective
+    assert max(times) - min(times) < NOTICED_S
+    for rank in (0, 1):
+        assert f"rank {rank}: RankDisagreement: ranks" in printed
+    assert "in call 2 of compiled code" in printed
+    assert "rank 1 launches all_gather_into_tensor(float32)" in printed
+
+
+def change_the_body_alone(rank, path):
+    write_down_the_end(path, rank)
+    layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
+    other = CentredExperts(16, 24, 8, 2, dist.group.WORLD)
+    x = torch.randn(8, 16, dtype=torch.bfloat16)
+    ours, theirs = compiled(layer), compiled(other)
+    ours(x)
+    try:
+        (theirs if rank == 1 else ours)(x)
+    except RankDisagreement as error:
+        (path / "raised").write_text(str(error))
+        raise
+
+
+@pytest.mark.slow
+def test_another_body_on_one_rank_after_all_agreed_ends_every_rank(tmp_path, capfd):
+    """Rank 0 is in the middle of its chunks by then: there is no way back to the whole program."""
+    with RankPool(2, timeout_s=180) as pool:
+        with pytest.raises(RankFailure):
+            pool.run(change_the_body_alone, tmp_path)
+        wait_for(tmp_path / "rank0", tmp_path / "raised")
+    assert (tmp_path / "rank0").read_text().startswith(f"{EXIT_STATUS} ")
+    assert "rewrote them differently" in capfd.readouterr().err
+    assert "rewrote them differently" in (tmp_path / "raised").read_text()

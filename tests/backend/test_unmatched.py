@@ -1,0 +1,101 @@
+"""A graph with an exchange and no region is never silent: a warning, a report, and `strict`."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch.distributed import _functional_collectives as collectives
+
+from moe_compile import backend
+from moe_compile.errors import RegionRefused
+from moe_compile.report.explain import print_report
+from tests.capture import dynamo_graphs
+from tests.layers import GroupedExperts
+
+FX = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+
+
+def one_way(x, group):
+    """Sends rows by sizes that only a run knows, and never back."""
+    counts = x[:, 0].abs().to(torch.int64)[:2] * 0 + 16
+    sizes = counts.tolist()
+    for size in sizes:
+        torch._check(size >= 0)
+    return collectives.all_to_all_single(x, sizes, sizes, group) * 2
+
+
+def in_equal_parts(x, group):
+    return collectives.all_to_all_single(x, None, None, group) * 2
+
+
+def gathered(x, group):
+    return collectives.all_gather_tensor(x, 0, group) * 2
+
+
+def compile_program(program, group, **options):
+    backend._warn_once.cache_clear()
+    (gm,) = dynamo_graphs(lambda x: program(x, group), torch.randn(32, 16, requires_grad=True))
+    inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    return backend.megamoe(gm, inputs, options={**FX, **options})
+
+
+def warnings_of(caplog):
+    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "remedy"),
+    [
+        (one_way, "no exchange with the split lists swapped", "send the rows back"),
+        (in_equal_parts, "its split sizes are static", "nothing if it dispatches no tokens"),
+    ],
+)
+def test_an_exchange_without_a_region_is_warned_of_once(
+    fake_ranks, caplog, tmp_path, program, reason, remedy
+):
+    """There was no line, no report, and the job ended as if all were well."""
+    report = tmp_path / "report.json"
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
+        compile_program(program, fake_ranks, **{"megamoe.report": str(report)})
+        (warning,) = warnings_of(caplog)
+        again = backend._warn_once.cache_info().currsize
+    assert again == 1
+    assert "test_unmatched.py:" in warning and reason in warning and remedy in warning
+    assert warning in json.loads(report.read_text())["warnings"]
+
+
+def test_the_same_place_is_warned_of_once_however_often_it_is_compiled(fake_ranks, caplog):
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
+        compile_program(in_equal_parts, fake_ranks)
+        told = warnings_of(caplog)
+        backend._warn_once(told[0])
+    assert warnings_of(caplog) == told
+
+
+def test_gathers_and_regions_are_no_reason_to_warn(fake_ranks, caplog, tmp_path):
+    report = tmp_path / "report.json"
+    layer = GroupedExperts(16, 24, 8, 2, fake_ranks)
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
+        compile_program(gathered, fake_ranks, **{"megamoe.report": str(report)})
+        compile_program(lambda x, _: layer(x.bfloat16()), fake_ranks)
+    assert warnings_of(caplog) == []
+    assert report.exists()  # of a run that has nothing to report too
+
+
+def test_strict_raises_for_rows_that_are_sent_and_never_for_equal_parts(fake_ranks):
+    strict = {"megamoe.strict": True}
+    with pytest.raises(RegionRefused, match=r"no MoE region was found: .* To do: send the rows"):
+        compile_program(one_way, fake_ranks, **strict)
+    assert callable(compile_program(one_way, fake_ranks, **strict, **{"megamoe.chunks": 1}))
+    assert callable(compile_program(in_equal_parts, fake_ranks, **strict))
+
+
+def test_a_report_without_regions_prints_what_was_left(capsys):
+    tables = ("regions", "attention", "graphs", "left_alone", "dropped_passes")
+    figures = {"compilations": 0, "recompiles": 0, "hardware": "cpu"}
+    warnings = ["megamoe: the exchange at a.py:1"]
+    print_report({**{table: [] for table in tables}, **figures, "warnings": warnings})
+    printed = capsys.readouterr().out
+    assert "the exchange at a.py:1" in printed
+    assert "No MoE region was found" in printed
