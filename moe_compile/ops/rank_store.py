@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-UNCOMPARED: Final = frozenset({"fake", "threaded"})
+UNCOMPARED: Final = frozenset({"fake", "threaded", "mirrored"})
 """Backends whose ranks are no processes of their own."""
 ROOT: Final = "megamoe"
 

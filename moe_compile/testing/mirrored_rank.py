@@ -4,7 +4,8 @@ Contract
     What the other rank sends here is what this one sends there, so an all-to-all gives back what
     was put in, and split sizes received are those sent. A gathered tensor holds this rank's part,
     then the same with its halves swapped: counts of experts, rank by rank.
-    One process computes what two would, at half the cost; ranks that differ it cannot show.
+    One process computes what two would, at half the cost; ranks that differ it cannot show, nor
+    how ranks agree on what they compiled (`ops/rank_store.py` knows this backend by name).
 """
 
 from __future__ import annotations
@@ -79,28 +80,6 @@ class MirroredGroup(dist.ProcessGroup):
         return _Done()
 
 
-class MirroredStore(dist.Store):
-    """What this rank writes under its number, the other has written under its own."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self._values: dict[str, Any] = {}
-
-    def set(self, key: str, value: Any) -> None:
-        """Keep `value` for both ranks."""
-        self._values[key.rpartition("/")[0]] = value
-
-    def get(self, key: str) -> Any:
-        """Return what this rank wrote under its own number."""
-        return self._values[key.rpartition("/")[0]]
-
-    def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Return: the other rank has written what this one has."""
-        del timeout
-        assert all(key.rpartition("/")[0] in self._values for key in keys)
-
-
 _KEPT: Final[list[Any]] = []
 """Stores and groups in use: torch holds only the part of them that is not Python's."""
 
@@ -113,7 +92,7 @@ def become_mirrored() -> None:
         dist.destroy_process_group()
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
-    _KEPT.append(MirroredStore())
+    _KEPT.append(dist.HashStore())
     dist.init_process_group(BACKEND, rank=0, world_size=2, store=_KEPT[-1])
 
 
