@@ -40,17 +40,18 @@ def fill(call: Call) -> Value:
         raise call.unknown()
     if isinstance(value, SYMBOLIC) and call.facts.depends_on_counts(value):
         return Opaque()
-    values = None
-    if is_small_integer(call.outputs[0]) and "empty" not in call.name:
-        values = _evaluate(call)
-    return Fixed(values=values, is_uniform=True, is_uninitialised="empty" in call.name)
+    empty = "empty" in call.name
+    values = _evaluate(call) if is_small_integer(call.outputs[0]) and not empty else None
+    zero = not empty and "ones" not in call.name and value == 0
+    return Fixed(values=values, is_uniform=True, is_uninitialised=empty, is_zero=zero)
 
 
 def fixed(call: Call) -> Value | list[Value]:
-    """Return what an operator makes of constants; as long as the counts say, perhaps."""
-    dependent = call.reads_counts() or any(
-        call.facts.depends_on_counts(size) for out in call.outputs for size in out.shape
-    )
+    """Return what an operator makes of constants; as long as the counts say, perhaps.
+
+    What reads a constant of such a length is no constant: the sum of its ones is a count.
+    """
+    dependent = call.reads_counts() or call.is_sized_by_counts()
     values = [call.value(t) for t in call.inputs]
     uniform = bool(values) and all(isinstance(v, Fixed) and v.is_uniform for v in values)
     if call.name == "arange" and dependent:

@@ -56,7 +56,15 @@ class CountFacts:
         return isinstance(raw, sympy.Symbol) and not known
 
     def formula(self, size: Any) -> sympy.Expr:
-        """Return an integer or symbolic size as a formula in the counts."""
+        """Return an integer or symbolic size as a formula in the counts.
+
+        Read as the program wrote it, before what tracing found out about this rank alone: a rank
+        without tokens sends no rows, and its tracer writes 0 for every count it sends.
+        """
+        written = _written(size).xreplace(self._formula)
+        known = self._outside.union(self._expert)
+        if written.free_symbols <= known:
+            return written
         return _expression(size).xreplace(self._formula)
 
     def depends_on_counts(self, size: Any) -> bool:
@@ -94,7 +102,8 @@ class CountFacts:
         Raises Unproven unless each rank's size is the sum of its counts, one per local expert.
         """
         runs = self._runs_per_rank(received, self.received)
-        self._runs_per_rank(sent, self.sent)
+        if any(self.formula(size) != 0 for size in sent):  # traced without a row, it sends none
+            self._runs_per_rank(sent, self.sent)
         self.root = tuple(self.run(count) for per_rank in runs for count in per_rank)
 
     def _runs_per_rank(
@@ -155,6 +164,12 @@ class CountFacts:
 def _expression(size: Any) -> sympy.Expr:
     symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
     return size.node.expr if symbolic else sympy.sympify(size)
+
+
+def _written(size: Any) -> sympy.Expr:
+    """Return a size as it was computed, without what was learnt of its symbols later."""
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node._expr if symbolic else sympy.sympify(size)
 
 
 def _is_at_least(size: sympy.Expr, rows: sympy.Expr) -> bool:

@@ -35,6 +35,8 @@ class Knowledge:
     reads: Reads = field(default_factory=Reads)
     grouped: dict[fx.Node, str | None] = field(default_factory=dict)
     """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
+    joins: list[fx.Node] = field(default_factory=list)
+    """Concatenations along the rows, of tensors of one type."""
     _values: dict[int, tuple[torch.Tensor, Value | None]] = field(default_factory=dict)
 
     def set(self, tensor: torch.Tensor, value: Value) -> None:
@@ -143,6 +145,11 @@ class Call:
     def reads_counts(self) -> bool:
         """Whether a number among the arguments may differ between chunks."""
         return any(self.facts.depends_on_counts(a) for a in self.leaves if isinstance(a, SYMBOLIC))
+
+    def is_sized_by_counts(self) -> bool:
+        """Whether a tensor read or made is as long as the counts say, in any dimension."""
+        tensors = (*self.inputs, *self.outputs)
+        return any(self.facts.depends_on_counts(size) for t in tensors for size in t.shape)
 
     def unknown(self) -> Unproven:
         """Return the refusal of an operator that no rule covers."""

@@ -131,9 +131,12 @@ class _Proof:
             self.known.set(tensor, self._checked(tensor, value))
 
     def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
-        """Return `value` when the sizes agree with it."""
+        """Return `value` when the sizes agree with it: all known, one of them that of the order."""
         if isinstance(value, Rows):
             size, order = tensor.shape[value.dim], value.order
+            others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
+            if any(self.facts.depends_on_counts(other) for other in others):
+                raise Unproven(Refusal.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
         elif isinstance(value, Labels):
             size, order = tensor.shape[0], value.order
         elif isinstance(value, Permutation):
@@ -181,6 +184,7 @@ class _Proof:
             sliceable=tuple(n for n, why in unsliceable if why is None),
             unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
             expert_rows=tuple((n, e) for n, e in rows if e is not None),
+            joins=tuple(dict.fromkeys(self.known.joins)),
         )
 
     def _only_expert(self, node: fx.Node) -> int | None:

@@ -28,6 +28,7 @@ from moe_compile.analysis.row_domain import (
     cut,
     is_padding,
 )
+from moe_compile.analysis.understood_arguments import check_arguments
 
 
 def pointwise(call: Call) -> Value:
@@ -219,9 +220,11 @@ def apply(call: Call) -> Value | list[Value]:
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
         nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
-        if nodes and call.reads_counts() and call.name != "expand":
+        counted = call.reads_counts() or call.is_sized_by_counts()
+        if nodes and counted and call.name != "expand":
             raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
         return Outside(frozenset(nodes)) if nodes else constant_rules.fixed(call)
+    check_arguments(call)
     result = _indexed(call)
     if result is None:
         result = _on_rows(call) if has_rows else count_rules.from_counts(call)
