@@ -12,8 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import sympy
 import torch
 
+from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call, dim_of
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
@@ -184,8 +186,6 @@ def scatter(call: Call) -> Value | list[Value] | None:
         return None
     base, index = call.value(form.base), call.value(form.index)
     source = call.value(form.source)
-    if call.argument("alpha", 1) != 1:
-        raise Unproven(Refusal.UNKNOWN_OPERATOR, f"{call.name} with alpha")
     if not has_rows:
         return _inverse(call, form)
     if not isinstance(base, Fixed) or not base.is_uniform or not isinstance(source, Rows):
@@ -233,4 +233,5 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     padded = all(is_padding(s) for s in order[1:])
     if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
         raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+    call.facts.premises.append(Premise(selected, sympy.S.Zero, length(order), None))
     return selected.parent

@@ -38,6 +38,7 @@ from moe_compile.analysis.row_domain import (
     length,
 )
 from moe_compile.analysis.row_rules import apply
+from moe_compile.analysis.sampled_counts import check_on_samples
 from moe_compile.analysis.row_trace import (
     UNTRACEABLE,
     Dispatched,
@@ -58,8 +59,9 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
     if not isinstance(trace, Trace):
         return _refused(region, *trace)
     proof = _Proof(region, trace)
-    for step in trace.steps:
+    for moment, step in enumerate(trace.steps):
         try:
+            proof.known.moment = moment
             proof.follow(step)
         except Unproven as unproven:
             return _refused(region, step.node, unproven)
@@ -68,9 +70,9 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
             return _refused(region, step.node, covered)
     try:
         proof.check_combine()
+        return proof.result(proof.check_premises(trace))
     except Unproven as unproven:
         return _refused(region, region.combine, unproven)
-    return proof.result()
 
 
 class _Proof:
@@ -176,7 +178,14 @@ class _Proof:
         if self.known.value(self.produced[self.region.combine]) != Rows(0, self.facts.root):
             raise Unproven(Refusal.ROWS_OUT_OF_ORDER)
 
-    def result(self) -> RowProof:
+    def check_premises(self, trace: Trace) -> int:
+        """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
+        premises = self.facts.premises
+        if not premises:
+            return 0
+        return check_on_samples(self.region, trace, self.facts, self.known.claims, premises)
+
+    def result(self, sampled: int) -> RowProof:
         """Return the evidence gathered."""
         unsliceable = [(n, why or _form(self.region, n)) for n, why in self.known.grouped.items()]
         rows = [(n, self._only_expert(n)) for n in self.region.row_side]
@@ -185,6 +194,7 @@ class _Proof:
             unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
             expert_rows=tuple((n, e) for n, e in rows if e is not None),
             joins=tuple(dict.fromkeys(self.known.joins)),
+            sampled=sampled,
         )
 
     def _only_expert(self, node: fx.Node) -> int | None:

@@ -13,6 +13,7 @@ import sympy
 import torch
 
 from moe_compile.analysis import constant_rules, count_rules, index_rules, order_rules, view_rules
+from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call, Rule, dim_of
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
@@ -27,6 +28,7 @@ from moe_compile.analysis.row_domain import (
     Value,
     cut,
     is_padding,
+    length,
 )
 from moe_compile.analysis.understood_arguments import check_arguments
 
@@ -145,6 +147,8 @@ def grouped_matmul(call: Call) -> Value:
         raise Unproven(Refusal.SHARED_PARAMETER, "offsets not followed to one group per expert")
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
     _check_groups(call, rows.order, sizes)
+    if call.facts.premises:
+        call.facts.group_ends.append(offs)
     if isinstance(matrices, FROM_COUNTS):
         raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
     for expert in experts:
@@ -167,6 +171,9 @@ def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
             if not own or not call.facts.has_room_for(size, expert, chosen):
                 detail = f"group {expert} is not proven to hold the rows of expert {expert}"
                 raise Unproven(Refusal.SHARED_PARAMETER, detail)
+            start = sympy.Add(*sizes[:expert])
+            call.facts.premises.append(Premise(chosen, start, size, expert))
+        call.facts.premises.append(Premise(chosen, sympy.S.Zero, length(order), None))
         return
     pieces = cut(order, sizes)
     if pieces is None or any(
