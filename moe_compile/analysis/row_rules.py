@@ -15,6 +15,7 @@ import torch
 from moe_compile.analysis import constant_rules, count_rules, index_rules, order_rules, view_rules
 from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call, Rule, dim_of
+from moe_compile.analysis.position_rounding import check_rounding
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
@@ -48,6 +49,7 @@ def pointwise(call: Call) -> Value:
             raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
             call.known.reads.add(value, None, call.facts.expert_of(order))
+    check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
 
 
