@@ -11,7 +11,12 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from moe_compile.analysis.operator_call import SYMBOLIC, Call, is_small_integer
+from moe_compile.analysis.operator_call import (
+    SAME_VALUES,
+    SYMBOLIC,
+    Call,
+    is_small_integer,
+)
 from moe_compile.analysis.row_domain import Fixed, Opaque, Value
 
 FILLS: Final = frozenset(
@@ -62,7 +67,9 @@ def fixed(call: Call) -> Value | list[Value]:
         spread = uniform and (
             call.name in SPREADS or (call.is_pointwise and not call.reads_counts())
         )
-        return [Fixed(is_uniform=True) if spread else Opaque() for _ in call.outputs]
+        zero = call.name in SAME_VALUES and all(isinstance(v, Fixed) and v.is_zero for v in values)
+        constant = Fixed(is_uniform=True, is_zero=zero)
+        return [constant if spread else Opaque() for _ in call.outputs]
     whole = all(isinstance(v, Fixed) and v.values is not None for v in values)
     outputs = call.outputs
     if whole and len(outputs) == 1 and is_small_integer(outputs[0]):
