@@ -34,7 +34,6 @@ from moe_compile.analysis.row_domain import (
     length,
 )
 
-
 INDEX_TYPES: Final = (torch.int32, torch.int64)
 
 

@@ -45,9 +45,7 @@ SCALED: Final = frozenset({"add", "sub", "rsub"})
 
 WHOLE_POWERS: Final = (0, 1, 2, 3)
 
-ALIKE_IN_FLOAT: Final = frozenset(
-    {"exp", "log", "tanh", "sin", "cos", "log1p", "expm1", "rsqrt"}
-)
+ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", "expm1", "rsqrt"})
 """In four and eight bytes: the last elements run through the same vector code, filled up
 (ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
 

@@ -4,16 +4,18 @@ Contract
     A proof holds for any counts: running the body on the rows and the counts of some experts
     gives the values, forward and backward, that running it on all gives for those rows. What is
     not understood is refused, with the reason and the node.
+    No number of this rank's tokens decides: with none, or one, it proves what others prove.
 
-Rests on one premise about code that is not followed (kernels, arithmetic that makes an index):
-an index and the group sizes that one body computes from the same counts agree about which rows
-belong to which expert.
+What is not followed (kernels, arithmetic that makes an index) is not believed: where the proof
+needs that such an index and the group sizes agree about which rows belong to which expert, both
+are computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
 
 Pseudo-code
     run the body on fake tensors, noting aten operators
     received rows = every run of rows in the order the dispatch's split sizes tell
     for each operator: the value of its outputs follows from those of its inputs, or refuse
     the combine must send the rows back in the order received
+    what was taken for granted of indices must hold on sampled counts
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ from moe_compile.analysis.row_domain import (
     length,
 )
 from moe_compile.analysis.row_rules import apply
-from moe_compile.analysis.sampled_counts import check_on_samples
 from moe_compile.analysis.row_trace import (
     UNTRACEABLE,
     Dispatched,
@@ -50,6 +51,7 @@ from moe_compile.analysis.row_trace import (
     Trace,
     trace_body,
 )
+from moe_compile.analysis.sampled_counts import check_on_samples
 from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-
 WHOLE_VECTORS_BYTES = 128
 
 

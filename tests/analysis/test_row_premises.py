@@ -92,8 +92,6 @@ def test_a_kernel_that_cannot_run_here_is_refused(fake_ranks):
     assert getattr(verdict, "reason", verdict) is Refusal.PREMISE_UNCHECKED, verdict
 
 
-
-
 def facts_of(num_ranks, num_local):
     facts = CountFacts(num_ranks, num_local, num_ranks * num_local)
     facts.set_root(

@@ -60,8 +60,6 @@ def inverted(write):
     return body
 
 
-
-
 def two_labels_of_one_slot(m, x, c):
     """Experts 0 and 3 read the same bias: as -1 the one, as 3 the other."""
     ids = torch.tensor([-1, 1, 2, 3]).repeat(m.num_ranks)
