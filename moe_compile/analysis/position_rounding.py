@@ -49,6 +49,10 @@ ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", 
 """In four and eight bytes: the last elements run through the same vector code, filled up
 (ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
 
+ALONE_OTHERWISE: Final = frozenset({"var", "std"})
+"""Reductions whose result is computed by other code where it is one number: where there is one
+row (`std_var_out` in ATen/native/ReduceOps.cpp)."""
+
 NUM_GRADIENTS: Final = 128
 """Gradients tried with each value: every mantissa of bfloat16, 7 bits."""
 
@@ -67,6 +71,13 @@ def check_rounding(call: Call) -> None:
     if any(_extent(t, t.dim() - from_right) % block for t in tensors for from_right in dims):
         detail = f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
         raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+
+
+def check_rounding_within(call: Call) -> None:
+    """Raise Unproven where a CPU computes the only row of a tensor by other code than several."""
+    out = call.outputs[0]
+    if call.name in ALONE_OTHERWISE and out.device.type != "cuda" and out.element_size() > 2:
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
 
 
 def _extent(tensor: torch.Tensor, row_dim: int) -> int:

@@ -29,7 +29,7 @@ from moe_compile.analysis import (
     view_rules,
 )
 from moe_compile.analysis.operator_call import Call, Rule, dim_of
-from moe_compile.analysis.position_rounding import check_rounding
+from moe_compile.analysis.position_rounding import check_rounding, check_rounding_within
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
@@ -73,6 +73,7 @@ def reduction(call: Call) -> Value | list[Value]:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
     if any(not isinstance(call.value(t), Rows) for t in call.inputs):
         raise call.unknown()
+    check_rounding_within(call)
     kept = call.outputs[0].dim() == tensor.dim()
     dim = rows.dim if kept else rows.dim - sum(d < rows.dim for d in dims)
     return [Rows(dim, rows.order) for _ in call.outputs]
