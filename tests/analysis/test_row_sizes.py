@@ -125,3 +125,14 @@ def test_a_negative_label_reads_the_last_slot(fake_ranks):
 
     verdict = verdict_on(body, fake_ranks)
     assert isinstance(verdict, RowProof), verdict
+
+
+def test_only_concatenations_along_the_rows_may_lose_an_input(fake_ranks):
+    """Dimension 0 was taken for the rows': here it holds the columns."""
+
+    def body(m, x, c):
+        return torch.cat([x.t(), x.t() * 0.5], 0).t()[:, : x.shape[1]]
+
+    proof = verdict_on(body, fake_ranks)
+    assert isinstance(proof, RowProof), proof
+    assert proof.joins == ()

@@ -63,24 +63,7 @@ class ConcatenatedInPairs(LoopExperts):
         return torch.cat([torch.cat(pairs[:2], dim=-2), torch.cat(tensors=pairs[2:], dim=0)])
 
 
-class JoinedAcross(LoopExperts):
-    """Works on rows as columns: what is joined along dimension 0 are features."""
-
-    def expert(self, x, e):
-        columns = x.t()
-        doubled = torch.cat([columns, columns * 0.5], 0).t()
-        return super().expert(doubled[:, : x.shape[1]], e)
-
-    def experts(self, rows, received):
-        counts, self._counts = self._counts, None
-        parts = torch.split(rows, counts)
-        columns = [self.expert(part, i % self.local).t() for i, part in enumerate(parts)]
-        return torch.cat(columns, 1).t().contiguous()
-
-
-@pytest.mark.parametrize(
-    "style", [PaddedLoop, ConcatenatedInPairs, JoinedAcross], ids=lambda s: s.__name__
-)
+@pytest.mark.parametrize("style", [PaddedLoop, ConcatenatedInPairs], ids=lambda s: s.__name__)
 def test_what_joins_rows_of_several_experts_never_joins_nothing(two_ranks, style):
     """A concatenation of experts that a chunk is without was left with no input."""
     check(two_ranks, style, ((8, 8), (3, 9)))
