@@ -11,7 +11,12 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from moe_compile.analysis.operator_call import SYMBOLIC, Call, is_small_integer
+from moe_compile.analysis.operator_call import (
+    SAME_VALUES,
+    SYMBOLIC,
+    Call,
+    is_small_integer,
+)
 from moe_compile.analysis.row_domain import Fixed, Opaque, Value
 
 FILLS: Final = frozenset(
@@ -40,17 +45,18 @@ def fill(call: Call) -> Value:
         raise call.unknown()
     if isinstance(value, SYMBOLIC) and call.facts.depends_on_counts(value):
         return Opaque()
-    values = None
-    if is_small_integer(call.outputs[0]) and "empty" not in call.name:
-        values = _evaluate(call)
-    return Fixed(values=values, is_uniform=True, is_uninitialised="empty" in call.name)
+    empty = "empty" in call.name
+    values = _evaluate(call) if is_small_integer(call.outputs[0]) and not empty else None
+    zero = not empty and "ones" not in call.name and value == 0
+    return Fixed(values=values, is_uniform=True, is_uninitialised=empty, is_zero=zero)
 
 
 def fixed(call: Call) -> Value | list[Value]:
-    """Return what an operator makes of constants; as long as the counts say, perhaps."""
-    dependent = call.reads_counts() or any(
-        call.facts.depends_on_counts(size) for out in call.outputs for size in out.shape
-    )
+    """Return what an operator makes of constants; as long as the counts say, perhaps.
+
+    What reads a constant of such a length is no constant: the sum of its ones is a count.
+    """
+    dependent = call.reads_counts() or call.is_sized_by_counts()
     values = [call.value(t) for t in call.inputs]
     uniform = bool(values) and all(isinstance(v, Fixed) and v.is_uniform for v in values)
     if call.name == "arange" and dependent:
@@ -61,7 +67,9 @@ def fixed(call: Call) -> Value | list[Value]:
         spread = uniform and (
             call.name in SPREADS or (call.is_pointwise and not call.reads_counts())
         )
-        return [Fixed(is_uniform=True) if spread else Opaque() for _ in call.outputs]
+        zero = call.name in SAME_VALUES and all(isinstance(v, Fixed) and v.is_zero for v in values)
+        constant = Fixed(is_uniform=True, is_zero=zero)
+        return [constant if spread else Opaque() for _ in call.outputs]
     whole = all(isinstance(v, Fixed) and v.values is not None for v in values)
     outputs = call.outputs
     if whole and len(outputs) == 1 and is_small_integer(outputs[0]):

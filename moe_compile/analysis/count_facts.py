@@ -8,6 +8,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -16,6 +17,19 @@ from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Order, Segment, Selected, Unproven, is_padding
+
+
+@dataclass(frozen=True, slots=True)
+class Premise:
+    """Of what an index not followed chose, `length` rows from `start` on are those of `expert`.
+
+    Each row of the expert once, padding aside; for no expert: of all rows.
+    """
+
+    rows: Selected
+    start: sympy.Expr
+    length: sympy.Expr
+    expert: int | None
 
 
 class CountFacts:
@@ -28,6 +42,10 @@ class CountFacts:
         self.sent = self._symbols("sent", num_ranks * num_local_experts)
         self.root: Order = ()
         """The rows as received; empty until the dispatch was seen."""
+        self.premises: list[Premise] = []
+        """What the proof took for granted of indices it could not follow."""
+        self.group_ends: list[torch.Tensor] = []
+        """Tensors that say where groups of such rows end."""
         self._expert = {s: k % num_local_experts for k, s in enumerate(self.received)}
         self._expert |= {s: k % num_local_experts for k, s in enumerate(self.sent)}
         self._formula: dict[sympy.Symbol, sympy.Expr] = {}
@@ -56,8 +74,20 @@ class CountFacts:
         return isinstance(raw, sympy.Symbol) and not known
 
     def formula(self, size: Any) -> sympy.Expr:
-        """Return an integer or symbolic size as a formula in the counts."""
+        """Return an integer or symbolic size as a formula in the counts.
+
+        Read as the program wrote it, before what tracing found out about this rank alone: a rank
+        without tokens sends no rows, and its tracer writes 0 for every count it sends.
+        """
+        written = _written(size).xreplace(self._formula)
+        known = self._outside.union(self._expert)
+        if written.free_symbols <= known:
+            return written
         return _expression(size).xreplace(self._formula)
+
+    def formula_read(self, size: Any) -> sympy.Expr | None:
+        """Return the formula of a size the host read; None where it is not followed."""
+        return self._formula.get(_written(size))
 
     def depends_on_counts(self, size: Any) -> bool:
         """Whether the value may differ between chunks."""
@@ -67,6 +97,10 @@ class CountFacts:
         """Return the experts whose counts `formula` reads; None among them for what is unknown."""
         symbols = formula.free_symbols - self._outside
         return frozenset(self._expert.get(symbol) for symbol in symbols)
+
+    def expert_with(self, count: sympy.Symbol) -> int:
+        """Return the local expert whose rows `count` counts."""
+        return self._expert[count]
 
     def vanishes_without(self, formula: sympy.Expr, expert: int) -> bool:
         """Whether `formula` is 0 whenever the counts of `expert` are."""
@@ -94,7 +128,8 @@ class CountFacts:
         Raises Unproven unless each rank's size is the sum of its counts, one per local expert.
         """
         runs = self._runs_per_rank(received, self.received)
-        self._runs_per_rank(sent, self.sent)
+        if any(self.formula(size) != 0 for size in sent):  # traced without a row, it sends none
+            self._runs_per_rank(sent, self.sent)
         self.root = tuple(self.run(count) for per_rank in runs for count in per_rank)
 
     def _runs_per_rank(
@@ -134,7 +169,10 @@ class CountFacts:
         expert = next(iter(experts)) if len(experts) == 1 else None
         if expert is None or expert in self.experts_of(segment.start):
             return None
-        return expert if self.has_room_for(segment.length, expert, segment.rows) else None
+        if not self.has_room_for(segment.length, expert, segment.rows):
+            return None
+        self.premises.append(Premise(segment.rows, segment.start, segment.length, expert))
+        return expert
 
     def has_room_for(self, size: sympy.Expr, expert: int, rows: Selected) -> bool:
         """Whether `size` is at least the number of rows of `expert`, by its form.
@@ -155,6 +193,12 @@ class CountFacts:
 def _expression(size: Any) -> sympy.Expr:
     symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
     return size.node.expr if symbolic else sympy.sympify(size)
+
+
+def _written(size: Any) -> sympy.Expr:
+    """Return a size as it was computed, without what was learnt of its symbols later."""
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node._expr if symbolic else sympy.sympify(size)
 
 
 def _is_at_least(size: sympy.Expr, rows: sympy.Expr) -> bool:

@@ -25,6 +25,7 @@ from moe_compile.analysis.row_domain import (
     Labels,
     Opaque,
     Outside,
+    Permutation,
     Unproven,
     Value,
     is_differentiable,
@@ -41,6 +42,9 @@ MOVES: Final = frozenset(
 
 EXACT: Final = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 """Types that hold any count this project will see."""
+
+WHOLE: Final = frozenset({torch.int32, torch.int64})
+"""Types that hold any index."""
 
 
 def from_counts(call: Call) -> Value | list[Value]:
@@ -65,6 +69,8 @@ def _kept(call: Call) -> Value | None:
     if out.dtype not in (*EXACT, source.dtype) or call.shape(out) != call.shape(source):
         return None
     value = call.value(source)
+    if isinstance(value, Permutation | Opaque) and {source.dtype, out.dtype} - WHOLE:
+        return value if out.dtype is source.dtype else None  # a cast may lose what an index says
     return value if isinstance(value, FROM_COUNTS) else None
 
 
@@ -167,7 +173,7 @@ def _computed(call: Call) -> Value | None:
             cells = _cells(call, operand) or ()
             numbers = _numbered(operand).expand(out.shape).reshape(-1).tolist()
             operands.append([cells[i] for i in numbers])
-        elif isinstance(operand, float):
+        elif isinstance(operand, float | bool | torch.SymFloat | torch.SymBool):
             return None
         else:
             operands.append([call.facts.formula(operand)] * out.numel())

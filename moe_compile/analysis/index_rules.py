@@ -10,9 +10,12 @@ Contract
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+import sympy
 import torch
 
+from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call, dim_of
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
@@ -31,6 +34,8 @@ from moe_compile.analysis.row_domain import (
     length,
 )
 
+INDEX_TYPES: Final = (torch.int32, torch.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
@@ -41,6 +46,8 @@ class Indexing:
     index: torch.Tensor
     source: torch.Tensor | None = None
     adds: bool = False
+    wraps: bool = False
+    """Whether a negative index counts from the end."""
 
 
 def indexing(call: Call) -> Indexing | None:
@@ -59,9 +66,10 @@ def indexing(call: Call) -> Indexing | None:
         dim = dim_of(call.argument("dim", 0), base.dim())
         if call.name == "gather" and base.dim() != 1:
             return None
-    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+    if index.dim() != 1 or index.dtype not in INDEX_TYPES:
         return None
-    return Indexing(base, dim, index, source, adds)
+    wraps = call.name in ("index", "index_put", "_unsafe_index_put")
+    return Indexing(base, dim, index, source, adds, wraps)
 
 
 def gather(call: Call) -> Value | list[Value] | None:
@@ -103,16 +111,28 @@ def _permuted(base: Value, index: Permutation) -> Value | None:
 
 def _by_label(call: Call, form: Indexing, base: Value, index: Labels) -> Value | None:
     """Return a table read by label: a bias per expert, spread over the expert's rows."""
+    if not isinstance(base, Outside | Fixed):
+        return None
+    slots = _slots(call, form, index)
     if isinstance(base, Fixed) and base.values is not None and base.values.dim() == 1:
         table = base.values.tolist()
-        return Labels(index.order, tuple(int(table[v]) for v in index.values))
+        return Labels(index.order, tuple(int(table[slot]) for slot in slots))
     if isinstance(base, Outside):
-        for segment, label in zip(index.order, index.values, strict=True):
-            slot = label if form.dim == 0 else None
-            call.known.reads.add(base, slot, call.facts.expert_of((segment,)))
-    if isinstance(base, Outside | Fixed):
-        return Rows(form.dim, index.order)
-    return None
+        for segment, slot in zip(index.order, slots, strict=True):
+            place = slot if form.dim == 0 else None
+            call.known.reads.add(base, place, call.facts.expert_of((segment,)))
+    return Rows(form.dim, index.order)
+
+
+def _slots(call: Call, form: Indexing, index: Labels) -> list[int]:
+    """Return which entry of the table each label reads: -1 and the last are the same."""
+    size = form.base.shape[form.dim]
+    if not isinstance(size, int):
+        raise call.unknown()
+    lowest = -size if form.wraps else 0
+    if any(not lowest <= label < size for label in index.values):
+        raise Unproven(Refusal.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
+    return [label % size for label in index.values]
 
 
 def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
@@ -166,7 +186,7 @@ def scatter(call: Call) -> Value | list[Value] | None:
     base, index = call.value(form.base), call.value(form.index)
     source = call.value(form.source)
     if not has_rows:
-        return _inverse(base, index, source)
+        return _inverse(call, form)
     if not isinstance(base, Fixed) or not base.is_uniform or not isinstance(source, Rows):
         raise call.unknown()
     same_form = source.dim == form.dim and form.source.dim() == form.base.dim()
@@ -175,9 +195,18 @@ def scatter(call: Call) -> Value | list[Value] | None:
     return Rows(source.dim, _put_back(call, form, source.order, index, base))
 
 
-def _inverse(base: Value, index: Value, source: Value) -> Value | None:
-    """Return the inverse of an index: `inverse[index] = arange(n)`."""
+def _inverse(call: Call, form: Indexing) -> Value | None:
+    """Return the inverse of an index: `inverse[index] = arange(n)`, written over or into zeros."""
+    assert form.source is not None
+    base, index, source = (call.value(t) for t in (form.base, form.index, form.source))
     counts_up = isinstance(source, Opaque) and source.is_arange and isinstance(base, Fixed)
+    lengths = {call.shape(t)[0] for t in (form.base, form.index, form.source) if t.dim() == 1}
+    if len(lengths) != 1 or form.base.dim() != 1 or form.source.dim() != 1:
+        return None
+    if form.adds and not (isinstance(base, Fixed) and base.is_zero):
+        return None
+    if form.base.dtype not in INDEX_TYPES or form.source.dtype not in INDEX_TYPES:
+        return None
     if counts_up and isinstance(index, Permutation):
         return Permutation(index.target, index.source)
     if counts_up and isinstance(index, Opaque) and index.is_permutation:
@@ -203,4 +232,5 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     padded = all(is_padding(s) for s in order[1:])
     if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
         raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+    call.facts.premises.append(Premise(selected, sympy.S.Zero, length(order), None))
     return selected.parent

@@ -18,13 +18,22 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.regions import Refusal
-from moe_compile.analysis.row_domain import Fixed, Reads, Unproven, Value
+from moe_compile.analysis.row_domain import FROM_COUNTS, Fixed, Reads, Unproven, Value
 from moe_compile.graph.dependence import storage_of
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 SAME_VALUES: Final = frozenset({"_to_copy", "clone", "alias", "detach", "lift_fresh", "copy"})
 """Operators that only copy, cast or rename, beside those tagged pointwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """After step `moment` of the trace, `tensor` holds the integers that `value` says."""
+
+    moment: int
+    tensor: torch.Tensor
+    value: Value
 
 
 @dataclass(slots=True)
@@ -35,11 +44,18 @@ class Knowledge:
     reads: Reads = field(default_factory=Reads)
     grouped: dict[fx.Node, str | None] = field(default_factory=dict)
     """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
+    joins: list[fx.Node] = field(default_factory=list)
+    """Concatenations along the rows, of tensors of one type."""
+    claims: list[Claim] = field(default_factory=list)
+    moment: int = 0
+    """The step of the trace that is followed."""
     _values: dict[int, tuple[torch.Tensor, Value | None]] = field(default_factory=dict)
 
     def set(self, tensor: torch.Tensor, value: Value) -> None:
         """Note the value of `tensor`, by identity."""
         self._values[id(tensor)] = (tensor, value)
+        if isinstance(value, FROM_COUNTS):
+            self.claims.append(Claim(self.moment, tensor, value))
 
     def forget_aliases(self, tensor: torch.Tensor) -> None:
         """Forget what is known of all that shares memory with `tensor`, which is written."""
@@ -131,10 +147,7 @@ class Call:
     @property
     def written(self) -> list[torch.Tensor]:
         """All tensors the operator writes in place, by its schema."""
-        declared = self.func._schema.arguments
-        names = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
-        written = pytree.tree_leaves([self.argument(name) for name in names])
-        return [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
+        return written_tensors(self.func, self.args, self.kwargs)
 
     def shape(self, tensor: torch.Tensor) -> list[sympy.Expr]:
         """Return the sizes of `tensor` as formulas in the counts."""
@@ -144,9 +157,25 @@ class Call:
         """Whether a number among the arguments may differ between chunks."""
         return any(self.facts.depends_on_counts(a) for a in self.leaves if isinstance(a, SYMBOLIC))
 
+    def is_sized_by_counts(self) -> bool:
+        """Whether a tensor read or made is as long as the counts say, in any dimension."""
+        tensors = (*self.inputs, *self.outputs)
+        return any(self.facts.depends_on_counts(size) for t in tensors for size in t.shape)
+
     def unknown(self) -> Unproven:
         """Return the refusal of an operator that no rule covers."""
         return Unproven(Refusal.UNKNOWN_OPERATOR, self.name)
+
+
+def written_tensors(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors that `func` writes in place, by its schema."""
+    found: list[Any] = []
+    for i, declared in enumerate(func._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            found.append(args[i] if i < len(args) else kwargs.get(declared.name))
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
 Rule = Callable[[Call], Value | list[Value]]

@@ -37,6 +37,13 @@ class Refusal(enum.Enum):
         "a parameter is read by rows of several experts: "
         "its gradient would be summed in another order"
     )
+    SIZE_FROM_COUNTS = "a dimension that does not hold the rows is as long as the counts say"
+    ROUNDED_BY_POSITION = (
+        "an operator that a CPU rounds by an element's position, in rows that do not fill "
+        "whole vectors"
+    )
+    PREMISE_FALSE = "an index and the group sizes computed from the counts disagree"
+    PREMISE_UNCHECKED = "an index computed from the counts could not be evaluated on samples"
     ROWS_FROM_OUTSIDE = "a tensor from outside the region is combined with rows, row by row"
     UNKNOWN_OPERATOR = "an operator whose effect on rows is not known"
     RANDOM = "an operator of the experts draws random numbers"
@@ -122,3 +129,9 @@ class RowProof:
     only nodes that have no rows at all when that expert's counts are zero."""
     facts: CountFacts | None = field(default=None, compare=False)
     """What every size the host computed from the counts is, as a formula in the counts."""
+    joins: tuple[fx.Node, ...] = ()
+    """Concatenations of the body along the dimension that holds the rows, of tensors of one type:
+    they may do without inputs that have no rows."""
+    sampled: int = 0
+    """Vectors of counts on which indices that could not be followed were evaluated and found to
+    agree with the group sizes; 0 where the proof followed every index."""

@@ -64,6 +64,8 @@ class Fixed:
     is_uniform: bool = False
     """One value everywhere; only such a tensor may be as long as the counts say."""
     is_uninitialised: bool = False
+    is_zero: bool = False
+    """Zero everywhere."""
 
 
 @dataclass(frozen=True, slots=True)

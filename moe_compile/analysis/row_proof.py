@@ -4,16 +4,18 @@ Contract
     A proof holds for any counts: running the body on the rows and the counts of some experts
     gives the values, forward and backward, that running it on all gives for those rows. What is
     not understood is refused, with the reason and the node.
+    No number of this rank's tokens decides: with none, or one, it proves what others prove.
 
-Rests on one premise about code that is not followed (kernels, arithmetic that makes an index):
-an index and the group sizes that one body computes from the same counts agree about which rows
-belong to which expert.
+What is not followed (kernels, arithmetic that makes an index) is not believed: where the proof
+needs that such an index and the group sizes agree about which rows belong to which expert, both
+are computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
 
 Pseudo-code
     run the body on fake tensors, noting aten operators
     received rows = every run of rows in the order the dispatch's split sizes tell
     for each operator: the value of its outputs follows from those of its inputs, or refuse
     the combine must send the rows back in the order received
+    what was taken for granted of indices must hold on sampled counts
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from moe_compile.analysis.row_trace import (
     Trace,
     trace_body,
 )
+from moe_compile.analysis.sampled_counts import check_on_samples
 from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
 
 
@@ -58,8 +61,9 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
     if not isinstance(trace, Trace):
         return _refused(region, *trace)
     proof = _Proof(region, trace)
-    for step in trace.steps:
+    for moment, step in enumerate(trace.steps):
         try:
+            proof.known.moment = moment
             proof.follow(step)
         except Unproven as unproven:
             return _refused(region, step.node, unproven)
@@ -68,9 +72,9 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
             return _refused(region, step.node, covered)
     try:
         proof.check_combine()
+        return proof.result(proof.check_premises(trace))
     except Unproven as unproven:
         return _refused(region, region.combine, unproven)
-    return proof.result()
 
 
 class _Proof:
@@ -132,9 +136,12 @@ class _Proof:
             self.known.set(tensor, self._checked(tensor, value))
 
     def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
-        """Return `value` when the sizes agree with it."""
+        """Return `value` when the sizes agree with it: all known, one of them that of the order."""
         if isinstance(value, Rows):
             size, order = tensor.shape[value.dim], value.order
+            others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
+            if any(self.facts.depends_on_counts(other) for other in others):
+                raise Unproven(Refusal.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
         elif isinstance(value, Labels):
             size, order = tensor.shape[0], value.order
         elif isinstance(value, Permutation):
@@ -183,7 +190,14 @@ class _Proof:
         if self.known.value(self.produced[self.region.combine]) != Rows(0, self.facts.root):
             raise Unproven(Refusal.ROWS_OUT_OF_ORDER)
 
-    def result(self) -> RowProof:
+    def check_premises(self, trace: Trace) -> int:
+        """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
+        premises = self.facts.premises
+        if not premises:
+            return 0
+        return check_on_samples(self.region, trace, self.facts, self.known.claims, premises)
+
+    def result(self, sampled: int) -> RowProof:
         """Return the evidence gathered."""
         unsliceable = [(n, why or _form(self.region, n)) for n, why in self.known.grouped.items()]
         rows = [(n, self._only_expert(n)) for n in self.region.row_side]
@@ -192,6 +206,8 @@ class _Proof:
             unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
             expert_rows=tuple((n, e) for n, e in rows if e is not None),
             facts=self.facts,
+            joins=tuple(dict.fromkeys(self.known.joins)),
+            sampled=sampled,
         )
 
     def _only_expert(self, node: fx.Node) -> int | None:

@@ -3,31 +3,43 @@
 Contract
     A rule returns rows only where row i of the output depends on row i of the inputs, on
     constants and on the parameters of its expert, and is rounded alike for any number of rows.
+    The number of rows stands in one dimension, that of the rows; every other is known without
+    the counts. An argument that no rule looks at has its default value, or the call is refused.
+
+Rounded alike, by kind of operator:
+    elementwise   on a CPU where position_rounding.py says so, on CUDA always: one code for every
+                  element, wide loads or not
+    within rows   reductions, softmax and norms compute each row by itself; on a CPU this is
+                  relied on with one thread, where no row is cut between threads
+    products      of rows of one expert only: a chunk has all of them, so their number is the same
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import sympy
 import torch
 
-from moe_compile.analysis import constant_rules, count_rules, index_rules, order_rules, view_rules
+from moe_compile.analysis import (
+    constant_rules,
+    count_rules,
+    grouped_rules,
+    index_rules,
+    order_rules,
+    view_rules,
+)
 from moe_compile.analysis.operator_call import Call, Rule, dim_of
+from moe_compile.analysis.position_rounding import check_rounding, check_rounding_within
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
-    Formulas,
-    Order,
     Outside,
     Rows,
-    Selected,
     Unproven,
     Value,
-    cut,
-    is_padding,
 )
+from moe_compile.analysis.understood_arguments import check_arguments
 
 
 def pointwise(call: Call) -> Value:
@@ -45,6 +57,7 @@ def pointwise(call: Call) -> Value:
             raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
             call.known.reads.add(value, None, call.facts.expert_of(order))
+    check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
 
 
@@ -60,6 +73,7 @@ def reduction(call: Call) -> Value | list[Value]:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
     if any(not isinstance(call.value(t), Rows) for t in call.inputs):
         raise call.unknown()
+    check_rounding_within(call)
     kept = call.outputs[0].dim() == tensor.dim()
     dim = rows.dim if kept else rows.dim - sum(d < rows.dim for d in dims)
     return [Rows(dim, rows.order) for _ in call.outputs]
@@ -129,53 +143,6 @@ def batched_matmul(call: Call) -> Value:
     return left
 
 
-def grouped_matmul(call: Call) -> Value:
-    """`[R, K]` by `[E, K, N]`: rows up to each offset by the next matrix."""
-    rows = call.value(call.argument("self"))
-    weight = call.argument("mat2")
-    matrices, offs = call.value(weight), call.argument("offs")
-    if not isinstance(rows, Rows) or rows.dim != 0 or isinstance(matrices, Rows):
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
-    if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
-        raise call.unknown()
-    ends = call.value(offs)
-    experts = range(call.facts.num_local_experts)
-    if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
-        raise Unproven(Refusal.SHARED_PARAMETER, "offsets not followed to one group per expert")
-    sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
-    _check_groups(call, rows.order, sizes)
-    if isinstance(matrices, FROM_COUNTS):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
-    for expert in experts:
-        if isinstance(matrices, Outside):
-            call.known.reads.add(matrices, expert, expert)
-    empty = all(call.facts.vanishes_without(sizes[e], e) for e in experts)
-    why_not = None if empty else "groups of other experts are padded"
-    if call.node in call.known.grouped:
-        why_not = "one of several grouped GEMMs of one operator"
-    call.known.grouped[call.node] = why_not
-    return rows
-
-
-def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
-    """Refuse unless group e holds all rows of expert e, and no others."""
-    chosen = order[0].rows if order and order[0].start == 0 else None
-    if isinstance(chosen, Selected):
-        for expert, size in enumerate(sizes):
-            own = call.facts.experts_of(size) == {expert}
-            if not own or not call.facts.has_room_for(size, expert, chosen):
-                detail = f"group {expert} is not proven to hold the rows of expert {expert}"
-                raise Unproven(Refusal.SHARED_PARAMETER, detail)
-        return
-    pieces = cut(order, sizes)
-    if pieces is None or any(
-        call.facts.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
-    ):
-        raise Unproven(Refusal.SHARED_PARAMETER, "a group holds rows of another expert")
-    if not all(is_padding(segment) for segment in pieces[-1]):
-        raise Unproven(Refusal.ROWS_MIXED, "rows behind the last group")
-
-
 SIZED: Final = frozenset(
     {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "split_with_sizes"}
 )
@@ -206,7 +173,7 @@ ROW_RULES: Final[dict[str, Rule]] = {
     "mm": matmul,
     "addmm": matmul,
     "bmm": batched_matmul,
-    "_grouped_mm": grouped_matmul,
+    "_grouped_mm": grouped_rules.grouped_matmul,
 }  # fmt: skip
 """Operators on rows, beside indexing and those tagged pointwise."""
 
@@ -219,9 +186,11 @@ def apply(call: Call) -> Value | list[Value]:
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
         nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
-        if nodes and call.reads_counts() and call.name != "expand":
+        counted = call.reads_counts() or call.is_sized_by_counts()
+        if nodes and counted and call.name != "expand":
             raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
         return Outside(frozenset(nodes)) if nodes else constant_rules.fixed(call)
+    check_arguments(call)
     result = _indexed(call)
     if result is None:
         result = _on_rows(call) if has_rows else count_rules.from_counts(call)

@@ -66,6 +66,8 @@ class NotFollowed:
     node: fx.Node
     tensor: torch.Tensor
     inputs: tuple[torch.Tensor, ...]
+    read: tuple[tuple[fx.Node, Any], ...] = ()
+    """Node -> the value `node` reads of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,10 @@ class _Runner:
         written = written_arguments(node)
         if not written or value_of(node) is not None:
             raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, str(node.target)))
-        read = [self._value(n) for n in node.all_input_nodes]
-        inputs = tuple(t for t in read if isinstance(t, torch.Tensor))
+        read = tuple((n, self._value(n)) for n in node.all_input_nodes)
+        inputs = tuple(t for _, t in read if isinstance(t, torch.Tensor))
         for target in dict.fromkeys(written):
-            self.recorder.steps.append(NotFollowed(node, self._value(target), inputs))
+            self.recorder.steps.append(NotFollowed(node, self._value(target), inputs, read))
 
     def _value(self, node: Any) -> Any:
         if node in self.env:

@@ -171,6 +171,8 @@ def joined(call: Call) -> Value:
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
         return _side_by_side(call, [v for _, v in parts], row_dim)
+    if len({t.dtype for t, _ in parts}) == 1:
+        call.known.joins.append(call.node)
     orders = (
         v.order if isinstance(v, Rows) else (padding(call.shape(t)[row_dim]),) for t, v in parts
     )
@@ -192,11 +194,12 @@ def padded(call: Call) -> Value:
     tensor, rows = the_rows(call)
     _by_position(call, rows)
     amounts = list(call.argument("pad"))
-    behind = 2 * (tensor.dim() - 1 - rows.dim)
-    ahead, after = (*amounts[behind : behind + 2], 0, 0)[:2]
-    if ahead != 0:
+    place = 2 * (tensor.dim() - 1 - rows.dim)
+    ahead, after = (*amounts[place : place + 2], 0, 0)[:2]
+    behind = call.facts.formula(after)
+    if ahead != 0 or not behind.is_nonnegative:  # a negative amount cuts rows off
         raise call.unknown()
-    return Rows(rows.dim, join([rows.order, (padding(call.facts.formula(after)),)]))
+    return Rows(rows.dim, join([rows.order, (padding(behind),)]))
 
 
 def _side_by_side(call: Call, parts: list[Value], row_dim: int) -> Value:

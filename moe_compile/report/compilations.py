@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import Refused
+from moe_compile.analysis.regions import Refused, RowProof
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.planning.async_tp import AsyncTP
 from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
@@ -170,6 +170,8 @@ def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionRepo
     remarks += decision_remarks(plan.decision)
     remarks += dispatch_remarks(plan, asked)
     remarks += [_wire(e) for e in (plan.dispatch, plan.combine) if e.wire != "same" or e.refusal]
+    if isinstance(plan.proof, RowProof) and plan.proof.sampled:
+        remarks.append(f"indices checked on {plan.proof.sampled} sampled vectors of counts")
     if refused is None and chunked:
         remarks += [f"weights not sliced: {why}" for why in _unsliced(plan)]
     return RegionReport(

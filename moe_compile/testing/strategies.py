@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+WHOLE_VECTORS_BYTES = 128
+
 
 class Routing(enum.Enum):
     """Which experts the tokens of all ranks choose."""
@@ -31,7 +33,8 @@ class MoECase:
     width: int
     """Model width D, a multiple of 8: grouped GEMMs want rows of 16 bytes."""
     hidden: int
-    """Width of an expert, a multiple of 8."""
+    """Width of an expert, a multiple of 8; in four or eight bytes one that fills 128 bytes, so
+    that a CPU rounds activations alike in every row."""
     num_experts: int
     top_k: int
     chunks: int
@@ -49,6 +52,7 @@ def moe_cases(
     """Draw a case for `num_ranks` ranks."""
     local = draw(st.integers(1, 5), label="local experts")
     num_experts = local * num_ranks
+    dtype = draw(st.sampled_from(list(dtypes)), label="dtype")
     step = st.one_of(
         st.integers(1, 24).map(lambda t: (t,) * num_ranks),
         st.tuples(*[st.integers(1, 24)] * num_ranks),
@@ -56,15 +60,19 @@ def moe_cases(
     return MoECase(
         num_ranks=num_ranks,
         width=8 * draw(st.integers(1, 3), label="width / 8"),
-        hidden=8 * draw(st.integers(1, 3), label="hidden / 8"),
+        hidden=_unit(dtype) * draw(st.integers(1, 3), label="hidden / its unit"),
         num_experts=num_experts,
         top_k=draw(st.integers(1, min(3, num_experts)), label="top_k"),
         chunks=draw(st.integers(1, local + 1), label="chunks"),
-        dtype=draw(st.sampled_from(list(dtypes)), label="dtype"),
+        dtype=dtype,
         routing=draw(st.sampled_from(list(Routing)), label="routing"),
         tokens=tuple(draw(st.lists(step, min_size=1, max_size=3), label="tokens")),
         seed=draw(st.integers(0, 2**16), label="seed"),
     )
+
+
+def _unit(dtype: torch.dtype) -> int:
+    return 8 if dtype.itemsize == 2 else WHOLE_VECTORS_BYTES // dtype.itemsize
 
 
 def chosen_experts(case: MoECase) -> tuple[int, ...]:

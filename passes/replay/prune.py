@@ -2,17 +2,27 @@
 
 Contract
     Only nodes proven to have no rows in the chunk are left out, and only where every reader is
-    left out too or concatenates: joining nothing changes no value.
+    left out too or joins rows: joining nothing changes no value.
+    A concatenation that runs has an input.
+
+Pseudo-code
+    empty = nodes whose rows all belong to experts of other chunks,
+            splits into such nodes, and joins of nothing else
+    until nothing changes: keep what a node that runs needs; a join that runs needs an input
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, RowProof
+
+CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 
 
 @dataclass(slots=True)
@@ -29,33 +39,28 @@ class Pruned:
 
 def prune_other_experts(region: MoERegion, proof: RowProof, experts: range) -> Pruned:
     """Return what the chunk holding local `experts` can do without."""
+    joins = {node: pieces for node in proof.joins if (pieces := _pieces(node))}
     empty = {node for node, expert in proof.expert_rows if expert not in experts}
-    for node in region.row_side:  # tuples of empty pieces
-        if node.users and all(user in empty for user in node.users) and _reads_any(node, empty):
-            empty.add(node)
-    changed = True
-    while changed:
-        needed = {n for n in empty if not all(u in empty or _concatenates(u, n) for u in n.users)}
-        changed = bool(needed)
-        empty -= needed
-    pruned = Pruned(nodes=empty)
     for node in region.row_side:
-        if node not in empty and _is_cat(node) and (dropped := empty & set(node.all_input_nodes)):
-            pruned.dropped_from[node] = dropped
-    return pruned
+        reads_empty = any(i in empty for i in node.all_input_nodes)
+        in_parts = bool(node.users) and all(user in empty for user in node.users) and reads_empty
+        if in_parts or (node in joins and joins[node] <= empty):
+            empty.add(node)
+    while needed := [n for n in region.row_side if n in empty and _is_needed(n, joins, empty)]:
+        empty.difference_update(needed)
+    dropped = {n: pieces & empty for n, pieces in joins.items() if n not in empty}
+    return Pruned(nodes=empty, dropped_from={n: gone for n, gone in dropped.items() if gone})
 
 
-def _reads_any(node: fx.Node, empty: set[fx.Node]) -> bool:
-    return any(i in empty for i in node.all_input_nodes)
+def _pieces(node: fx.Node) -> set[fx.Node]:
+    """Return what a concatenation joins, {} where it is not written as a list of nodes."""
+    pieces: Iterable[object] = ()
+    if node.target in CONCATENATIONS and node.args and isinstance(node.args[0], list | tuple):
+        pieces = node.args[0]
+    return {piece for piece in pieces if isinstance(piece, fx.Node)}
 
 
-def _is_cat(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is torch.cat
-
-
-def _concatenates(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` joins `node` with others along the rows."""
-    if not _is_cat(user) or not isinstance(user.args[0], list | tuple):
-        return False
-    dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", 0)
-    return dim == 0 and node in user.args[0]
+def _is_needed(node: fx.Node, joins: dict[fx.Node, set[fx.Node]], empty: set[fx.Node]) -> bool:
+    """Whether a node that runs needs `node`: as more than one of several pieces to join."""
+    running = [user for user in node.users if user not in empty]
+    return any(node not in joins.get(user, ()) or joins[user] <= empty for user in running)

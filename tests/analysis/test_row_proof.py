@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_mutation,
+)
 
 from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.analysis.regions import RowProof
@@ -31,7 +34,7 @@ def test_grouped_gemms_of_plain_layers_may_be_sliced(fake_ranks, style, num_gemm
 
 
 def test_each_expert_of_a_loop_has_its_own_rows(fake_ranks):
-    proof = judge(layer_of(LoopExperts, fake_ranks, torch.float32), tokens(torch.float32))
+    proof = judge(layer_of(LoopExperts, fake_ranks), tokens())
     assert isinstance(proof, RowProof), proof
     experts = {}
     for node, expert in proof.expert_rows:
@@ -127,7 +130,7 @@ def titan(fake_ranks, monkeypatch):
     def make(use_grouped_mm, indices="permute_indices"):
         replaced = getattr(titan_layer, indices)
         monkeypatch.setattr("torchtitan.models.moe.utils.generate_permute_indices", replaced)
-        return titan_layer.TitanExperts(WIDTH, 24, 8, 2, fake_ranks, use_grouped_mm)
+        return titan_layer.TitanExperts(WIDTH, 32, 8, 2, fake_ranks, use_grouped_mm)
 
     return make
 
@@ -147,14 +150,37 @@ def test_a_higher_order_operator_may_write_what_it_makes_of_counts(titan):
         for gm in dynamo_graphs(titan(True, "permute_indices_by_kernel"), tokens(torch.float32))
     )
     (call,) = (n for n in graph.nodes if "fill_indices" in str(n.target))
+    counts, starts, indices = call.args
     with graph.inserting_before(call):
-        arguments = dict(zip(("counts", "starts", "indices"), call.args, strict=True))
-        kernel = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1,)], "kwargs": arguments}
-        wrapper = graph.call_function(triton_kernel_wrapper_mutation, kwargs=kernel)
+        ends = graph.call_function(torch.cumsum, (counts, 0))
+        run_starts = graph.call_function(torch.sub, (ends, counts))
+        for node, value in ((ends, counts), (run_starts, counts)):
+            node.meta["example_value"] = value.meta["example_value"].clone()
+        wrapper = graph.call_function(
+            triton_kernel_wrapper_mutation,
+            kwargs=kernel_call(counts, run_starts, starts, indices),
+        )
     graph.erase_node(call)
     ((region,), _) = find_moe_regions(graph)
     assert wrapper in region.body
-    assert isinstance(prove_rows_independent(region), RowProof)
+    proof = prove_rows_independent(region)
+    assert isinstance(proof, RowProof), proof
+    assert proof.sampled == 200
+
+
+def kernel_call(counts, run_starts, starts, indices):
+    """Return the arguments of torchtitan's own kernel in a graph, for two ranks of four experts."""
+    kernels = pytest.importorskip("torchtitan.models.moe.kernels", reason="needs triton")
+    names = ("tokens_per_expert_group", "start_index_values", "write_offsets", "output")
+    tensors = (counts, run_starts, starts, indices)
+    constants = {"experts_per_rank": 4, "num_ranks": 2, "BLOCK_SIZE": 128}
+    return {
+        "kernel_idx": kernel_side_table.add_kernel(kernels._fill_indices_kernel),
+        "constant_args_idx": kernel_side_table.add_constant_args(constants),
+        "grid": [(4,)],
+        "tma_descriptor_metadata": {},
+        "kwargs": dict(zip((f"{name}_ptr" for name in names), tensors, strict=True)),
+    }
 
 
 def test_torchtitans_loop_has_padding_left_when_an_expert_has_no_rows(titan):

@@ -31,7 +31,12 @@ def permute_indices_by_kernel(counts, num_local, num_ranks, max_len, alignment, 
 
 @torch.library.custom_op("megamoe_tests::fill_indices", mutates_args={"indices"})
 def fill_indices(counts: torch.Tensor, starts: torch.Tensor, indices: torch.Tensor) -> None:
-    raise NotImplementedError
+    run_starts = torch.cumsum(counts, 0) - counts
+    for expert, place in enumerate(starts.tolist()):
+        for run in range(expert, len(counts), len(starts)):
+            rows = int(counts[run])
+            indices[place : place + rows] = torch.arange(rows) + run_starts[run]
+            place += rows
 
 
 @fill_indices.register_fake

@@ -1,0 +1,174 @@
+"""Operators that a CPU rounds by where an element stands, and rows in which it makes no difference.
+
+Contract
+    Where `check_rounding` passes, an element of a row is rounded alike whatever number of rows
+    stand before and behind it: forward, and in the backward of the operator.
+
+A CPU runs an elementwise operator over flat memory in blocks of two vectors, and the last elements
+of each thread's share one by one, by other code. For some operators the two differ in the last bit.
+They meet the same elements only where blocks and shares end where rows end. On CUDA every element
+is computed by the same code, whole blocks or not: nothing is refused there.
+What differs is this machine's: ranks on different CPUs may decide differently, and are found when
+ranks compare their plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from moe_compile.analysis.operator_call import SAME_VALUES, SYMBOLIC, Call
+from moe_compile.analysis.regions import Refusal
+from moe_compile.analysis.row_domain import Rows, Unproven
+
+BLOCK_BYTES: Final = 128
+"""Two vectors of AVX-512, the longest in use; blocks of shorter ones end where these do
+(`vectorized_loop` in ATen/native/cpu/Loops.h)."""
+
+ROUNDED_RIGHT: Final = SAME_VALUES | frozenset(
+    {
+        "neg", "abs", "sign", "sgn", "mul", "div", "sqrt", "reciprocal", "square", "relu",
+        "leaky_relu", "threshold", "hardtanh", "clamp", "clamp_min", "clamp_max", "maximum",
+        "minimum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
+        "logical_or", "logical_not", "logical_xor", "isnan", "isinf", "floor", "ceil", "round",
+        "trunc", "copysign", "fill", "zero",
+    }
+)  # fmt: skip
+"""Operators that move data, or whose result and gradient are correctly rounded steps."""
+
+SCALED: Final = frozenset({"add", "sub", "rsub"})
+"""Correctly rounded without a factor: `a + alpha * b` is fused in some code, and not in other."""
+
+WHOLE_POWERS: Final = (0, 1, 2, 3)
+
+ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", "expm1", "rsqrt"})
+"""In four and eight bytes: the last elements run through the same vector code, filled up
+(ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
+
+ALONE_OTHERWISE: Final = frozenset({"var", "std"})
+"""Reductions whose result is computed by other code where it is one number: where there is one
+row (`std_var_out` in ATen/native/ReduceOps.cpp)."""
+
+NUM_GRADIENTS: Final = 128
+"""Gradients tried with each value: every mantissa of bfloat16, 7 bits."""
+
+
+def check_rounding(call: Call) -> None:
+    """Raise Unproven where the number of rows may change a bit of an elementwise operator."""
+    out = call.outputs[0]
+    floats = [t for t in (*call.inputs, out) if t.dtype.is_floating_point or t.dtype.is_complex]
+    if out.device.type == "cuda" or not floats or not _by_position(call, floats):
+        return
+    block = BLOCK_BYTES // min(t.element_size() for t in floats)
+    block *= math.lcm(*range(1, torch.get_num_threads() + 1))
+    values = [(t, call.value(t)) for t in call.inputs]
+    dims = {t.dim() - v.dim for t, v in values if isinstance(v, Rows)}
+    tensors = [t for t, v in values if isinstance(v, Rows)] + call.outputs
+    if any(_extent(t, t.dim() - from_right) % block for t in tensors for from_right in dims):
+        detail = f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+
+
+def check_rounding_within(call: Call) -> None:
+    """Raise Unproven where a CPU computes the only row of a tensor by other code than several."""
+    out = call.outputs[0]
+    if call.name in ALONE_OTHERWISE and out.device.type != "cuda" and out.element_size() > 2:
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
+
+
+def _extent(tensor: torch.Tensor, row_dim: int) -> int:
+    """Return the elements of a row that lie next to each other; 1 where rows are not outermost."""
+    if any(size != 1 for size in tensor.shape[:row_dim]):
+        return 1
+    extent = 1
+    for size, stride in zip(
+        reversed(tensor.shape[row_dim + 1 :]), reversed(tensor.stride()[row_dim + 1 :]), strict=True
+    ):
+        if not isinstance(size, int) or (size != 1 and stride != extent):
+            return 1
+        extent *= size
+    return extent
+
+
+def _by_position(call: Call, floats: list[torch.Tensor]) -> bool:
+    if call.name in ROUNDED_RIGHT:
+        return call.argument("rounding_mode") is not None
+    if call.name in SCALED:
+        return bool(call.argument("alpha", 1) != 1)
+    if call.name == "pow" and call.argument("exponent") in WHOLE_POWERS:
+        return False
+    if len(call.inputs) != 1 or call.inputs[0].dtype.is_complex or len({*map(_type, floats)}) != 1:
+        return True
+    if any(isinstance(leaf, SYMBOLIC) for leaf in call.leaves):
+        return True
+    if floats[0].element_size() > 2:
+        return call.name not in ALIKE_IN_FLOAT
+    return _differs(call.func, _arguments(call), floats[0].dtype)
+
+
+def _type(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype
+
+
+Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+
+
+def _arguments(call: Call) -> Arguments:
+    """Return the arguments, None for the tensor."""
+
+    def plain(leaf: Any) -> Any:
+        return None if isinstance(leaf, torch.Tensor) else leaf
+
+    kwargs = tuple(sorted((name, plain(value)) for name, value in call.kwargs.items()))
+    return tuple(map(plain, call.args)), kwargs
+
+
+@functools.cache
+def _differs(func: torch._ops.OpOverload, arguments: Arguments, dtype: torch.dtype) -> bool:
+    """Try all values of two bytes in whole vectors and one by one; gradients too."""
+    args, kwargs = arguments
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = func(x, *args[1:], **dict(kwargs))
+        return result
+
+    return differs_by_position(run, dtype)
+
+
+def differs_by_position(run: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a function of one number rounds a value of `dtype` (two bytes) by its position.
+
+    Numbers and infinities are tried: what is not a number is passed on or not as it comes.
+    """
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu")
+    x = values.to(torch.int16).view(dtype)
+    x = x[~x.isnan()]
+    mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1
+    gradients = mantissas.to(dtype)[:, None].expand(-1, len(x)).contiguous()
+    wide = x.expand_as(gradients).contiguous()
+    whole = _forward_and_backward(run, wide, gradients)
+    single = _forward_and_backward(run, _strided(wide), _strided(gradients))
+    return not all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, single, strict=True)
+    )
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values, every other element of memory: no vector can be read."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def _forward_and_backward(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        result = run(leaf)
+        found = [result.detach()]
+        if result.requires_grad:
+            found += torch.autograd.grad(result, leaf, gradient)
+    return found

@@ -1,0 +1,120 @@
+"""What a CPU rounds by position is refused where rows do not fill whole vectors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_compile.analysis.position_rounding import ALIKE_IN_FLOAT, differs_by_position
+from moe_compile.analysis.regions import Refusal, RowProof
+from tests.analysis.verdicts import judge
+from tests.layers import LoopExperts
+
+ROWS = (1, 2, 3, 5, 8, 13, 40)
+
+
+def verdict_of(fake_ranks, hidden, dtype, activation=F.silu):
+    class Activated(LoopExperts):
+        def expert(self, x, e):
+            return activation(x @ self.w1[e]) @ self.w2[e]
+
+    x = torch.randn(32, 16, dtype=dtype, requires_grad=True)
+    return judge(Activated(16, hidden, 8, 2, fake_ranks, dtype), x)
+
+
+@pytest.mark.parametrize(("hidden", "dtype"), [(17, torch.float32), (24, torch.float32)])
+def test_silu_in_rows_that_do_not_fill_vectors_is_refused(fake_ranks, hidden, dtype):
+    """SiLU of the last elements differed in the last bit, and chunks end elsewhere."""
+    verdict = verdict_of(fake_ranks, hidden, dtype)
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+
+
+FITTING = {
+    "silu in rows that fill vectors": (32, torch.float32, F.silu),
+    "silu in bfloat16": (24, torch.bfloat16, F.silu),
+    "relu": (17, torch.float32, F.relu),
+    "tanh": (17, torch.float32, torch.tanh),
+    "tanh gelu in bfloat16 that fills": (64, torch.bfloat16, F.gelu),
+}
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_what_rounds_alike_in_every_row_is_proven(fake_ranks, case):
+    verdict = verdict_of(fake_ranks, *FITTING[case])
+    assert isinstance(verdict, RowProof), verdict
+
+
+def test_gelu_in_bfloat16_rows_that_do_not_fill_vectors_is_refused(fake_ranks):
+    verdict = verdict_of(fake_ranks, 24, torch.bfloat16, F.gelu)
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+
+
+def test_a_variance_in_float64_is_refused(fake_ranks):
+    """Of a single row it is computed by other code than of several."""
+    verdict = verdict_of(fake_ranks, 32, torch.float64, lambda h: h - h.var(1, keepdim=True))
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+
+
+def test_threads_share_rows_at_whole_vectors_only(fake_ranks):
+    torch.set_num_threads(3)
+    try:
+        narrow = verdict_of(fake_ranks, 32, torch.float32)
+        wide = verdict_of(fake_ranks, 192, torch.float32)
+    finally:
+        torch.set_num_threads(1)
+    assert getattr(narrow, "reason", narrow) is Refusal.ROUNDED_BY_POSITION, narrow
+    assert isinstance(wide, RowProof), wide
+
+
+def test_the_probe_tells_silu_from_rsqrt_in_bfloat16():
+    assert not differs_by_position(F.silu, torch.bfloat16)
+    assert differs_by_position(torch.rsqrt, torch.bfloat16)
+
+
+def by_position(run, x, gradient):
+    """Return forward and gradient in whole vectors, and one by one."""
+    found = []
+    for spread in (lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]):
+        leaf = spread(x).detach().requires_grad_()
+        y = run(leaf)
+        found.append([y.detach(), *torch.autograd.grad(y, leaf, spread(gradient))])
+    return found
+
+
+EXACT = {
+    "neg": torch.neg, "abs": torch.abs, "mul": lambda x: x * 1.7, "div": lambda x: x / 1.7,
+    "add": lambda x: x + 0.3, "reciprocal": torch.reciprocal, "square": torch.square,
+    "cube": lambda x: x**3, "sqrt": lambda x: x.abs().sqrt(), "relu": F.relu,
+    "leaky_relu": F.leaky_relu, "clamp": lambda x: x.clamp(-1, 1), "hardtanh": F.hardtanh,
+    **{name: (lambda x, name=name: getattr(torch, name)(x.abs())) for name in ALIKE_IN_FLOAT},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_called_exact_round_alike_at_every_position(name, dtype):
+    draw = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(1 << 18, generator=draw, dtype=dtype) * s for s in (3, 1))
+    whole, single = by_position(EXACT[name], x, gradient)
+    for a, b in zip(whole, single, strict=True):
+        assert torch.equal(a, b)
+
+
+WITHIN = {
+    "sum": lambda x: x.sum(-1), "mean": lambda x: x.mean(-1), "softmax": lambda x: x.softmax(-1),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms norm": lambda x: F.rms_norm(x, x.shape[-1:]), "logsumexp": lambda x: x.logsumexp(-1),
+    "sum over heads": lambda x: x.unflatten(-1, (-1, 5)).sum(1), "cumsum": lambda x: x.cumsum(-1),
+    "small products": lambda x: (m := x.unflatten(-1, (-1, 5))) @ m.transpose(1, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_thread_computes_each_row_by_itself(case, dtype):
+    for width in (5, 20, 35, 160):
+        x = torch.randn(max(ROWS), width).to(dtype)
+        run = WITHIN[case]
+        expected = run(x)
+        for rows in ROWS:
+            assert torch.equal(run(x[:rows]), expected[:rows]), (rows, width)
+            assert torch.equal(run(x[-rows:]), expected[-rows:]), (rows, width)

@@ -1,0 +1,132 @@
+"""What the proof takes for granted of an index it cannot follow is checked on sampled counts."""
+
+import pytest
+import torch
+
+from moe_compile.analysis.count_facts import CountFacts
+from moe_compile.analysis.count_samples import draw_samples
+from moe_compile.analysis.regions import Refusal, RowProof
+from tests.analysis.test_row_orders import put_back, verdict_on
+from tests.analysis.verdicts import judge, layer_of, tokens
+from tests.layers import STYLES, GroupedExperts
+
+
+def runs(m, x, c):
+    return torch.searchsorted(c.cumsum(0), torch.arange(x.shape[0]), right=True)
+
+
+def sorted_by(key, **options):
+    """Return experts whose rows are sorted by `key` of their run, in a way not followed."""
+
+    def body(m, x, c):
+        perm = torch.argsort(key(m, runs(m, x, c), c), stable=True, **options)
+        return put_back(perm, m.product(x[perm], m.totals(c)))
+
+    return body
+
+
+def shifted_by_the_busiest(m, r, c):
+    return (r % m.local + (c.max() > 2)) % m.local
+
+
+def left_out_beyond_three(m, x, c):
+    """Rows beyond the third of a run go to the padding row behind all rows."""
+    place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[runs(m, x, c)]
+    perm = torch.argsort(runs(m, x, c) % m.local, stable=True)
+    index = torch.where(place[perm] < 3, perm, -1)
+    padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    out = padded.new_empty(padded.shape)
+    out[index] = m.product(padded[index], m.totals(c))
+    return out[:-1]
+
+
+FALSE = {
+    "falling experts, rising groups": sorted_by(lambda m, r, c: r % m.local, descending=True),
+    "rows in the order received": sorted_by(lambda m, r, c: r // m.local),
+    "shifted where counts are large": sorted_by(shifted_by_the_busiest),
+    "experts swapped": sorted_by(lambda m, r, c: (r % m.local) ^ 1),
+    "all alike": sorted_by(lambda m, r, c: r * 0),
+}
+
+
+@pytest.mark.parametrize("case", FALSE)
+def test_an_index_that_disagrees_with_the_group_sizes_is_refused(fake_ranks, case):
+    """The proof believed that an index it could not follow agrees with the group sizes."""
+    verdict = verdict_on(FALSE[case], fake_ranks)
+    assert getattr(verdict, "reason", verdict) is Refusal.PREMISE_FALSE, verdict
+
+
+def test_an_index_that_leaves_rows_out_is_refused(fake_ranks):
+    verdict = verdict_on(left_out_beyond_three, fake_ranks)
+    assert not isinstance(verdict, RowProof), verdict
+
+
+def test_a_true_premise_is_proven_and_said_to_be_sampled(fake_ranks):
+    proof = verdict_on(sorted_by(lambda m, r, c: r % m.local), fake_ranks)
+    assert isinstance(proof, RowProof), proof
+    assert proof.sampled == 200
+
+
+def test_what_is_followed_is_not_sampled(fake_ranks):
+    proof = judge(layer_of(GroupedExperts, fake_ranks), tokens())
+    assert proof.sampled == 0
+
+
+@torch.library.custom_op("megamoe_tests::opaque_order", mutates_args=())
+def opaque_order(counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+
+@opaque_order.register_fake
+def _(counts, rows):
+    return torch.empty_like(rows)
+
+
+def ordered_by_a_kernel(m, x, c):
+    perm = torch.argsort(opaque_order(c, torch.arange(x.shape[0])))
+    return put_back(perm, m.product(x[perm], m.totals(c)))
+
+
+def test_a_kernel_that_cannot_run_here_is_refused(fake_ranks):
+    verdict = verdict_on(ordered_by_a_kernel, fake_ranks)
+    assert getattr(verdict, "reason", verdict) is Refusal.PREMISE_UNCHECKED, verdict
+
+
+def facts_of(num_ranks, num_local):
+    facts = CountFacts(num_ranks, num_local, num_ranks * num_local)
+    facts.set_root(
+        *[
+            [sum(side[r * num_local : (r + 1) * num_local]) for r in range(num_ranks)]
+            for side in (facts.received, facts.sent)
+        ]
+    )
+    return facts
+
+
+def test_few_counts_are_tried_in_every_small_vector():
+    facts = facts_of(2, 2)
+    vectors = {tuple(s[r.length] for r in facts.root) for s in draw_samples(facts, 0)}
+    assert len(vectors) == 4**4
+
+
+def test_drawn_counts_hold_zeros_skew_and_experts_without_rows():
+    facts = facts_of(4, 4)
+    samples = list(draw_samples(facts))
+    assert len(samples) == 200
+    vectors = [[s[r.length] for r in facts.root] for s in samples]
+    assert [0] * 16 in vectors
+    assert any(max(v) > 32 for v in vectors)
+    assert any(sum(v[0::4]) == 0 < sum(v) for v in vectors)
+    assert samples == list(draw_samples(facts))  # the same on every rank
+
+
+@pytest.mark.parametrize("tokens_here", [0, 1, 2, 5])
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+def test_the_verdict_is_the_same_for_few_tokens_and_none(fake_ranks, style, tokens_here):
+    """A rank without tokens read 0 for the rows it sends, and refused alone."""
+    layer = layer_of(style, fake_ranks)
+    many, few = judge(layer, tokens()), judge(layer, tokens()[:tokens_here].detach())
+    assert isinstance(few, RowProof), few
+    assert [n.name for n in few.sliceable] == [n.name for n in many.sliceable]
+    assert [(n.name, e) for n, e in few.expert_rows] == [(n.name, e) for n, e in many.expert_rows]
+    assert few.sampled == many.sampled
