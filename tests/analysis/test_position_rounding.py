@@ -85,7 +85,7 @@ EXACT = {
     "add": lambda x: x + 0.3, "reciprocal": torch.reciprocal, "square": torch.square,
     "cube": lambda x: x**3, "sqrt": lambda x: x.abs().sqrt(), "relu": F.relu,
     "leaky_relu": F.leaky_relu, "clamp": lambda x: x.clamp(-1, 1), "hardtanh": F.hardtanh,
-    **{name: (lambda x, name=name: getattr(torch, name)(x.abs())) for name in ALIKE_IN_FLOAT},
+    **{n: (lambda x, n=n: getattr(torch, n)(x.abs())) for n in sorted(ALIKE_IN_FLOAT)},
 }  # fmt: skip
 
 
