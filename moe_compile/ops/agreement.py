@@ -42,6 +42,7 @@ from moe_compile.errors import RankDisagreement
 from moe_compile.ops.answers import REMEDY, Answers, answers_key, conflict_of, entry
 from moe_compile.ops.journal import Journal, Program
 from moe_compile.ops.rank_store import (
+    UNCOMPARED,
     RankStore,
     default_store,
     open_prefix,
@@ -219,7 +220,7 @@ class _Current:
 def current_agreement() -> Agreement | None:
     """Return the agreement of the default process group, begun if need be; None without one."""
     store, known = default_store(), _Current.agreement
-    if store is None:
+    if store is None or dist.get_backend() in UNCOMPARED:
         return None
     if known is None or known.default_store is not store:
         _Current.agreement = known = Agreement(store)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.layers import LoopExperts
 
-WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 32, 48, 4, 2, 48
+WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 32, 64, 4, 2, 48
 ALLOWED = 1.1
 
 

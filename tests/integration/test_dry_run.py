@@ -21,7 +21,7 @@ from tests.integration.titan_jobs import CONFIG, ROOT, flags_of
 
 DEGREE = "parallelism.{}_degree".format
 DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
-TOKENS, TOP_K = 4 * 128, 2
+TOKENS, TOP_K = 8 * 128, 2
 FLOAT32, INT32, INT64 = 4, 4, 8
 
 
