@@ -44,7 +44,7 @@ PROGRAMS = {
         layers=(
             layer(
                 Reader.RANDOM, Reader.ROWS_READ, Reader.STATISTICS, Reader.SHARED_EXPERT,
-                style=Style.GROUPED, order=Order.SORT, local=3,
+                counts=Counts.GATHERED, style=Style.GROUPED, order=Order.SORT, local=3,
             ),
         ),
         wrapping=Wrapping.RESIDUAL,
@@ -55,6 +55,14 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_layer_with_readers_outside_its_region_is_chunked_and_equals_eager(name):
     judgement = judgement_of([run(0, source_of(PROGRAMS[name]))])
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.verdicts == ("chunked",)
+
+
+def test_chunks_of_tokens_are_off_by_roundings_alone():
+    program = Program(layers=(layer(Reader.RETURNED, top_k=2, local=3),), dtype="float64")
+    text = source_of(program).replace("OPTIONS = {", 'OPTIONS = {"megamoe.chunk_by": "tokens", ')
+    judgement = judgement_of([run(0, text.replace("BOUND = 0.0 ", "BOUND = 1e-13 "))])
     assert judgement.kind is Kind.SAME, judgement.detail
     assert judgement.verdicts == ("chunked",)
 

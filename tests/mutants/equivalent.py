@@ -11,8 +11,28 @@ from typing import Final
 
 Key = tuple[str, str]
 
-EQUIVALENT: Final[dict[Key, str]] = {}
+ANALYSIS: Final = "moe_compile/analysis/"
+CHOICE: Final = "moe_compile/planning/choose_schedule.py"
+
+DECLARED: Final = (
+    "the default given here is never used: every overload of the operator declares the argument, "
+    "and `Call.argument` then returns the schema's default"
+)
+
+EQUIVALENT: Final[dict[Key, str]] = {
+    (f"{ANALYSIS}view_rules.py", "0  ->  1"): DECLARED,
+    (f"{ANALYSIS}order_rules.py", "False  ->  True"): DECLARED,
+    (CHOICE, "len(fitting) < len(candidates)  ->  len(fitting) <= len(candidates)"): (
+        "where all candidates fit, `best` is the fastest of the same list, so the other half of "
+        "the condition is false"
+    ),
+}
 """No input can tell the changed source from the one written."""
 
-HARMLESS: Final[dict[Key, str]] = {}
+HARMLESS: Final[dict[Key, str]] = {
+    (CHOICE, "16  ->  17"): (
+        "the smallest look-ahead that is tried: either number gives schedules that keep every "
+        "precedence and the memory allowed; which is better no test should pin"
+    ),
+}
 """Behaviour differs, and the tests do not show it; they count as survivors."""
