@@ -25,6 +25,11 @@ class Mutant:
         """Return place and change on one line."""
         return f"{self.module}:{self.point.line}: {self.point.change}"
 
+    @property
+    def source_line(self) -> str:
+        """The line of source, without its indent."""
+        return (ROOT / self.module).read_text().splitlines()[self.point.line - 1].strip()
+
     def changed(self, source: str) -> str:
         """Return `source`, the module's, with the change."""
         return mutate(source, self.point)

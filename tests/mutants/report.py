@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from tests.mutants.draw import Mutant
-from tests.mutants.equivalent import EQUIVALENT, HARMLESS
+from tests.mutants.equivalent import EQUIVALENT, HARMLESS, Key
 from tests.mutants.sandbox import Outcome
 
 LEAST_KILLED: Final = 0.9
@@ -41,9 +41,9 @@ class Result:
     outcome: Outcome
 
     @property
-    def key(self) -> tuple[str, str]:
-        """What explanations are found by: it stays when lines move."""
-        return self.mutant.module, self.mutant.point.change
+    def key(self) -> Key:
+        """What explanations are found by."""
+        return self.mutant.module, self.mutant.source_line, self.mutant.point.change
 
     @property
     def verdict(self) -> Verdict:
