@@ -20,7 +20,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-torch coverage fuzz lint format clean
+.PHONY: train test test-all test-slow test-torch coverage fuzz mutants lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -46,6 +46,13 @@ FUZZ_RECORD ?= benchmarks/results/fuzz_cpu.json
 fuzz: $(READY)
 	$(BIN)/python -m moe_compile.testing.fuzz --seed $(SEED) --programs $(PROGRAMS) \
 		--keep outputs/fuzz --record $(FUZZ_RECORD)
+
+# make mutants SEED=1 COUNT=64: the product changed in one place at a time, and whether tests tell
+COUNT ?= 64
+MUTANTS_RECORD ?= benchmarks/results/mutants_cpu.json
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --seed $(SEED) --count $(COUNT) --workers $(WORKERS) \
+		--record $(MUTANTS_RECORD)
 
 lint: $(READY)
 	$(BIN)/ruff check .

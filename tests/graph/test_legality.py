@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
 from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.effects import draws_random, is_pure
 from moe_compile.graph.legality import Hazard, Legality
 from tests.capture import dynamo_graphs
@@ -260,3 +261,18 @@ def test_what_does_more_than_make_a_value_is_not_pure(name):
     graph = graph_of(program)
     assert called(graph, name) and not any(map(is_pure, called(graph, name)))
     assert is_pure(called(graph, "zeros")[0])
+
+
+def test_what_nobody_reads_is_erased_and_counted_and_writes_stay():
+    def program(x):
+        counts = x.detach() + 1
+        counts.add_(1)
+        return (x.sin().neg() + 1) * 2
+
+    graph = graph_of(program)
+    (output,) = graph.find_nodes(op="output")
+    (sine,), (write,) = called(graph, "sin"), called(graph, "add_")
+    body = [n for n in graph.nodes if n.op.startswith("call") and n is not sine]
+    output.args = ((sine,),)
+    assert erase_unused(body) == 3
+    assert write in graph.nodes

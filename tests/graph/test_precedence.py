@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_compile.graph.precedence import find_predecessors
+from moe_compile.graph.precedence import awaited, find_predecessors
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from tests.scheduled_layers import c10d, one_rank_group
 
@@ -84,6 +84,17 @@ def test_the_results_of_two_waits_for_one_launch_are_one_tensor():
     calls, before = edges(program)
     (write,), (read,) = named(calls, "aten::add_"), named(calls, "aten::mul")
     assert read in before[write]
+
+
+def test_what_is_waited_for_is_found_through_items_and_views_and_nothing_else():
+    def program(x):
+        items = c10d.all_gather_into_tensor_coalesced([x, x + 1], 1, one_rank_group())
+        waits = [c10d.wait_tensor(items[1]), c10d.wait_tensor(items[0].view(-1))]
+        return *waits, c10d.wait_tensor(items[0] * 2)
+
+    calls, _ = edges(program)
+    (launch,), waits = filter(is_launch, calls), filter(is_wait, calls)
+    assert [awaited(wait) for wait in waits] == [launch, launch, None]
 
 
 def test_random_ops_keep_their_order():

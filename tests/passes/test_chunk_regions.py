@@ -87,6 +87,16 @@ def test_all_dispatches_stand_before_the_first_expert(fake_ranks):
     assert all(order.index(n) < first_gemm for n in exchanges[:4])
 
 
+def stable_sorts(graph):
+    return [n for n in graph.nodes if n.target is torch.argsort and n.kwargs.get("stable")]
+
+
+def test_runs_of_one_chunk_are_put_side_by_side_in_their_order(fake_ranks):
+    """By a stable sort: a CPU sorts few numbers so anyway, a GPU may not."""
+    whole, chunks = (chunked(layer(LoopExperts, fake_ranks), n)[0] for n in (1, 2))
+    assert len(stable_sorts(chunks)) == len(stable_sorts(whole)) + 1
+
+
 def test_weights_of_grouped_gemms_are_sliced_to_the_chunk(fake_ranks):
     graph, _ = chunked(layer(GroupedExperts, fake_ranks), 2)
     gemms = [n for n in graph.nodes if n.target is torch._grouped_mm]

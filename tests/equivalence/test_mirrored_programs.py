@@ -1,0 +1,75 @@
+"""Layers whose counts, rows and host integers have other readers: compiled, they equal eager.
+
+One process is both ranks (`moe_compile/testing/mirrored_rank.py`), which takes seconds a layer.
+"""
+
+import pytest
+
+from moe_compile.testing.programs.choices import (
+    Counts,
+    Detail,
+    Order,
+    Reader,
+    Sharing,
+    Style,
+    Wrapping,
+)
+from moe_compile.testing.programs.grammar import Experts, Program
+from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.text import source_of
+
+
+def layer(*readers, details=(), **choices):
+    return Experts(readers=frozenset(readers), details=frozenset(details), **choices)
+
+
+PROGRAMS = {
+    "legacy counts returned, and a late reader": Program(
+        layers=(
+            layer(Reader.RETURNED, Reader.LISTED, Reader.LATE_STATISTICS, counts=Counts.LEGACY),
+        )
+    ),
+    "a host integer scales what is written before the combine": Program(
+        layers=(layer(Reader.HOST_RATIO, Reader.HOST_VIEW, Reader.HOST_NO_GRAD, top_k=2),)
+    ),
+    "two regions by one routing": Program(
+        layers=(layer(style=Style.SORTED_LOOP), layer(style=Style.LOOP)),
+        sharing=Sharing.ROUTING,
+    ),
+    "a check of the user, and dummy rows": Program(
+        layers=(layer(Reader.CHECK, Reader.AUX_LOSS, details=[Detail.DUMMY, Detail.NESTED_CAT]),)
+    ),
+    "grouped experts beside random numbers, rows read again": Program(
+        layers=(
+            layer(
+                Reader.RANDOM, Reader.ROWS_READ, Reader.STATISTICS, Reader.SHARED_EXPERT,
+                counts=Counts.GATHERED, style=Style.GROUPED, order=Order.SORT, local=3,
+            ),
+        ),
+        wrapping=Wrapping.RESIDUAL,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_layer_with_readers_outside_its_region_is_chunked_and_equals_eager(name):
+    judgement = judgement_of([run(0, source_of(PROGRAMS[name]))])
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.verdicts == ("chunked",)
+
+
+def test_chunks_of_tokens_are_off_by_roundings_alone():
+    program = Program(layers=(layer(Reader.RETURNED, top_k=2, local=3),), dtype="float64")
+    text = source_of(program).replace("OPTIONS = {", 'OPTIONS = {"megamoe.chunk_by": "tokens", ')
+    judgement = judgement_of([run(0, text.replace("BOUND = 0.0 ", "BOUND = 1e-13 "))])
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.verdicts == ("chunked",)
+
+
+FAILING = Program(layers=(layer(Reader.FAILING_CHECK),))
+
+
+def test_a_users_check_that_fails_eagerly_fails_compiled():
+    judgement = judgement_of([run(0, source_of(FAILING))])
+    assert judgement.kind is Kind.SAME, judgement.detail

@@ -1,0 +1,51 @@
+"""Why no test notices some changes: they change no behaviour, or none that could do harm.
+
+Contract
+    Keys hold when lines move. An entry is consulted only for a
+    mutant that the tests let pass.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+Key = tuple[str, str, str]
+"""Module, line of source without its indent, change."""
+
+ANALYSIS: Final = "moe_compile/analysis/"
+CHOICE: Final = "moe_compile/planning/choose_schedule.py"
+
+DECLARED: Final = (
+    "the default given here is never used: every overload of the operator declares the argument, "
+    "and `Call.argument` then returns the schema's default"
+)
+
+EQUIVALENT: Final[dict[Key, str]] = {
+    (
+        f"{ANALYSIS}view_rules.py",
+        'if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:',
+        "0  ->  1",
+    ): DECLARED,
+    (
+        f"{ANALYSIS}order_rules.py",
+        'descending = bool(call.argument("descending", False))',
+        "False  ->  True",
+    ): DECLARED,
+    (
+        CHOICE,
+        "is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best",
+        "len(fitting) < len(candidates)  ->  len(fitting) <= len(candidates)",
+    ): (
+        "where all candidates fit, `best` is the fastest of the same list, so the other half of "
+        "the condition is false"
+    ),
+}
+"""No input can tell the changed source from the one written."""
+
+HARMLESS: Final[dict[Key, str]] = {
+    (CHOICE, "SMALLEST_WINDOW: Final = 16", "16  ->  17"): (
+        "the smallest look-ahead that is tried: either number gives schedules that keep every "
+        "precedence and the memory allowed; which is better no test should pin"
+    ),
+}
+"""Behaviour differs, and the tests do not show it; they count as survivors."""

@@ -1,0 +1,105 @@
+"""Which modules are changed, and which tests must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules with one purpose, and tests of them that one process runs in a minute."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Paths from the repository's root."""
+    tests: tuple[str, ...]
+    """Files, or single tests of them, those that fail soonest first."""
+    left_out: tuple[str, ...] = ()
+    """Tests of these files that take long and notice nothing that others do not."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What pytest is asked for."""
+        return *self.tests, *(f"--deselect={test}" for test in self.left_out)
+
+
+ROWS: Final = (
+    "row_rules", "view_rules", "index_rules", "order_rules", "count_rules", "count_facts",
+    "row_proof", "row_domain", "grouped_rules", "understood_arguments", "sampled_rows",
+)  # fmt: skip
+
+PREMISES: Final = "tests/analysis/test_row_premises.py"
+ROUNDING: Final = "tests/analysis/test_position_rounding.py"
+MIRRORED: Final = "tests/equivalence/test_mirrored_programs.py"
+
+GROUPS: Final = (
+    Group(
+        "proof",
+        tuple(f"moe_compile/analysis/{name}.py" for name in ROWS),
+        (
+            f"{ROUNDING}::test_silu_in_rows_that_do_not_fill_vectors_is_refused",
+            f"{ROUNDING}::test_a_variance_in_float64_is_refused",
+            "tests/analysis/test_row_proof.py",
+            "tests/analysis/test_row_orders.py",
+            "tests/analysis/test_row_refusals.py",
+            "tests/analysis/test_row_sizes.py",
+            PREMISES,
+        ),
+        left_out=(f"{PREMISES}::test_the_verdict_is_the_same_for_few_tokens_and_none",),
+    ),
+    Group(
+        "legality",
+        (
+            "moe_compile/graph/legality.py",
+            "moe_compile/graph/effects.py",
+            "moe_compile/graph/dependence.py",
+            "moe_compile/analysis/surroundings.py",
+            "moe_compile/analysis/implied_assertions.py",
+            "moe_compile/analysis/detect_moe.py",
+        ),
+        (
+            "tests/graph/test_legality.py",
+            "tests/graph/test_dependence.py",
+            "tests/analysis/test_detect_moe.py",
+            MIRRORED,
+            "tests/passes/test_chunk_regions.py",
+        ),
+    ),
+    Group(
+        "edits",
+        (
+            "moe_compile/graph/edit.py",
+            "passes/chunk_regions.py",
+            "passes/replay/masked_replay.py",
+            "passes/replay/replayed.py",
+            "passes/replay/row_order.py",
+            "passes/replay/chunk_axis.py",
+            "passes/replay/prune.py",
+            "passes/replay/host_reads.py",
+        ),
+        (
+            "tests/passes/test_chunk_regions.py",
+            MIRRORED,
+            "tests/graph/test_legality.py",
+        ),
+    ),
+    Group(
+        "scheduler",
+        (
+            "moe_compile/planning/list_schedule.py",
+            "moe_compile/planning/choose_schedule.py",
+            "moe_compile/graph/precedence.py",
+            "moe_compile/planning/liveness.py",
+            "moe_compile/graph/launch_order.py",
+            "passes/verify_schedule.py",
+        ),
+        (
+            "tests/planning/test_list_schedule.py",
+            "tests/graph/test_precedence.py",
+            "tests/graph/test_launch_order.py",
+            "tests/passes/test_verify_schedule.py",
+            "tests/passes/test_schedule_exchanges.py",
+        ),
+    ),
+)
