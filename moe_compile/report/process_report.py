@@ -53,9 +53,9 @@ class ProcessReport:
 
         The file is written in any case: a report that finds nothing says so.
         """
-        if compilation.has_regions:
+        if compilation.has_regions or compilation.attention:
             self.compilations.append(compilation)
-        elif warning := compilation.warning():
+        if not compilation.has_regions and (warning := compilation.warning()):
             self.warnings[warning] = None
         self._hardware = hardware
         if path:
@@ -79,14 +79,17 @@ class ProcessReport:
                 {"where": g["family"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
                 for g in graphs
             ],
-            "compilations": len(self.compilations),
+            "compilations": len(self._with_regions()),
             "recompiles": self.num_recompiles(),
         }
 
     def num_recompiles(self) -> int:
         """Return how many compilations were of a place compiled before."""
-        places = {(c.family, c.settings) for c in self.compilations}
-        return len(self.compilations) - len(places)
+        compilations = self._with_regions()
+        return len(compilations) - len({(c.family, c.settings) for c in compilations})
+
+    def _with_regions(self) -> list[Compilation]:
+        return [c for c in self.compilations if c.has_regions]
 
     def write(self) -> None:
         """Write the JSON file of every path asked for, on rank 0."""
