@@ -66,13 +66,23 @@ def from_seed(four_ranks, tmp_path_factory):
     return lambda settings, changes: run(tuple(settings.items()), tuple(changes.items()))
 
 
+def assert_a_rounding_apart(ours, theirs):
+    """Sequences divided otherwise bring an expert's rows in another order, whose sums round
+    otherwise: printed losses and norms are equal but for one unit of their last digit."""
+    assert ours.keys() == theirs.keys()
+    for step, printed in theirs.items():
+        for mine, other in zip(ours[step], printed, strict=True):
+            unit = 10.0 ** -len(other.partition(".")[2])
+            assert abs(float(mine) - float(other)) < 1.5 * unit, (step, mine, other)
+
+
 def check(from_seed, layout, flavor="tiny"):
     settings = settings_of(layout, flavor)
     ours, _ = from_seed(settings, SPLIT)
     theirs, _ = from_seed(fsdp(2, layout.model, flavor), STOCK)
     assert sorted(theirs[0].steps) == list(range(1, STEPS + 1))
     for rank in ours:
-        assert rank.steps == theirs[0].steps
+        assert_a_rounding_apart(rank.steps, theirs[0].steps)
         assert set(rank.verdicts) == ({"chunked"} if layout.ep > 1 else set())
         assert rank.attention and all(is_region for is_region, _ in rank.attention)
         assert {verdict for _, verdict in rank.attention} <= {"chunked", ONE_KV_HEAD}

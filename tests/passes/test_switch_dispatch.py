@@ -31,7 +31,7 @@ from tests.layers import (
     SortedChunks,
 )
 
-WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
+WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
 STATIC = (GroupedExperts, FusedGateUp, SharedAndBias, SegmentStarts)
 """Styles whose experts read nothing on the host."""
 ASKED = {"dispatch": "all_gather", "equal_tokens": True}
