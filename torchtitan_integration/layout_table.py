@@ -69,7 +69,8 @@ DIVIDED: Final = """
 
 torchtitan's own CP needs CUDA. From one checkpoint, on one text, at a learning rate of 5e-4, these
 print over five steps the losses and gradient norms of torchtitan's FSDP on two ranks, to the last
-digit; FSDP on four ranks prints these too. deepseek_v3 and llama4 with cp 2 and ep 2 differ in one last digit.
+digit; FSDP on four ranks prints these too. deepseek_v3 and llama4 with cp 2 and ep 2 differ in one
+last digit.
 
 """
 REFUSED: Final = """
