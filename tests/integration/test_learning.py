@@ -21,7 +21,7 @@ LEAST_FALL, LARGEST_RISE = 1.5, 0.6
 
 
 def test_the_loss_of_the_debug_job_falls_clearly_and_smoothly(two_ranks, tmp_path):
-    """Batches were of one file, and the rate a quarter: a rise by 0.9 showed another file.
+    """Batches were of one file, and the rate a quarter: the loss rose where another file began.
 
     Uncompiled: that compiled jobs print the same losses is what other tests compare.
     """
