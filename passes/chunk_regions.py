@@ -4,7 +4,8 @@ Contract
     Requires  REGIONS_FOUND, PLANNED.
     Provides  CHUNKED.
     Keeps     every value outside the regions bit for bit, every side effect, one count exchange
-              and one bulk host read per region whatever the number of chunks.
+              and one bulk host read per region whatever the number of chunks, beside reads whose
+              integers others need before it.
 """
 
 from __future__ import annotations

@@ -140,5 +140,4 @@ def check_meanwhile(
     obstacle = obstacle or legality.written_meanwhile(body, last)
     if obstacle is None or (may_round and obstacle.hazard is Hazard.GRADIENT_ORDER):
         return
-    detail = f"{obstacle.moved.name}, because of {obstacle.because_of.name}"
-    raise Refuse(REFUSALS[obstacle.hazard], detail)
+    raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))

@@ -114,8 +114,8 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     behind = [n for n in rewrite.behind if n is not rewrite.replaced]
     for moved, anchor in ((body, region.result), (behind, rewrite.replaced)):
         if (obstacle := legality.obstacle(moved, anchor)) is not None:
-            detail = f"{obstacle.moved.name}, because of {obstacle.because_of.name}"
-            return Refused(candidate=region.name, reason=REFUSALS[obstacle.hazard], detail=detail)
+            reason = REFUSALS[obstacle.hazard]
+            return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
     return None
 
 

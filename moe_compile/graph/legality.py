@@ -59,6 +59,10 @@ class Obstacle:
     because_of: fx.Node
     """The write, the switch of a mode, or the tensor whose gradient is added up."""
 
+    def __str__(self) -> str:
+        """Return the two nodes, as refusals print them."""
+        return f"{self.moved.name}, because of {self.because_of.name}"
+
 
 class Legality:
     """What may be done to one graph; stale once the graph is edited."""
