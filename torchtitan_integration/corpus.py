@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,7 +39,7 @@ LETTERS: Final = 0.75
 of all pieces), and a batch with one of them had a loss of its own."""
 BUILD: Final = "_sysconfigdata"
 """Files that begin so say how this Python was built: lists of flags, and other on each machine."""
-FORMAT: Final = "2"
+FORMAT: Final = "3"
 """Changes whenever the tokenizer or the files would be made differently from the same text."""
 
 
@@ -56,11 +56,8 @@ class Corpus:
 def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
     """Return the corpus with a tokenizer of at most `vocab_size` entries, made if need be."""
     cache = cache or _cache_folder()
-    sources = _sources(Path(sysconfig.get_path("stdlib")))
-    pieces = {piece for text in sources for piece in _pieces(text) if _is_language(piece)}
-    lines = [json.dumps({"text": piece}) for piece in pieces]
-    lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())  # mixed, and the same
-    digest = hashlib.sha256("\n".join([FORMAT, str(vocab_size), *lines]).encode()).hexdigest()
+    sources = tuple(_sources(Path(sysconfig.get_path("stdlib"))))
+    digest = hashlib.sha256("\n".join([FORMAT, str(vocab_size), *sources]).encode()).hexdigest()
     folder = cache / f"{DATASET}-{digest[:16]}"
     corpus = Corpus(folder / "text", folder / "tokenizer")
     cache.mkdir(parents=True, exist_ok=True)
@@ -69,7 +66,7 @@ def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
         if not folder.exists():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _make(partial, lines, vocab_size)
+            _make(partial, _documents(sources), vocab_size)
             partial.rename(folder)
     return corpus
 
@@ -79,12 +76,18 @@ def _cache_folder() -> Path:
     return Path(base) / "megamoe"
 
 
-def _make(folder: Path, lines: list[str], vocab_size: int) -> None:
+def _documents(sources: Iterable[str]) -> list[str]:
+    """Return all pieces worth reading, each once, mixed, and in the same order every time."""
+    pieces = {piece for text in sources for piece in _pieces(text) if _is_language(piece)}
+    return sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
+
+
+def _make(folder: Path, documents: list[str], vocab_size: int) -> None:
     (folder / "text").mkdir(parents=True)
     (folder / "tokenizer").mkdir()
+    lines = [json.dumps({"text": document}) for document in documents]
     (folder / "text" / "train.jsonl").write_text("\n".join(lines) + "\n")
-    texts = [json.loads(line)["text"] for line in lines]
-    _train_tokenizer(texts, vocab_size).save(str(folder / "tokenizer" / "tokenizer.json"))
+    _train_tokenizer(documents, vocab_size).save(str(folder / "tokenizer" / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
 

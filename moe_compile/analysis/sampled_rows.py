@@ -52,6 +52,7 @@ class SampledRows:
         self._next = 0
         self._indices: dict[Opaque, torch.Tensor] = {}
         self._all_chosen: dict[Selected, _Numbered] = {}
+        self._orders: dict[Order, _Numbered] = {}
         self._order(facts.root)  # whole runs are met before any part of one
 
     def _length(self, formula: sympy.Expr) -> int:
@@ -59,6 +60,11 @@ class SampledRows:
 
     def _order(self, order: Order) -> _Numbered:
         """Return the number and the expert of each row of `order`."""
+        if order not in self._orders:
+            self._orders[order] = self._number(order)
+        return self._orders[order]
+
+    def _number(self, order: Order) -> _Numbered:
         parts = []
         for chosen, group in itertools.groupby(order, key=is_selected):
             segments = tuple(group)

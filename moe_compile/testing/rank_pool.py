@@ -20,11 +20,12 @@ import datetime
 import gc
 import multiprocessing as mp
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Final
 
 import torch
@@ -195,8 +196,21 @@ def _join(rank: int, num_ranks: int, port: int, timeout_s: float) -> None:
 
 
 def _regroup(rank: int, *meeting: Any) -> None:
-    torch._dynamo.reset()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+    forget_compiled()
     _join(rank, *meeting)
+
+
+def forget_compiled() -> None:
+    """Let go of all compiled code, and of the process groups that it holds.
+
+    `torch._dynamo.reset` leaves what was compiled among the globals of the module that called it.
+    A gloo group that is held keeps three threads, each of which wakes 100 times a second.
+    """
+    torch._dynamo.reset()
+    modules = [m for m in sys.modules.values() if isinstance(m, ModuleType)]
+    for module in modules:
+        for name in [n for n in vars(module) if n.startswith("__compiled_fn_")]:
+            delattr(module, name)
+    gc.collect()

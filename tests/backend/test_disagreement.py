@@ -28,13 +28,20 @@ def gather(x, group):
     return collectives.all_gather_tensor(x, 0, group) * 2
 
 
+def tell(path, rank, status):
+    """Write how this rank ended and when, at once: whoever waits for the file reads it whole."""
+    partial = path / f"partial{rank}"
+    partial.write_text(f"{status} {time.monotonic()}")
+    partial.rename(path / f"rank{rank}")
+
+
 def write_down_the_end(path, rank):
     """Let the process that ends leave its status, when it ended, and what it said of that."""
     os.dup2(os.open(path / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     leave = os._exit
 
     def end(status):
-        (path / f"rank{rank}").write_text(f"{status} {time.monotonic()}")
+        tell(path, rank, status)
         leave(status)
 
     os._exit = end
@@ -47,7 +54,7 @@ def run_programs(rank, path, programs):
         try:
             compiled(program)(torch.ones(4, 3), dist.group.WORLD)
         except RankDisagreement as error:
-            (path / f"rank{rank}").write_text(f"0 {time.monotonic()}")
+            tell(path, rank, 0)
             os.write(2, f"rank {rank}: RankDisagreement: {error}".encode())
             raise
 
@@ -69,7 +76,6 @@ def wait_for(*paths):
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, "a rank did not end"
         time.sleep(0.1)
-    time.sleep(0.1)  # a file that exists is being written
 
 
 def test_different_graphs_end_every_rank(tmp_path):

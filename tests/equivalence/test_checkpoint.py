@@ -1,5 +1,7 @@
 """Under activation checkpointing: same bits, and exchanges are saved, not recomputed."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from moe_compile.ops.launch_records import executed_records
 from moe_compile.testing.equivalence import differing_tensors
 from tests.layers import GroupedExperts
 from tests.quantized_layers import quantized_eagerly
+from tests.slow_parameters import slow_but
 
 CHUNKS = 2
 
@@ -54,12 +57,18 @@ def test_gathered_tokens_are_saved_unless_asked_otherwise(two_ranks, recompute, 
         assert phases == {"forward": 4, "backward": backward}
 
 
-@pytest.mark.parametrize("wire", ["same", "fp8"])
+LAUNCHES = {"save_exchanges": 2 * CHUNKS, "recompute_exchanges": 1 + 2 * CHUNKS + 2 * CHUNKS}
+"""Of a backward graph."""
+
+
 @pytest.mark.parametrize(
-    ("recompute", "backward"),
-    [("save_exchanges", 2 * CHUNKS), ("recompute_exchanges", 1 + 2 * CHUNKS + 2 * CHUNKS)],
+    ("recompute", "wire"),
+    slow_but(
+        [("save_exchanges", "fp8"), ("recompute_exchanges", "same")],
+        itertools.product(LAUNCHES, ("same", "fp8")),
+    ),
 )
-def test_exchanges_are_saved_unless_asked_otherwise(two_ranks, recompute, backward, wire):
+def test_exchanges_are_saved_unless_asked_otherwise(two_ranks, recompute, wire):
     for differing, phases in two_ranks.run(run, recompute, wire):
         assert differing == []
-        assert phases == {"forward": 1 + 2 * CHUNKS, "backward": backward}
+        assert phases == {"forward": 1 + 2 * CHUNKS, "backward": LAUNCHES[recompute]}

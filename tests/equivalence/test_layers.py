@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import MoECase, Routing, chosen_experts, moe_cases
 from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts
+from tests.slow_parameters import slow_but
 
 CHOSEN = (GroupedExperts, LoopExperts, SegmentStarts)
-"""What every test run tries on four ranks, and with other tokens in a second step: grouped and
-looped experts, counts as a matrix."""
+"""What every test run tries: grouped and looped experts, counts as a matrix."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -82,14 +82,14 @@ def one_case(style, *tokens, **changes):
     return dataclasses.replace(case, **changes)
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but(CHOSEN, STYLES))
 def test_every_style_on_two_ranks_equals_eager(two_ranks, style):
     """Other numbers of tokens in a second step are compiled for any number of them."""
-    tokens = ((9, 14), (16, 3)) if style in CHOSEN else ((9, 14),)
+    tokens = ((9, 14), (16, 3)) if style in CHOSEN[:1] else ((9, 14),)
     check(two_ranks, one_case(style, *tokens), style)
 
 
-@pytest.mark.parametrize("style", CHOSEN, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but((GroupedExperts,), CHOSEN))
 def test_layers_on_four_ranks_equal_eager(four_ranks, style):
     check(four_ranks, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 

@@ -18,6 +18,7 @@ from moe_compile.testing.programs.grammar import Experts, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
+from tests.slow_parameters import slow_but
 
 
 def layer(*readers, details=(), **choices):
@@ -52,7 +53,14 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+QUICK = (
+    "a host integer scales what is written before the combine",
+    "two regions by one routing",
+    "a check of the user, and dummy rows",
+)
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, PROGRAMS))
 def test_a_layer_with_readers_outside_its_region_is_chunked_and_equals_eager(name):
     judgement = judgement_of([run(0, source_of(PROGRAMS[name]))])
     assert judgement.kind is Kind.SAME, judgement.detail

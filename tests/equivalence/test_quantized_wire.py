@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import moe_cases
-from tests.equivalence.test_layers import build, examples, inputs, one_case
+from tests.equivalence.test_layers import CHOSEN, build, examples, inputs, one_case
 from tests.layers import STYLES, GroupedExperts
 from tests.quantized_layers import quantized_eagerly
+from tests.slow_parameters import slow_but
 
 WIRES = (("fp8", "same"), ("same", "fp8"), ("fp8", "fp8"), ("fp8_forward", "fp8_forward"))
 
@@ -36,7 +37,7 @@ def check(pool, case, style, wires):
         assert not differing, f"rank {rank}: {differing}"
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but(CHOSEN[:2], STYLES))
 def test_every_style_equals_one_that_quantises_eagerly(two_ranks, style):
     case = one_case(style, (9, 14), dtype=torch.bfloat16)
     check(two_ranks, case, style, WIRES[STYLES.index(style) % len(WIRES)])

@@ -12,9 +12,10 @@ from moe_compile.hardware import load_profile
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import MoECase, Routing, moe_cases
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
-from tests.equivalence.test_layers import build, dtypes, examples, inputs, one_case
+from tests.equivalence.test_layers import CHOSEN, build, dtypes, examples, inputs, one_case
 from tests.equivalence.test_token_chunks import WholeNumbers
 from tests.layers import STYLES, GroupedExperts, SegmentStarts, SharedAndBias
+from tests.slow_parameters import slow_but
 
 WAYS = ("worst", "exact")
 PADDING = st.sampled_from(WAYS)
@@ -63,7 +64,7 @@ def two_rows_case(style, *tokens):
     return one_case(style, *tokens)
 
 
-@pytest.mark.parametrize("style", (*STYLES, InOrder), ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but((CHOSEN[0], InOrder), (*STYLES, InOrder)))
 def test_two_rows_a_token_change_no_bit_on_two_ranks(two_ranks, style):
     padding = WAYS[STYLES.index(style) % 2] if style in STYLES else "exact"
     check(two_ranks.run(differing, two_rows_case(style, (9, 9)), style, options(padding)))
@@ -97,7 +98,7 @@ def of_memory_that_is_not_zero(rank, case, style, settings):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("style", [SegmentStarts, SharedAndBias])
+@pytest.mark.parametrize("style", slow_but([SharedAndBias], [SegmentStarts, SharedAndBias]))
 def test_padding_reads_no_memory_that_nobody_wrote(two_ranks, style):
     """A body that writes in place once left its padding out, and gradients got what lay there."""
     case = MoECase(

@@ -17,6 +17,7 @@ from tests.layers import (
     SortedChunks,
 )
 from tests.quantized_layers import quantized_eagerly
+from tests.slow_parameters import slow_but
 
 WIRES = ("same", "fp8")
 
@@ -67,6 +68,7 @@ def test_sums_that_do_not_round_are_the_same_in_chunks_of_tokens(two_ranks):
     check(two_ranks, whole_case((9, 14)), 3)
 
 
+@pytest.mark.slow
 def test_four_ranks_agree_on_which_rows_a_chunk_takes(four_ranks):
     check(four_ranks, whole_case((5, 11, 1, 8)), 2)
 
@@ -102,7 +104,10 @@ def check_distances(pool, style, wire):
         assert max(measured) <= chunks * ROUNDING, measured
 
 
-@pytest.mark.parametrize(("style", "wire"), [(SortedChunks, "same"), (GroupedExperts, "fp8")])
+@pytest.mark.parametrize(
+    ("style", "wire"),
+    slow_but([(SortedChunks, "same")], [(SortedChunks, "same"), (GroupedExperts, "fp8")]),
+)
 def test_one_local_expert_in_chunks_of_tokens_is_off_by_roundings(two_ranks, style, wire):
     check_distances(two_ranks, style, wire)
 

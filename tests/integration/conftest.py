@@ -1,5 +1,10 @@
-"""Ranks of torchtitan jobs, which its work-arounds for a CPU have changed: apart from others'."""
+"""Ranks of torchtitan jobs, which its work-arounds for a CPU have changed: apart from others'.
 
+They end with these tests: each job leaves two groups of gloo that nothing in Python refers to, and
+their threads wake 100 times a second.
+"""
+
+import functools
 import importlib
 
 import pytest
@@ -7,19 +12,41 @@ import pytest
 from moe_compile.testing.rank_pool import RankPool
 from tests.conftest import TIMEOUT_S
 
+POOLS = {2: "two", 4: "four", 8: "eight"}
+
 
 def work_around():
     """Before any test imports torchtitan, which asks for the device once."""
     importlib.import_module("tests.integration.titan_worker")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kept_two_ranks():
     with RankPool(2, timeout_s=TIMEOUT_S, at_start=work_around) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kept_four_ranks():
     with RankPool(4, timeout_s=TIMEOUT_S, at_start=work_around) as pool:
         yield pool
+
+
+@pytest.fixture(scope="package")
+def kept_eight_ranks():
+    with RankPool(8, timeout_s=TIMEOUT_S, at_start=work_around) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool_for(request):
+    """Return the least pool that has so many ranks: each rank imports torchtitan."""
+
+    @functools.cache
+    def pool(ranks):
+        number = next(word for most, word in POOLS.items() if ranks <= most)
+        found = request.getfixturevalue(f"kept_{number}_ranks")
+        found.regroup()
+        return found
+
+    return pool

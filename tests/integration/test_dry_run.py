@@ -82,6 +82,7 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand():
     assert "none" in output  # the block without experts has no collective
 
 
+@pytest.mark.slow
 def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand(dry_run):
     """Its layer keeps split sizes, and so the exchange of counts."""
     output = dry_run(megamoe__dispatch="all_gather")
@@ -100,6 +101,7 @@ def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand(dry_run):
     assert cells(output, "all_to_all_single") == ["ep", "1", "0.00", "0", "0.00"]
 
 
+@pytest.mark.slow
 def test_parameters_are_divided_over_the_axes_that_shard_them(dry_run):
     """Eight ranks; experts over efsdp 2 x ep 4, the rest over fsdp 8."""
     output = dry_run(world=8, **{DEGREE("data_parallel_shard"): 8, DEGREE("expert_parallel"): 4},

@@ -9,6 +9,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.testing.rank_pool import meeting_point
 from tests.integration.titan_jobs import OURS, SMALL, STOCK, flags_of, train
+from tests.slow_parameters import slow_but
 from torchtitan_integration.layout import KEYS, Layout
 
 ONE_STEP = {**STOCK, "training.steps": 1}
@@ -22,7 +23,7 @@ LAYOUTS = {
     "replicas": (4, Layout(dp_replicate=2, dp_shard=2, ep=2)),
     "a pipeline": (4, Layout(dp_shard=2, pp=2, ep=2)),
 }
-FAST = ("two ranks", "experts over tensor axes", "a pipeline")
+FAST = ("two ranks", "experts over tensor axes")
 """What every test run compares; all else is slow."""
 
 
@@ -65,9 +66,7 @@ def alone(four_ranks, tmp_path_factory):
     return weights
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in LAYOUTS]
-)
+@pytest.mark.parametrize("name", slow_but(FAST, LAYOUTS))
 def test_a_seed_gives_the_same_weights_in_every_layout(four_ranks, tmp_path, alone, name):
     ranks, layout = LAYOUTS[name]
     settings = {key: getattr(layout, field) for field, key in KEYS.items()}

@@ -7,32 +7,25 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
-from moe_compile.testing.rank_pool import RankPool
 from tests.integration.titan_jobs import OURS, SMALL, STEPS, STOCK, train
 from torchtitan_integration.layout import DEGREES, KEYS
 from torchtitan_integration.layout_table import TESTED, table
 
 ROOT = Path(__file__).parents[2]
-FAST = (8,)
+FAST = (7,)
 """Of `TESTED`, what every test run trains: tensor axes; other files train FSDP and EP."""
 NO_CHECKPOINTING = {KEYS["checkpointing"]: "none", KEYS["selective"]: "op"}
 
 
 @pytest.fixture(scope="module")
-def eight_ranks():
-    with RankPool(8, timeout_s=540) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def stock(eight_ranks, tmp_path_factory):
+def stock(pool_for, tmp_path_factory):
     """torchtitan's own results, one run for all ways of activation checkpointing: same values."""
 
     @functools.cache
     def run(items):
         settings = dict(items)
-        folder = tmp_path_factory.mktemp("stock")
-        return train(eight_ranks, num_ranks(settings), folder, settings, STOCK)
+        folder, ranks = tmp_path_factory.mktemp("stock"), num_ranks(settings)
+        return train(pool_for(ranks), ranks, folder, settings, STOCK)
 
     return run
 
@@ -59,10 +52,11 @@ def num_ranks(settings):
         for i, x in enumerate(TESTED)
     ],
 )
-def test_losses_and_placements_are_torchtitans(eight_ranks, stock, tmp_path, layout):
+def test_losses_and_placements_are_torchtitans(pool_for, stock, tmp_path, layout):
     settings = settings_of(layout)
+    ranks = num_ranks(settings)
     theirs = stock(tuple({**settings, **NO_CHECKPOINTING}.items()))
-    ours = train(eight_ranks, num_ranks(settings), tmp_path, settings, OURS)
+    ours = train(pool_for(ranks), ranks, tmp_path, settings, OURS)
     assert [sorted(rank.steps) for rank in ours] == [list(range(1, STEPS + 1))] * len(ours)
     assert [rank.steps for rank in ours] == [rank.steps for rank in theirs]
     assert [rank.placements for rank in ours] == [rank.placements for rank in theirs]

@@ -20,6 +20,7 @@ LEAST_FALL, LARGEST_RISE = 1.5, 0.6
 """In nats; 1.9 and 0.35 when these were chosen, where CPU and Python's text differ from others."""
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_debug_job_falls_clearly_and_smoothly(two_ranks, tmp_path):
     """Batches were of one file, and the rate a quarter: the loss rose where another file began.
 

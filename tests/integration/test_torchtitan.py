@@ -26,6 +26,7 @@ def run(folder, **settings):
     return {int(step): loss for step, loss, _ in STEP.findall(done.stdout)}, done.stdout
 
 
+@pytest.mark.slow
 def test_a_job_trains_and_ends_with_its_report(tmp_path):
     losses, output = run(tmp_path, **{"megamoe.codegen": "fx", "megamoe.strict": True})
     assert sorted(losses) == [1, 2, 3, 4, 5]
@@ -61,6 +62,7 @@ implementation = "foreach"
 expert_parallel_degree = 2
 [metrics]
 log_freq = 1
+disable_color_printing = true
 [comm]
 trace_buf_size = 0
 [compile]
@@ -82,8 +84,11 @@ def test_a_stock_toml_with_three_keys_more_is_chunked(tmp_path):
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    regions = json.loads(report.read_text())["regions"]
-    assert regions and {r["verdict"] for r in regions} == {"chunked"}
+    assert [int(step) for step, _, _ in STEP.findall(done.stdout)] == [1, 2]
+    told = json.loads(report.read_text())
+    assert told["regions"] and {r["verdict"] for r in told["regions"]} == {"chunked"}
+    assert told["dropped_passes"] == []
+    assert "MoE regions" in done.stdout and "chunked" in done.stdout
 
 
 @pytest.mark.slow

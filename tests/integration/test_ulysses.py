@@ -45,23 +45,17 @@ def fsdp(ranks, model="deepseek_v3", flavor="tiny"):
 
 
 @pytest.fixture(scope="module")
-def from_seed(four_ranks, tmp_path_factory):
-    """Train from the one seed checkpoint of a flavor; return each rank's result, and the folder."""
+def trained(pool_for, tmp_path_factory):
+    """Train, saving checkpoints, each way once; return each rank's result, and the folder.
 
-    @functools.cache
-    def seed(model, flavor):
-        folder = tmp_path_factory.mktemp("seed")
-        creates = {"checkpoint.enable": True, "checkpoint.create_seed_checkpoint": True}
-        train(four_ranks, 1, folder, fsdp(1, model, flavor), STOCK, creates)
-        return folder / "checkpoint/step-0"
+    On a CPU every layout of a flavor starts from the same weights (test_initial_weights.py).
+    """
 
     @functools.cache
     def run(items, changes):
         settings, folder = dict(items), tmp_path_factory.mktemp("job")
-        path = seed(settings[KEYS["model"]], settings["model.flavor"])
-        start = {"checkpoint.initial_load_path": path, **SAVES}
-        ranks = train(four_ranks, num_ranks(settings), folder, settings, start, dict(changes))
-        return ranks, folder
+        ranks = num_ranks(settings)
+        return train(pool_for(ranks), ranks, folder, settings, SAVES, dict(changes)), folder
 
     return lambda settings, changes: run(tuple(settings.items()), tuple(changes.items()))
 
@@ -76,10 +70,10 @@ def assert_a_rounding_apart(ours, theirs):
             assert abs(float(mine) - float(other)) < 1.5 * unit, (step, mine, other)
 
 
-def check(from_seed, layout, flavor="tiny"):
+def check(trained, layout, flavor="tiny"):
     settings = settings_of(layout, flavor)
-    ours, _ = from_seed(settings, SPLIT)
-    theirs, _ = from_seed(fsdp(2, layout.model, flavor), STOCK)
+    ours, _ = trained(settings, SPLIT)
+    theirs, _ = trained(fsdp(2, layout.model, flavor), STOCK)
     assert sorted(theirs[0].steps) == list(range(1, STEPS + 1))
     for rank in ours:
         assert_a_rounding_apart(rank.steps, theirs[0].steps)
@@ -89,15 +83,15 @@ def check(from_seed, layout, flavor="tiny"):
         others = {group for axis, group in rank.groups.items() if axis != "cp"}
         assert rank.groups["cp"] not in others
     same = zip(ours[0].parameters.values(), theirs[0].parameters.values(), strict=True)
-    assert all(a == b for a, b in same)  # those of the seed
+    assert all(a == b for a, b in same)
     assert set(ours[0].state_keys) == set(theirs[0].state_keys)
 
 
 @pytest.mark.slow
-def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(from_seed):
+def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(trained):
     """The control: at this rate the order in which ranks are summed shows in no printed digit."""
-    two, _ = from_seed(fsdp(2), STOCK)
-    four, _ = from_seed(fsdp(4), STOCK)
+    two, _ = trained(fsdp(2), STOCK)
+    four, _ = trained(fsdp(4), STOCK)
     assert two[0].steps == four[0].steps
 
 
@@ -108,31 +102,32 @@ def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(from_seed):
         for i, x in enumerate(ULYSSES)
     ],
 )
-def test_losses_are_those_of_one_dimensional_fsdp(from_seed, layout):
-    check(from_seed, layout)
+def test_losses_are_those_of_one_dimensional_fsdp(trained, layout):
+    check(trained, layout)
 
 
 @pytest.mark.slow
-def test_a_wide_latent_is_not_gathered_and_losses_are_the_same(from_seed):
-    check(from_seed, ULYSSES[0], "tiny_wide_latent")
+def test_a_wide_latent_is_not_gathered_and_losses_are_the_same(trained):
+    check(trained, ULYSSES[0], "tiny_wide_latent")
 
 
-def resume(pool, folder, before, settings, *changes):
+def resume(pool_for, folder, before, settings, *changes):
     """Go on from step 2 of the run that wrote into `before`."""
     shutil.copytree(before / "checkpoint/step-2", folder / "checkpoint/step-2")
-    return train(pool, num_ranks(settings), folder, settings, SAVES, *changes)[0]
+    ranks = num_ranks(settings)
+    return train(pool_for(ranks), ranks, folder, settings, SAVES, *changes)[0]
 
 
-def test_a_checkpoint_of_ulysses_goes_on_under_torchtitans_fsdp(from_seed, four_ranks, tmp_path):
-    written, folder = from_seed(settings_of(ULYSSES[FAST[1]]), SPLIT)
-    rest = resume(four_ranks, tmp_path, folder, fsdp(2, ULYSSES[FAST[1]].model), STOCK)
+def test_a_checkpoint_of_ulysses_goes_on_under_torchtitans_fsdp(trained, pool_for, tmp_path):
+    written, folder = trained(settings_of(ULYSSES[FAST[1]]), SPLIT)
+    rest = resume(pool_for, tmp_path, folder, fsdp(2, ULYSSES[FAST[1]].model), STOCK)
     assert rest.steps == {step: written[0].steps[step] for step in (3, 4, 5)}
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_torchtitans_fsdp_goes_on_with_ulysses(from_seed, four_ranks, tmp_path):
-    written, folder = from_seed(fsdp(2), STOCK)
-    rest = resume(four_ranks, tmp_path, folder, settings_of(ULYSSES[0]), OURS)
+def test_a_checkpoint_of_torchtitans_fsdp_goes_on_with_ulysses(trained, pool_for, tmp_path):
+    written, folder = trained(fsdp(2), STOCK)
+    rest = resume(pool_for, tmp_path, folder, settings_of(ULYSSES[0]), OURS)
     assert rest.steps == {step: written[0].steps[step] for step in (3, 4, 5)}
 
 

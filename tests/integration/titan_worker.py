@@ -1,7 +1,6 @@
 """One rank of a torchtitan job; importing this module puts the CPU work-arounds in place."""
 
 import contextlib
-import gc
 import hashlib
 import logging
 import os
@@ -21,6 +20,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 from moe_compile.report.process_report import REPORT
+from moe_compile.testing.rank_pool import forget_compiled
 from tests.integration.titan_jobs import CONFIG, STEP, JobResult
 from torchtitan_integration.routing import RoutingCounter
 from torchtitan_integration.sequence_mesh import sequence_mesh
@@ -30,8 +30,6 @@ def train(rank, ranks, port, flags):
     """Train, as one of `ranks`, the debug job with `flags`; None on a rank that has no part."""
     if not _join(rank, ranks, port):
         return None
-    torch._dynamo.reset()
-    _clear_sharding_prop_cache()  # meshes that compare equal would come back with ended groups
     result, before, counter = JobResult(), len(REPORT.compilations), RoutingCounter()
     graphs_before = len(REPORT.as_dict()["graphs"])
     with _listening(result.steps):
@@ -48,7 +46,8 @@ def train(rank, ranks, port, flags):
             trainer.close()
             dist.destroy_process_group()
             del trainer
-            gc.collect()
+            _clear_sharding_prop_cache()  # meshes that compare equal would bring ended groups back
+            forget_compiled()
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
     result.chunks = [region.num_chunks for region in regions]
     result.verdicts = [region.verdict for region in regions]
