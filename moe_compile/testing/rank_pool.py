@@ -17,6 +17,7 @@ for devices cannot use them.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -168,6 +169,7 @@ def _serve(
     environment: dict[str, str],
     at_start: Callable[[], None] | None,
 ) -> None:
+    faulthandler.enable()  # where a process ends by a signal its stderr says in which call
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

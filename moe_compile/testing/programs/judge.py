@@ -1,9 +1,10 @@
 """Judge a generated program on two ranks: same, wrong, crashed, hanging, or no program at all.
 
 Contract
-    A program that eager torch cannot run, or that plain AOTAutograd cannot compile or computes
-    as megamoe does, is `INVALID`: nothing of ours is wrong. A rank that does not answer in time is
-    a hang; both processes are then ended and new ones started.
+    A program that eager torch cannot run, or that plain AOTAutograd cannot compile, is `INVALID`:
+    nothing of ours is wrong. One that AOTAutograd computes otherwise than eager, such as dropout,
+    whose masks it draws in another way, must equal AOTAutograd bit for bit. A rank that does not
+    answer in time is a hang; both processes are then ended and new ones started.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -31,6 +32,7 @@ class Kind(enum.Enum):
     """What became of a program."""
 
     SAME = "same"
+    AS_TORCH = "as AOTAutograd, which eager differs from"
     WRONG = "wrong"
     CRASH = "crash"
     HANG = "hang"
@@ -92,17 +94,16 @@ class Judge:
         return self._unless_torch_fails(text, judgement) if judgement.failed else judgement
 
     def _unless_torch_fails(self, text: str, judgement: Judgement) -> Judgement:
-        """Return `judgement`, or INVALID where AOTAutograd alone fares as megamoe does."""
+        """Return `judgement`, or what it is where AOTAutograd alone fares as megamoe does."""
         kind = judgement.kind
         if kind is Kind.DROPPED:
             return judgement
         try:
             if kind is Kind.WRONG:
                 plain = judgement_of(self._run(text, "megamoe", reference="aot_eager"))
-                same = plain.kind in (Kind.SAME, Kind.DROPPED)
-            else:
-                plain = judgement_of(self._run(text, "aot_eager"))
-                same = plain.kind in (Kind.CRASH, Kind.INVALID)
+                return replace(plain, kind=Kind.AS_TORCH) if plain.kind is Kind.SAME else judgement
+            plain = judgement_of(self._run(text, "aot_eager"))
+            same = plain.kind in (Kind.CRASH, Kind.INVALID)
         except RankFailure:
             same = kind is Kind.HANG
         detail = f"AOTAutograd alone too: {judgement.detail}"

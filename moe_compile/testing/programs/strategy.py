@@ -3,12 +3,14 @@
 Contract
     Every drawn program runs eagerly; combinations that torch itself does not take are not drawn.
     A choice is its plainest half of the time, so that programs with few features are common.
+    Most programs have a layer that is free of what leaves a region whole, alone or beside one that
+    is not: a fault of the rewrite shows only where something is rewritten.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -52,35 +54,56 @@ WRITES: Final = frozenset(
 """What happens twice where a layer is recomputed."""
 
 
+LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
+    {
+        Tally.BINCOUNT, Move.FUNCTION, Act.FUNCTION, Back.SCATTER,
+        Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.DENSE, Style.BATCHED,
+        Order.MISMATCHED, Order.PLACES, Order.SEGMENTS,
+        Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
+        Detail.VIEW_WRITE, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
+        Reader.DROPOUT, Reader.ROWS_WRITTEN,
+    }
+)  # fmt: skip
+"""What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""
+
+
 def mostly(kind: type[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
     """Draw a member of `kind`, its first one in `1 / plain_of` of the draws or more."""
-    members = list(kind)
-    return st.sampled_from([members[0]] * (len(members) // plain_of) + members)
+    return _mostly(list(kind), plain_of)
+
+
+def _mostly(members: Sequence[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
+    return st.sampled_from([members[0]] * (len(members) // plain_of) + [*members])
 
 
 @st.composite
-def experts(draw: st.DrawFn, *, grouped: bool) -> Experts:
-    """Draw an MoE layer; `grouped` allows grouped products."""
-    local = draw(st.sampled_from([2, 2, 2, 3, 1, 4]))
-    styles = list(Style) + [Style.LOOP] * 2 + [*PRODUCTS] * 2
+def experts(draw: st.DrawFn, *, grouped: bool, whole: bool = False) -> Experts:
+    """Draw an MoE layer; `grouped` allows grouped products, `whole` what leaves it whole."""
+
+    def among(kind: Iterable[Choice]) -> list[Choice]:
+        return [member for member in kind if whole or member not in LEAVES_WHOLE]
+
+    local = draw(st.sampled_from([*[2] * 6, 3, 4, *([1] if whole else [])]))
+    styles = [*among(Style), *[Style.LOOP] * 2, *[*PRODUCTS] * 2]
     style = draw(st.sampled_from([s for s in styles if grouped or s not in PRODUCTS]))
-    orders = [o for o in Order if not (style is Style.BATCHED and o is Order.MISMATCHED)]
+    orders = [o for o in among(Order) if not (style is Style.BATCHED and o is Order.MISMATCHED)]
     order = draw(st.sampled_from(orders))
     listed = style in LISTED
     splits = draw(mostly(Splits))
+    details = among(Detail)
     return Experts(
         local=local,
         top_k=draw(st.sampled_from([1, 2, 2])),
-        tally=draw(mostly(Tally)),
+        tally=draw(_mostly(among(Tally))),
         counts=draw(mostly(Counts, 6)),
         splits=Splits.SLICE_SUM if listed and draw(st.booleans()) else splits,
-        move=draw(st.sampled_from([Move.FUNCTIONAL] * 3 + [Move.FUNCTION])),
+        move=draw(st.sampled_from([Move.FUNCTIONAL] * 2 + among(Move))),
         style=style,
         order=order,
-        back=draw(st.sampled_from(Back)),
-        act=draw(st.sampled_from(Act)),
-        details=draw(_few([*Detail, *LOOP_DETAILS] if style in LISTED else Detail, 2)),
-        readers=draw(_few(Reader, 4, rare=(Reader.BREAK,))),
+        back=draw(st.sampled_from(among(Back))),
+        act=draw(st.sampled_from(among(Act))),
+        details=draw(_few([*details, *LOOP_DETAILS] if style in LISTED else details, 2)),
+        readers=draw(_few(among(Reader), 3)),
         late=draw(st.booleans()),
     )
 
@@ -90,20 +113,10 @@ def programs(draw: st.DrawFn) -> Program:
     """Draw a program for two ranks."""
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "bfloat16", "float32", "float64"]))
     width = draw(st.sampled_from([16, 16, 24, 17, 8]))
-    hidden = draw(st.sampled_from([16, 16, 8, 20]))
+    hidden = draw(st.sampled_from([32, 16, 32, 8, 20]))
     grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
-    first = draw(experts(grouped=grouped))
-    layers: tuple[Experts | Attention, ...] = (first,)
-    even = False
-    others = draw(st.sampled_from(["none"] * 5 + ["decoy"] * 2 + ["experts"] + ["heads"] * 2))
-    if others == "decoy":
-        decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=1, max_size=3))
-        layers = (*layers, replace(draw(experts(grouped=grouped)), decoys=decoys))
-    elif others == "experts":
-        layers = (*layers, draw(experts(grouped=grouped)))
-    elif others == "heads":
-        heads = draw(st.lists(st.sampled_from(Heads), min_size=1, max_size=2))
-        layers, even = (*layers, *(Attention(heads=h) for h in heads)), True
+    layers = draw(_layers(grouped=grouped))
+    even = any(isinstance(layer, Attention) for layer in layers)
     program = Program(
         layers=layers,
         width=width,
@@ -120,6 +133,44 @@ def programs(draw: st.DrawFn) -> Program:
         seed=draw(st.integers(0, 999)),
     )
     return legal(program)
+
+
+BESIDE: Final = ("nothing",) * 12 + ("whole", "decoy", "heads") * 4 + ("alone",) * 2
+"""What stands beside a layer that can be chunked; "alone" is any layer without one."""
+
+
+@st.composite
+def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...]:
+    beside = draw(st.sampled_from(BESIDE))
+    if beside == "alone":
+        return (draw(experts(grouped=grouped, whole=True)),)
+    layers: list[Experts | Attention] = [draw(experts(grouped=grouped))]
+    if beside == "whole":
+        layers.append(draw(_left_whole()))
+    elif beside == "decoy":
+        decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=2, max_size=4))
+        layers.append(Experts(top_k=draw(st.sampled_from([1, 2])), decoys=decoys))
+    elif beside == "heads":
+        heads = draw(st.lists(st.sampled_from(Heads), min_size=1, max_size=2, unique=True))
+        layers += [Attention(heads=h) for h in heads]
+    return tuple(reversed(layers) if draw(st.booleans()) else layers)
+
+
+@st.composite
+def _left_whole(draw: st.DrawFn) -> Experts:
+    """Draw a layer that is plain but for several choices that leave it whole."""
+    kept = sorted(LEAVES_WHOLE, key=lambda member: f"{type(member).__name__} {member.name}")
+    drawn = draw(st.lists(st.sampled_from(kept), min_size=3, max_size=5, unique=True))
+    sets: dict[type[enum.Enum], set[Any]] = {Detail: set(), Reader: set()}
+    fields: dict[str, Any] = {}
+    for member in drawn:
+        if type(member) in sets:
+            sets[type(member)].add(member)
+        else:
+            fields[type(member).__name__.lower()] = member
+    if "back" in fields or "order" in fields:  # which a loop over pieces has no use for
+        fields.setdefault("style", Style.SORTED_LOOP)
+    return Experts(**fields, details=frozenset(sets[Detail]), readers=frozenset(sets[Reader]))
 
 
 def legal(program: Program) -> Program:
@@ -154,11 +205,8 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
     )
 
 
-def _few(
-    kind: Iterable[Choice], most: int, rare: Iterable[Choice] = ()
-) -> st.SearchStrategy[frozenset[Choice]]:
-    kept = [member for member in kind if member not in set(rare)]
-    drawn: st.SearchStrategy[Any] = st.sampled_from(kept * 3 + list(rare))
+def _few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choice]]:
+    drawn: st.SearchStrategy[Any] = st.sampled_from(list(kind))
     return st.one_of(st.just(frozenset()), st.frozensets(drawn, min_size=1, max_size=most))
 
 
@@ -168,8 +216,8 @@ def _tokens(draw: st.DrawFn, *, even: bool) -> tuple[tuple[int, int], ...]:
     if even:
         return tuple(draw(st.lists(one, min_size=1, max_size=2)))
     uneven = st.tuples(st.integers(0, 6), st.integers(0, 6))
-    first = draw(st.one_of(one, uneven))
-    rest = draw(st.sampled_from([0, 0, 0, 0, 1, 2]))
+    first = draw(uneven if draw(st.integers(0, 4)) == 4 else one)
+    rest = draw(st.sampled_from([*[0] * 20, 1, 1, 2]))  # each new size may cost a compilation
     if not rest:
         return (first,) * draw(st.sampled_from([1, 1, 2]))
     return (first, *(draw(st.one_of(one, uneven, st.just(first))) for _ in range(rest)))
