@@ -20,9 +20,15 @@ def library():
     return {f: f.read_text(encoding="utf-8", errors="replace") for f in files}
 
 
-def test_the_corpus_is_real_text_and_deterministic(tmp_path):
-    first = prepare_corpus(600, tmp_path / "a")
-    second = prepare_corpus(600, tmp_path / "b")
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    return folder, prepare_corpus(600, folder)
+
+
+def test_the_corpus_is_real_text_and_deterministic(corpus, tmp_path):
+    _, first = corpus
+    second = prepare_corpus(600, tmp_path)
     text = (first.text / "train.jsonl").read_text()
     assert text == (second.text / "train.jsonl").read_text()
     tokenizer = (first.tokenizer / "tokenizer.json").read_text()
@@ -32,16 +38,16 @@ def test_the_corpus_is_real_text_and_deterministic(tmp_path):
     assert any("import" in document for document in documents)
 
 
-def test_a_cached_corpus_is_not_made_again(tmp_path):
-    first = prepare_corpus(600, tmp_path)
+def test_a_cached_corpus_is_not_made_again(corpus):
+    folder, first = corpus
     before = (first.text / "train.jsonl").stat().st_mtime_ns
-    assert prepare_corpus(600, tmp_path) == first
+    assert prepare_corpus(600, folder) == first
     assert (first.text / "train.jsonl").stat().st_mtime_ns == before
 
 
-def test_documents_that_follow_one_another_are_of_different_files(tmp_path, library):
+def test_documents_that_follow_one_another_are_of_different_files(corpus, library):
     """A document was a whole file, and a batch a part of one: its loss was that file's."""
-    lines = (prepare_corpus(600, tmp_path).text / "train.jsonl").read_text().splitlines()
+    lines = (corpus[1].text / "train.jsonl").read_text().splitlines()
     documents = [json.loads(line)["text"] for line in lines]
     assert all(len(text) <= PIECE or text.count("\n") <= 1 for text in documents)
     homes = [{f for f, source in library.items() if text in source} for text in documents[:40]]

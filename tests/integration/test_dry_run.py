@@ -112,6 +112,7 @@ def test_parameters_are_divided_over_the_axes_that_shard_them(dry_run):
     assert "Attention is traced as causal SDPA" in output
 
 
+@pytest.mark.slow
 def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages(dry_run):
     output = dry_run(
         world=16,
