@@ -56,6 +56,14 @@ class Rewrite:
         """Everything on the rows that the rewrite takes the place of."""
         return (*self.region.row_side, *self.behind)
 
+    @property
+    def inputs(self) -> frozenset[fx.Node]:
+        """What the new form reads of the graph: what the old one reads from outside."""
+        region = self.region
+        old = {*region.body, *self.before, *self.behind, *self.others}
+        given = {region.rows, region.counts, region.received_counts}
+        return frozenset({i for node in old for i in node.all_input_nodes} | given) - old
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
@@ -171,7 +179,8 @@ class _Together:
         """Return what nothing needs any more."""
         made = dict.fromkeys([*self._replaced, *self._served])
         given: dict[fx.Node, fx.Node | None] = {**self._sizes, **made}
-        return self._legality.unneeded(self._candidates, given, self._implied)
+        inputs = {i for rewrite in self._rewrites for i in rewrite.inputs}
+        return self._legality.unneeded(self._candidates, given, self._implied, inputs)
 
     def escaping_rows(self) -> dict[str, Refused]:
         """Return the regions whose rows something outside needs."""

@@ -145,21 +145,23 @@ class Legality:
         candidates: Collection[fx.Node],
         replaced: Mapping[fx.Node, fx.Node | None],
         dropped: Collection[fx.Node] = (),
+        read_anew: Collection[fx.Node] = (),
     ) -> list[fx.Node]:
         """Return those of `candidates` that nothing needs, in graph order.
 
         Whoever reads a key of `replaced` will read its value instead; None: a node still to be
         made. `dropped` are assertions among the candidates that need not stay for their own sake.
+        `read_anew` are what the nodes still to be made will read.
         """
         may_die = set(candidates)
         live: set[fx.Node] = set()
         todo = [n for n in self.graph.nodes if n not in may_die or self._acts(n, dropped)]
+        todo += _present(read_anew, replaced)
         while todo:
             node = todo.pop()
             if node not in live:
                 live.add(node)
-                needs = (replaced.get(n, n) for n in self.dependence.needs(node))
-                todo += [n for n in needs if n is not None]
+                todo += _present(self.dependence.needs(node), replaced)
         return [n for n in self.dependence.in_order(may_die) if n not in live]
 
     def _acts(self, node: fx.Node, dropped: Collection[fx.Node]) -> bool:
@@ -174,6 +176,11 @@ class Legality:
     def _given_from_outside(self) -> frozenset[int]:
         given = [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr")]
         return frozenset(s for node in given for s in storages(node))
+
+
+def _present(nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
+    """Return what will be read where `nodes` are, less what is still to be made."""
+    return [n for n in (replaced.get(n, n) for n in nodes) if n is not None]
 
 
 def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:

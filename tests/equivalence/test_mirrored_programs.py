@@ -38,6 +38,9 @@ PROGRAMS = {
         layers=(layer(style=Style.SORTED_LOOP), layer(style=Style.LOOP)),
         sharing=Sharing.ROUTING,
     ),
+    "rows of one region made with a host integer of another": Program(
+        layers=(layer(Reader.HOST_NO_GRAD),), wrapping=Wrapping.NO_GRAD_HALF
+    ),
     "a check of the user, and dummy rows": Program(
         layers=(layer(Reader.CHECK, Reader.AUX_LOSS, details=[Detail.DUMMY, Detail.NESTED_CAT]),)
     ),
@@ -56,7 +59,7 @@ PROGRAMS = {
 QUICK = (
     "a host integer scales what is written before the combine",
     "two regions by one routing",
-    "a check of the user, and dummy rows",
+    "rows of one region made with a host integer of another",
 )
 
 

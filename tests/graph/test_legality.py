@@ -200,6 +200,22 @@ def test_a_write_lives_as_long_as_somebody_reads_what_it_wrote(program, replaced
     assert {name.partition("_1")[0] for name in found} <= {*dead, "a", "mul", "copy_"}
 
 
+def test_what_is_still_to_be_made_needs_what_it_will_read():
+    """Rows made with a host integer of another region were erased, which the chunks of theirs read.
+
+    The graph then had readers of nothing, and the pass failed.
+    """
+
+    def program(x):
+        return (x * 2).neg()
+
+    graph = graph_of(program)
+    rows, result = called(graph, "mul"), called(graph, "neg")
+    legality, made = Legality(Dependence(graph), graph), dict.fromkeys(result)
+    assert legality.unneeded([*rows, *result], made) == [*rows, *result]
+    assert legality.unneeded([*rows, *result], made, read_anew=rows) == result
+
+
 def test_a_write_into_an_input_is_needed_whoever_reads_it():
     def program(x, buffer):
         buffer.view(-1).add_(1.0)
