@@ -11,6 +11,7 @@ import sympy
 
 from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call
+from moe_compile.analysis.position_rounding import check_product_rounding
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
@@ -36,6 +37,7 @@ def grouped_matmul(call: Call) -> Value:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
     if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
         raise call.unknown()
+    check_product_rounding(call, call.argument("self"), 0)
     ends = call.value(offs)
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):

@@ -1,13 +1,15 @@
 """Operators that a CPU rounds by where an element stands, and rows in which it makes no difference.
 
 Contract
-    Where `check_rounding` passes, an element of a row is rounded alike whatever number of rows
-    stand before and behind it: forward, and in the backward of the operator.
+    Where the checks pass, an element of a row is rounded alike whatever number of rows stand
+    before and behind it: forward, and in the backward of the operator.
 
 A CPU runs an elementwise operator over flat memory in blocks of two vectors, and the last elements
 of each thread's share one by one, by other code. For some operators the two differ in the last bit.
 They meet the same elements only where blocks and shares end where rows end. On CUDA every element
 is computed by the same code, whole blocks or not: nothing is refused there.
+Matrix products of four and eight bytes sum up in another order where a row begins elsewhere between
+two boundaries of memory: rows must be as long as boundaries are apart.
 What differs is this machine's: ranks on different CPUs may decide differently, and are found when
 ranks compare their plans.
 """
@@ -53,6 +55,11 @@ ALONE_OTHERWISE: Final = frozenset({"var", "std"})
 """Reductions whose result is computed by other code where it is one number: where there is one
 row (`std_var_out` in ATen/native/ReduceOps.cpp)."""
 
+ALIGNED_BYTES: Final = 64
+"""Boundary on which operands of a product must lie to be summed up alike, as Intel says of its
+library ("Obtaining Numerically Reproducible Results" in the developer guide of oneMKL; bits were
+seen to depend on 16). Products of two bytes run in another library, which copies its operands."""
+
 NUM_GRADIENTS: Final = 128
 """Gradients tried with each value: every mantissa of bfloat16, 7 bits."""
 
@@ -78,6 +85,21 @@ def check_rounding_within(call: Call) -> None:
     out = call.outputs[0]
     if call.name in ALONE_OTHERWISE and out.device.type != "cuda" and out.element_size() > 2:
         raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
+
+
+def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None:
+    """Raise Unproven where the bits of a matrix product depend on where its rows begin.
+
+    Gradients lie as the result does.
+    """
+    out = call.outputs[0]
+    if out.device.type == "cuda" or out.element_size() <= 2:
+        return
+    for tensor, dim in ((rows, row_dim), (out, row_dim)):
+        distance = tensor.stride()[dim]
+        if not isinstance(distance, int) or distance * tensor.element_size() % ALIGNED_BYTES:
+            detail = f"{call.name} in {tensor.dtype}: rows {distance} elements apart"
+            raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
 
 
 def _extent(tensor: torch.Tensor, row_dim: int) -> int:

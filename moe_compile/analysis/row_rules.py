@@ -29,7 +29,11 @@ from moe_compile.analysis import (
     view_rules,
 )
 from moe_compile.analysis.operator_call import Call, Rule, dim_of
-from moe_compile.analysis.position_rounding import check_rounding, check_rounding_within
+from moe_compile.analysis.position_rounding import (
+    check_product_rounding,
+    check_rounding,
+    check_rounding_within,
+)
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
@@ -113,6 +117,7 @@ def matmul(call: Call) -> Value:
     if expert is None:
         detail = f"{call.name} over rows of several experts rounds by their number"
         raise Unproven(Refusal.SHARED_PARAMETER, detail)
+    check_product_rounding(call, (left, right)[side], side)
     if isinstance(matrix, Outside):
         call.known.reads.add(matrix, None, expert)
     if bias is not None:

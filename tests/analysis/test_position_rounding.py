@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_compile.analysis.position_rounding import ALIKE_IN_FLOAT, differs_by_position
+from moe_compile.analysis.position_rounding import (
+    ALIGNED_BYTES,
+    ALIKE_IN_FLOAT,
+    differs_by_position,
+)
 from moe_compile.analysis.regions import Refusal, RowProof
 from tests.analysis.verdicts import judge
 from tests.layers import LoopExperts
@@ -31,8 +35,9 @@ def test_silu_in_rows_that_do_not_fill_vectors_is_refused(fake_ranks, hidden, dt
 FITTING = {
     "silu in rows that fill vectors": (32, torch.float32, F.silu),
     "silu in bfloat16": (24, torch.bfloat16, F.silu),
-    "relu": (17, torch.float32, F.relu),
-    "tanh": (17, torch.float32, torch.tanh),
+    "relu": (48, torch.float32, F.relu),
+    "tanh": (48, torch.float32, torch.tanh),
+    "products of bfloat16": (17, torch.bfloat16, F.relu),
     "tanh gelu in bfloat16 that fills": (64, torch.bfloat16, F.gelu),
 }
 
@@ -41,6 +46,37 @@ FITTING = {
 def test_what_rounds_alike_in_every_row_is_proven(fake_ranks, case):
     verdict = verdict_of(fake_ranks, *FITTING[case])
     assert isinstance(verdict, RowProof), verdict
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype"), [(17, torch.float32), (20, torch.float32), (10, torch.float64)]
+)
+def test_products_of_rows_that_begin_between_boundaries_are_refused(fake_ranks, hidden, dtype):
+    """A gradient's product with weights differed in the last bit, where its rows began elsewhere."""
+    verdict = verdict_of(fake_ranks, hidden, dtype, F.relu)
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+    assert "rows" in verdict.detail and "elements apart" in verdict.detail
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 33])
+def test_products_of_rows_on_boundaries_round_alike_wherever_they_begin(dtype, num_rows):
+    """In two bytes wherever rows begin at all."""
+    draw = torch.Generator().manual_seed(num_rows)
+    unit = ALIGNED_BYTES // dtype.itemsize if dtype.itemsize > 2 else 5
+    for width, hidden in ((unit, 2 * unit), (3 * unit, unit), (8 * unit, 5 * unit)):
+        weight = torch.randn(width, hidden, generator=draw).to(dtype)
+        x = torch.randn(num_rows, width, generator=draw).to(dtype)
+        gradient = torch.randn(num_rows, hidden, generator=draw).to(dtype)
+        whole = products(x, gradient, weight)
+        for before in range(1, 8):
+            moved = (torch.cat([t[:1].expand(before, -1), t])[before:] for t in (x, gradient))
+            for a, b in zip(whole, products(*moved, weight), strict=True):
+                assert torch.equal(a, b)
+
+
+def products(x, gradient, weight):
+    return x @ weight, gradient @ weight.t(), x.t() @ gradient, F.linear(gradient, weight)
 
 
 def test_gelu_in_bfloat16_rows_that_do_not_fill_vectors_is_refused(fake_ranks):
