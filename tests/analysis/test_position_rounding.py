@@ -52,7 +52,7 @@ def test_what_rounds_alike_in_every_row_is_proven(fake_ranks, case):
     ("hidden", "dtype"), [(17, torch.float32), (20, torch.float32), (10, torch.float64)]
 )
 def test_products_of_rows_that_begin_between_boundaries_are_refused(fake_ranks, hidden, dtype):
-    """A gradient's product with weights differed in the last bit, where its rows began elsewhere."""
+    """A gradient's product with weights had other last bits where its rows began elsewhere."""
     verdict = verdict_of(fake_ranks, hidden, dtype, F.relu)
     assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
     assert "rows" in verdict.detail and "elements apart" in verdict.detail
