@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 WHOLE_VECTORS_BYTES = 128
+ALIGNED_ROW_BYTES = 64
 
 
 class Routing(enum.Enum):
@@ -31,10 +32,11 @@ class MoECase:
 
     num_ranks: int
     width: int
-    """Model width D, a multiple of 8: grouped GEMMs want rows of 16 bytes."""
+    """Model width D, a multiple of 8: grouped GEMMs want rows of 16 bytes; in four or eight bytes
+    one that fills 64 bytes, so that a CPU rounds products alike in every row."""
     hidden: int
     """Width of an expert, a multiple of 8; in four or eight bytes one that fills 128 bytes, so
-    that a CPU rounds activations alike in every row."""
+    that a CPU rounds activations alike as well."""
     num_experts: int
     top_k: int
     chunks: int
@@ -59,8 +61,8 @@ def moe_cases(
     )
     return MoECase(
         num_ranks=num_ranks,
-        width=8 * draw(st.integers(1, 3), label="width / 8"),
-        hidden=_unit(dtype) * draw(st.integers(1, 3), label="hidden / its unit"),
+        width=_unit(dtype, ALIGNED_ROW_BYTES) * draw(st.integers(1, 3), label="width / unit"),
+        hidden=_unit(dtype, WHOLE_VECTORS_BYTES) * draw(st.integers(1, 3), label="hidden / unit"),
         num_experts=num_experts,
         top_k=draw(st.integers(1, min(3, num_experts)), label="top_k"),
         chunks=draw(st.integers(1, local + 1), label="chunks"),
@@ -71,8 +73,8 @@ def moe_cases(
     )
 
 
-def _unit(dtype: torch.dtype) -> int:
-    return 8 if dtype.itemsize == 2 else WHOLE_VECTORS_BYTES // dtype.itemsize
+def _unit(dtype: torch.dtype, num_bytes: int) -> int:
+    return 8 if dtype.itemsize == 2 else num_bytes // dtype.itemsize
 
 
 def chosen_experts(case: MoECase) -> tuple[int, ...]:
