@@ -16,12 +16,8 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.analysis.regions import Refused, RowProof
-from moe_compile.analysis.surroundings import (
-    Aftermath,
-    Rewrite,
-    Surroundings,
-    examine_surroundings,
-)
+from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
+from moe_compile.analysis.surroundings import examine_surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.planning.plan import Remark

@@ -22,7 +22,8 @@ import torch.fx as fx
 
 from moe_compile.analysis.body_needs import needs_of_body
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
-from moe_compile.analysis.surroundings import Aftermath, Rewrite, examine_surroundings
+from moe_compile.analysis.rewrites import Aftermath, Rewrite
+from moe_compile.analysis.surroundings import examine_surroundings
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig

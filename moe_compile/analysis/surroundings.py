@@ -9,8 +9,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -19,6 +18,7 @@ import torch.fx as fx
 from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.implied_assertions import is_implied, is_never_negative
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
+from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_assertion, is_host_arithmetic, is_pure, is_size_query
 from moe_compile.graph.legality import Hazard, Legality
@@ -30,68 +30,6 @@ REFUSALS: Final = {
     Hazard.RANDOM: Refusal.RANDOM,
     Hazard.GRADIENT_ORDER: Refusal.GRADIENT_ORDER,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrite:
-    """How a region is to be rewritten: its body runs just before its result."""
-
-    region: MoERegion
-    proof: RowProof
-    replaced: fx.Node
-    """What the rewrite makes anew: the region's result, or what is made of it further on."""
-    before: tuple[fx.Node, ...] = ()
-    """Nodes outside the body that run just before the region's result as well."""
-    behind: tuple[fx.Node, ...] = ()
-    """Nodes from the region's result to `replaced` that run just before `replaced`."""
-    others: tuple[fx.Node, ...] = ()
-    """Nodes that the rewrite needs no more, wherever they run."""
-    reads_late: bool = False
-    """Whether the host reads at the region's result, not where the region's last read stands."""
-    not_served: frozenset[fx.Node] = frozenset()
-    """Host reads that must stay where they are if anybody else needs them."""
-
-    @property
-    def rows(self) -> tuple[fx.Node, ...]:
-        """Everything on the rows that the rewrite takes the place of."""
-        return (*self.region.row_side, *self.behind)
-
-    @property
-    def inputs(self) -> frozenset[fx.Node]:
-        """What the new form reads of the graph: what the old one reads from outside."""
-        region = self.region
-        old = {*region.body, *self.before, *self.behind, *self.others}
-        given = {region.rows, region.counts, region.received_counts}
-        return frozenset({i for node in old for i in node.all_input_nodes} | given) - old
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """What stays of a region's body when it is rewritten, and where the host reads for it."""
-
-    read_at: fx.Node
-    """The one read of everything the host must know stands before this node."""
-    bulk: frozenset[fx.Node]
-    """Host reads of the region that the one read makes: of integers that are never negative."""
-    served: tuple[fx.Node, ...]
-    """Host reads of the region that others need and that the one read serves, in graph order."""
-    moved: tuple[fx.Node, ...]
-    """What depends on these and must stand behind the one read, in graph order."""
-    num_kept: int
-    """Host reads of the region that stay where they are, because others need them earlier, or
-    because the host must read something else first."""
-    sizes: Mapping[fx.Node, fx.Node]
-    """Size of rows inside the region that others ask for -> the host integer that it is."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Aftermath:
-    """What becomes of a graph by rewrites applied together."""
-
-    around: Mapping[str, Surroundings | Refused]
-    """By the region's name."""
-    dead: tuple[fx.Node, ...]
-    """What nothing needs any more, in graph order."""
 
 
 def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
@@ -141,7 +79,8 @@ class _Together:
         pure = {node for node in below if is_pure(node)}
         self._candidates = {*self._bodies, *pure, *self._implied, *others}
         self._served: list[fx.Node] = []
-        self._sizes = {size: number for r in rewrites for size, number in self._sizes_of(r).items()}
+        self._sizes_by_region = {r.region.name: self._sizes_of(r) for r in rewrites}
+        self._sizes = {k: v for sizes in self._sizes_by_region.values() for k, v in sizes.items()}
 
     def _sizes_of(self, rewrite: Rewrite) -> dict[fx.Node, fx.Node]:
         """Return sizes of rows asked for outside, each with an earlier host integer equal to it."""
@@ -213,7 +152,7 @@ class _Together:
                 served=tuple(served),
                 moved=tuple(moved),
                 num_kept=len(alive) - len(served),
-                sizes=self._sizes_of(rewrite),
+                sizes=self._sizes_by_region[region.name],
             )
         return found
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.surroundings import Surroundings
+from moe_compile.analysis.rewrites import Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D

@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, RowProof
-from moe_compile.analysis.surroundings import Surroundings
+from moe_compile.analysis.rewrites import Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.ops.permute import PERMUTE_ROWS
