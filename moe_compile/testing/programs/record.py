@@ -38,7 +38,7 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
         "seed": seed,
         "commit": _commit(),
         "date": str(datetime.now(UTC).date()),
-        "command": " ".join(["python -m moe_compile.testing.fuzz", *sys.argv[1:]]),
+        "command": " ".join(["python -m moe_compile.testing.fuzz", *_arguments()]),
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "minutes": round(seconds / 60, 1),
@@ -55,6 +55,11 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
             for name in sorted(coverage.tried)
         },
     }
+
+
+def _arguments() -> list[str]:
+    """Return the command's arguments, places of files as their last part alone."""
+    return [Path(given).name if "/" in given else given for given in sys.argv[1:]]
 
 
 def _commit() -> str:
