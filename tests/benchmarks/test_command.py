@@ -10,6 +10,9 @@ from benchmarks.command import recorded_command
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json"))
 
 
+PROGRAMS = tuple(f"python -m {name}" for name in ("benchmarks.", "moe_compile.testing.", "tests."))
+
+
 def test_places_of_files_keep_their_last_part_alone():
     given = ["--json", "/a/b/wire.json", "--cache=/a/c", "--variants", "megamoe N=1", "x/y.json"]
     assert recorded_command("benchmarks.overlap", given) == (
