@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cases import NO_LINK_RATIO
-from benchmarks.command import recorded_command
 from benchmarks.planned_models import fake_group
 from benchmarks.predicted_layer import PredictedLayer, predict_layer
 from benchmarks.recorded_case import case_of, profile_of, with_link
 from benchmarks.subjects import OneLayer
 from moe_compile.hardware import HardwareProfile
+from moe_compile.report.command import recorded_command
 
 VARIANT: Final = "megamoe N="
 MEMORY_BOUNDS: Final = (0.1, 1000.0)

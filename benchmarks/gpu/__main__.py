@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.command import recorded_command
 from benchmarks.gpu.gpu_machine import describe_gpu_machine
 from benchmarks.gpu.limited_process import run_limited
 from benchmarks.gpu.record import say, write_json
 from benchmarks.gpu.sizes import PROMISED_S, SIZES
 from benchmarks.gpu.summary import print_summary, read_section
+from moe_compile.report.command import recorded_command
 
 WIDTH: Final = 150
 ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo"}

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-WHOLE_VECTORS_BYTES = 128
-ALIGNED_ROW_BYTES = 64
+from moe_compile.analysis.position_rounding import ALIGNED_BYTES, BLOCK_BYTES
 
 
 class Routing(enum.Enum):
@@ -61,8 +60,8 @@ def moe_cases(
     )
     return MoECase(
         num_ranks=num_ranks,
-        width=_unit(dtype, ALIGNED_ROW_BYTES) * draw(st.integers(1, 3), label="width / unit"),
-        hidden=_unit(dtype, WHOLE_VECTORS_BYTES) * draw(st.integers(1, 3), label="hidden / unit"),
+        width=_unit(dtype, ALIGNED_BYTES) * draw(st.integers(1, 3), label="width / unit"),
+        hidden=_unit(dtype, BLOCK_BYTES) * draw(st.integers(1, 3), label="hidden / unit"),
         num_experts=num_experts,
         top_k=draw(st.integers(1, min(3, num_experts)), label="top_k"),
         chunks=draw(st.integers(1, local + 1), label="chunks"),

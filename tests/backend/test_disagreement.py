@@ -28,11 +28,16 @@ def gather(x, group):
     return collectives.all_gather_tensor(x, 0, group) * 2
 
 
+def write_at_once(path, text):
+    """Write a file that whoever waits for it reads whole."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
 def tell(path, rank, status):
-    """Write how this rank ended and when, at once: whoever waits for the file reads it whole."""
-    partial = path / f"partial{rank}"
-    partial.write_text(f"{status} {time.monotonic()}")
-    partial.rename(path / f"rank{rank}")
+    """Write how this rank ended and when."""
+    write_at_once(path / f"rank{rank}", f"{status} {time.monotonic()}")
 
 
 def write_down_the_end(path, rank):
@@ -112,7 +117,7 @@ def change_the_body_alone(rank, path):
     try:
         (theirs if rank == 1 else ours)(x)
     except RankDisagreement as error:
-        (path / "raised").write_text(str(error))
+        write_at_once(path / "raised", str(error))
         raise
 
 

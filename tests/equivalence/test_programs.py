@@ -20,6 +20,7 @@ from moe_compile.testing.programs.grammar import Experts, Program, all_features,
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.run import Findings, run
 from moe_compile.testing.programs.shrink import simplest
+from moe_compile.testing.programs.strategy import LEAVES_WHOLE
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
 
@@ -95,6 +96,21 @@ def test_a_program_that_should_raise_and_does_not_is_wrong():
     assert judgement_of([found, found]).kind is Kind.WRONG
     caught = Findings(raises=True, eager_error="RuntimeError", compiled_error="RuntimeError")
     assert judgement_of([caught, caught]).kind is Kind.SAME
+
+
+def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge):
+    program = Program(layers=(Experts(readers=frozenset({Reader.DROPOUT})),))
+    judgement = judge.judge(source_of(program))
+    assert judgement.kind is Kind.AS_TORCH, judgement.detail
+    assert not judgement.failed
+
+
+@pytest.mark.slow
+def test_what_is_said_to_leave_a_layer_whole_does(judge):
+    said = {f"{type(c).__name__.lower()}: {c.name.lower()}" for c in LEAVES_WHOLE}
+    found = [p for p in sweep() if features(p) & said]
+    assert set().union(*map(features, found)) >= said
+    assert not [sorted(features(p) & said) for p in found if judge.judge(source_of(p)).is_chunked]
 
 
 def test_a_pass_that_failed_is_a_failure():

@@ -44,10 +44,8 @@ def train(rank, ranks, port, flags):
         finally:
             counter.close()
             trainer.close()
-            dist.destroy_process_group()
             del trainer
-            _clear_sharding_prop_cache()  # meshes that compare equal would bring ended groups back
-            forget_compiled()
+            _leave()
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
     result.chunks = [region.num_chunks for region in regions]
     result.verdicts = [region.verdict for region in regions]
@@ -67,7 +65,8 @@ def random_states(rank, port, flags):
         trainer = make(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
         states.append(torch.get_rng_state().tolist())
         trainer.close()
-        dist.destroy_process_group()
+        del trainer
+        _leave()
     return states
 
 
@@ -83,6 +82,13 @@ def _join(rank, ranks, port):
     # ranks only, every second layer would be another one on each rank, and so would collectives
     activation_checkpoint._layer_sac_count = 0
     return rank < ranks
+
+
+def _leave():
+    """End the job's groups, and let go of what would keep them or bring them back."""
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # meshes that compare equal would come back with ended groups
+    forget_compiled()
 
 
 class _Printed(logging.Handler):

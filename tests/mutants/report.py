@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
+from moe_compile.report.command import recorded_command
 from tests.mutants.draw import Mutant
 from tests.mutants.equivalent import EQUIVALENT, HARMLESS, Key
 from tests.mutants.sandbox import Outcome
@@ -97,9 +97,8 @@ def write_record(
     path: Path, seed: int, unchanged: Mapping[str, Outcome], results: list[Result]
 ) -> None:
     """Write all results, with what they were taken on."""
-    command = shlex.join(["python", "-m", "tests.mutants", *sys.argv[1:]])
     record: dict[str, Any] = {
-        "command": command,
+        "command": recorded_command("tests.mutants", sys.argv[1:]),
         "machine": describe_machine(),
         "seed": seed,
         "suites_cpu_s": {name: round(o.cpu_s, 1) for name, o in unchanged.items()},

@@ -1,10 +1,12 @@
 """A pool's ranks fail loudly, come back, and change groups without changing processes."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single
 
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
@@ -94,3 +96,25 @@ def test_ranks_have_the_environment_of_their_start_and_are_set_up_first(monkeypa
     monkeypatch.delenv("OF_THE_OWNER")
     with RankPool(1) as pool:
         assert pool.run(environment, "OF_THE_OWNER") == [None]
+
+
+def compile_an_exchange(rank):
+    """Compile what refers to a process group; return how many threads of gloo there are."""
+
+    def exchange(x, group=dist.group.WORLD):
+        return all_to_all_single(x, None, None, group) * 2
+
+    torch.compile(exchange, backend="aot_eager")(torch.ones(2, requires_grad=True))
+    names = [comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks threads up in /proc")
+def test_groups_of_code_that_was_compiled_end_with_it(pool):
+    """Each left three threads that wake 100 times a second: 900 took a quarter of two cores."""
+    threads = []
+    for _ in range(3):
+        pool.regroup()
+        threads.append(pool.run(compile_an_exchange))
+    assert threads[0][0] > 0
+    assert threads == threads[:1] * 3

@@ -101,7 +101,8 @@ class Judge:
         try:
             if kind is Kind.WRONG:
                 plain = judgement_of(self._run(text, "megamoe", reference="aot_eager"))
-                return replace(plain, kind=Kind.AS_TORCH) if plain.kind is Kind.SAME else judgement
+                same_as_torch = replace(plain, kind=Kind.AS_TORCH)
+                return {Kind.SAME: same_as_torch, Kind.DROPPED: plain}.get(plain.kind, judgement)
             plain = judgement_of(self._run(text, "aot_eager"))
             same = plain.kind in (Kind.CRASH, Kind.INVALID)
         except RankFailure:

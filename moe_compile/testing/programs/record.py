@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moe_compile.hardware.measure import cpu_name
+from moe_compile.report.command import recorded_command
 from moe_compile.testing.programs.coverage import Coverage
 
 
@@ -38,7 +39,7 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
         "seed": seed,
         "commit": _commit(),
         "date": str(datetime.now(UTC).date()),
-        "command": " ".join(["python -m moe_compile.testing.fuzz", *_arguments()]),
+        "command": recorded_command("moe_compile.testing.fuzz", sys.argv[1:]),
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "minutes": round(seconds / 60, 1),
@@ -55,11 +56,6 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
             for name in sorted(coverage.tried)
         },
     }
-
-
-def _arguments() -> list[str]:
-    """Return the command's arguments, places of files as their last part alone."""
-    return [Path(given).name if "/" in given else given for given in sys.argv[1:]]
 
 
 def _commit() -> str:

@@ -61,7 +61,7 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
         Order.MISMATCHED, Order.PLACES, Order.SEGMENTS,
         Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
         Detail.VIEW_WRITE, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
-        Reader.DROPOUT, Reader.ROWS_WRITTEN,
+        Reader.ROWS_WRITTEN,
     }
 )  # fmt: skip
 """What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""

@@ -1,4 +1,4 @@
-"""The command a benchmark was started by, as its results tell it."""
+"""The command that results were made by, as they tell it."""
 
 from __future__ import annotations
 
