@@ -32,6 +32,23 @@ from moe_compile.testing.programs.choices import (
 
 NUM_RANKS: Final = 2
 
+WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE})
+"""Styles that sort no rows: their order is no feature of a program."""
+
+WITHOUT_BACK: Final = WITHOUT_ORDER | {Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN}
+"""Styles that put rows back as they run."""
+
+SEVERAL: Final[dict[type[enum.Enum], str]] = {
+    Detail: "details",
+    Reader: "readers",
+    Decoy: "decoys",
+}
+"""Kinds of which a layer may have several members, by the field that holds them."""
+
+CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
+    Tally, Counts, Splits, Move, Style, Order, Back, Act, Detail, Decoy, Reader,
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
@@ -99,18 +116,34 @@ def features(program: Program) -> frozenset[str]:
     found |= {"dynamic: asked for"} if program.dynamic else set()
     found |= {f"layers: {min(len(program.layers), 3)}"}
     for part in (program, *program.layers):
-        for field in fields(part):
-            found |= {_feature(value) for value in _choices(getattr(part, field.name))}
+        values = [getattr(part, field.name) for field in fields(part)]
+        found |= {_feature(c) for value in values for c in _choices(value)} - _unused(part)
     return frozenset(found)
 
 
 def all_features() -> list[str]:
     """Return the name of every choice of the grammar, in its order."""
-    kinds = (
-        Tally, Counts, Splits, Move, Style, Order, Back, Act, Detail, Decoy, Reader, Heads,
-        Routing, Sharing, Backward, Wrapping, Rewrite,
-    )  # fmt: skip
+    of_programs = (Heads, Routing, Sharing, Backward, Wrapping, Rewrite)
+    kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + of_programs
     return [_feature(member) for kind in kinds for member in kind]
+
+
+def with_choice(layer: Experts, choice: enum.Enum) -> Experts:
+    """Return `layer` with `choice`, alone of its kind, in a style that uses it."""
+    kind = type(choice)
+    if kind in SEVERAL:
+        return changed(layer, SEVERAL[kind], frozenset({choice}))
+    if kind in (Order, Back):
+        layer = replace(layer, style=Style.SORTED_LOOP)
+    return changed(layer, kind.__name__.lower(), choice)
+
+
+def _unused(part: Program | Experts | Attention) -> set[str]:
+    """Return what stands in a field that the layer's style does not read."""
+    if not isinstance(part, Experts):
+        return set()
+    unused = {_feature(part.order)} if part.style in WITHOUT_ORDER else set()
+    return unused | ({_feature(part.back)} if part.style in WITHOUT_BACK else set())
 
 
 def _choices(value: Any) -> list[enum.Enum]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from moe_compile.testing.programs.grammar import Attention, Experts, Program, changed
+from moe_compile.testing.programs.grammar import SEVERAL, Attention, Experts, Program, changed
 from moe_compile.testing.programs.strategy import legal
 
-SETS: Final = ("details", "readers", "decoys")
+SETS: Final = tuple(SEVERAL.values())
 """Fields of layers that hold any number of choices."""
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
-from moe_compile.testing.programs.choices import Decoy, Detail, Heads, Reader, Style
-from moe_compile.testing.programs.grammar import Attention, Experts, Program, changed
+from moe_compile.testing.programs.choices import (
+    Backward,
+    Heads,
+    Rewrite,
+    Routing,
+    Sharing,
+    Wrapping,
+)
+from moe_compile.testing.programs.grammar import (
+    CHOICES_OF_EXPERTS,
+    Attention,
+    Experts,
+    Program,
+    changed,
+    with_choice,
+)
 from moe_compile.testing.programs.strategy import legal
 
 
@@ -30,22 +42,9 @@ def _all() -> Iterator[Program]:
         yield replace(plain, tokens=tokens)
     for width, dtype in ((17, "float32"), (24, "bfloat16"), (17, "bfloat16"), (16, "float64")):
         yield replace(plain, width=width, dtype=dtype)
-    for name, choice in _choices(layer):
-        value: Any = frozenset({choice}) if name in ("details", "readers", "decoys") else choice
-        style = layer.style if name != "order" and name != "back" else Style.SORTED_LOOP
-        other = changed(replace(layer, style=style), name, value)
-        yield replace(plain, layers=(other,))
+    for kind in CHOICES_OF_EXPERTS:
+        yield from (replace(plain, layers=(with_choice(layer, c),)) for c in kind)
     for heads in Heads:
         yield replace(plain, layers=(Attention(heads=heads),), tokens=((4, 4),))
-    for name, choice in _choices(plain):
-        yield changed(plain, name, choice)
-
-
-def _choices(part: Program | Experts) -> Iterator[tuple[str, enum.Enum]]:
-    """Yield the name of every field of `part` with every choice that it takes."""
-    sets: dict[str, type[enum.Enum]] = {"details": Detail, "readers": Reader, "decoys": Decoy}
-    for field in fields(part):
-        value = getattr(part, field.name)
-        kind = sets.get(field.name, type(value))
-        if issubclass(kind, enum.Enum):
-            yield from ((field.name, choice) for choice in kind)
+    for kind in (Routing, Sharing, Backward, Wrapping, Rewrite):
+        yield from (changed(plain, kind.__name__.lower(), choice) for choice in kind)
