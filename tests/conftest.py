@@ -12,7 +12,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moe_compile.testing.rank_pool import RankPool
+from moe_compile.testing.mirrored_rank import become_mirrored
+from moe_compile.testing.rank_pool import RankPool, forget_compiled
 
 LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
 """Where files of tests take a minute: first, so that no worker has such a file left at the end."""
@@ -41,6 +42,28 @@ def kept_two_ranks():
 def kept_four_ranks():
     with RankPool(4, timeout_s=TIMEOUT_S) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def kept_mirrored_ranks():
+    with RankPool(1, timeout_s=TIMEOUT_S) as pool:
+        yield pool
+
+
+def mirror(rank):
+    forget_compiled()
+    become_mirrored()
+
+
+@pytest.fixture(scope="module")
+def mirrored_ranks(kept_mirrored_ranks):
+    """Two ranks at half the price: one, and its mirror image that does not exist.
+
+    An exchange gives back what was put in, so rows sent to a wrong rank do not show: for tests of
+    what is computed between exchanges and around them.
+    """
+    kept_mirrored_ranks.run(mirror)
+    return kept_mirrored_ranks
 
 
 @pytest.fixture(scope="module")

@@ -169,9 +169,9 @@ def test_fewer_kv_heads_than_four_ranks_equal_eager(four_ranks, kv_heads):
 
 
 @pytest.mark.parametrize("style", [BatchExchange, HeadMixing], ids=lambda s: s.__name__)
-def test_a_decoy_runs_as_it_came(two_ranks, style):
+def test_a_decoy_runs_as_it_came(mirrored_ranks, style):
     case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
-    for differing, _ in two_ranks.run(run_case, case, style):
+    for differing, _ in mirrored_ranks.run(run_case, case, style):
         assert not differing
 
 

@@ -74,13 +74,13 @@ def check(pool, style, dtype, which, groups, remarks, kv_heads=KV_HEADS):
 
 
 @pytest.mark.parametrize("style", QUICK, ids=lambda s: s.__name__)
-def test_the_error_of_split_projections_is_that_of_whole_ones(two_ranks, style):
-    check(two_ranks, style, torch.float32, "both", 2, BOTH)
+def test_the_error_of_split_projections_is_that_of_whole_ones(mirrored_ranks, style):
+    check(mirrored_ranks, style, torch.float32, "both", 2, BOTH)
 
 
-def test_kv_heads_repeated_for_the_ranks_are_projected_whole(two_ranks):
+def test_kv_heads_repeated_for_the_ranks_are_projected_whole(mirrored_ranks):
     """The groups share them: they are cut where they are repeated."""
-    check(two_ranks, RepeatedKVAttention, torch.float32, "both", 2, BOTH, kv_heads=1)
+    check(mirrored_ranks, RepeatedKVAttention, torch.float32, "both", 2, BOTH, kv_heads=1)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ LAUNCHES = {"save_exchanges": 2 * CHUNKS, "recompute_exchanges": 1 + 2 * CHUNKS 
         itertools.product(LAUNCHES, ("same", "fp8")),
     ),
 )
-def test_exchanges_are_saved_unless_asked_otherwise(two_ranks, recompute, wire):
-    for differing, phases in two_ranks.run(run, recompute, wire):
+def test_exchanges_are_saved_unless_asked_otherwise(mirrored_ranks, recompute, wire):
+    for differing, phases in mirrored_ranks.run(run, recompute, wire):
         assert differing == []
         assert phases == {"forward": 1 + 2 * CHUNKS, "backward": LAUNCHES[recompute]}

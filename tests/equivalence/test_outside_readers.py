@@ -61,8 +61,8 @@ QUICK = (
 
 
 @pytest.mark.parametrize("style", slow_but(QUICK, CHUNKED))
-def test_a_chunked_region_leaves_what_is_around_it_as_it_was(two_ranks, style):
-    for found, verdicts in two_ranks.run(differing, style, ((12, 7),)):
+def test_a_chunked_region_leaves_what_is_around_it_as_it_was(mirrored_ranks, style):
+    for found, verdicts in mirrored_ranks.run(differing, style, ((12, 7),)):
         assert found == []
         assert set(verdicts) == {"chunked"}
 
@@ -104,7 +104,7 @@ def test_what_the_user_demands_of_counts_is_still_demanded(two_ranks):
 
 
 @pytest.mark.parametrize("style", slow_but(WHOLE[:1], WHOLE))
-def test_a_region_whose_motion_would_tell_is_left_whole(two_ranks, style):
-    for found, verdicts in two_ranks.run(differing, style, ((12, 7),)):
+def test_a_region_whose_motion_would_tell_is_left_whole(mirrored_ranks, style):
+    for found, verdicts in mirrored_ranks.run(differing, style, ((12, 7),)):
         assert found == []
         assert "chunked" not in verdicts

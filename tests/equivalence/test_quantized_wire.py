@@ -38,9 +38,9 @@ def check(pool, case, style, wires):
 
 
 @pytest.mark.parametrize("style", slow_but(CHOSEN[:2], STYLES))
-def test_every_style_equals_one_that_quantises_eagerly(two_ranks, style):
+def test_every_style_equals_one_that_quantises_eagerly(mirrored_ranks, style):
     case = one_case(style, (9, 14), dtype=torch.bfloat16)
-    check(two_ranks, case, style, WIRES[STYLES.index(style) % len(WIRES)])
+    check(mirrored_ranks, case, style, WIRES[STYLES.index(style) % len(WIRES)])
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ class ConcatenatedInPairs(LoopExperts):
 
 
 @pytest.mark.parametrize("style", slow_but([PaddedLoop], [PaddedLoop, ConcatenatedInPairs]))
-def test_what_joins_rows_of_several_experts_never_joins_nothing(two_ranks, style):
+def test_what_joins_rows_of_several_experts_never_joins_nothing(mirrored_ranks, style):
     """A concatenation of experts that a chunk is without was left with no input."""
-    check(two_ranks, style, ((3, 9),))
+    check(mirrored_ranks, style, ((3, 9),))
 
 
 class Gelu(LoopExperts):
@@ -83,6 +83,6 @@ class Gelu(LoopExperts):
     ("style", "width"),
     slow_but([(LoopExperts, 17)], itertools.product([LoopExperts, Gelu], [17, 24])),
 )
-def test_rows_that_do_not_fill_vectors_are_not_rounded_anew(two_ranks, style, width):
+def test_rows_that_do_not_fill_vectors_are_not_rounded_anew(mirrored_ranks, style, width):
     """SiLU rounds the last elements of memory by other code: chunks ended elsewhere."""
-    check(two_ranks, style, ((9, 7),), (width, width), torch.float32, strict=False)
+    check(mirrored_ranks, style, ((9, 7),), (width, width), torch.float32, strict=False)

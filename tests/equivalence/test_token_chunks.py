@@ -108,8 +108,8 @@ def check_distances(pool, style, wire):
     ("style", "wire"),
     slow_but([(SortedChunks, "same")], [(SortedChunks, "same"), (GroupedExperts, "fp8")]),
 )
-def test_one_local_expert_in_chunks_of_tokens_is_off_by_roundings(two_ranks, style, wire):
-    check_distances(two_ranks, style, wire)
+def test_one_local_expert_in_chunks_of_tokens_is_off_by_roundings(mirrored_ranks, style, wire):
+    check_distances(mirrored_ranks, style, wire)
 
 
 @pytest.mark.slow
