@@ -4,42 +4,65 @@ Contract
     `restore` leaves the same Graph object with the operators, arguments, order, names and meta
     of the snapshot. Inputs and the output are the very nodes they were: Dynamo keeps attributes
     on them. All other node objects are new: analyses of before are stale.
+    A snapshot is taken before every pass and used by few: it refers to arguments, which fx never
+    changes in place, and copies no node.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch.fx as fx
 
 
 class Snapshot:
-    """A copy of a graph whose inputs no pass adds or removes."""
+    """What a graph was whose inputs no pass adds or removes."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Copy `graph`; the tensors its meta holds are shared, not copied."""
-        self._copy = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            env[node] = _copy(self._copy, node, env)
+        """Look at `graph`; the tensors its meta holds are shared, not copied."""
+        self._nodes = [_Node.of(node) for node in graph.nodes]
 
     def restore(self, graph: fx.Graph) -> None:
         """Make `graph` what it was."""
-        inputs = graph.find_nodes(op="placeholder")
         (output,) = graph.find_nodes(op="output")
         output.args = ()
         for node in reversed(list(graph.nodes)):
             if node is not output and node.op != "placeholder":
                 graph.erase_node(node)
-        kept = self._copy.find_nodes(op="placeholder")
-        env = dict(zip(kept, inputs, strict=True))
+        env: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(output):
-            for node in self._copy.nodes:
-                if node.op == "output":
-                    output.args = fx.node.map_arg(node.args, env.__getitem__)
-                elif node not in env:
-                    env[node] = _copy(graph, node, env)
+            for kept in self._nodes:
+                if kept.node.op == "output":
+                    output.args = fx.node.map_arg(kept.args, env.__getitem__)
+                elif kept.node.op == "placeholder":
+                    env[kept.node] = kept.node
+                else:
+                    env[kept.node] = kept.copy_to(graph, env)
 
 
-def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    copied = graph.node_copy(node, env.__getitem__)
-    copied.name = node.name
-    return copied
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What a node was."""
+
+    node: fx.Node
+    """Of the snapshot's time: it may have been erased since."""
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    meta: dict[str, Any]
+
+    @staticmethod
+    def of(node: fx.Node) -> _Node:
+        return _Node(node, node.target, node.args, node.kwargs, node.name, dict(node.meta))
+
+    def copy_to(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Add a node like it to `graph`, its arguments as `env` has them."""
+        args = fx.node.map_arg(self.args, env.__getitem__)
+        kwargs = fx.node.map_arg(self.kwargs, env.__getitem__)
+        node = self.node
+        copied = graph.create_node(node.op, self.target, args, kwargs, type_expr=node.type)
+        copied.name = self.name
+        copied.meta = dict(self.meta)
+        return copied
