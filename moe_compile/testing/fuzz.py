@@ -2,6 +2,7 @@
 
 Contract
     Programs are a function of the seed and the number of workers. Distinct ones are counted.
+    Interrupted, it reports and records what was done so far.
     Exit status 1 when a program was wrong, crashed, hung or made a pass fail; each kind of failure
     is made plainer, printed as code and, with `--keep`, written to a folder.
 """
@@ -36,6 +37,8 @@ def main() -> int:
     workers = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
     try:
         _collect(workers, coverage, options.programs)
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted: what was done so far\n")
     finally:
         for worker in workers:
             worker.terminate()

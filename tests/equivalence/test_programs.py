@@ -146,3 +146,22 @@ def test_a_failing_program_shrinks_to_what_makes_it_fail():
         noisy = replace(noisy, counts=Counts.LEGACY, readers=noisy.readers | {Reader.RETURNED})
         program = replace(program, layers=(noisy, *others), tokens=((3, 2), (0, 5)))
         assert simplest(program, fails, trials=200) == Program(layers=(culprit,), tokens=((0, 5),))
+
+
+class TorchFailsOnce(Judge):
+    """AOTAutograd alone fails where a process has compiled much, and computes otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.findings = [
+            Findings(differences=["output"]),
+            Findings(eager_error="of torch"),
+            Findings(),
+        ]
+
+    def _run(self, text, backend, reference="eager"):
+        return [self.findings.pop(0)]
+
+
+def test_what_torch_cannot_compile_is_tried_in_new_processes():
+    assert TorchFailsOnce().judge("").kind is Kind.AS_TORCH
