@@ -11,6 +11,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch.distributed as dist
 from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from xdist.scheduler import LoadFileScheduling
 
 from moe_compile.testing.mirrored_rank import become_mirrored
 from moe_compile.testing.rank_pool import RankPool, forget_compiled
@@ -21,6 +22,17 @@ LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+class ByWhatIsShared(LoadFileScheduling):
+    """A file's tests run in one worker, and so do all that share ranks which import torchtitan."""
+
+    def _split_scope(self, nodeid):
+        return LONGEST[0] if nodeid.startswith(LONGEST[0]) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByWhatIsShared(config, log)
 
 
 # tests run beside others, and an example's time says nothing then

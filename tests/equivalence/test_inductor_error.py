@@ -54,8 +54,8 @@ def check(pool, options):
             assert ours <= ALLOWED * plain + 1e-9
 
 
-def test_two_chunks_are_as_exact_as_inductor(two_ranks):
-    check(two_ranks, {"megamoe.chunks": 2})
+def test_two_chunks_are_as_exact_as_inductor(mirrored_ranks):
+    check(mirrored_ranks, {"megamoe.chunks": 2})
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from moe_compile.testing.rank_pool import RankPool
 from tests.conftest import TIMEOUT_S
+from tests.integration.titan_jobs import LOGGED, OURS, SAVES, PlainJob, train
 
 POOLS = {2: "two", 4: "four", 8: "eight"}
 
@@ -24,6 +25,16 @@ def work_around():
 def kept_two_ranks():
     with RankPool(2, timeout_s=TIMEOUT_S, at_start=work_around) as pool:
         yield pool
+
+
+@pytest.fixture(scope="package")
+def plain_job(kept_two_ranks, tmp_path_factory):
+    """The small job on two ranks, experts in two chunks; it logs and writes checkpoints."""
+    spy = importlib.import_module("tests.integration.reduce_scatter_spy")  # imports torchtitan
+    folder = tmp_path_factory.mktemp("plain")
+    kept_two_ranks.run(spy.watch)
+    ranks = train(kept_two_ranks, 2, folder, OURS, LOGGED, SAVES)
+    return PlainJob(ranks=ranks, folder=folder, num_rounded=kept_two_ranks.run(spy.count))
 
 
 @pytest.fixture(scope="package")

@@ -10,7 +10,10 @@ SPIES = []
 
 
 def watch(rank):
-    """From now on, count."""
+    """From now on, count; anew where it was counted before."""
+    if SPIES:
+        SPIES[-1].reset_mock()
+        return
     given = FSDPModule.set_custom_reduce_scatter
     spy = mock.patch.object(
         FSDPModule, "set_custom_reduce_scatter", autospec=True, side_effect=given

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.testing.rank_pool import meeting_point
-from tests.integration.titan_jobs import OURS, SMALL, STOCK, flags_of, train
+from tests.integration.titan_jobs import SMALL, STOCK, flags_of, train
 from tests.slow_parameters import slow_but
 from torchtitan_integration.layout import KEYS, Layout
 
@@ -23,27 +23,21 @@ LAYOUTS = {
     "replicas": (4, Layout(dp_replicate=2, dp_shard=2, ep=2)),
     "a pipeline": (4, Layout(dp_shard=2, pp=2, ep=2)),
 }
-FAST = ("two ranks", "experts over tensor axes")
+FAST = ("experts over tensor axes",)
 """What every test run compares; all else is slow."""
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(four_ranks, tmp_path_factory):
-    """Five steps of the debug job."""
-    return train(four_ranks, 2, tmp_path_factory.mktemp("two"), OURS)
-
-
-def test_no_two_experts_are_equal(on_two_ranks):
+def test_no_two_experts_are_equal(plain_job):
     """Each rank drew the same numbers: experts 0 to 3, and their routers, were experts 4 to 7."""
-    experts = on_two_ranks[0].experts
+    experts = plain_job.ranks[0].experts
     assert len(experts) == 8  # w1, w2, w3 and the router of both MoE layers
     for name, hashes in experts.items():
         assert len(hashes) == len(set(hashes)) == 8, name
 
 
-def test_ranks_receive_different_numbers_of_rows(on_two_ranks):
+def test_ranks_receive_different_numbers_of_rows(plain_job):
     """With equal routers for both ranks' experts every exchange was split in equal halves."""
-    for of_step in zip(*(rank.rows for rank in on_two_ranks), strict=True):
+    for of_step in zip(*(rank.rows for rank in plain_job.ranks), strict=True):
         received = [[0, 0] for _ in of_step[0]]  # by MoE layer
         for layer, of_ranks in enumerate(zip(*of_step, strict=True)):
             for counts in of_ranks:
@@ -51,7 +45,7 @@ def test_ranks_receive_different_numbers_of_rows(on_two_ranks):
                 assert sum(sent) == 2 * 2 * 64  # top 2 of two sequences
                 received[layer] = [sum(pair) for pair in zip(received[layer], sent, strict=True)]
         assert any(mine != other for mine, other in received)
-    assert len(on_two_ranks[0].rows) == 5
+    assert len(plain_job.ranks[0].rows) == 5
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +58,10 @@ def alone(four_ranks, tmp_path_factory):
         return train(four_ranks, 1, folder, {KEYS["ep"]: 1}, settings)[0].parameters
 
     return weights
+
+
+def test_two_ranks_that_train_with_megamoe_start_from_the_weights_of_one(plain_job, alone):
+    assert {k: v for rank in plain_job.ranks for k, v in rank.parameters.items()} == alone("tiny")
 
 
 @pytest.mark.parametrize("name", slow_but(FAST, LAYOUTS))

@@ -7,7 +7,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.integration.titan_jobs import OURS, STEPS, STOCK, train
+from tests.integration.titan_jobs import LOGGED, OURS, STEPS, STOCK, train
 from torchtitan_integration.corpus import prepare_corpus
 from torchtitan_integration.flavors import VOCAB_SIZE
 
@@ -23,7 +23,6 @@ KEYS = {
     "megamoe/recompiles",
     "megamoe/metrics_time_pct",
 }
-LOGGED = {"metrics.enable_tensorboard": True, "metrics.save_tb_folder": "tb"}
 TOKENS, DIM = 2 * 64, 64
 """Of a rank's batch, and of a token, in the small jobs of these tests."""
 
@@ -41,17 +40,9 @@ def assert_about_half_leave(values, *, tokens, dim):
     assert all(0.2 * most < value < 0.8 * most for value in values["megamoe/exchange_GB_per_step"])
 
 
-@pytest.fixture(scope="module")
-def plain(two_ranks, tmp_path_factory):
-    """What a job without activation checkpointing logged."""
-    folder = tmp_path_factory.mktemp("plain")
-    train(two_ranks, 2, folder, LOGGED, OURS, {"activation_checkpoint.mode": "none"})
-    return logged(folder)
-
-
-def test_every_logged_step_has_every_metric(plain):
+def test_every_logged_step_has_every_metric(plain_job):
     """The share of time is what was measured; how large it may be is for docs/torchtitan.md."""
-    values = plain
+    values = logged(plain_job.folder)
     assert set(values) >= KEYS
     assert {len(values[key]) for key in KEYS} == {STEPS}
     for key in KEYS:
@@ -61,11 +52,11 @@ def test_every_logged_step_has_every_metric(plain):
 
 
 @pytest.mark.slow
-def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_path, plain):
+def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_path, plain_job):
     """torchtitan halves the counts of checkpointed blocks; compiled ones do not count twice."""
     train(two_ranks, 2, tmp_path, LOGGED, OURS, {"activation_checkpoint.mode": "full"})
     sent = "megamoe/exchange_GB_per_step"
-    assert logged(tmp_path)[sent] == plain[sent]
+    assert logged(tmp_path)[sent] == logged(plain_job.folder)[sent]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ SMALL = {
 }
 OURS = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 STOCK = {"compile.enable": False}
+LOGGED = {"metrics.enable_tensorboard": True, "metrics.save_tb_folder": "tb"}
+SAVES = {"checkpoint.enable": True, "checkpoint.interval": 2}
 
 
 @dataclass
@@ -55,6 +57,17 @@ class JobResult:
     """(Whether it is a region, verdict) of every attention in graphs that have a region."""
     graphs: list = field(default_factory=list)
     state_keys: list = field(default_factory=list)
+
+
+@dataclass
+class PlainJob:
+    """A job that several files of tests look at."""
+
+    ranks: list
+    """Each rank's JobResult."""
+    folder: Path
+    num_rounded: list
+    """Modules, by rank, whose gradients were rounded on their way."""
 
 
 def train(pool, ranks, folder, *changes):
