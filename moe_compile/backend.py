@@ -32,6 +32,7 @@ from moe_compile.codegen import compile_with_fx, compile_with_inductor, plan_of
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
+from moe_compile.frame_space import with_frame_space
 from moe_compile.graph.async_tp import probe_means
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
@@ -52,6 +53,7 @@ torch._dynamo.config.capture_scalar_outputs = True
 count_grouped_products()
 
 
+@with_frame_space
 def megamoe(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -7,12 +7,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor would start a process of its own to compile in, for each rank that compiles anything
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# graphs with a size for every count seldom repeat an operator's shapes: remembering costs more
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import torch.distributed as dist
 from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from xdist.scheduler import LoadFileScheduling
 
+from moe_compile.frame_space import with_frame_space
 from moe_compile.testing.mirrored_rank import become_mirrored
 from moe_compile.testing.rank_pool import RankPool, forget_compiled
 
@@ -22,6 +25,8 @@ LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    for item in items:
+        item.obj = with_frame_space(item.obj)
 
 
 class ByWhatIsShared(LoadFileScheduling):
@@ -31,6 +36,7 @@ class ByWhatIsShared(LoadFileScheduling):
         return LONGEST[0] if nodeid.startswith(LONGEST[0]) else super()._split_scope(nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return ByWhatIsShared(config, log)
 

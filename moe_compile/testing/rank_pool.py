@@ -32,6 +32,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from moe_compile.frame_space import with_frame_space
+
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
 IMPORTED_ONCE: Final = ("torch._dynamo.backends.common", "torch._inductor.compile_fx")
@@ -162,6 +164,7 @@ def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
     return answer
 
 
+@with_frame_space
 def _serve(
     rank: int,
     meeting: tuple[int, int, float],
