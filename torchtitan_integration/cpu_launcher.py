@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend
 
+from moe_compile.frame_space import with_frame_space
+
 WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and `torch.compile` add to a parameter's name."""
 
@@ -205,6 +207,7 @@ def _copy_shards(whole: torch.nn.Module, parts: list[torch.nn.Module]) -> None:
             own.copy_(value)
 
 
+@with_frame_space
 def main() -> None:
     """Train as `torchtitan.train` does, with torchtitan's own arguments."""
     prepare_torch()

@@ -148,7 +148,7 @@ def programs(draw: st.DrawFn) -> Program:
     return legal(program)
 
 
-BESIDE: Final = ("nothing",) * 7 + ("whole",) * 10 + ("decoy", "heads") * 6 + ("alone",)
+BESIDE: Final = ("nothing",) * 7 + ("whole",) * 10 + ("decoy",) * 8 + ("heads",) * 6 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
 
@@ -157,11 +157,16 @@ def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...
     beside = draw(st.sampled_from(BESIDE))
     if beside == "alone":
         return (draw(experts(grouped=grouped, whole=True)),)
-    layers: list[Experts | Attention] = [draw(experts(grouped=grouped))]
+    first = draw(experts(grouped=grouped))
+    if beside == "nothing" and draw(st.integers(0, 2)) == 0:
+        first = replace(first, readers=first.readers | {Reader.FAILING_CHECK})
+    layers: list[Experts | Attention] = [first]
     if beside == "whole":
         layers.append(draw(_left_whole()))
     elif beside == "decoy":
-        sizes = draw(st.sampled_from([(1, 1), (5, 7)]))  # several hide a fault with one of them
+        sizes = draw(
+            st.sampled_from([(1, 1), (2, 4), (2, 4)])
+        )  # several hide a fault with one of them
         decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=sizes[0], max_size=sizes[1]))
         layers.append(Experts(top_k=draw(st.sampled_from([1, 2])), decoys=decoys))
     elif beside == "heads":
@@ -179,7 +184,7 @@ def _left_whole(draw: st.DrawFn) -> Experts:
         return with_choice(Experts(top_k=2), draw(st.sampled_from(kept)))
 
     def one(plain: Choice) -> Choice:
-        return draw(st.sampled_from([plain, *_whole(type(plain)) * 2]))
+        return draw(st.sampled_from([plain, plain, *_whole(type(plain)) * 3]))
 
     style, order = one(Style.SORTED_LOOP), one(Order.ARGSORT)
     clash = style is Style.BATCHED and order is Order.MISMATCHED
@@ -190,7 +195,7 @@ def _left_whole(draw: st.DrawFn) -> Experts:
         order=Order.PLACES if clash else order,
         back=one(Back.INDEX_COPY),
         act=one(Act.RELU),
-        details=draw(_few(_whole(Detail), 2)),
+        details=draw(_few(_whole(Detail), 3)),
         readers=draw(_few(_whole(Reader), 2)),
     )
 
@@ -243,8 +248,8 @@ def _few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choic
 
 
 def _readers(kind: list[Reader]) -> st.SearchStrategy[frozenset[Reader]]:
-    """Draw none, few or several; only a program of one layer may have a check that fails."""
-    drawn = st.sampled_from([*kind, *[Reader.FAILING_CHECK] * 4])
+    """Draw none, few or several, but a check that fails."""
+    drawn = st.sampled_from([reader for reader in kind if reader is not Reader.FAILING_CHECK])
     few, several = (st.frozensets(drawn, min_size=a, max_size=b) for a, b in ((1, 2), (3, 5)))
     return st.one_of(st.just(frozenset()), few, several, several)
 
