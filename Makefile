@@ -20,7 +20,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-torch coverage fuzz mutants lint format clean
+.PHONY: train test test-all test-slow test-torch coverage fuzz defects mutants lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -48,6 +48,12 @@ fuzz: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
 fuzz: $(READY)
 	$(BIN)/python -m moe_compile.testing.fuzz --seed $(SEED) --programs $(PROGRAMS) \
 		--keep outputs/fuzz --record $(FUZZ_RECORD)
+
+# make defects SEED=1: faults of before, put back one at a time, and whether the fuzzer finds them
+DEFECTS_RECORD ?= benchmarks/results/defects_cpu.json
+defects: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
+defects: $(READY)
+	$(BIN)/python -m tests.mutants.defects --seed $(SEED) --record $(DEFECTS_RECORD)
 
 # make mutants SEED=1 COUNT=64: the product changed in one place at a time, and whether tests tell
 COUNT ?= 64

@@ -36,7 +36,7 @@ def main() -> int:
     commands = [[*_command(options), "--worker", str(i)] for i in range(options.workers)]
     workers = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
     try:
-        _collect(workers, coverage, options.programs)
+        _collect(workers, coverage, options)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted: what was done so far\n")
     finally:
@@ -60,6 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=WORKERS, help="pairs of ranks at once")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that are a hang")
     parser.add_argument("--trials", type=int, default=40, help="to make one failure plainer")
+    parser.add_argument("--first-failure", action="store_true", help="stop at the first failure")
     parser.add_argument("--keep", default="", help="folder for the failing programs")
     parser.add_argument("--record", default="", help="JSON file to add this run to")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
@@ -89,7 +90,9 @@ def _work(options: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(workers: list[subprocess.Popen[str]], coverage: Coverage, programs: int) -> None:
+def _collect(
+    workers: list[subprocess.Popen[str]], coverage: Coverage, options: argparse.Namespace
+) -> None:
     """Take in what the workers print, and show how far they are."""
     lines: SimpleQueue[str] = SimpleQueue()
     for worker in workers:
@@ -100,8 +103,10 @@ def _collect(workers: list[subprocess.Popen[str]], coverage: Coverage, programs:
             num_open -= 1
             continue
         coverage.add(json.loads(line))
-        sys.stderr.write(f"\r{coverage.progress()} of {programs}")
+        sys.stderr.write(f"\r{coverage.progress()} of {options.programs}")
         sys.stderr.flush()
+        if options.first_failure and coverage.num_failed:
+            return
     sys.stderr.write("\n")
     if failed := [status for w in workers if (status := w.wait())]:
         raise RuntimeError(f"workers ended with {failed}: their traceback stands above")

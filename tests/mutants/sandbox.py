@@ -31,6 +31,14 @@ ARGUMENTS: Final = (
 )  # fmt: skip
 
 
+def copy_repository(folder: Path) -> None:
+    """Make `folder` a copy whose product and tests can be changed."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name)
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a suite ended."""
@@ -47,10 +55,7 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         """Copy the repository and start the process."""
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-        for name in COPIED:
-            shutil.copytree(ROOT / name, self._folder / name)
-        for name in LINKED:
-            (self._folder / name).symlink_to(ROOT / name)
+        copy_repository(self._folder)
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("warm_pytest.py"))],
             cwd=self._folder,

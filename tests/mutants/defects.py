@@ -1,0 +1,211 @@
+"""Faults that the product once had, put back one at a time: does the fuzzer find them?
+
+`python -m tests.mutants.defects --seed 1`: exit status 1 when one is not found within the number of
+programs allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.machine import describe_machine
+from moe_compile.report.command import recorded_command
+from tests.mutants.sandbox import copy_repository
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One text of a module that stands there once, and what takes its place."""
+
+    module: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A fault as it was, in a few words, and the changes that bring it back."""
+
+    name: str
+    changes: tuple[Change, ...]
+
+
+LEGALITY: Final = "moe_compile/graph/legality.py"
+EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random, self._gradient_order)"
+SURROUNDINGS: Final = "moe_compile/analysis/surroundings.py"
+PROOF: Final = "moe_compile/analysis/row_proof.py"
+ROUNDING: Final = "moe_compile/analysis/position_rounding.py"
+FIRST_RUN: Final = "moe_compile/first_run.py"
+
+DEFECTS: Final = (
+    Defect(
+        "a write does not keep alive what it writes",
+        (
+            Change(
+                "moe_compile/graph/dependence.py",
+                "return [*node.all_input_nodes, *self._earlier.get(node, ())]",
+                "return [*node.all_input_nodes]",
+            ),
+        ),
+    ),
+    Defect(
+        "a rank without tokens decides for itself, and no rank asks another",
+        (
+            Change(
+                "moe_compile/backend.py",
+                'if leaves_whole(programs_of(order, "")):',
+                'if leaves_whole(programs_of(order, "")) or any(\n'
+                "        isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == 0\n"
+                "        for t in example_inputs\n"
+                "    ):",
+            ),
+            Change(FIRST_RUN, "        if agreement is None:\n", "        if True:\n"),
+        ),
+    ),
+    Defect(
+        "readers run later whatever was written, thrown or drawn meanwhile",
+        (Change(LEGALITY, EVERY_OBSTACLE, "(self._gradient_order,)"),),
+    ),
+    Defect(
+        "a concatenation of other experts' rows goes without any input",
+        (
+            Change(
+                "passes/replay/prune.py",
+                "return any(node not in joins.get(user, ()) or joins[user] <= empty "
+                "for user in running)",
+                "return False",
+            ),
+        ),
+    ),
+    Defect(
+        "a dimension other than the rows' may depend on counts",
+        (
+            Change(
+                PROOF,
+                "if any(self.facts.depends_on_counts(other) for other in others):",
+                "if False:",
+            ),
+        ),
+    ),
+    Defect(
+        "indices that are not followed are taken to agree with the group sizes",
+        (Change(PROOF, "        if not premises:\n", "        if True:\n"),),
+    ),
+    Defect(
+        "a check of the user on counts is dropped",
+        (Change(SURROUNDINGS, "and is_implied(node, rewrite.region, facts)", "and True"),),
+    ),
+    Defect(
+        "elementwise operators are taken to round alike at every position",
+        (
+            Change(
+                ROUNDING,
+                'if out.device.type == "cuda" or not floats or not _by_position(call, floats):',
+                "if True:",
+            ),
+        ),
+    ),
+    Defect(
+        "matrix products are taken to round alike wherever rows begin",
+        (
+            Change(
+                ROUNDING,
+                'if out.device.type == "cuda" or out.element_size() <= 2:\n        return\n    for',
+                "if True:\n        return\n    for",
+            ),
+        ),
+    ),
+    Defect(
+        "terms of a gradient are added in another order",
+        (Change(LEGALITY, EVERY_OBSTACLE, "(self.written_meanwhile, self._mode, self._random)"),),
+    ),
+    Defect(
+        "what two regions read of one count exchange is served twice",
+        (
+            Change(
+                SURROUNDINGS,
+                "alive = [n for n in reads if n not in dead and n not in self._served]",
+                "alive = [n for n in reads if n not in dead]",
+            ),
+        ),
+    ),
+)
+
+
+def put_back(defect: Defect, folder: Path) -> None:
+    """Bring `defect` back in the copy at `folder`; ValueError where the product reads otherwise."""
+    for change in defect.changes:
+        path = folder / change.module
+        source = path.read_text()
+        if source.count(change.old) != 1:
+            raise ValueError(f"{change.module} does not have once: {change.old}")
+        path.write_text(source.replace(change.old, change.new))
+
+
+def main() -> int:
+    """Put back what the command line asks for, one after another."""
+    options = _arguments()
+    found = [
+        _fuzz(defect, options) for defect in DEFECTS if options.only.lower() in defect.name.lower()
+    ]
+    if options.record:
+        record = {
+            "command": recorded_command("tests.mutants.defects", sys.argv[1:]),
+            "machine": describe_machine(),
+            "seed": options.seed,
+            "defects": found,
+        }
+        Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+    return int(not all(one["found"] for one in found))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.defects")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--programs", type=int, default=500, help="within which it is to be found")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that are a hang")
+    parser.add_argument("--only", default="", help="those whose name has this text")
+    parser.add_argument("--record", default="", help="JSON file for the results")
+    return parser.parse_args()
+
+
+def _fuzz(defect: Defect, options: argparse.Namespace) -> dict[str, Any]:
+    """Return after how many programs the fuzzer failed on a product with `defect`, and how."""
+    with tempfile.TemporaryDirectory(prefix="defect-") as name:
+        folder, record = Path(name), Path(name) / "record.json"
+        copy_repository(folder)
+        put_back(defect, folder)
+        subprocess.run(
+            [
+                sys.executable, "-m", "moe_compile.testing.fuzz", "--first-failure",
+                f"--seed={options.seed}", f"--programs={options.programs}",
+                f"--timeout={options.timeout}", "--trials=0", f"--record={record}",
+            ],
+            cwd=folder, env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        (run,) = json.loads(record.read_text())["runs"]
+    kinds = sorted({failure["kind"] for failure in run["failures"]})
+    is_found = run["failed"] > 0
+    said = f"found in {run['programs']} programs: {', '.join(kinds)}" if is_found else "NOT FOUND"
+    sys.stdout.write(f"{defect.name}: {said}\n")
+    sys.stdout.flush()
+    return {
+        "defect": defect.name,
+        "found": is_found,
+        "programs": run["programs"],
+        "chunked": run["chunked"],
+        "kinds": kinds,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
