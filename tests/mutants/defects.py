@@ -50,9 +50,9 @@ DEFECTS: Final = (
         "a write does not keep alive what it writes",
         (
             Change(
-                "moe_compile/graph/dependence.py",
-                "return [*node.all_input_nodes, *self._earlier.get(node, ())]",
-                "return [*node.all_input_nodes]",
+                LEGALITY,
+                "todo += _present(self.dependence.needs(node), replaced)",
+                "todo += _present(node.all_input_nodes, replaced)",
             ),
         ),
     ),
