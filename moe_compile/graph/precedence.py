@@ -5,7 +5,8 @@ Contract
     own order is one of the orders allowed.
     Edges: data; writes in place against reads and writes of the same storage; random ops among
     themselves; nodes without users among themselves; copies into inputs after earlier waits; a
-    sent tensor is not overwritten before its wait; and launches never cross a host read.
+    sent tensor is not overwritten before its wait; and launches never cross a host read, nor an
+    assertion: where it fails, every rank has launched the same collectives.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from moe_compile.graph.effects import draws_random
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
 
 HOST_READ: Final = "aten::_local_scalar_dense"
+
+RUNTIME_ASSERTIONS: Final = frozenset({"aten::_assert_scalar", "aten::_assert_async"})
+"""What ends the program where a condition does not hold."""
 
 
 def awaited(wait: fx.Node) -> fx.Node | None:
@@ -120,6 +124,8 @@ class _Chains:
     last: dict[str, fx.Node] = field(default_factory=dict)
     launches: list[fx.Node] = field(default_factory=list)
     """Since the last host read."""
+    unasserted: list[fx.Node] = field(default_factory=list)
+    """Launches since the last assertion."""
     waits: list[fx.Node] = field(default_factory=list)
     """Since the last copy into an input."""
 
@@ -130,8 +136,8 @@ class _Chains:
             self.waits.append(node)
         elif is_launch(node):
             self.launches.append(node)
-            if "host read" in self.last:
-                yield self.last["host read"]
+            self.unasserted.append(node)
+            yield from (self.last[k] for k in ("host read", "assertion") if k in self.last)
         else:
             yield from self._after_effects(node)
         yield from self._after_own_kind(node)
@@ -149,6 +155,9 @@ class _Chains:
         if is_host_read(node):
             yield from self._link("host read", node)
             yield from self._drain(self.launches)
+        if overload_name(node) in RUNTIME_ASSERTIONS:
+            yield from self._link("assertion", node)
+            yield from self._drain(self.unasserted)
 
     def _link(self, chain: str, node: fx.Node) -> Iterator[fx.Node]:
         if chain in self.last:

@@ -9,12 +9,16 @@ import pytest
 from moe_compile.testing.programs import choices
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import (
+    Act,
     Counts,
     Decoy,
     Detail,
     Order,
     Reader,
+    Rewrite,
+    Routing,
     Style,
+    Wrapping,
 )
 from moe_compile.testing.programs.grammar import Experts, Program, all_features, features
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
@@ -165,3 +169,21 @@ class TorchFailsOnce(Judge):
 
 def test_what_torch_cannot_compile_is_tried_in_new_processes():
     assert TorchFailsOnce().judge("").kind is Kind.AS_TORCH
+
+
+def test_a_check_that_fails_ends_every_rank(judge):
+    """Ranks of other shapes have other schedules: one ended before an exchange, one waited in it.
+
+    A rank without tokens, quantised rows and autocast make schedules differ.
+    """
+    layer = Experts(
+        top_k=2, counts=Counts.LAZY, act=Act.SIGMOID, late=True,
+        details=frozenset({Detail.DUMMY, Detail.IN_PLACE_ROWS}),
+        readers=frozenset({Reader.FAILING_CHECK}),
+    )  # fmt: skip
+    program = Program(
+        layers=(layer,), hidden=32, dtype="float64", tokens=((0, 3),), routing=Routing.ONE_EXPERT,
+        wrapping=Wrapping.AUTOCAST, rewrite=Rewrite.FP8, seed=217,
+    )  # fmt: skip
+    judgement = judge.judge(source_of(program))
+    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail

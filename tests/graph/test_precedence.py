@@ -151,3 +151,20 @@ def test_every_edge_follows_the_graph():
     calls, before = edges(program)
     place = {node: i for i, node in enumerate(calls)}
     assert all(place.get(p, -1) < place[n] for n in calls for p in before[n])
+
+
+def test_an_assertion_stays_between_the_launches_around_it():
+    """Where it fails every rank ends there: none may wait for what another did not launch."""
+
+    def program(x):
+        sent = send(x)
+        torch.ops.aten._assert_scalar(x.shape[0] == 4, "four rows")
+        return sent, send(x * 2)
+
+    calls, before = edges(program)
+    (first, second), (asserted,) = launches(calls), named(calls, "aten::_assert_scalar")
+    assert first in before[asserted] and asserted in before[second]
+
+
+def launches(calls):
+    return [node for node in calls if is_launch(node)]

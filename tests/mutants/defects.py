@@ -171,7 +171,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.defects")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--programs", type=int, default=500, help="within which it is to be found")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that are a hang")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that are a hang")
     parser.add_argument("--only", default="", help="those whose name has this text")
     parser.add_argument("--record", default="", help="JSON file for the results")
     return parser.parse_args()
