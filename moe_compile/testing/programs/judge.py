@@ -118,7 +118,7 @@ class Judge:
             plain = judgement_of(self._run(text, "megamoe", reference="aot_eager"))
         if plain.kind is Kind.SAME:
             return replace(plain, kind=Kind.AS_TORCH)
-        return plain if plain.kind in (Kind.DROPPED, Kind.INVALID) else judgement
+        return plain if plain.kind is Kind.DROPPED else judgement
 
     def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
         num_processes = 1 if "\nMIRRORED = True" in text else 2
