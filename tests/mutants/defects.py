@@ -41,6 +41,7 @@ class Defect:
 LEGALITY: Final = "moe_compile/graph/legality.py"
 EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random, self._gradient_order)"
 SURROUNDINGS: Final = "moe_compile/analysis/surroundings.py"
+EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
 PROOF: Final = "moe_compile/analysis/row_proof.py"
 ROUNDING: Final = "moe_compile/analysis/position_rounding.py"
 FIRST_RUN: Final = "moe_compile/first_run.py"
@@ -72,7 +73,10 @@ DEFECTS: Final = (
     ),
     Defect(
         "readers run later whatever was written, thrown or drawn meanwhile",
-        (Change(LEGALITY, EVERY_OBSTACLE, "(self._gradient_order,)"),),
+        (
+            Change(LEGALITY, EVERY_OBSTACLE, "(self._gradient_order,)"),
+            Change(SURROUNDINGS, EARLY, "read_at = region.result"),
+        ),
     ),
     Defect(
         "a concatenation of other experts' rows goes without any input",

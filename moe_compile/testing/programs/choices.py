@@ -225,3 +225,6 @@ class Rewrite(enum.Enum):
     RECOMPUTE = "recompute = recompute_exchanges"
     MODEL_RECOMPUTE = "recompute = model"
     FP8 = "dispatch_wire = fp8"
+    TOKENS = "chunk_by = tokens"
+    GATHERED = "dispatch = all_gather"
+    PADDED = "dispatch = all_gather, dispatch_padding = worst"

@@ -45,6 +45,9 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
+GATHERING: Final = frozenset({Rewrite.GATHERED, Rewrite.PADDED})
+"""Rewrites by which tokens are gathered instead of rows exchanged."""
+
 CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
     Tally, Counts, Splits, Move, Style, Order, Back, Act, Detail, Decoy, Reader,
 )  # fmt: skip

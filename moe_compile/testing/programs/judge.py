@@ -50,6 +50,7 @@ class Judgement:
     kind: Kind
     detail: str = ""
     is_chunked: bool = False
+    """Whether a region ran in chunks, or with gathered tokens where the program asks for that."""
     verdicts: tuple[str, ...] = ()
     cpu_s: float = 0.0
     """Of both ranks together."""
@@ -167,7 +168,7 @@ def judgement_of(found: list[Findings]) -> Judgement:
         return Judgement(
             kind=kind,
             detail="\n".join(lines),
-            is_chunked=any(f.num_chunked for f in found),
+            is_chunked=any(f.num_rewritten for f in found),
             verdicts=tuple(dict.fromkeys(v for f in found for v in f.verdicts)),
             cpu_s=sum(f.cpu_s for f in found),
         )

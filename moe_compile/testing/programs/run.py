@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._functorch.config as functorch_config
@@ -24,6 +24,9 @@ from torch import nn
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.mirrored_rank import become_mirrored
+
+REWRITTEN: Final = ("chunked", "all-gathered")
+"""Verdicts on regions that do not run as they were written."""
 
 Named = dict[str, Any]
 """What one step computed, by name."""
@@ -38,8 +41,8 @@ class Findings:
     eager_error: str = ""
     compiled_error: str = ""
     differences: list[str] = field(default_factory=list)
-    num_chunked: int = 0
-    """Regions, of experts or attention, that ran in chunks."""
+    num_rewritten: int = 0
+    """Regions, of experts or attention, that ran in chunks or with all ranks' tokens gathered."""
     verdicts: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     """Passes that failed and were left out."""
@@ -76,7 +79,7 @@ def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager"
         verdicts = [r.verdict for r in compilation.regions]
         verdicts += [a.verdict for a in compilation.attention]
         found.verdicts += [*verdicts, *compilation.left_alone]
-        found.num_chunked += verdicts.count("chunked")
+        found.num_rewritten += sum(verdict in REWRITTEN for verdict in verdicts)
         found.dropped += compilation.dropped
     found.cpu_s = time.process_time() - began
     return found

@@ -38,6 +38,7 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.expert_text import LISTED
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
+    GATHERING,
     WITHOUT_BACK,
     WITHOUT_ORDER,
     Attention,
@@ -45,6 +46,7 @@ from moe_compile.testing.programs.grammar import (
     Program,
     with_choice,
 )
+from moe_compile.testing.programs.text import BOUNDS
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
@@ -140,13 +142,18 @@ def programs(draw: st.DrawFn) -> Program:
         sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
         backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
         wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
-        rewrite=draw(st.sampled_from([Rewrite.CHUNKS] * 6 + [Rewrite.FP8] * 3 + list(Rewrite))),
+        rewrite=draw(st.sampled_from(REWRITES_DRAWN)),
         dynamic=draw(st.sampled_from([False, False, False, True])),
         chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
         seed=draw(st.integers(0, 999)),
     )
     return legal(program)
 
+
+REWRITES_DRAWN: Final = (
+    *[Rewrite.CHUNKS] * 4, *[*BOUNDS] * 5, Rewrite.GATHERED, Rewrite.PADDED, *Rewrite
+)  # fmt: skip
+"""Those that only some programs allow more often: others are chunked."""
 
 BESIDE: Final = ("nothing",) * 7 + ("whole",) * 10 + ("decoy",) * 8 + ("heads",) * 6 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
@@ -212,11 +219,17 @@ def legal(program: Program) -> Program:
     if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
         banned.add(Reader.FAILING_CHECK)
     layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
-    lossy = program.rewrite is Rewrite.FP8 and (
-        len(layers) > 1 or program.sharing is not Sharing.NOTHING
-    )
-    rewrite = Rewrite.CHUNKS if lossy else program.rewrite
-    return replace(program, layers=layers, rewrite=rewrite)
+    program = replace(program, layers=layers)
+    return program if _may_rewrite(program) else replace(program, rewrite=Rewrite.CHUNKS)
+
+
+def _may_rewrite(program: Program) -> bool:
+    """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
+    if program.rewrite in GATHERING:
+        return all(first == second for first, second in program.tokens)
+    alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
+    once = len(program.tokens) == 1 or program.rewrite is not Rewrite.TOKENS
+    return program.rewrite not in BOUNDS or (alone and once)
 
 
 def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | Attention:

@@ -20,7 +20,13 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.expert_text import indented
-from moe_compile.testing.programs.grammar import NUM_RANKS, Attention, Experts, Program
+from moe_compile.testing.programs.grammar import (
+    GATHERING,
+    NUM_RANKS,
+    Attention,
+    Experts,
+    Program,
+)
 from moe_compile.testing.programs.layer_text import layer_class
 
 HEAD: Final = """\
@@ -88,16 +94,24 @@ if __name__ == "__main__":
     print_judgement(__file__)
 """
 
+GATHERED: Final = {"megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True}
+
 REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.CHUNKS: {},
     Rewrite.UNSCHEDULED: {"megamoe.schedule": False},
     Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
     Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
     Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
+    Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
+    Rewrite.GATHERED: GATHERED,
+    Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
 }
 
-LOSSY: Final = frozenset({Rewrite.FP8})
-"""Options that round."""
+BOUNDS: Final[Mapping[Rewrite, float]] = {Rewrite.FP8: 0.5, Rewrite.TOKENS: 0.05}
+"""Relative errors of what rounds: all of fp8; in slices of tokens, weights' gradients."""
+
+BOUND_OF_LATENT: Final = 0.05
+"""Relative error of attention whose keys are wider than its values, in groups of heads."""
 
 
 def source_of(program: Program) -> str:
@@ -122,8 +136,8 @@ def options_of(program: Program) -> dict[str, Any]:
 
 
 def _settings(program: Program) -> str:
-    lossy = program.rewrite in LOSSY
     rounds = any(isinstance(a, Attention) and a.heads is Heads.LATENT for a in program.layers)
+    bound = BOUNDS.get(program.rewrite, BOUND_OF_LATENT if rounds else 0.0)
     rows = max(sum(step) for step in program.tokens)
     top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
     raises = any(
@@ -136,7 +150,7 @@ def _settings(program: Program) -> str:
         f"OPTIONS = {options_of(program)}",
         f"DYNAMIC = {True if program.dynamic else None}",
         f'BACKWARD = "{program.backward.name.lower()}"',
-        f"BOUND = {0.5 if lossy else 0.05 if rounds else 0.0}  # of the error, relative",
+        f"BOUND = {bound}  # of the error, relative",
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
@@ -145,8 +159,13 @@ def _settings(program: Program) -> str:
 
 
 def _is_mirrored(program: Program) -> bool:
-    """Whether one process can stand for both ranks: they have as many tokens in every step."""
-    return all(first == second for first, second in program.tokens)
+    """Whether one process can stand for both ranks: they have as many tokens in every step.
+
+    Gathered tokens are those of all ranks, of which a rank takes its own rows.
+    """
+    return program.rewrite not in GATHERING and all(
+        first == second for first, second in program.tokens
+    )
 
 
 def _layer(layer: Experts | Attention, number: int) -> list[str]:
