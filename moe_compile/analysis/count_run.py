@@ -40,6 +40,13 @@ class Unevaluable(Exception):
     """Something needed cannot be computed from counts and constants alone."""
 
 
+class TooLarge(Exception):
+    """A tensor would take too much memory with these counts."""
+
+
+MOST_ELEMENTS: Final = 1 << 26
+"""Of one tensor, half a gigabyte of int64: what compares 5,000 rows with each other has less."""
+
 COMPUTED: Final[dict[type, Callable[[list[int]], int]]] = {
     sympy.Add: sum,
     sympy.Mul: math.prod,
@@ -182,6 +189,7 @@ class OneRun:
     def _operator(self, step: Operator) -> None:
         if torch.Tag.nondeterministic_seeded in step.func.tags:
             raise Unevaluable(f"{step.func} draws random numbers")
+        self._check_size(step.out)
         convert = self._shape_only if _is_fill(step) else self.real
         kwargs = {name: convert(value) for name, value in step.kwargs.items()}
         result = step.func(*(convert(value) for value in step.args), **kwargs)
@@ -190,6 +198,18 @@ class OneRun:
             return
         for fake, real in zip(_tensors(step.out), _tensors(result), strict=True):
             self._note(fake, real)
+
+    def _check_size(self, out: Any) -> None:
+        for fake in _tensors(out):
+            sizes = [s if isinstance(s, int) else self._size_if_known(s) for s in fake.shape]
+            if math.prod(sizes) > MOST_ELEMENTS:
+                raise TooLarge
+
+    def _size_if_known(self, size: Any) -> int:
+        try:
+            return self.size(size)
+        except Unevaluable:
+            return 1
 
     def _note(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         self.tensors[id(fake)] = real

@@ -1,4 +1,4 @@
-"""Counts to try a region's count side on: all small ones, and drawn ones of its real size.
+"""Counts to try a region's count side on: all small ones, drawn ones of its real size, large ones.
 
 Contract
     The same counts on every rank and in every process: drawn from a fixed seed.
@@ -22,6 +22,8 @@ MOST_ENUMERATED = 4
 SMALL = range(4)
 SKEWED = 70
 """Most rows of a run where few runs hold most rows: beyond twice the alignments in use, 8 to 32."""
+LARGE = (300, 5_000, 70_000)
+"""Rows, beyond what bfloat16 (256), float16 (2048; infinite from 65520) and int16 hold exactly."""
 
 Sample = dict[sympy.Symbol, int]
 
@@ -35,6 +37,17 @@ def draw_samples(facts: CountFacts, num_drawn: int = NUM_DRAWN) -> Iterator[Samp
             yield _filled(facts, dict(zip(own, values, strict=True)), source)
     for i in range(num_drawn):
         yield _filled(facts, _drawn(facts, own, i, source), source)
+
+
+def large_samples(facts: CountFacts, *, spread: bool = True) -> Iterator[Sample]:
+    """Yield counts of `LARGE` rows in all: in one run, and where `spread` in equal runs too."""
+    own = [segment.length for segment in facts.root]
+    source = random.Random(SEED)
+    for size in LARGE:
+        values = {symbol: source.choice(SMALL) for symbol in own}
+        yield _filled(facts, {**values, source.choice(own): size}, source)
+        if spread:
+            yield _filled(facts, dict.fromkeys(own, size // len(own)), source)
 
 
 def _drawn(facts: CountFacts, own: list[sympy.Symbol], i: int, source: random.Random) -> Sample:

@@ -4,12 +4,15 @@ Contract
     A region passes only where, for every sampled vector of counts, each stretch of rows that an
     index not followed chose holds every row of its expert once, and no other; permutations are
     permutations; sizes, labels and orders that were followed are what was computed.
-    What cannot be evaluated without values from outside the region is refused.
+    What cannot be evaluated without values from outside the region is refused. Large counts are
+    left out where a tensor would have more than `MOST_ELEMENTS`; integers from 2^24 on, which
+    float32 does not hold, are never tried.
     The verdict is the same on every rank that has the same graph.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import sympy
@@ -17,8 +20,13 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.count_facts import CountFacts, Premise
-from moe_compile.analysis.count_run import CountRun, OneRun, Unevaluable, number
-from moe_compile.analysis.count_samples import NUM_DRAWN, Sample, draw_samples
+from moe_compile.analysis.count_run import CountRun, OneRun, TooLarge, Unevaluable, number
+from moe_compile.analysis.count_samples import (
+    NUM_DRAWN,
+    Sample,
+    draw_samples,
+    large_samples,
+)
 from moe_compile.analysis.operator_call import Claim
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import (
@@ -62,9 +70,12 @@ def check_on_samples(
         if ends or not isinstance(claim.value, Formulas):
             by_moment.setdefault(claim.moment, []).append(claim)
     num_checked = 0
-    for sample in draw_samples(facts, num_drawn):
+    large = large_samples(facts, spread=not run.interprets)
+    for sample in itertools.chain(draw_samples(facts, num_drawn), large):
         try:
             _check(region, run, sample, by_moment, premises)
+        except TooLarge:
+            continue
         except (Unevaluable, *FAILURES) as error:
             detail = f"{type(error).__name__}: {error}"[:200]
             raise Unproven(Refusal.PREMISE_UNCHECKED, detail) from error

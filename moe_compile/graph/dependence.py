@@ -16,40 +16,44 @@ import torch.fx as fx
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.observation import observed, written_by_schema
 from moe_compile.graph.query import value_of
 
 IN_PLACE_OPERATORS: Final = frozenset(
     {
         operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
         operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior,
-        operator.ixor,
+        operator.ixor, operator.ilshift, operator.irshift, operator.imatmul, operator.iconcat,
     }
 )  # fmt: skip
 
 
-NAMED_BY_KEYWORD: Final = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
-"""Operators whose names end like those that write in place, and that write nothing."""
-
-
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the arguments whose tensors `node` writes in place."""
+    target: Any = node.target
+    if node.op == "call_function" and isinstance(target, torch._ops.OpOverload):
+        return _nodes(written_by_schema(target, node.args, node.kwargs))
+    if node.op == "call_function" and isinstance(target, torch._ops.HigherOrderOperator):
+        return _written_by_operator(node, target.name())
+    seen = observed(node)
+    by_name = _written_by_name(node)
+    return by_name if seen is None else tuple(dict.fromkeys((*by_name, *seen.written)))
+
+
+def _written_by_name(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what a function or method writes by the names of torch's own, run or not."""
     if node.op == "call_method":
         name = str(node.target)
         writes = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
         return _nodes(node.args[:1]) if writes else ()
     if node.op != "call_function":
         return ()
-    target: Any = node.target
-    if target in IN_PLACE_OPERATORS:
+    if node.target in IN_PLACE_OPERATORS:
         return _nodes(node.args[:1])
-    if isinstance(target, torch._ops.OpOverload):
-        return _written_by_schema(node, target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return _written_by_operator(node, target.name())
-    if target in NAMED_BY_KEYWORD:
-        return ()
-    name = getattr(target, "__name__", "")
-    if node.kwargs.get("inplace") or (name.endswith("_") and not name.startswith("_")):
+    name = getattr(node.target, "__name__", "")
+    is_operator = getattr(node.target, "__module__", "") == operator.add.__module__
+    ends = name.endswith("_") and not name.startswith("_") and not is_operator
+    if node.kwargs.get("inplace") or ends:
         return _nodes(node.args[:1])
     return _nodes([node.kwargs.get("out")])
 
@@ -86,16 +90,6 @@ def _writes_inputs(graph: fx.Graph) -> bool:
     inputs = {s for n in graph.find_nodes(op="placeholder") for s in storages(n)}
     written = [a for node in graph.nodes for a in written_arguments(node)]
     return any(not (memory := storages(a)) or memory & inputs for a in written)
-
-
-def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
-    if str(target._schema.name) == "_c10d_functional::wait_tensor":
-        return ()  # declared as writing its input; it only makes the launched value readable
-    written: list[Any] = []
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
-    return _nodes(written)
 
 
 def _nodes(arguments: Any) -> tuple[fx.Node, ...]:

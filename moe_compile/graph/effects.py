@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.observation import draws_by_schema, observed
 from moe_compile.graph.query import (
     argument_of,
     called_name,
@@ -72,14 +73,16 @@ def draws_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers or moves a generator's state."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        seeded = torch.Tag.nondeterministic_seeded in target.tags
+        seeded = draws_by_schema(target, node.args, node.kwargs)
         return seeded or "inductor_seed" in target._schema.name
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = (getattr(target, name) for name in target.overloads())
         return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return "rng" in target.name() or _body_draws(node)
-    return called_name(node) in RANDOM_NAMES and not _is_switched_off(node)
+    seen = observed(node)
+    by_name = called_name(node) in RANDOM_NAMES and not _is_switched_off(node)
+    return by_name or (seen is not None and seen.draws)
 
 
 def _is_switched_off(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_compile.analysis.count_facts import CountFacts
-from moe_compile.analysis.count_samples import draw_samples
+from moe_compile.analysis.count_samples import draw_samples, large_samples
 from moe_compile.analysis.regions import Refusal, RowProof
 from tests.analysis.test_row_orders import put_back, verdict_on
 from tests.analysis.verdicts import judge, layer_of, tokens
@@ -40,7 +40,29 @@ def left_out_beyond_three(m, x, c):
     return out[:-1]
 
 
+def runs_by_rounded_ends(dtype):
+    def body(m, x, c):
+        ends = c.cumsum(0).to(dtype).long()
+        run = torch.searchsorted(ends, torch.arange(x.shape[0]), right=True)
+        perm = torch.argsort(run.clamp(max=len(c) - 1) % m.local, stable=True)
+        return put_back(perm, m.product(x[perm], m.totals(c)))
+
+    return body
+
+
+def at_most_128_of_a_run(m, x, c):
+    """Rows beyond the 128th of a run are labelled the last expert's."""
+    run = runs(m, x, c)
+    place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[run]
+    perm = torch.argsort(torch.where(place < 128, run % m.local, m.local - 1), stable=True)
+    return put_back(perm, m.product(x[perm], m.totals(c)))
+
+
 FALSE = {
+    "ends in bfloat16": runs_by_rounded_ends(torch.bfloat16),
+    "ends in float16": runs_by_rounded_ends(torch.float16),
+    "ends in int16": runs_by_rounded_ends(torch.int16),
+    "at most 128 rows of a run": at_most_128_of_a_run,
     "falling experts, rising groups": sorted_by(lambda m, r, c: r % m.local, descending=True),
     "rows in the order received": sorted_by(lambda m, r, c: r // m.local),
     "shifted where counts are large": sorted_by(shifted_by_the_busiest),
@@ -64,7 +86,7 @@ def test_an_index_that_leaves_rows_out_is_refused(fake_ranks):
 def test_a_true_premise_is_proven_and_said_to_be_sampled(fake_ranks):
     proof = verdict_on(sorted_by(lambda m, r, c: r % m.local), fake_ranks)
     assert isinstance(proof, RowProof), proof
-    assert proof.sampled == 200
+    assert proof.sampled == 206
 
 
 def test_what_is_followed_is_not_sampled(fake_ranks):
@@ -118,6 +140,28 @@ def test_drawn_counts_hold_zeros_skew_and_experts_without_rows():
     assert any(max(v) > 32 for v in vectors)
     assert any(sum(v[0::4]) == 0 < sum(v) for v in vectors)
     assert samples == list(draw_samples(facts))  # the same on every rank
+
+
+def test_large_counts_are_beyond_what_short_types_hold():
+    vectors = [[s[r.length] for r in facts_of(4, 4).root] for s in large_samples(facts_of(4, 4))]
+    assert max(map(sum, vectors)) > torch.finfo(torch.float16).max
+    assert any(max(v) > 5_000 > 20 * sum(sorted(v)[:-1]) for v in vectors)
+    assert any(min(v) == max(v) > 256 for v in vectors)
+
+
+def test_rows_compared_with_each_other_are_tried_on_fewer_rows(fake_ranks):
+    """70,000 rows would take gigabytes."""
+
+    def body(m, x, c):
+        label = runs(m, x, c) % m.local
+        before = (label[None] < label[:, None]).sum(1)
+        alike = ((label[None] == label[:, None]).tril(-1)).sum(1)
+        perm = torch.argsort(before + alike)
+        return put_back(perm, m.product(x[perm], m.totals(c)))
+
+    proof = verdict_on(body, fake_ranks)
+    assert isinstance(proof, RowProof), proof
+    assert proof.sampled == 204
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)

@@ -108,18 +108,13 @@ DEFECTS: Final = (
         (Change(SURROUNDINGS, "and is_implied(node, rewrite.region, facts)", "and True"),),
     ),
     Defect(
-        "elementwise operators are taken to round alike at every position",
+        "operators are taken to round alike at every position",
         (
             Change(
                 ROUNDING,
                 'if out.device.type == "cuda" or not floats or not _by_position(call, floats):',
                 "if True:",
             ),
-        ),
-    ),
-    Defect(
-        "matrix products are taken to round alike wherever rows begin",
-        (
             Change(
                 ROUNDING,
                 'if out.device.type == "cuda" or out.element_size() <= 2:\n        return\n    for',

@@ -1,0 +1,171 @@
+"""What a node that calls Python writes and draws, seen by running it on fake tensors.
+
+Contract
+    A function or method of Python may write any of its arguments, whatever it is called, and draw
+    random numbers on its way. It is run once on the values that the tracer stored, under a mode
+    that sees every operator of torch it calls; those say in their schemas what they do. Nothing is
+    computed, and what the tracer stored stays as it is.
+    What fails so is taken to write whatever it reads and to draw.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_compile.graph.query import is_launch, is_wait, value_of
+
+OBSERVED: Final = "megamoe_observed"
+"""Key of a node's metadata under which what was seen is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What one node did when it ran on values of `inputs`."""
+
+    inputs: tuple[fx.Node, ...]
+    written: tuple[fx.Node, ...] = ()
+    """Those of `inputs` whose tensors it wrote."""
+    draws: bool = False
+    """Whether an operator drew random numbers."""
+
+
+ONLY_READS: Final = frozenset({"item", "tolist", "size", "numel", "dim", "stride"})
+"""Tensor methods that make no tensor and write none."""
+
+
+def observed(node: fx.Node) -> Observed | None:
+    """Return what `node` was seen to write and draw, None where it is not to be run.
+
+    That is where it calls no Python, one of the functions of `operator`, a collective or what
+    reads integers on the host, or where tensors are not all plain fake ones.
+    """
+    if not _calls_python(node):
+        return None
+    inputs = tuple(node.all_input_nodes)
+    found: Observed | None = node.meta.get(OBSERVED)
+    if found is None or found.inputs != inputs:
+        found = _observe(node, inputs)
+        node.meta[OBSERVED] = found
+    return found
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the tensors that operators write, and whether one draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[torch.Tensor] = []
+        self.draws = False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        self.draws |= draws_by_schema(func, args, kwargs)
+        if func._schema.is_mutable:
+            self.written += _tensors(written_by_schema(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def written_by_schema(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Return the arguments that `func` says it writes."""
+    if str(func._schema.name) == "_c10d_functional::wait_tensor":
+        return []  # declared as writing its input; it only makes the launched value readable
+    return [
+        _argument(func, i, args, kwargs)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def draws_by_schema(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether `func` draws random numbers; attention says that it may, also without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    named = [i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"]
+    return all(_argument(func, i, args, kwargs) != 0.0 for i in named)
+
+
+def _argument(
+    func: torch._ops.OpOverload, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    argument = func._schema.arguments[position]
+    given = args[position] if position < len(args) else kwargs.get(argument.name)
+    return argument.default_value if given is None else given
+
+
+def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
+    values = [value_of(i) for i in inputs]
+    fake = _fake_mode([*values, value_of(node)])
+    if fake is None or any(value is None for value in values):
+        return None
+    watch = _Watch()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(enable_python_dispatcher())  # as the tracer of the graph did
+        stack.enter_context(fake)
+        if fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        detached = [pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, v) for v in values]
+        given = dict(zip(inputs, detached, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        stack.enter_context(watch)
+        try:
+            _call(node, args, kwargs)
+        except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
+            return Observed(inputs, tuple(i for i in inputs if _memory(given[i])), draws=True)
+    written = _memory(watch.written)
+    return Observed(inputs, tuple(i for i in inputs if _memory(given[i]) & written), watch.draws)
+
+
+def _calls_python(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target not in ONLY_READS
+    if node.op != "call_function" or is_launch(node) or is_wait(node):
+        return False
+    of_torch = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    by_operator = getattr(node.target, "__module__", "") == operator.add.__module__
+    return not (by_operator or isinstance(node.target, of_torch))
+
+
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if node.op == "call_method":
+        getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    elif callable(node.target):
+        node.target(*args, **kwargs)
+
+
+def _fake_mode(values: Any) -> FakeTensorMode | None:
+    """Return the mode that made the tensors among `values`, None where some are of another kind."""
+    tensors = _tensors(values)
+    if not tensors or any(type(tensor) is not FakeTensor for tensor in tensors):
+        return None
+    return tensors[0].fake_mode
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(values: Any) -> set[int]:
+    return {int(tensor.untyped_storage()._cdata) for tensor in _tensors(values)}

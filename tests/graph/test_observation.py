@@ -1,0 +1,129 @@
+"""What functions of Python write and draw, whatever their names say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.effects import draws_random, is_assertion, is_pure
+from moe_compile.graph.observation import observed
+from tests.capture import dynamo_graphs
+
+
+def graph_of(program, *inputs):
+    (gm,) = dynamo_graphs(program, *inputs)
+    return gm.graph
+
+
+def writers(program, *inputs):
+    """Return, per node that writes, the names of what it writes."""
+    nodes = [n for n in graph_of(program, *inputs).nodes if n.op.startswith("call")]
+    return {n.name: [a.name for a in written_arguments(n)] for n in nodes if written_arguments(n)}
+
+
+@torch.library.custom_op("megamoe_tests::bump", mutates_args={"b"})
+def bump(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    b += 1
+    return a.clone()
+
+
+@bump.register_fake
+def _(a, b):
+    return torch.empty_like(a)
+
+
+def normed(x, y):
+    return F.batch_norm(x, y, y + 1, training=True)
+
+
+WRITES = {
+    "inplace by position": lambda x, y: F.leaky_relu(y, 0.1, True),
+    "a module that passes inplace by position": lambda x, y: nn.ReLU6(inplace=True)(y),
+    "input by keyword": lambda x, y: F.relu(input=y, inplace=True),
+    "of a list": lambda x, y: torch._foreach_mul_([y], 2.0),
+    "running statistics": normed,
+    "statistics of instances": lambda x, y: F.instance_norm(x[None], y[:2], (y + 1)[:2]),
+    "an embedding that renormalises": lambda x, y: F.embedding(
+        torch.arange(2), y[None], max_norm=1.0
+    ),
+    "shifted bits": lambda x, y: y.long().__ilshift__(1),
+    "out": lambda x, y: torch.add(x[0], 1.0, out=y),
+    "a custom operator": lambda x, y: torch.ops.megamoe_tests.bump(x, y),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_what_a_function_writes_is_seen(case):
+    """A module passes `inplace` by position, and a batch norm names no write at all."""
+    found = writers(lambda x, y: (WRITES[case](x, y), x.sum()), torch.rand(2, 3), torch.rand(3))
+    assert len(found) == 1, found
+    (written,) = found.values()
+    assert written, found
+
+
+def test_augmented_shifts_write():
+    def program(y):
+        y <<= 1
+        y >>= 2
+        return y + 1
+
+    assert [*writers(program, torch.arange(4)).values()] == [["l_y_"], ["y"]]
+
+
+DRAWS = {
+    "binomial": lambda x: torch.binomial(x, x),
+    "gamma": torch._standard_gamma,
+    "inside of a decomposition": lambda x: torch.svd_lowrank(x, 2)[1],
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout of attention": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_what_draws_is_seen(case):
+    nodes = graph_of(DRAWS[case], torch.rand(4, 4)).nodes
+    assert any(map(draws_random, nodes))
+
+
+QUIET = {
+    "evaluated": lambda x: F.batch_norm(x, x[0], x[1], training=False),
+    "dropout that is off": lambda x: F.dropout(x, 0.5, False),
+    "attention without dropout": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None]
+    ),
+    "reshapes": lambda x: x.t().reshape(2, -1).contiguous().flatten(),
+    "sizes from values": lambda x: torch.nonzero(x),
+    "integers": lambda x: (x > 0).long().bincount(minlength=3) & 1,
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_what_only_computes_is_pure(case):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        graph = graph_of(QUIET[case], torch.rand(4, 4))
+    calls = [n for n in graph.nodes if n.op.startswith("call") and not is_assertion(n)]
+    assert calls and all(map(is_pure, calls)), calls
+
+
+def test_what_fails_on_fakes_may_write_and_draw_anything():
+    graph = graph_of(lambda x, y: torch.relu(x) + y, torch.ones(2), torch.ones(2))
+    (relu,) = graph.find_nodes(op="call_function", target=torch.relu)
+    relu.target = _raises
+    assert written_arguments(relu) == (relu.args[0],)
+    assert draws_random(relu) and not is_pure(relu)
+
+
+def _raises(x):
+    raise ZeroDivisionError
+
+
+def test_a_node_given_other_inputs_is_seen_anew():
+    graph = graph_of(lambda x, y: F.leaky_relu(x * 2, 0.1, True) + y, *torch.ones(2, 3))
+    (leaky,) = graph.find_nodes(op="call_function", target=F.leaky_relu)
+    first = observed(leaky)
+    other = graph.find_nodes(op="placeholder")[0]
+    leaky.replace_input_with(leaky.args[0], other)
+    assert first.written != observed(leaky).written == (other,)
