@@ -28,6 +28,7 @@ from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.analysis.rewrites import Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
 from passes.replay.host_reads import BulkRead
@@ -100,7 +101,7 @@ def emit_chunks(
             _slice_to_chunk(emit, gemm, weights, c, replay)
         emit_rest(emit, region.row_side, replay)
 
-    together = emit.call(torch.cat, [replay.env[region.result] for replay in replays])
+    together = _joined(emit, region, replays)
     result = emit.call(PERMUTE_ROWS, together, inverse, order)
     result.meta.update(region.result.meta)  # later passes read its sizes
     return Chunked(
@@ -109,6 +110,20 @@ def emit_chunks(
         dispatches=tuple(replay.env[region.dispatch] for replay in replays),
         combines=tuple(replay.env[region.combine] for replay in replays),
     )
+
+
+def _joined(emit: Emitter, region: MoERegion, replays: list[Replay]) -> fx.Node:
+    """Return the rows of all chunks, one chunk after another.
+
+    Rows of one number get a column for it: autograd gives an empty vector in a concatenation a
+    gradient of zeros that depends on nothing, and what exchanges it back would leave the backward
+    pass, on a rank without tokens alone.
+    """
+    parts, rows = [replay.env[region.result] for replay in replays], tensor_of(region.result)
+    if rows is None or rows.dim() > 1:
+        return emit.call(torch.cat, parts)
+    columns = [emit.method("unsqueeze", part, 1) for part in parts]
+    return emit.method("squeeze", emit.call(torch.cat, columns), 1)
 
 
 def _experts_of_chunks(region: MoERegion, num_chunks: int, *, by_tokens: bool) -> list[range]:

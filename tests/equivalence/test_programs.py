@@ -43,10 +43,27 @@ FIXED = (
         layers=(Experts(local=3, details=frozenset({Detail.BIAS})),),
         dtype="bfloat16", chunks=3,
     ),
+    Program(
+        layers=(Experts(top_k=2, details=frozenset({Detail.ONE_NUMBER})),),
+        tokens=((3, 0),), width=32, hidden=32, dtype="float32",
+    ),
+    Program(
+        layers=(
+            Experts(
+                details=frozenset({Detail.POSITIONAL}),
+                readers=frozenset(
+                    {
+                        Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
+                        Reader.EARLY_POSITIONAL, Reader.EARLY_GAMMA,
+                    }
+                ),
+            ),
+        ),
+    ),
     Program(layers=(Experts(style=Style.BATCHED, readers=frozenset({Reader.LATE_STATISTICS})),)),
 )  # fmt: skip
 """Programs whose regions run in chunks, the first beside one that must not; the last whole."""
-CHUNKED = FIXED[:2]
+CHUNKED = FIXED[:4]
 
 COMPILED_ALONE = "if torch.compiler.is_compiling():\n            "
 FAULTS = {
@@ -63,7 +80,9 @@ def judge():
         yield judge
 
 
-@pytest.mark.parametrize("program", FIXED, ids=["grouped", "loop", "batched"])
+@pytest.mark.parametrize(
+    "program", FIXED, ids=["grouped", "loop", "one number", "hidden writes", "batched"]
+)
 def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.SAME, judgement.detail

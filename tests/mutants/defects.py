@@ -39,6 +39,7 @@ class Defect:
 
 
 LEGALITY: Final = "moe_compile/graph/legality.py"
+DEPENDENCE: Final = "moe_compile/graph/dependence.py"
 EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random, self._gradient_order)"
 SURROUNDINGS: Final = "moe_compile/analysis/surroundings.py"
 EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
@@ -76,6 +77,24 @@ DEFECTS: Final = (
         (
             Change(LEGALITY, EVERY_OBSTACLE, "(self._gradient_order,)"),
             Change(SURROUNDINGS, EARLY, "read_at = region.result"),
+        ),
+    ),
+    Defect(
+        "what functions of Python write and draw is known by their names alone",
+        (
+            Change(DEPENDENCE, "seen = observed(node)", "seen = None"),
+            Change("moe_compile/graph/effects.py", "seen = observed(node)", "seen = None"),
+            Change(SURROUNDINGS, EARLY, "read_at = region.result"),
+        ),
+    ),
+    Defect(
+        "the proof is tried on few rows alone",
+        (
+            Change(
+                "moe_compile/analysis/sampled_counts.py",
+                "itertools.chain(draw_samples(facts, num_drawn), large)",
+                "draw_samples(facts, num_drawn)",
+            ),
         ),
     ),
     Defect(

@@ -115,6 +115,8 @@ class Detail(enum.Enum):
     CHECKPOINT = "experts are checkpointed"
     AUTOCAST = "experts run under autocast"
     NO_GRAD_TWIN = "rows pass the experts without gradient too"
+    ONE_NUMBER = "experts return one number per row"
+    POSITIONAL = "the received rows are written, inplace given by position"
 
 
 class Decoy(enum.Enum):
@@ -166,6 +168,11 @@ class Reader(enum.Enum):
     OUTPUT_WRITTEN = "the combined rows are written in place"
     BREAK = "a graph break after the region"
     SHARED_EXPERT = "a shared expert runs between the exchanges"
+    EARLY_RATIO = "buffer * n ahead of the counts' exchange, then the buffer is written"
+    EARLY_FOREACH = "the same, written by an operator on lists"
+    EARLY_NORM = "the same, written as the statistics of a batch norm that nobody reads"
+    EARLY_POSITIONAL = "x * n ahead of the counts' exchange, then x written, inplace by position"
+    EARLY_GAMMA = "random numbers drawn by a distribution * n, ahead of the counts' exchange"
 
 
 class Heads(enum.Enum):

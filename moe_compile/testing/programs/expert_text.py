@@ -49,6 +49,8 @@ def experts_method(layer: Experts) -> list[str]:
     before = [line for decoy in Decoy if decoy in layer.decoys for line in DECOYS[decoy]]
     if Detail.IN_PLACE_ROWS in layer.details:
         before += ["rows.mul_(0.5)"]
+    if Detail.POSITIONAL in layer.details:
+        before += ["rows = rows * 1.0", "F.leaky_relu(rows, 0.5, True)"]
     if Detail.NO_GRAD_TWIN in layer.details:
         before += ["with torch.no_grad():", "    twin = rows * 0.5", "rows = rows + twin"]
     if Detail.ROW_NORM in layer.details:

@@ -104,50 +104,61 @@ def _constructor(layer: Experts, number: int) -> list[str]:
 
 def _route(layer: Experts) -> list[str]:
     numbers = {"{n}": str(layer.local * NUM_RANKS), "{e}": str(layer.local)}
-    count_lines = [*TALLIES[layer.tally], *COUNTS[layer.counts]]
-    for name, number in numbers.items():
-        count_lines = [line.replace(name, number) for line in count_lines]
+
+    def written(lines: list[str]) -> list[str]:
+        for name, number in numbers.items():
+            lines = [line.replace(name, number) for line in lines]
+        return lines
+
     body = [
         "scores = torch.sigmoid((x @ self.router).float())",
         f"chosen = torch.topk(scores + favour({layer.local * NUM_RANKS}), {layer.top_k}, -1)[1]",
         "scores, flat = scores.gather(1, chosen).reshape(-1), chosen.reshape(-1)",
         "order = torch.argsort(flat, stable=True)",
-        *count_lines,
-        *_split_lines(layer),
-        "return scores, order, counts, arrived, sent, got, runs",
+        *written(TALLIES[layer.tally]),
+        "noted = []",
+        *_split_lines(layer, written(COUNTS[layer.counts])),
+        "return scores, order, counts, arrived, sent, got, runs, noted",
     ]
     return ["def route(self, x):", *indented(body)]
 
 
-def _split_lines(layer: Experts) -> list[str]:
-    e = layer.local
+def _split_lines(layer: Experts, exchange: list[str]) -> list[str]:
+    """Return the exchange of counts and how split sizes are read.
+
+    Those to be sent are read first where something reads them ahead of the exchange.
+    """
+    early, sent, got = lines_at(layer, "early"), _sent_lines(layer), _got_lines(layer)
+    return [*sent, *early, *exchange, *got] if early else [*exchange, *sent, *got]
+
+
+def _sent_lines(layer: Experts) -> list[str]:
     if layer.splits is Splits.SLICE_SUM:
-        return [
-            "left, runs = counts.tolist(), arrived.reshape(-1).tolist()",
-            f"sent = [sum(left[:{e}]), sum(left[{e}:])]",
-            f"got = [sum(runs[:{e}]), sum(runs[{e}:])]",
-        ]
-    read = SPLITS[layer.splits]
-    lines = [read.format(list="sent", name="counts")]
-    if layer.style not in LISTED:
-        return [*lines, read.format(list="got", name="arrived"), "runs = None"]
-    return [
-        *lines,
-        "runs = arrived.reshape(-1).tolist()",
-        f"got = [sum(runs[:{e}]), sum(runs[{e}:])]",
-    ]
+        e = layer.local
+        return ["left = counts.tolist()", f"sent = [sum(left[:{e}]), sum(left[{e}:])]"]
+    return [SPLITS[layer.splits].format(list="sent", name="counts")]
+
+
+def _got_lines(layer: Experts) -> list[str]:
+    e = layer.local
+    if layer.splits is not Splits.SLICE_SUM and layer.style not in LISTED:
+        return [SPLITS[layer.splits].format(list="got", name="arrived"), "runs = None"]
+    runs = "runs = arrived.reshape(-1).tolist()"
+    return [runs, f"got = [sum(runs[:{e}]), sum(runs[{e}:])]"]
 
 
 def _forward(layer: Experts) -> list[str]:
+    one_number = Detail.ONE_NUMBER in layer.details
     move = "exchange" if layer.move is Move.FUNCTION else "all_to_all_single_autograd"
     body = [
-        "scores, order, counts, arrived, sent, got, runs = routing",
-        "flat, n, extra = arrived.reshape(-1), got[0] + got[1], []",
+        "scores, order, counts, arrived, sent, got, runs, noted = routing",
+        "flat, n, extra = arrived.reshape(-1), got[0] + got[1], [*noted]",
         f"routed = x[order // {layer.top_k}]",
         *lines_at(layer, "before"),
         f"rows = {move}(routed, got, sent, self.group)",
+        "weights = scores[order]" + ("" if one_number else "[:, None]"),
     ]
-    weigh = ["out = out * scores[order][:, None].to(out.dtype)"]
+    weigh = ["out = out * weights.to(out.dtype)"]
     carried: list[str] = []
     if Detail.PROBS_TRAVEL in layer.details:
         body += [
@@ -161,14 +172,22 @@ def _forward(layer: Experts) -> list[str]:
     body += between if layer.late else []
     body += [
         *lines_at(layer, "later"),
+        *(["out = out.sum(-1)"] if one_number else []),
         f"out = {move}(out, sent, got, self.group)",
         *lines_at(layer, "combined"),
         *weigh,
-        f"result = torch.zeros_like(x).index_add(0, order // {layer.top_k}, out.to(x.dtype))",
+        *_result_lines(layer, one_number=one_number),
         *lines_at(layer, "after"),
         "return result, extra",
     ]
     return ["def forward(self, x, routing):", *indented(body)]
+
+
+def _result_lines(layer: Experts, *, one_number: bool) -> list[str]:
+    tokens = f"order // {layer.top_k}, out.to(x.dtype)"
+    if one_number:
+        return [f"result = x * x.new_zeros(x.shape[0]).index_add(0, {tokens})[:, None]"]
+    return [f"result = torch.zeros_like(x).index_add(0, {tokens})"]
 
 
 def _call_experts(layer: Experts) -> list[str]:

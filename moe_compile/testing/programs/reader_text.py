@@ -1,6 +1,7 @@
 """What a generated layer reads and writes around its exchanges, as Python source.
 
-Names the lines may use: x `[T, D]`, routed `[R, D]`, counts and arrived (rows per expert), n (an
+Names the lines may use, but those of `early`, which have x, counts, sent and noted (values
+returned besides) alone: x `[T, D]`, routed `[R, D]`, counts and arrived (rows per expert), n (an
 integer of the host), out (combined rows), result `[T, D]`, extra (values returned besides).
 """
 
@@ -16,6 +17,8 @@ from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
 class Lines:
     """Lines of one reader, by where they stand."""
 
+    early: tuple[str, ...] = ()
+    """While tokens are routed: rows to be sent are known to the host, counts not exchanged yet."""
     before: tuple[str, ...] = ()
     """Ahead of the dispatch."""
     between: tuple[str, ...] = ()
@@ -114,6 +117,37 @@ FIXED: dict[Reader, Lines] = {
             "self.s1 = parameter(shared, WIDTH, HIDDEN)",
             "self.s2 = parameter(shared, HIDDEN, WIDTH)",
         ),
+    ),
+    Reader.EARLY_RATIO: Lines(
+        early=("noted.append(self.base * sent[0])", "self.base.mul_(2)"),
+        buffers=('self.register_buffer("base", torch.ones(3))',),
+    ),
+    Reader.EARLY_FOREACH: Lines(
+        early=("noted.append(self.move * sent[0])", "torch._foreach_add_([self.move], 1.0)"),
+        buffers=('self.register_buffer("move", torch.ones(3))',),
+    ),
+    Reader.EARLY_NORM: Lines(
+        early=(
+            "noted.append(self.mean * sent[0])",
+            "four = self.mean + torch.arange(4.0)[:, None]",
+            "F.batch_norm(four, self.mean, self.variance, training=True)",
+        ),
+        buffers=(
+            'self.register_buffer("mean", torch.ones(3))',
+            'self.register_buffer("variance", torch.ones(3))',
+        ),
+    ),
+    Reader.EARLY_POSITIONAL: Lines(
+        early=(
+            "apart = x.detach() * 1.0",
+            "noted.append(apart * sent[0])",
+            "F.leaky_relu(apart, 0.5, True)",
+            "noted.append(apart)",
+        ),
+    ),
+    Reader.EARLY_GAMMA: Lines(
+        early=("noted.append(torch._standard_gamma(torch.ones(3)) * sent[0])",),
+        after=("extra.append(torch.rand(2))",),
     ),
 }
 

@@ -63,6 +63,7 @@ WRITES: Final = frozenset(
     {
         Reader.STATISTICS, Reader.STATISTICS_VIEW, Reader.LATE_STATISTICS, Reader.HOST_RATIO,
         Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
+        Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
     }
 )  # fmt: skip
 """What happens twice where a layer is recomputed."""
@@ -242,6 +243,8 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
         details -= {Detail.DUMMY}
     if Detail.NESTED_CAT in details and layer.style is not Style.LOOP:
         details -= {Detail.NESTED_CAT}
+    if Detail.ONE_NUMBER in details:
+        banned = {*banned, Reader.ROWS_READ}
     if layer.style in WITHOUT_ORDER:
         layer = replace(layer, order=Order.ARGSORT)
     if layer.style in WITHOUT_BACK:
