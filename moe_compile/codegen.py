@@ -44,6 +44,9 @@ HOOKS: Final = {
     "post_grad_custom_post_pass": POST_GRAD,
 }
 
+AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
+"""As Inductor asks for it: writes into inputs stay in the graph, `x.data = y` among them."""
+
 AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD)
 """What runs on the forward and the backward graph apart, in order."""
 
@@ -163,7 +166,7 @@ def compile_with_fx(
     partition = (
         partition_with_passes(state) if JOINT in levels else min_cut_rematerialization_partition
     )
-    aot = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
+    aot = AOT(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
     return aot(gm, list(example_inputs))
 
 
@@ -205,7 +208,7 @@ def trace_both(
         raise ValueError("nothing in this graph needs a gradient: it has no backward")
 
     try:
-        aot_autograd(fw_compiler=inference, bw_compiler=inference, partition_fn=partition)(
+        AOT(fw_compiler=inference, bw_compiler=inference, partition_fn=partition)(
             gm, list(example_inputs)
         )
     except _Traced as traced:

@@ -50,7 +50,7 @@ class Refusal(enum.Enum):
     HOST_READ_OF_ROWS = "the host reads a value of the rows"
     COMMUNICATES = "the experts communicate between dispatch and combine"
     MUTATES_OUTSIDE = "the experts write a tensor from outside the region"
-    MUTATED_MEANWHILE = "a tensor the region reads is written between dispatch and combine"
+    MUTATED_MEANWHILE = "counts or a tensor the region reads are written before the combine"
     STATE_CHANGES = "grad mode or autocast changes between dispatch and combine"
     GRADIENT_ORDER = (
         "a tensor the region reads is read by others meanwhile: its gradient would be summed in "

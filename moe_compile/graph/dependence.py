@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
@@ -97,7 +98,9 @@ def _nodes(arguments: Any) -> tuple[fx.Node, ...]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of the memory that `tensor` is a view of."""
+    """Return the identity of the memory that `tensor` is a view of, inside of `vmap` too."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

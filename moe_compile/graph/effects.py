@@ -57,11 +57,12 @@ RANDOM_NAMES: Final = frozenset(
 
 
 def changes_mode(node: fx.Node) -> bool:
-    """Whether the node switches a mode of the interpreter: grad mode, autocast and the like."""
+    """Whether the node switches a mode of the interpreter: grad mode, autocast, `vmap`, ..."""
     if node.op != "call_function":
         return False
     name = getattr(node.target, "__name__", "")
-    return name.startswith(("_set_", "_enter_", "_exit_")) or name == "set_grad_enabled"
+    switches = ("_set_", "_enter_", "_exit_")
+    return name.startswith(switches) or name.endswith("_nesting") or name == "set_grad_enabled"
 
 
 def changes_grad_mode(node: fx.Node) -> bool:

@@ -54,7 +54,7 @@ FIXED = (
                 readers=frozenset(
                     {
                         Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
-                        Reader.EARLY_POSITIONAL, Reader.EARLY_GAMMA,
+                        Reader.EARLY_POSITIONAL, Reader.EARLY_GAMMA, Reader.EARLY_DATA,
                     }
                 ),
             ),

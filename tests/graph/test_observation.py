@@ -1,11 +1,13 @@
 """What functions of Python write and draw, whatever their names say."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.dependence import Dependence, storages, written_arguments
 from moe_compile.graph.effects import draws_random, is_assertion, is_pure
 from moe_compile.graph.observation import observed
 from tests.capture import dynamo_graphs
@@ -127,3 +129,13 @@ def test_a_node_given_other_inputs_is_seen_anew():
     other = graph.find_nodes(op="placeholder")[0]
     leaky.replace_input_with(leaky.args[0], other)
     assert first.written != observed(leaky).written == (other,)
+
+
+def test_what_vmap_runs_is_followed_and_its_levels_stay():
+    """Tensors inside of `vmap` have no memory of their own: a pass failed on them."""
+    graph = graph_of(lambda x, y: torch.vmap(lambda row: row * y)(x) + 1, *torch.ones(2, 3, 3))
+    dependence = Dependence(graph)
+    levels = [n for n in graph.nodes if str(n.name).endswith("_nesting")]
+    assert levels and not any(map(is_pure, levels))
+    (product,) = graph.find_nodes(op="call_function", target=operator.mul)
+    assert dependence.reads(product) & storages(graph.find_nodes(op="placeholder")[0])

@@ -171,6 +171,7 @@ class Reader(enum.Enum):
     EARLY_RATIO = "buffer * n ahead of the counts' exchange, then the buffer is written"
     EARLY_FOREACH = "the same, written by an operator on lists"
     EARLY_NORM = "the same, written as the statistics of a batch norm that nobody reads"
+    EARLY_DATA = "the same, given other memory by `.data`"
     EARLY_POSITIONAL = "x * n ahead of the counts' exchange, then x written, inplace by position"
     EARLY_GAMMA = "random numbers drawn by a distribution * n, ahead of the counts' exchange"
 

@@ -137,6 +137,10 @@ FIXED: dict[Reader, Lines] = {
             'self.register_buffer("variance", torch.ones(3))',
         ),
     ),
+    Reader.EARLY_DATA: Lines(
+        early=("noted.append(self.kept * sent[0])", "self.kept.data = self.kept * 2"),
+        buffers=('self.register_buffer("kept", torch.ones(3))',),
+    ),
     Reader.EARLY_POSITIONAL: Lines(
         early=(
             "apart = x.detach() * 1.0",

@@ -64,6 +64,7 @@ WRITES: Final = frozenset(
         Reader.STATISTICS, Reader.STATISTICS_VIEW, Reader.LATE_STATISTICS, Reader.HOST_RATIO,
         Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
         Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
+        Reader.EARLY_DATA,
     }
 )  # fmt: skip
 """What happens twice where a layer is recomputed."""
