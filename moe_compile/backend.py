@@ -36,7 +36,6 @@ from moe_compile.frame_space import with_frame_space
 from moe_compile.graph.async_tp import probe_means
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.ops.agreement import leaves_whole
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
 from moe_compile.planning.plan_value import level_value, plan_digest
@@ -72,8 +71,6 @@ def megamoe(
     check_names(config.disable_passes)
     patches = {**_mode_patches(mode), **inductor}
     order = user_order(gm)
-    if leaves_whole(programs_of(order, "")):
-        config = _as_written(config)
     written = AsWritten.of(gm, example_inputs) if order else None
     state, compilation = rewrite(gm, config)
     REPORT.add(compilation, config.report, state.hardware.name)

@@ -8,15 +8,16 @@ Contract
     its main thread waits in a collective, with a message and a status of its own, ten seconds
     at most after the second of them was published.
     Only plans differ: all ranks run the user's order.
-    A rank waits for others only before it first launches what they have not agreed to, and no
-    longer than the process group's own timeout. A rank that is late or was killed is waited for.
+    A rank waits for others only before the first run of what is rewritten, or of what was left
+    whole though other ranks may run it rewritten, and no longer than the process group's own
+    timeout. A rank that is late or was killed is waited for.
 
 Why rewritten collectives meet their like
     All ranks of a group run one sequence of compiled calls on it; where they do not, the user's
-    digests differ at some position, which is an error. A rank launches a rewritten call only if it
-    knows that all ranks of the group publish, or did run, that plan at this position, or if all
-    ranks agreed on the plan for the same collectives before. In the second case it has published
-    as well: a rank that runs another plan at that position notices and stops the job.
+    digests differ at some position, which is an error. A rank launches a callable's first rewritten
+    call only if it knows that all ranks of the group publish, or run, that plan at this position.
+    Later calls ask nobody. A rank that compiles the program anew, and otherwise, while others run
+    what was agreed on finds that they cannot change it any more, and stops the job.
 Why it cannot deadlock
     A rank that waits has launched all calls before this one in full, so nobody needs it to get
     here. Each other rank gets here and publishes; or has run this position without publishing,
@@ -107,12 +108,9 @@ class Agreement:
         )
         whole = tuple((journal, replace(program, plan="")) for journal, program in calls)
         is_rewritten = calls != whole
-        if any(p.order in j.left_whole for j, p in calls):
-            calls = whole
         must = any(journal.must_ask(program) for journal, program in calls)
-        if self._publish(calls, asks=must) and not self._ask(calls):
-            for journal, program in calls:
-                journal.leave_whole(program.order)
+        self._publish(calls, asks=must)
+        if must and not self._ask(calls):
             calls = whole
         for journal, program in calls:
             journal.agree(program)
@@ -163,9 +161,8 @@ class Agreement:
                 self._watcher.start()
         return self.journals[group]
 
-    def _publish(self, calls: Calls, *, asks: bool) -> bool:
-        """Publish; return whether to wait: where asked to, or where others run another plan."""
-        can_change = False
+    def _publish(self, calls: Calls, *, asks: bool) -> None:
+        """Publish what is about to run, and whether it waits for others to consent."""
         for journal, program in calls:
             position = journal.num_calls + 1
             mine = entry(self.rank, position, program, is_launched=not asks)
@@ -175,13 +172,10 @@ class Agreement:
                 self.store.append(f"{journal.key}/log", mine)
             elif conflict := conflict_of(journal, first, {**mine, "is_launched": False}):
                 self.end(conflict)
-            can_change |= first["plan"] != program.plan and bool(program.plan)
-        asks |= can_change
         at = {j.key: [j.num_calls + 1, len(j.ranks)] for j, _ in calls}
         for journal, program in calls:
             answer = {"rank": self.rank, "plan": program.plan, "is_launched": not asks, "at": at}
             self.store.append(answers_key(journal.key, journal.num_calls + 1), answer)
-        return asks
 
     def _ask(self, calls: Calls) -> bool:
         """Wait for all ranks that groups connect with this one; return whether plans are alike."""
@@ -225,12 +219,3 @@ def current_agreement() -> Agreement | None:
     if known is None or known.default_store is not store:
         _Current.agreement = known = Agreement(store)
     return known
-
-
-def leaves_whole(programs: Mapping[str, Program]) -> bool:
-    """Whether ranks decided before to run these collectives, by group, as the user wrote them."""
-    known = _Current.agreement
-    if known is None or known.default_store is not default_store():
-        return False
-    journals = known.journals
-    return any(g in journals and p.order in journals[g].left_whole for g, p in programs.items())

@@ -46,8 +46,6 @@ class Journal:
         self.num_calls = 0
         self.agreed: dict[str, set[str]] = {}
         """Digest of the user's collectives -> plans that all ranks ran them by."""
-        self.left_whole: set[str] = set()
-        """Digests of the user's collectives that run as written from some call on."""
         self.published: set[int] = set()
         """Positions this rank published before it ran them."""
         self._recent: list[tuple[int, Program] | None] = [None] * REMEMBERED
@@ -67,16 +65,12 @@ class Journal:
     def must_ask(self, program: Program) -> bool:
         """Whether others may not launch what `program` launches, for all that this rank knows.
 
-        The user's own order needs no consent as long as nobody can have been told of another.
+        What is rewritten always: another rank may run these collectives anew too, and otherwise.
+        The user's own order needs no consent as long as ranks never ran these collectives in
+        another one.
         """
-        met = self.agreed.get(program.order)
-        return bool(program.plan) if met is None else program.plan not in met
+        return bool(program.plan) or any(self.agreed.get(program.order, ()))
 
     def agree(self, program: Program) -> None:
         """All ranks run `program`."""
         self.agreed.setdefault(program.order, set()).add(program.plan)
-
-    def leave_whole(self, order: str) -> None:
-        """All ranks run these collectives as the user wrote them, from now on."""
-        self.left_whole.add(order)
-        self.agreed[order] = {""}

@@ -73,6 +73,31 @@ def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks):
         assert records == []  # no pass of ours is in any graph
 
 
+def second_layers_differ(rank):
+    """Two layers with alike collectives, compiled apart; the second differs by rank."""
+    torch._dynamo.reset()
+    group = dist.new_group()
+    layers = [GroupedExperts(WIDTH, 24, 8, 2, group)]
+    layers += [(GroupedExperts, CentredExperts)[rank](WIDTH, 32, 8, 2, group)]
+    before, alike = len(executed_records()), []
+    both = [compiled(layer) for layer in layers]
+    for number, tokens in enumerate((8, 12 + rank, 9, 9 + rank)):
+        torch.manual_seed(number)
+        x = torch.randn(tokens, WIDTH, dtype=torch.bfloat16)
+        for ours, layer in zip(both, layers, strict=True):
+            pairs = zip(step(ours, x), step(layer, x), strict=True)
+            alike.append(all(torch.equal(a, b) for a, b in pairs))
+            time.sleep(3 * (rank == (number + 1) % 2))  # the other rank comes first
+    return alike, len(executed_records()) - before
+
+
+def test_what_was_agreed_for_one_layer_does_not_bind_another_like_it(two_ranks):
+    """Whoever came first had launched the second layer's exchanges: the job was stopped."""
+    (alike, first), (others_alike, second) = two_ranks.run(second_layers_differ)
+    assert alike == others_alike == [True] * 8
+    assert first == second > 0  # of the first layer, which stays rewritten
+
+
 def fail_on_rank_one(rank):
     with contextlib.ExitStack() as stack:
         if rank == 1:
@@ -102,7 +127,7 @@ def recompile_alone(rank):
     return run_steps(rank, GroupedExperts, (16, 16 + 4 * rank, 16 - 15 * rank, 16))
 
 
-def test_a_rank_that_recompiles_alone_neither_waits_nor_is_waited_for(two_ranks):
+def test_a_rank_that_recompiles_alone_runs_on_with_those_that_do_not(two_ranks):
     (alike, first), (others_alike, second) = two_ranks.run(recompile_alone)
     assert alike == others_alike == [True] * 4
     assert len(first) < len(second)  # rank 1 did compile more graphs

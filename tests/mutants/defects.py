@@ -63,11 +63,13 @@ DEFECTS: Final = (
         (
             Change(
                 "moe_compile/backend.py",
-                'if leaves_whole(programs_of(order, "")):',
-                'if leaves_whole(programs_of(order, "")) or any(\n'
+                "    written = AsWritten.of(gm, example_inputs) if order else None\n",
+                "    if any(\n"
                 "        isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == 0\n"
                 "        for t in example_inputs\n"
-                "    ):",
+                "    ):\n"
+                "        config = _as_written(config)\n"
+                "    written = AsWritten.of(gm, example_inputs) if order else None\n",
             ),
             Change(FIRST_RUN, "        if agreement is None:\n", "        if True:\n"),
         ),
