@@ -5,10 +5,11 @@ Contract
     same code, same cache keys. Only `gradient_wire` concerns such graphs too.
     What launches collectives first runs once all ranks may: see `moe_compile.ops.agreement`.
     A graph with an all-to-all and no region is warned of, with the reason, once per place.
-    torch's configuration is changed only inside our own compilations, with one exception made
-    at import: `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break
-    the graph at the split sizes before any backend sees it. Also at import, grouped products are
-    made known to torch's flop counter.
+    torch's configuration is changed only inside our own compilations, with two exceptions: at
+    import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
+    graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
+    `moe_compile.recompile_limit`. Also at import, grouped products are made known to torch's flop
+    counter.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
 from moe_compile.planning.plan_value import level_value, plan_digest
 from moe_compile.planning.state import CompileState
+from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmatched, refuse_unmet
@@ -81,6 +83,8 @@ def megamoe(
         return compiled
     written.learn_guards()
     plan = plan_of(state, has_regions=has_regions)
+    if plan:
+        forbid_eager_beyond_limit(compilation.family)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
     compile_whole = functools.partial(written.compile, again) if plan else None

@@ -1,8 +1,10 @@
 """A layer compiles once more for other token counts, once for one token, never for routing."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from moe_compile.testing.rank_pool import RankFailure
 from tests.layers import GroupedExperts
 
 
@@ -36,3 +38,25 @@ def test_other_token_counts_cost_one_compilation_and_one_token_one_more(two_rank
 def test_routing_costs_none(two_ranks):
     for seen in two_ranks.run(count_compilations, [(32, None), (32, 0), (32, 7), (32, 3)]):
         assert seen == [1, 1, 1, 1]
+
+
+def recompile_up_to(rank, steps):
+    """Run steps of other numbers of tokens each, sizes not being symbols; return the switch."""
+    torch._dynamo.reset()
+    layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
+    options = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+    compiled = torch.compile(layer, backend="megamoe", dynamic=False, options=options)
+    limits = {"recompile_limit": 2, "fail_on_recompile_limit_hit": False}
+    with torch._dynamo.config.patch(limits):
+        for number in range(steps):
+            x = torch.rand(8 + number, 16, dtype=torch.bfloat16).requires_grad_()
+            compiled(x).sum().backward()
+        return torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_a_rank_that_dynamo_would_run_eagerly_is_stopped(mirrored_ranks):
+    """Its exchanges of whole rows met others' exchanges of chunks: a GPU would wait for ever."""
+    assert mirrored_ranks.run(recompile_up_to, 1) == [False]
+    assert mirrored_ranks.run(recompile_up_to, 2) == [True]
+    with pytest.raises(RankFailure, match="fail_on_recompile_limit_hit"):
+        mirrored_ranks.run(recompile_up_to, 3)
