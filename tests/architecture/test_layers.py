@@ -18,6 +18,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.codegen",
         "moe_compile.first_run",
         "moe_compile.group_setup",
+        "moe_compile.recompile_limit",
         "moe_compile.strict",
         "moe_compile.backend",
     ),
