@@ -152,9 +152,9 @@ def programs(draw: st.DrawFn) -> Program:
     return legal(program)
 
 
-REWRITES_DRAWN: Final = (
-    *[Rewrite.CHUNKS] * 4, *[*BOUNDS] * 5, Rewrite.GATHERED, Rewrite.PADDED, *Rewrite
-)  # fmt: skip
+ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
+
+REWRITES_DRAWN: Final = (*[*Rewrite] * 2, *ROUNDING * 10, Rewrite.GATHERED, Rewrite.PADDED)
 """Those that only some programs allow more often: others are chunked."""
 
 BESIDE: Final = ("nothing",) * 7 + ("whole",) * 10 + ("decoy",) * 8 + ("heads",) * 6 + ("alone",)
@@ -222,6 +222,8 @@ def legal(program: Program) -> Program:
         banned.add(Reader.FAILING_CHECK)
     layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
     program = replace(program, layers=layers)
+    if program.rewrite is Rewrite.TOKENS:  # an update would carry roundings into the next step
+        program = replace(program, tokens=program.tokens[:1])
     return program if _may_rewrite(program) else replace(program, rewrite=Rewrite.CHUNKS)
 
 
@@ -230,8 +232,7 @@ def _may_rewrite(program: Program) -> bool:
     if program.rewrite in GATHERING:
         return all(first == second for first, second in program.tokens)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
-    once = len(program.tokens) == 1 or program.rewrite is not Rewrite.TOKENS
-    return program.rewrite not in BOUNDS or (alone and once)
+    return program.rewrite not in ROUNDING or alone
 
 
 def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | Attention:
