@@ -20,6 +20,7 @@ from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import FROM_COUNTS, Fixed, Reads, Unproven, Value
 from moe_compile.graph.dependence import storage_of
+from moe_compile.graph.observation import written_by_schema
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -171,11 +172,8 @@ def written_tensors(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
     """Return the tensors that `func` writes in place, by its schema."""
-    found: list[Any] = []
-    for i, declared in enumerate(func._schema.arguments):
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            found.append(args[i] if i < len(args) else kwargs.get(declared.name))
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    written = pytree.tree_leaves(written_by_schema(func, args, kwargs))
+    return [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
 
 
 Rule = Callable[[Call], Value | list[Value]]

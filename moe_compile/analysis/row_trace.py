@@ -8,13 +8,11 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +21,7 @@ from moe_compile.analysis.constant_nodes import constant_nodes
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import Unproven
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.observation import running_on
 from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
 
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
@@ -208,12 +207,7 @@ def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
 def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node]) -> None:
     given = [value_of(node) for node in sources]
     fake = next(t for t in given if isinstance(t, FakeTensor)).fake_mode
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(enable_python_dispatcher())  # as the tracer of the graph did
-        stack.enter_context(fake)
-        if fake.shape_env is not None:
-            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+    with running_on(fake) as stack:
         tensors = tuple(t.detach() for t in given)  # whatever the body does to their form
         stack.enter_context(runner.recorder)
         runner.run(sources, nodes, tensors)

@@ -18,7 +18,7 @@ from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.observation import observed, written_by_schema
-from moe_compile.graph.query import value_of
+from moe_compile.graph.query import is_wait, value_of
 
 IN_PLACE_OPERATORS: Final = frozenset(
     {
@@ -33,6 +33,8 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the arguments whose tensors `node` writes in place."""
     target: Any = node.target
     if node.op == "call_function" and isinstance(target, torch._ops.OpOverload):
+        if is_wait(node):
+            return ()  # declared as writing its input; it only makes the launched value readable
         return _nodes(written_by_schema(target, node.args, node.kwargs))
     if node.op == "call_function" and isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_operator(node, target.name())

@@ -11,8 +11,8 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -87,8 +87,6 @@ def written_by_schema(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
     """Return the arguments that `func` says it writes."""
-    if str(func._schema.name) == "_c10d_functional::wait_tensor":
-        return []  # declared as writing its input; it only makes the launched value readable
     return [
         _argument(func, i, args, kwargs)
         for i, argument in enumerate(func._schema.arguments)
@@ -120,12 +118,7 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
     if fake is None or any(value is None for value in values):
         return None
     watch = _Watch()
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(enable_python_dispatcher())  # as the tracer of the graph did
-        stack.enter_context(fake)
-        if fake.shape_env is not None:
-            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+    with running_on(fake) as stack:
         detached = [pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, v) for v in values]
         given = dict(zip(inputs, detached, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
@@ -136,6 +129,18 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
             return Observed(inputs, tuple(i for i in inputs if _memory(given[i])), draws=True)
     written = _memory(watch.written)
     return Observed(inputs, tuple(i for i in inputs if _memory(given[i]) & written), watch.draws)
+
+
+@contextmanager
+def running_on(fake: FakeTensorMode) -> Iterator[ExitStack]:
+    """Run functions on tensors of `fake` as the tracer of a graph did; sizes stay its symbols."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(fake)
+        if fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        yield stack
 
 
 def _calls_python(node: fx.Node) -> bool:

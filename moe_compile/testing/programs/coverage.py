@@ -63,7 +63,7 @@ class Coverage:
         share = self.num_chunked / max(1, self.num_valid)
         return (
             f"{self.num_valid} distinct programs in {seconds / 60:.0f} min ({kinds}); "
-            f"{self.num_chunked} with a chunked region ({share:.0%})"
+            f"{self.num_chunked} with a region in chunks or of gathered tokens ({share:.0%})"
         )
 
     def table(self) -> str:
