@@ -154,10 +154,12 @@ def programs(draw: st.DrawFn) -> Program:
 
 ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
-REWRITES_DRAWN: Final = (*[*Rewrite] * 2, *ROUNDING * 10, Rewrite.GATHERED, Rewrite.PADDED)
+REWRITES_DRAWN: Final = (
+    *[*Rewrite] * 2, *ROUNDING * 10, *BOUNDS, *BOUNDS, Rewrite.GATHERED, Rewrite.PADDED,
+)  # fmt: skip
 """Those that only some programs allow more often: others are chunked."""
 
-BESIDE: Final = ("nothing",) * 7 + ("whole",) * 10 + ("decoy",) * 8 + ("heads",) * 6 + ("alone",)
+BESIDE: Final = ("nothing",) * 8 + ("whole",) * 12 + ("decoy",) * 8 + ("heads",) * 7 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
 
@@ -167,16 +169,15 @@ def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...
     if beside == "alone":
         return (draw(experts(grouped=grouped, whole=True)),)
     first = draw(experts(grouped=grouped))
-    if beside == "nothing" and draw(st.integers(0, 2)) == 0:
+    if beside == "nothing" and draw(st.booleans()):
         first = replace(first, readers=first.readers | {Reader.FAILING_CHECK})
     layers: list[Experts | Attention] = [first]
     if beside == "whole":
         layers.append(draw(_left_whole()))
     elif beside == "decoy":
-        sizes = draw(
-            st.sampled_from([(1, 1), (2, 4), (2, 4)])
-        )  # several hide a fault with one of them
-        decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=sizes[0], max_size=sizes[1]))
+        # one, or several: these occur more often, but hide a fault with one of them
+        least, most = draw(st.sampled_from([(1, 1), (3, 5), (3, 5)]))
+        decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=least, max_size=most))
         layers.append(Experts(top_k=draw(st.sampled_from([1, 2])), decoys=decoys))
     elif beside == "heads":
         several = st.lists(st.sampled_from(Heads), min_size=1, max_size=3, unique=True)
@@ -204,8 +205,8 @@ def _left_whole(draw: st.DrawFn) -> Experts:
         order=Order.PLACES if clash else order,
         back=one(Back.INDEX_COPY),
         act=one(Act.RELU),
-        details=draw(_few(_whole(Detail), 3)),
-        readers=draw(_few(_whole(Reader), 2)),
+        details=draw(_few(_whole(Detail), 4)),
+        readers=draw(_few(_whole(Reader), 3)),
     )
 
 
