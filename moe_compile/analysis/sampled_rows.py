@@ -85,7 +85,7 @@ class SampledRows:
             experts.append(-1 if segment.expert is None else segment.expert)
         size = torch.tensor(lengths, device="cpu")
         table = torch.tensor([firsts, experts, steps, (size.cumsum(0) - size).tolist()])
-        first, expert, step, start = table.repeat_interleave(size, 1)
+        first, expert, step, start = table[:, _runs(size)]
         return _Numbered(first + step * (torch.arange(len(start), device="cpu") - start), expert)
 
     def _first_of(self, segment: Segment, length: int) -> int:
@@ -132,7 +132,7 @@ class SampledRows:
         elif isinstance(value, Labels):
             sizes = torch.tensor([self._length(s.length) for s in value.order], device="cpu")
             labels = torch.tensor(value.values, device="cpu")
-            holds = torch.equal(labels.repeat_interleave(sizes), tensor.long())
+            holds = torch.equal(labels[_runs(sizes)], tensor.long())
         elif isinstance(value, Permutation):
             _, before = self._order(value.source)
             _, after = self._order(value.target)
@@ -152,6 +152,13 @@ class SampledRows:
         if value.is_arange:
             return torch.equal(tensor.long(), torch.arange(len(tensor), device="cpu"))
         return _is_permutation(tensor) if value.is_permutation else True
+
+
+def _runs(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the run of each row; `repeat_interleave` starts all threads, however few the rows."""
+    ends = sizes.cumsum(0)
+    rows = torch.arange(int(sizes.sum()), device="cpu")
+    return torch.searchsorted(ends, rows, right=True)
 
 
 def _is_permutation(tensor: torch.Tensor) -> bool:
