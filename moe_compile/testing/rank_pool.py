@@ -4,7 +4,8 @@ Contract
     `run` calls one function on every rank and returns their results in rank order; a failure on
     any rank raises here with that rank's traceback; a rank that hangs is ended after the timeout.
     After a failure the ranks are ended, since nobody knows what they still wait for, and the next
-    call has new ones. `regroup` leaves the processes and gives them a process group of their own.
+    call has new ones; `renew` asks for that. `regroup` leaves the processes and gives them a
+    process group of their own.
     Leaving the context ends every process it started, and no other.
     Pools of several programs may start at once: the system chooses a pool's port while it is bound.
 
@@ -94,6 +95,10 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(self.timeout_s)
+
+    def renew(self) -> None:
+        """End the processes, and what calls left in them; the next call has new ones."""
+        self._stop(patience_s=5.0)
 
     def regroup(self) -> None:
         """Put the ranks into a new group, in place of all they have, and forget what they compiled.

@@ -62,13 +62,15 @@ def run_steps(rank, style, tokens, **more):
     return alike, [(r["phase"], sum(map(len, r["launches"].values()))) for r in records]
 
 
-def bodies_differ(rank):
-    return run_steps(rank, (GroupedExperts, CentredExperts)[rank], (8, 12 + rank, 9))
+def bodies_differ(rank, codegen):
+    style = (GroupedExperts, CentredExperts)[rank]
+    return run_steps(rank, style, (8, 12 + rank, 9), codegen=codegen)
 
 
-def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks):
+@pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks, codegen):
     """Ranks were stopped, though the program is right and only our rewrites did not fit."""
-    for alike, records in two_ranks.run(bodies_differ):
+    for alike, records in two_ranks.run(bodies_differ, codegen):
         assert alike == [True] * 3
         assert records == []  # no pass of ours is in any graph
 

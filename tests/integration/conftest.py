@@ -1,7 +1,6 @@
 """Ranks of torchtitan jobs, which its work-arounds for a CPU have changed: apart from others'.
 
-They end with these tests: each job leaves two groups of gloo that nothing in Python refers to, and
-their threads wake 100 times a second.
+They end with these tests, and after every few jobs (`titan_jobs.py`).
 """
 
 import functools
@@ -33,7 +32,7 @@ def plain_job(kept_two_ranks, tmp_path_factory):
     spy = importlib.import_module("tests.integration.reduce_scatter_spy")  # imports torchtitan
     folder = tmp_path_factory.mktemp("plain")
     kept_two_ranks.run(spy.watch)
-    ranks = train(kept_two_ranks, 2, folder, OURS, LOGGED, SAVES)
+    ranks = train(kept_two_ranks, 2, folder, OURS, LOGGED, SAVES, renewed=False)
     return PlainJob(ranks=ranks, folder=folder, num_rounded=kept_two_ranks.run(spy.count))
 
 

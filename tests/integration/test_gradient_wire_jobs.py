@@ -24,7 +24,7 @@ def test_losses_are_close_to_those_of_float32_gradients(plain_job, two_ranks, tm
     plain = plain_job.ranks
     assert plain_job.num_rounded == [0, 0]
     two_ranks.run(reduce_scatter_spy.watch)
-    ours = train(two_ranks, 2, tmp_path / "ours", OURS, WIRE)
+    ours = train(two_ranks, 2, tmp_path / "ours", OURS, WIRE, renewed=False)
     assert two_ranks.run(reduce_scatter_spy.count) == [len(ours[0].gathered)] * 2
     assert set(ours[0].verdicts) == {"chunked"}
     for step, (loss, norm) in ours[0].steps.items():

@@ -78,6 +78,13 @@ def end_group(rank):
     return os.getpid()
 
 
+def test_ranks_are_renewed_when_asked(pool):
+    before = pool.run(raise_on, None)
+    pool.renew()
+    assert not set(before) & set(pool.run(raise_on, None))
+    assert pool.run(total) == [3.0, 3.0]
+
+
 def test_ranks_are_regrouped_in_the_processes_they_were(pool):
     assert pool.run(with_group_of_its_own) == [3.0, 3.0]
     before = pool.run(raise_on, None)
