@@ -17,6 +17,7 @@ for devices cannot use them.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -93,7 +94,8 @@ class RankPool:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, args))
+            with contextlib.suppress(BrokenPipeError):  # said below: the process has ended
+                pipe.send((function, args))
         return self._collect(self.timeout_s)
 
     def renew(self) -> None:

@@ -1,6 +1,8 @@
 """A pool's ranks fail loudly, come back, and change groups without changing processes."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,18 @@ def leave(rank):
 def test_a_process_that_ends_is_said(pool):
     with pytest.raises(RankFailure, match="process of rank 0 ended"):
         pool.run(leave)
+
+
+def end_after(rank, seconds):
+    threading.Timer(seconds, os._exit, [3]).start()
+
+
+def test_processes_that_ended_between_calls_are_said_and_replaced(pool):
+    pool.run(end_after, 0.2)
+    time.sleep(1)
+    with pytest.raises(RankFailure, match="process of rank 1 ended"):
+        pool.run(total)
+    assert pool.run(total) == [3.0, 3.0]
 
 
 def with_group_of_its_own(rank):
