@@ -137,7 +137,7 @@ def test_values_of_another_size_than_keys_differ_in_last_bits_and_the_report_say
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(5)
+@examples(3)
 def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
     check(two_ranks, data.draw(even_cases(2, style)), style)
 
@@ -145,7 +145,7 @@ def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(4)
+@examples(2)
 def test_any_attention_on_four_ranks_equals_eager(four_ranks, style, data):
     check(four_ranks, data.draw(even_cases(4, style)), style)
 

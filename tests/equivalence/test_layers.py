@@ -105,6 +105,6 @@ def test_many_layers_on_four_ranks_equal_eager(four_ranks, style, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
-@examples(8)
+@examples(4)
 def test_many_layers_on_two_ranks_equal_eager(two_ranks, style, data):
     check(two_ranks, data.draw(moe_cases(2, dtypes(style))), style)

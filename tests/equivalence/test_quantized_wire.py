@@ -46,7 +46,7 @@ def test_every_style_equals_one_that_quantises_eagerly(mirrored_ranks, style):
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(case=moe_cases(2), wires=st.sampled_from(WIRES))
-@examples(6)
+@examples(3)
 def test_many_layers_equal_ones_that_quantise_eagerly(two_ranks, style, case, wires):
     check(two_ranks, case, style, wires)
 

@@ -123,6 +123,6 @@ def test_other_styles_in_chunks_of_tokens_are_off_by_roundings(two_ranks, style,
 
 @pytest.mark.slow
 @given(data=st.data(), chunks=st.integers(1, 6))
-@examples(10)
+@examples(4)
 def test_many_layers_whose_sums_do_not_round_are_the_same(two_ranks, data, chunks):
     check(two_ranks, data.draw(moe_cases(2, (torch.float64,))), chunks)
