@@ -194,6 +194,8 @@ def _serve(
             break
         try:
             pipe.send((True, function(rank, *args)))
+        except BrokenPipeError:  # the owner has ended
+            break
         except Exception:  # noqa: BLE001  (whatever it was, the caller is told)
             pipe.send((False, traceback.format_exc()))
     if dist.is_initialized():  # a function may have ended it
