@@ -156,6 +156,7 @@ class Reader(enum.Enum):
     AUX_LOSS = "a balancing loss from the counts"
     COUNTS_LOSS = "a loss from received counts and the result"
     ROWS_READ = "routed rows are read again between the exchanges"
+    ROWS_TWICE = "routed rows are read by two others between the exchanges"
     ROWS_RETURNED = "routed rows are returned"
     ROWS_WRITTEN = "routed rows are written after the dispatch"
     INPUT_WRITTEN = "x is written between the exchanges, and read after"

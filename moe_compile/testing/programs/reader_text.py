@@ -90,6 +90,9 @@ FIXED: dict[Reader, Lines] = {
     Reader.ROWS_READ: Lines(
         between=("again = torch.tanh(routed)",), combined=("out = out + again",)
     ),
+    Reader.ROWS_TWICE: Lines(
+        between=("again = torch.tanh(routed) + 0.5 * routed",), combined=("out = out + again",)
+    ),
     Reader.ROWS_RETURNED: Lines(after=("extra.append(routed)",)),
     Reader.ROWS_WRITTEN: Lines(later=("routed.mul_(0.5)",), after=("extra.append(routed)",)),
     Reader.INPUT_WRITTEN: Lines(

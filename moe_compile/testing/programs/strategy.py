@@ -77,7 +77,7 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
         Order.MISMATCHED, Order.PLACES, Order.SEGMENTS,
         Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
         Detail.VIEW_WRITE, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
-        Reader.ROWS_WRITTEN,
+        Reader.ROWS_TWICE, Reader.ROWS_WRITTEN,
     }
 )  # fmt: skip
 """What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""
@@ -247,7 +247,7 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
     if Detail.NESTED_CAT in details and layer.style is not Style.LOOP:
         details -= {Detail.NESTED_CAT}
     if Detail.ONE_NUMBER in details:
-        banned = {*banned, Reader.ROWS_READ}
+        banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
     if layer.style in WITHOUT_ORDER:
         layer = replace(layer, order=Order.ARGSORT)
     if layer.style in WITHOUT_BACK:
