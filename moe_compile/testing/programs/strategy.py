@@ -162,6 +162,10 @@ REWRITES_DRAWN: Final = (
 BESIDE: Final = ("nothing",) * 8 + ("whole",) * 12 + ("decoy",) * 8 + ("heads",) * 7 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
+CHECKED, TERMS = frozenset({Reader.FAILING_CHECK}), frozenset({Reader.ROWS_TWICE})
+ALONE: Final = (*[frozenset[Reader]()] * 4, *[CHECKED] * 4, TERMS)
+"""Readers of which a fault shows only in a program of one layer, or that others would hide."""
+
 
 @st.composite
 def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...]:
@@ -169,8 +173,8 @@ def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...
     if beside == "alone":
         return (draw(experts(grouped=grouped, whole=True)),)
     first = draw(experts(grouped=grouped))
-    if beside == "nothing" and draw(st.booleans()):
-        first = replace(first, readers=first.readers | {Reader.FAILING_CHECK})
+    if beside == "nothing":
+        first = replace(first, readers=first.readers | draw(st.sampled_from(ALONE)))
     layers: list[Experts | Attention] = [first]
     if beside == "whole":
         layers.append(draw(_left_whole()))
