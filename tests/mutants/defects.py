@@ -139,12 +139,13 @@ DEFECTS: Final = (
         (Change(LEGALITY, EVERY_OBSTACLE, "(self.written_meanwhile, self._mode, self._random)"),),
     ),
     Defect(
-        "what two regions read of one count exchange is served twice",
+        "regions with one count exchange are replayed one after another",
         (
             Change(
-                SURROUNDINGS,
-                "alive = [n for n in reads if n not in dead and n not in self._served]",
-                "alive = [n for n in reads if n not in dead]",
+                "passes/chunk_regions.py",
+                "emitted.append((one, emit_chunks(*what, by_tokens=by_tokens)))\n"
+                "    for one, new in emitted:\n",
+                "new = emit_chunks(*what, by_tokens=by_tokens)\n",
             ),
         ),
     ),
