@@ -156,9 +156,10 @@ class SampledRows:
 
 def _runs(sizes: torch.Tensor) -> torch.Tensor:
     """Return the run of each row; `repeat_interleave` starts all threads, however few the rows."""
-    ends = sizes.cumsum(0)
+    if (sizes < 0).any():
+        raise Unevaluable("a size is negative")
     rows = torch.arange(int(sizes.sum()), device="cpu")
-    return torch.searchsorted(ends, rows, right=True)
+    return torch.searchsorted(sizes.cumsum(0), rows, right=True)
 
 
 def _is_permutation(tensor: torch.Tensor) -> bool:

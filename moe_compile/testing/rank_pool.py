@@ -4,7 +4,7 @@ Contract
     `run` calls one function on every rank and returns their results in rank order; a failure on
     any rank raises here with that rank's traceback; a rank that hangs is ended after the timeout.
     After a failure the ranks are ended, since nobody knows what they still wait for, and the next
-    call has new ones; `renew` asks for that. `regroup` leaves the processes and gives them a
+    call has new ones; `renew` does so on request. `regroup` leaves the processes and gives them a
     process group of their own.
     Leaving the context ends every process it started, and no other.
     Pools of several programs may start at once: the system chooses a pool's port while it is bound.
@@ -87,20 +87,20 @@ class RankPool:
         trace: TracebackType | None,
     ) -> None:
         """End the ranks."""
-        self._stop(patience_s=5.0)
+        self._stop()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(rank, *args)` on every rank; it and its results must pickle."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # said below: the process has ended
+            with contextlib.suppress(BrokenPipeError):  # `_collect` says that it ended
                 pipe.send((function, args))
         return self._collect(self.timeout_s)
 
     def renew(self) -> None:
         """End the processes, and what calls left in them; the next call has new ones."""
-        self._stop(patience_s=5.0)
+        self._stop()
 
     def regroup(self) -> None:
         """Put the ranks into a new group, in place of all they have, and forget what they compiled.
@@ -126,7 +126,7 @@ class RankPool:
             self._processes.append(process)
         self._collect(START_TIMEOUT_S)
 
-    def _stop(self, patience_s: float) -> None:
+    def _stop(self, patience_s: float = 5.0) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -194,10 +194,9 @@ def _serve(
             break
         try:
             pipe.send((True, function(rank, *args)))
-        except BrokenPipeError:  # the owner has ended
-            break
         except Exception:  # noqa: BLE001  (whatever it was, the caller is told)
-            pipe.send((False, traceback.format_exc()))
+            with contextlib.suppress(BrokenPipeError):  # the owner has ended: so does `recv`
+                pipe.send((False, traceback.format_exc()))
     if dist.is_initialized():  # a function may have ended it
         dist.destroy_process_group()
 

@@ -72,8 +72,8 @@ class PlainJob:
 
 
 MOST_JOBS = 6
-"""Of one process: each leaves groups of gloo that nothing in Python refers to, and their threads
-wake 100 times a second; those of 60 jobs took both cores."""
+"""Jobs that one process runs: each leaves groups of gloo that nothing in Python refers to, and
+their threads wake 100 times a second; those of 60 jobs took both cores."""
 
 num_jobs = Counter()
 """Jobs by ranks of their pool."""

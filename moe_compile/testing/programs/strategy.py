@@ -155,16 +155,20 @@ def programs(draw: st.DrawFn) -> Program:
 ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
 REWRITES_DRAWN: Final = (
-    *[*Rewrite] * 2, *ROUNDING * 10, *BOUNDS, *BOUNDS, Rewrite.GATHERED, Rewrite.PADDED,
+    *[*Rewrite] * 2, *[Rewrite.FP8] * 10, *[Rewrite.TOKENS] * 12, Rewrite.GATHERED, Rewrite.PADDED,
 )  # fmt: skip
 """Those that only some programs allow more often: others are chunked."""
 
 BESIDE: Final = ("nothing",) * 8 + ("whole",) * 12 + ("decoy",) * 8 + ("heads",) * 7 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
-CHECKED, TERMS = frozenset({Reader.FAILING_CHECK}), frozenset({Reader.ROWS_TWICE})
-ALONE: Final = (*[frozenset[Reader]()] * 4, *[CHECKED] * 4, TERMS)
-"""Readers of which a fault shows only in a program of one layer, or that others would hide."""
+READERS_OF_ONE_LAYER: Final = (
+    *[frozenset[Reader]()] * 4,
+    *[frozenset({Reader.FAILING_CHECK})] * 4,
+    frozenset({Reader.ROWS_TWICE}),
+)
+"""What a program's only layer reads besides: a check fails in such programs alone, and a layer that
+gradients of three terms leave whole must have nothing else that does, or a fault is hidden."""
 
 
 @st.composite
@@ -174,7 +178,7 @@ def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...
         return (draw(experts(grouped=grouped, whole=True)),)
     first = draw(experts(grouped=grouped))
     if beside == "nothing":
-        first = replace(first, readers=first.readers | draw(st.sampled_from(ALONE)))
+        first = replace(first, readers=first.readers | draw(st.sampled_from(READERS_OF_ONE_LAYER)))
     layers: list[Experts | Attention] = [first]
     if beside == "whole":
         layers.append(draw(_left_whole()))
