@@ -1,11 +1,17 @@
 """What the proof takes for granted of an index it cannot follow is checked on sampled counts."""
 
+import contextlib
+
 import pytest
 import torch
 
 from moe_compile.analysis.count_facts import CountFacts
+from moe_compile.analysis.count_run import Unevaluable
 from moe_compile.analysis.count_samples import draw_samples, large_samples
+from moe_compile.analysis.operator_call import Claim
 from moe_compile.analysis.regions import Refusal, RowProof
+from moe_compile.analysis.row_domain import Labels, Segment
+from moe_compile.analysis.sampled_rows import SampledRows
 from tests.analysis.test_row_orders import put_back, verdict_on
 from tests.analysis.verdicts import judge, layer_of, tokens
 from tests.layers import STYLES, GroupedExperts
@@ -147,6 +153,16 @@ def test_large_counts_are_beyond_what_short_types_hold():
     assert max(map(sum, vectors)) > torch.finfo(torch.float16).max
     assert any(max(v) > 5_000 > 20 * sum(sorted(v)[:-1]) for v in vectors)
     assert any(min(v) == max(v) > 256 for v in vectors)
+
+
+def test_a_size_that_counts_make_negative_cannot_be_tried():
+    facts = facts_of(2, 2)
+    order = (Segment("rows", 1 - facts.received[0], 0),)
+    claim = Claim(0, torch.tensor([7]), Labels(order, (7,)))
+    for count, holds in ((0, True), (2, False)):
+        rows = SampledRows(facts, {**next(draw_samples(facts)), facts.received[0]: count})
+        with contextlib.nullcontext() if holds else pytest.raises(Unevaluable, match="negative"):
+            rows.check(claim, claim.tensor)
 
 
 def test_rows_compared_with_each_other_are_tried_on_fewer_rows(fake_ranks):

@@ -41,8 +41,6 @@ from torch.distributed._functional_collectives import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from moe_compile.ops.quantize import pack_rows, unpack_rows
-
 wait_tensor = torch.ops._c10d_functional.wait_tensor
 """
 
@@ -77,6 +75,11 @@ def exchange(rows, got, sent, group):
 """
 
 ROUNDED: Final = """\
+from moe_compile.ops.quantize import pack_rows, unpack_rows
+
+ROUNDS_ROWS = False  # whether rows are rounded as those that travel in eight bits
+
+
 class RoundedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
@@ -172,7 +175,6 @@ def _settings(program: Program) -> str:
         f"DYNAMIC = {True if program.dynamic else None}",
         f'BACKWARD = "{program.backward.name.lower()}"',
         f"BOUND = {bound}  # of the error, relative",
-        "ROUNDS_ROWS = False  # whether rows are rounded as those that travel in eight bits",
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
