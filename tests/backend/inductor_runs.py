@@ -53,7 +53,7 @@ def without_regions():
     for backend in ("inductor", "megamoe"):
         torch._dynamo.reset()
         compiled = torch.compile(dense, backend=backend)
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with torch._inductor.config.patch(fx_graph_cache=False):
             x = torch.randn(4, 8, requires_grad=True)
             codes.append(run_fw_bw_and_get_code(lambda f=compiled, x=x: f(x))[1])
     plain, ours = ([NUMBERED.sub("", code) for code in both] for both in codes)

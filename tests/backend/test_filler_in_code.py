@@ -23,7 +23,7 @@ def kinds_of_block(rank, style):
     block = style(groups["attention"], groups["experts"])
     compiled = torch.compile(block, backend="megamoe", fullgraph=True, options=OPTIONS)
     x = block_input()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False):
         _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
     found = [kinds_in_code(code) for code in codes]
     return [{kind: f[groups[kind].group_name] for kind in groups} for f in found]

@@ -45,7 +45,7 @@ def test_pinning_patches_name_only_settings_this_torch_has():
 def patches(scheduling):
     return {
         "post_grad_custom_post_pass": scheduling,
-        "force_disable_caches": True,
+        "fx_graph_cache": False,  # generated again; compiled C++ is kept
         **pinning_patches(),
     }
 

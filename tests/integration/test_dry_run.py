@@ -2,10 +2,7 @@
 
 import contextlib
 import io
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 from moe_compile.cli import main
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
-from tests.integration.titan_jobs import CONFIG, ROOT, flags_of
+from tests.integration.titan_jobs import CONFIG, flags_of
 
 DEGREE = "parallelism.{}_degree".format
 DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
@@ -65,14 +62,8 @@ def cells(output, label):
     return row.split()
 
 
-def test_exchanges_of_a_balanced_routing_are_counted_by_hand():
-    """By the command, as a user gives it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_compile.cli", *arguments_of(None, {})], cwd=ROOT, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    output = done.stdout
+def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run):
+    output = dry_run()
     assert "chunked, 2 chunks of 4 local experts" in output
     rows = TOKENS * TOP_K * DIM * FLOAT32
     forward = (2 * rows + EXPERTS * INT64) / 1e6  # dispatch, combine, and the counts

@@ -65,6 +65,8 @@ log_freq = 1
 disable_color_printing = true
 [comm]
 trace_buf_size = 0
+[activation_checkpoint]
+mode = "none"
 [compile]
 enable = true
 backend = "megamoe"
