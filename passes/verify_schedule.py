@@ -4,9 +4,10 @@ Contract
     Provides  VERIFIED.
     Keeps     the graph: nothing is edited, a violation raises ContractViolation.
     Each collective has one wait per tensor it produces (a wait for a wait is the same one), unless
-    it is returned unawaited; between launch and wait nothing reads or writes what it receives nor
-    writes what it sends, through views too; collectives stand in the planned order if one was
-    planned.
+    it is returned unawaited or nothing reads its data: of a collective recomputed in vain
+    AOTAutograd removes the wait and leaves the launch. Between launch and wait nothing reads or
+    writes what it receives nor writes what it sends, through views too; collectives stand in the
+    planned order if one was planned.
 """
 
 from __future__ import annotations
@@ -56,22 +57,23 @@ def _violation(node: fx.Node, what: str) -> ContractViolation:
 
 
 def _check_waits(launch: fx.Node) -> None:
-    """Each tensor a launch produces is waited for once, or returned."""
+    """Each tensor a launch produces is waited for once, returned, or its data read by nothing."""
     results = [u for u in launch.users if u.target is operator.getitem] or [launch]
     for result in results:
         readers = _through_views(result)
         waits = [reader for reader in readers if is_wait(reader)]
         if len(waits) > 1:
             raise _violation(launch, f"waited for {len(waits)} times: {waits}")
-        if not waits and not any(reader.op == "output" for reader in readers):
-            raise _violation(launch, "launched and never waited for")
+        if readers and not waits and not any(reader.op == "output" for reader in readers):
+            raise _violation(launch, f"never waited for, and read by {readers}")
 
 
 def _through_views(result: fx.Node) -> list[fx.Node]:
-    """Return the readers of a tensor, views looked through."""
+    """Return the readers of a tensor's data, views looked through."""
     readers: list[fx.Node] = []
     for user in result.users:
-        readers.extend(_through_views(user) if is_view(user) else [user])
+        if not is_size_query(user):
+            readers.extend(_through_views(user) if is_view(user) else [user])
     return readers
 
 

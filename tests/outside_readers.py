@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from tests.layers import WAIT, GroupedExperts, all_to_all_single
+from tests.layers import WAIT, GroupedExperts, LoopExperts, all_to_all_single
 
 
 class LegacyCounts(GroupedExperts):
@@ -189,8 +189,44 @@ class ChecksCounts(Between):
         return self.scale * n
 
 
+class WeightReadTwiceAndOutside(GroupedExperts):
+    """One weight of two grouped products, of which a loss beside the experts reads it as well."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        x = rows[perm]
+        gate = torch._grouped_mm(x, self.w1, offs=offs)
+        up = torch._grouped_mm(x.neg(), self.w1, offs=offs)
+        out = torch._grouped_mm(F.silu(gate) * up, self.w2, offs=offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+    def forward(self, x):
+        return super().forward(x), (self.w1 * 0.37).sum()
+
+
+class JoinedToAnEmptyVector(LoopExperts):
+    """Results of half of the experts at a time join an empty vector, then are scaled row by row."""
+
+    def __init__(self, width, hidden, experts, *more):
+        super().__init__(width, hidden, 2 * experts, *more)
+
+    def experts(self, rows, received):
+        counts = received.tolist()
+        parts = torch.split(super().experts(rows, received), counts)
+        done = [None] * len(parts)
+        for first in range(0, self.local, 2):
+            mine = [i for i in range(len(parts)) if i % self.local in (first, first + 1)]
+            joined = torch.cat([torch.tensor([], dtype=rows.dtype), *[parts[i] for i in mine]])
+            scaled = joined * joined.amax(dim=1, keepdim=True)
+            for i, part in zip(mine, scaled.split([counts[i] for i in mine]), strict=True):
+                done[i] = part
+        return torch.cat(done)
+
+
 CHUNKED = (
     LegacyCounts, LegacyCountsInStatistics, LegacyCountsOnHost, WritesWhatWasRead,
     ReadsUnderAutocast, ReadsWithoutGradient, DrawsBetween, AlsoReadOnce, SharedRouting,
+    WeightReadTwiceAndOutside, JoinedToAnEmptyVector,
 )  # fmt: skip
 WHOLE = (AlsoRead, WrittenCounts, CountsInAView)

@@ -46,7 +46,8 @@ class Knowledge:
     grouped: dict[fx.Node, str | None] = field(default_factory=dict)
     """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
     joins: list[fx.Node] = field(default_factory=list)
-    """Concatenations along the rows, of tensors of one type."""
+    """Concatenations along the rows, of tensors of one type and number of dimensions: where the
+    only input is an empty vector, the result is one."""
     claims: list[Claim] = field(default_factory=list)
     moment: int = 0
     """The step of the trace that is followed."""

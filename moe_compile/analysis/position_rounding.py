@@ -72,6 +72,8 @@ def check_rounding(call: Call) -> None:
     floats = [t for t in (*call.inputs, out) if t.dtype.is_floating_point or t.dtype.is_complex]
     if out.device.type == "cuda" or not floats or not _by_position(call, floats):
         return
+    if any(t.dtype.is_complex for t in floats):
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} of complex numbers")
     block = BLOCK_BYTES // min(t.element_size() for t in floats)
     block *= math.lcm(*range(1, torch.get_num_threads() + 1))
     values = [(t, call.value(t)) for t in call.inputs]
@@ -80,6 +82,17 @@ def check_rounding(call: Call) -> None:
     if any(_extent(t, t.dim() - from_right) % block for t in tensors for from_right in dims):
         detail = f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
         raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+
+
+def rounds_by_place(tensor: torch.Tensor, row_dim: int) -> bool:
+    """Whether another dimension lies outside that of the rows, on a CPU.
+
+    Sums over such a dimension, in an operator or in its gradient, run over several rows at once in
+    vectors, and over the last rows by other code (`vectorized_outer_sum` in
+    ATen/native/cpu/SumKernel.cpp).
+    """
+    number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return number and tensor.device.type != "cuda" and any(s != 1 for s in tensor.shape[:row_dim])
 
 
 def check_rounding_within(call: Call) -> None:
@@ -122,13 +135,15 @@ def _extent(tensor: torch.Tensor, row_dim: int) -> int:
 
 
 def _by_position(call: Call, floats: list[torch.Tensor]) -> bool:
+    if any(t.dtype.is_complex for t in floats):
+        return call.name not in SAME_VALUES
     if call.name in ROUNDED_RIGHT:
         return call.argument("rounding_mode") is not None
     if call.name in SCALED:
         return bool(call.argument("alpha", 1) != 1)
     if call.name == "pow" and call.argument("exponent") in WHOLE_POWERS:
         return False
-    if len(call.inputs) != 1 or call.inputs[0].dtype.is_complex or len({*map(_type, floats)}) != 1:
+    if len(call.inputs) != 1 or len({*map(_type, floats)}) != 1:
         return True
     if any(isinstance(leaf, SYMBOLIC) for leaf in call.leaves):
         return True

@@ -24,8 +24,10 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.count_facts import CountFacts
-from moe_compile.analysis.operator_call import Call, Knowledge, functional
+from moe_compile.analysis.operator_call import Call, Knowledge, functional, written_tensors
+from moe_compile.analysis.position_rounding import rounds_by_place
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
+from moe_compile.analysis.repeated_elements import Repeated
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -70,6 +72,9 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
         except UNTRACEABLE as error:
             covered = Unproven(Refusal.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
             return _refused(region, step.node, covered)
+    for node, tensor in proof.inner_rows[:1]:
+        detail = f"rows are not the outermost dimension of shape {list(tensor.shape)}"
+        return _refused(region, node, Unproven(Refusal.ROUNDED_BY_POSITION, detail))
     try:
         proof.check_combine()
         return proof.result(proof.check_premises(trace))
@@ -87,6 +92,9 @@ class _Proof:
         self.facts.set_outside(_sizes_outside(region))
         self.region, self.known = region, Knowledge(self.facts)
         self.produced: dict[fx.Node, torch.Tensor] = {}
+        self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
+        """Tensors in which another dimension lies outside that of the rows, with their nodes."""
+        self.repeated = Repeated()
         self._rows: torch.Tensor | None = None
         for given in trace.inputs:
             self.produced[given.node] = given.tensor
@@ -130,10 +138,13 @@ class _Proof:
         results: Value | list[Value] = Fixed() if random else apply(call)
         outputs = call.outputs
         each = results if isinstance(results, list) else [results] * len(outputs)
-        if func is not step.func:
-            self.known.forget_aliases(call.inputs[0])
+        self.repeated.follow(call, each)
+        for tensor in written_tensors(step.func, step.args, step.kwargs):
+            self.known.forget_aliases(tensor)
         for tensor, value in zip(outputs, each, strict=True):
             self.known.set(tensor, self._checked(tensor, value))
+            if isinstance(value, Rows) and rounds_by_place(tensor, value.dim):
+                self.inner_rows.append((step.node, tensor))
 
     def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
         """Return `value` when the sizes agree with it: all known, one of them that of the order."""

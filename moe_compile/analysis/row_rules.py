@@ -42,6 +42,7 @@ from moe_compile.analysis.row_domain import (
     Rows,
     Unproven,
     Value,
+    length,
 )
 from moe_compile.analysis.understood_arguments import check_arguments
 
@@ -113,16 +114,25 @@ def matmul(call: Call) -> Value:
         raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
     if rows.dim != side:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
-    expert = call.facts.expert_of(rows.order)
-    if expert is None:
-        detail = f"{call.name} over rows of several experts rounds by their number"
-        raise Unproven(Refusal.SHARED_PARAMETER, detail)
+    expert = _only_expert(call, rows)
     check_product_rounding(call, (left, right)[side], side)
     if isinstance(matrix, Outside):
         call.known.reads.add(matrix, None, expert)
     if bias is not None:
         _bias(call, bias, rows, side)
     return Rows(side, rows.order)
+
+
+def _only_expert(call: Call, rows: Rows) -> int:
+    """Return the expert whose rows alone are multiplied, as many as its own counts say."""
+    expert = call.facts.expert_of(rows.order)
+    if expert is None:
+        detail = f"{call.name} over rows of several experts rounds by their number"
+        raise Unproven(Refusal.SHARED_PARAMETER, detail)
+    if call.facts.experts_of(length(rows.order)) - {expert}:
+        detail = f"{call.name} rounds by the length of a padding that other experts' counts say"
+        raise Unproven(Refusal.SHARED_PARAMETER, detail)
+    return expert
 
 
 def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:

@@ -171,7 +171,7 @@ def joined(call: Call) -> Value:
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
         return _side_by_side(call, [v for _, v in parts], row_dim)
-    if len({t.dtype for t, _ in parts}) == 1:
+    if len({(t.dtype, t.dim()) for t, _ in parts}) == 1:
         call.known.joins.append(call.node)
     orders = (
         v.order if isinstance(v, Rows) else (padding(call.shape(t)[row_dim]),) for t, v in parts

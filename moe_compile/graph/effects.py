@@ -70,6 +70,11 @@ def changes_grad_mode(node: fx.Node) -> bool:
     return changes_mode(node) and "grad_enabled" in getattr(node.target, "__name__", "")
 
 
+def changes_autocast(node: fx.Node) -> bool:
+    """Whether the node enters or leaves autocast."""
+    return changes_mode(node) and "autocast" in getattr(node.target, "__name__", "")
+
+
 def draws_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers or moves a generator's state."""
     target: Any = node.target

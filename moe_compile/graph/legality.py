@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import (
+    changes_autocast,
     changes_grad_mode,
     changes_mode,
     draws_random,
@@ -102,9 +103,14 @@ class Legality:
         for node in moved:
             here = self._modes[node]
             differs = here[0] != there[0] and (has_gradient(node) or _reads_gradient(node))
-            if differs or (here[1] != there[1] and not _is_of_integers(node)):
+            if differs or (here[1] != there[1] and not self._autocast_alone(node, here, there)):
                 return Obstacle(Hazard.MODE_CHANGES, node, self._switch_between(node, anchor))
         return None
+
+    def _autocast_alone(self, node: fx.Node, here: Mode, there: Mode) -> bool:
+        """Whether autocast alone differs, and `node` is of integers, which it does not touch."""
+        switches = {*here[1]} ^ {*there[1]}
+        return bool(switches) and all(map(changes_autocast, switches)) and _is_of_integers(node)
 
     def _switch_between(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
         first, last = sorted((self._position[node], self._position[anchor]))
@@ -215,7 +221,7 @@ def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
 
 
 def _is_of_integers(node: fx.Node) -> bool:
-    """Whether the node reads and makes integers alone, which no autocast touches."""
+    """Whether the node reads and makes integers alone."""
     tensors = _tensors([value_of(node), *map(value_of, node.all_input_nodes)])
     return not any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors)
 

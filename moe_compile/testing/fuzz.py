@@ -58,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=2000, help="distinct programs to run")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after so many")
     parser.add_argument("--workers", type=int, default=WORKERS, help="pairs of ranks at once")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that are a hang")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that are a hang")
     parser.add_argument("--trials", type=int, default=40, help="to make one failure plainer")
     parser.add_argument("--first-failure", action="store_true", help="stop at the first failure")
     parser.add_argument("--keep", default="", help="folder for the failing programs")

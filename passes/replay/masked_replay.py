@@ -158,17 +158,15 @@ def _emit_reads(
 def _split_weights(
     emit: Emitter, sliceable: Iterable[fx.Node], bounds: list[range]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Emit each weight of a sliceable grouped GEMM in one piece per chunk.
+    """Emit the weight of each sliceable grouped GEMM in one piece per chunk.
 
-    One split per weight: its gradient is one concatenation, not a sum of padded pieces.
+    One split per GEMM: what the weight receives as its gradient from there is one concatenation,
+    not a sum of padded pieces, and still a term of its own, added where the GEMM's was.
     """
     pieces: dict[fx.Node, list[fx.Node]] = {}
     for gemm in sliceable:
-        weight = gemm.args[1]
-        assert isinstance(weight, fx.Node)
-        if weight not in pieces:
-            parts = emit.call(torch.split, weight, [len(b) for b in bounds])
-            pieces[weight] = [emit.call(operator.getitem, parts, c) for c in range(len(bounds))]
+        parts = emit.call(torch.split, gemm.args[1], [len(b) for b in bounds])
+        pieces[gemm] = [emit.call(operator.getitem, parts, c) for c in range(len(bounds))]
     return pieces
 
 
@@ -184,4 +182,4 @@ def _slice_to_chunk(
     assert isinstance(offsets, fx.Node) and isinstance(weight, fx.Node)
     experts = slice(replay.experts.start, replay.experts.stop)
     sliced = emit.call(operator.getitem, replay.env[offsets], experts)
-    replay.pruned.inputs[gemm] = {offsets: sliced, weight: weights[weight][chunk]}
+    replay.pruned.inputs[gemm] = {offsets: sliced, weight: weights[gemm][chunk]}

@@ -90,6 +90,62 @@ def test_a_variance_in_float64_is_refused(fake_ranks):
     assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
 
 
+def with_body(fake_ranks, body, dtype=torch.float32, width=16):
+    class Written(LoopExperts):
+        def expert(self, x, e):
+            return super().expert(body(x), e)
+
+    x = torch.randn(32, width, dtype=dtype, requires_grad=True)
+    return judge(Written(width, 64, 8, 2, fake_ranks, dtype), x)
+
+
+def one_per_row(x):
+    return x.amax(1, keepdim=True)
+
+
+INNER = {
+    "sum of columns": lambda x: x * x.t().contiguous().sum(0)[:, None],
+    "mean of a stack": lambda x: torch.stack([x, x * 2, x * 3]).mean(0),
+    "rows repeated outside": lambda x: (x.expand(7, -1, -1) * 2).permute(1, 0, 2)[:, 3],
+    "rows broadcast outside": lambda x: (x * torch.ones(7, 1, 1)).permute(1, 0, 2)[:, 3],
+    "a number per row repeated": lambda x: x * one_per_row(x).expand(-1, 16).sum(1, keepdim=True),
+    "a number per row added": lambda x: x * (x + one_per_row(x)).sum(1, keepdim=True),
+    "and handed on": lambda x: x * (1 - (x - one_per_row(x)) * 0.5).mean(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("case", INNER)
+def test_sums_that_run_over_several_rows_at_once_are_refused(fake_ranks, case):
+    """Chunks have other last rows, which a CPU sums by other code: bits differed."""
+    verdict = with_body(fake_ranks, INNER[case])
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+
+
+def test_products_of_complex_numbers_are_refused(fake_ranks):
+    class Squared(LoopExperts):
+        def expert(self, x, e):
+            return x * x
+
+    x = torch.randn(32, 16, dtype=torch.complex64, requires_grad=True)
+    verdict = judge(Squared(16, 16, 8, 2, fake_ranks, torch.complex64), x)
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+    assert "complex" in verdict.detail
+
+
+ROW_BY_ROW = {
+    "mean of a stack": lambda x: torch.stack([x, x * 2, x * 3], 1).mean(1),
+    "rows normed by hand": lambda x: x * x.square().mean(1, keepdim=True).rsqrt(),
+    "rows centred": lambda x: (x - x.mean(1, keepdim=True)).square().sum(1, keepdim=True) + x,
+    "one more dimension in front": lambda x: x[None].sum(0),
+}
+
+
+@pytest.mark.parametrize("case", ROW_BY_ROW)
+def test_sums_of_each_row_by_itself_are_proven(fake_ranks, case):
+    verdict = with_body(fake_ranks, ROW_BY_ROW[case])
+    assert isinstance(verdict, RowProof), verdict
+
+
 def test_threads_share_rows_at_whole_vectors_only(fake_ranks):
     torch.set_num_threads(3)
     try:

@@ -98,7 +98,7 @@ PROVEN = {
     "a constant per expert": constant_per_expert,
     "a frozen buffer": lambda m, x, c: x * m.frozen,
     "gated halves": lambda m, x, c: torch.cat([F.glu(x), F.glu(-x)], -1),
-    "two results stacked": lambda m, x, c: torch.stack([x, x.relu()]).sum(0),
+    "two results stacked": lambda m, x, c: torch.stack([x, x.relu()], 1).sum(1),
 }
 
 
@@ -106,6 +106,22 @@ PROVEN = {
 def test_rows_are_followed_through(fake_ranks, case):
     proof = verdict_on(PROVEN[case], fake_ranks)
     assert isinstance(proof, RowProof), proof
+
+
+def padded_to_all_rows(m, x, c):
+    """A product rounds by its number of rows: with padding as long as all, by that of a chunk."""
+    perm, sizes = m.perm(x, c), m.totals(c).tolist()
+    zeros = [x.new_zeros(x.shape[0] - size, WIDTH) for size in sizes]
+    parts = [torch.cat(pair) for pair in zip(x[perm].split(sizes), zeros, strict=True)]
+    out = [y[:size] for y, size in zip(m.each(parts), sizes, strict=True)]
+    return put_back(perm, torch.cat(out))
+
+
+def sizes_written_beside_others(m, x, c):
+    """Of a list of tensors written in place the first alone was taken for written."""
+    perm, totals = m.perm(x, c), m.totals(c)
+    torch._foreach_add_([torch.zeros_like(totals), totals], [totals, totals.roll(1) - totals])
+    return put_back(perm, m.product(x[perm], totals))
 
 
 def permuted_again(m, x, c):
@@ -186,6 +202,8 @@ REFUSED = {
     "counts turned in place": (counts_turned, Refusal.UNKNOWN_OPERATOR),
     "ids from one rank's counts": (ids_of_one_rank, Refusal.ROWS_MIXED),
     "scan through a view": (scan_through_a_view, Refusal.UNKNOWN_OPERATOR),
+    "padded by counts of other experts": (padded_to_all_rows, Refusal.SHARED_PARAMETER),
+    "sizes written beside others": (sizes_written_beside_others, Refusal.UNKNOWN_OPERATOR),
     "first row": (lambda m, x, c: x - x[:1], Refusal.ROWS_MIXED),
     "rows as columns": (lambda m, x, c: x * x.t().sum(1), Refusal.ROWS_MIXED),
     "position of the row": (

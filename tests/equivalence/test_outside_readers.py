@@ -11,10 +11,12 @@ from tests.outside_readers import (
     WHOLE,
     ChecksCounts,
     DrawsBetween,
+    JoinedToAnEmptyVector,
     LegacyCountsInStatistics,
     LegacyCountsOnHost,
     ReadsWithoutGradient,
     SharedRouting,
+    WeightReadTwiceAndOutside,
     WritesWhatWasRead,
 )
 from tests.slow_parameters import slow_but
@@ -57,6 +59,7 @@ def differing(rank, style, steps, **more):
 
 QUICK = (
     LegacyCountsInStatistics, LegacyCountsOnHost, WritesWhatWasRead, DrawsBetween, SharedRouting,
+    WeightReadTwiceAndOutside, JoinedToAnEmptyVector,
 )  # fmt: skip
 
 

@@ -97,6 +97,12 @@ def inside_autocast(x):
     return y.neg()
 
 
+def inside_vmap(x):
+    counts = torch.arange(4)
+    y = torch.vmap(lambda c: c * 2)(counts)
+    return y.neg() + x.long()[:, 0]
+
+
 def inside_no_grad(x):
     z = x * 2
     with torch.no_grad():
@@ -128,6 +134,11 @@ def dropped_out(x):
 )
 def test_what_forbids_a_motion_is_named(program, expected):
     assert hazard(program) is expected
+
+
+def test_integers_do_not_leave_a_vmap():
+    """They were taken out of any mode, though only autocast leaves integers alone."""
+    assert hazard(inside_vmap, moved="mul") is Hazard.MODE_CHANGES
 
 
 def test_what_draws_random_numbers_does_not_move():

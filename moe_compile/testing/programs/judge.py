@@ -64,7 +64,7 @@ class Judgement:
 class Judge:
     """Two ranks, one of them mirrored where it can be; use as a context manager."""
 
-    def __init__(self, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, *, timeout_s: float = 300.0) -> None:
         """Prepare; `timeout_s` is how long a program may take on a busy machine."""
         self._timeout_s = timeout_s
         self._pools: dict[int, RankPool] = {}
@@ -101,12 +101,19 @@ class Judge:
         try:
             if kind is Kind.WRONG:
                 return self._beside_torch(text, judgement)
-            plain = judgement_of(self._run(text, "aot_eager"))
-            same = plain.kind in (Kind.CRASH, Kind.INVALID)
+            fails = self._torch_fails(text)
+            if not fails and kind is Kind.CRASH:
+                self._end_all()
+                fails = self._torch_fails(text)
         except RankFailure:
-            same = kind is Kind.HANG
+            fails = kind is Kind.HANG
         detail = f"AOTAutograd alone too: {judgement.detail}"
-        return Judgement(kind=Kind.INVALID, detail=detail) if same else judgement
+        return Judgement(kind=Kind.INVALID, detail=detail) if fails else judgement
+
+    def _torch_fails(self, text: str) -> bool:
+        """Whether AOTAutograd alone raises an error; what was compiled before may matter."""
+        plain = judgement_of(self._run(text, "aot_eager"))
+        return plain.kind in (Kind.CRASH, Kind.INVALID)
 
     def _beside_torch(self, text: str, judgement: Judgement) -> Judgement:
         """Return what a wrong program is where AOTAutograd, not eager, says what is right.
