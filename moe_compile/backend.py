@@ -102,8 +102,8 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     nums = [r.num_chunks for r in compilation.regions]
     nums += [a.num_chunks for a in compilation.attention]
     state.is_chunked = any(num > 1 for num in nums)
-    order = [f"{group} {o.collectives}" for group, o in user_order(gm).items()]
-    state.plan_digest = plan_digest(config, levels, *order)
+    collectives = {group: order.collectives for group, order in user_order(gm).items()}
+    state.plan_digest = plan_digest(config, levels, collectives)
     return state, compilation
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch.fx as fx
@@ -95,40 +95,42 @@ def agreed_callable(
 
     `compile_whole` is None for a callable that already runs as the user wrote it.
     """
-    first: _FirstRun | None = _FirstRun(compiled, programs, compile_whole)
-    agreement: Agreement | None = None
-    notes: list[tuple[Callable[[Program], None], Program]] = []
-    current = compiled
+    agreed = _Agreed(compiled, programs, compile_whole)
 
     def run(*arguments: Any) -> Any:
-        nonlocal first, agreement, current
-        if first is not None:
-            agreement, turn, current = first.meet()
-            notes.extend((journal.note, program) for journal, program in turn.calls)
-            first = None
+        agreement = current_agreement()
+        if agreement is not agreed.agreement:
+            agreed.meet(agreement)
         if agreement is not None and agreement.stopped:
             agreement.check()
-        for note, program in notes:
+        for note, program in agreed.notes:
             note(program)
-        return current(*arguments)
+        return agreed.current(*arguments)
 
     return run
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstRun:
-    compiled: Compiled
-    programs: Mapping[str, Program]
-    compile_whole: Callable[[], Compiled] | None
+class _Agreed:
+    """What runs, as agreed within the default process group at hand; with another one, anew."""
 
-    def meet(self) -> tuple[Agreement | None, Turn, Compiled]:
-        agreement = current_agreement()
-        if agreement is None:
-            return None, Turn(), self.compiled
-        turn = agreement.meet(self.programs)
-        if turn.is_left_whole and self.compile_whole is not None:
-            return agreement, turn, self.compile_whole()
-        return agreement, turn, self.compiled
+    def __init__(
+        self,
+        compiled: Compiled,
+        programs: Mapping[str, Program],
+        compile_whole: Callable[[], Compiled] | None,
+    ) -> None:
+        self.current = compiled
+        self.agreement: Agreement | None = None
+        self.notes: list[tuple[Callable[[Program], None], Program]] = []
+        self._programs, self._compile_whole = programs, compile_whole
+
+    def meet(self, agreement: Agreement | None) -> None:
+        turn = agreement.meet(self._programs) if agreement is not None else Turn()
+        if turn.is_left_whole and self._compile_whole is not None:
+            self.current, self._compile_whole = self._compile_whole(), None
+            self._programs = {g: replace(p, plan="") for g, p in self._programs.items()}
+        self.agreement = agreement
+        self.notes = [(journal.note, program) for journal, program in turn.calls]
 
 
 def _guards(context: TracingContext | None) -> frozenset[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -105,7 +105,8 @@ def check_rounding_within(call: Call) -> None:
 def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None:
     """Raise Unproven where the bits of a matrix product depend on where its rows begin.
 
-    Gradients lie as the result does.
+    Gradients lie as the result does, but where that is part of longer rows: see
+    `check_parts_rounding`.
     """
     out = call.outputs[0]
     if out.device.type == "cuda" or out.element_size() <= 2:
@@ -118,6 +119,32 @@ def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None
                 f"multiple of {ALIGNED_BYTES} bytes"
             )
             raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+
+
+def check_batch_rounding(call: Call) -> None:
+    """Raise Unproven where a product of each row by itself rounds by how many there are.
+
+    A CPU's library computes the only product of a batch by other code than one of several, and
+    each by where it begins.
+    """
+    out = call.outputs[0]
+    if out.device.type != "cuda" and out.element_size() > 2:
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}, row by row")
+
+
+def check_parts_rounding(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> None:
+    """Raise Unproven where a product whose result stands inside longer rows rounds by position.
+
+    Its gradient is that part of the longer rows' gradient: there too its rows must begin on
+    boundaries of memory. `starts` are the places of the parts along dimension `part_dim`.
+    """
+    out = call.outputs[0]
+    if out.device.type == "cuda" or not out.dtype.is_floating_point or out.element_size() <= 2:
+        return
+    distances = (out.stride()[row_dim], *(start * out.stride()[part_dim] for start in starts))
+    if any(distance * out.element_size() % ALIGNED_BYTES for distance in distances):
+        detail = f"{call.name} in {out.dtype}: parts of rows of shape {list(out.shape)}"
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
 
 
 def _extent(tensor: torch.Tensor, row_dim: int) -> int:

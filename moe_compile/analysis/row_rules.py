@@ -30,6 +30,7 @@ from moe_compile.analysis import (
 )
 from moe_compile.analysis.operator_call import Call, Rule, dim_of
 from moe_compile.analysis.position_rounding import (
+    check_batch_rounding,
     check_product_rounding,
     check_rounding,
     check_rounding_within,
@@ -155,6 +156,7 @@ def batched_matmul(call: Call) -> Value:
     left, right = (call.value(t) for t in call.inputs)
     if left != right or not isinstance(left, Rows) or left.dim != 0:
         raise call.unknown()
+    check_batch_rounding(call)
     return left
 
 

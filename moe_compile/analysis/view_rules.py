@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from moe_compile.analysis.operator_call import Call, dim_of
+from moe_compile.analysis.position_rounding import check_parts_rounding
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
@@ -186,7 +187,9 @@ def stacked(call: Call) -> Value:
     if not isinstance(rows, Rows):
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
     new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
-    return Rows(rows.dim + (new <= rows.dim), rows.order)
+    row_dim = rows.dim + (new <= rows.dim)
+    check_parts_rounding(call, row_dim, new, range(len(call.inputs)))
+    return Rows(row_dim, rows.order)
 
 
 def padded(call: Call) -> Value:
@@ -199,6 +202,10 @@ def padded(call: Call) -> Value:
     behind = call.facts.formula(after)
     if ahead != 0 or not behind.is_nonnegative:  # a negative amount cuts rows off
         raise call.unknown()
+    for i, ahead_of_part in enumerate(amounts[0::2]):
+        dim = tensor.dim() - 1 - i
+        if dim != rows.dim and any(amounts[2 * i : 2 * i + 2]):
+            check_parts_rounding(call, rows.dim, dim, [ahead_of_part])
     return Rows(rows.dim, join([rows.order, (padding(behind),)]))
 
 
@@ -208,4 +215,7 @@ def _side_by_side(call: Call, parts: list[Value], row_dim: int) -> Value:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
     if any(isinstance(v, Fixed) and not v.is_uniform for v in parts):
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+    dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
+    sizes = [int(t.shape[dim]) for t in call.inputs]
+    check_parts_rounding(call, row_dim, dim, [sum(sizes[:i]) for i in range(len(sizes))])
     return Rows(row_dim, orders.pop())

@@ -41,7 +41,7 @@ class UserOrder:
 
 
 def user_order(gm: fx.GraphModule) -> dict[str, UserOrder]:
-    """Return, per process group, the collectives that `gm` launches in the order of the graph."""
+    """Return, per process group, the collectives that `gm` launches; both in graph order."""
     found: dict[str, list[fx.Node]] = {}
     for node in _launches(gm):
         found.setdefault(group_name(node), []).append(node)
@@ -50,7 +50,7 @@ def user_order(gm: fx.GraphModule) -> dict[str, UserOrder]:
             collectives=tuple(_said(node) for node in found[group]),
             places=tuple(source_place(node) for node in found[group]),
         )
-        for group in sorted(found)
+        for group in found
     }
 
 

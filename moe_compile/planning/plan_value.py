@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -40,12 +40,28 @@ def level_value(
     }
 
 
-def plan_digest(config: MegaMoEConfig, levels: list[dict[str, Any]], *rest: str) -> str:
-    """Return a hash of the decisions, the options that change code, and `rest`."""
+def plan_digest(
+    config: MegaMoEConfig, levels: list[dict[str, Any]], collectives: Mapping[str, Sequence[str]]
+) -> str:
+    """Return a hash of the decisions, the options that change code, and the collectives to run.
+
+    `collectives` are by process group, groups in the order of the graph: by that order they are
+    called, since groups of one axis have other names on other ranks.
+    """
     options = {f.name: getattr(config, f.name) for f in fields(config)}
     options = {name: value for name, value in options.items() if name not in SAYS_NOTHING}
-    text = json.dumps([options, levels, rest], sort_keys=True, default=list)
+    number = {group: i for i, group in enumerate(collectives)}
+    found = [_by_number(level, number) for level in levels]
+    text = json.dumps([options, found, list(collectives.values())], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _by_number(level: dict[str, Any], number: Mapping[str, int]) -> dict[str, Any]:
+    """Return what `level_value` says with numbers of process groups instead of their names."""
+    return level | {
+        kind: [found | {"group": number.get(found["group"])} for found in level[kind]]
+        for kind in ("regions", "attention")
+    }
 
 
 def _region(plan: RegionPlan, *, is_chunked: bool) -> dict[str, Any]:

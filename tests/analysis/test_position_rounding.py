@@ -121,6 +121,43 @@ def test_sums_that_run_over_several_rows_at_once_are_refused(fake_ranks, case):
     assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
 
 
+def one_product_per_row(x):
+    matrices = x.reshape(-1, 4, 4)
+    return x * (matrices @ matrices).reshape(-1, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_of_each_row_by_itself_is_refused(fake_ranks, dtype):
+    verdict = with_body(fake_ranks, one_product_per_row, dtype)
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+    assert "bmm" in verdict.detail
+    proven = with_body(fake_ranks, one_product_per_row, torch.bfloat16)
+    assert isinstance(proven, RowProof), proven
+
+
+@pytest.mark.parametrize(
+    ("join", "fits"),
+    [
+        (lambda y: torch.cat([y, y[:, :1]], 1)[:, :16], False),
+        (lambda y: torch.cat([y[:, :8], y], 1)[:, 8:], False),
+        (lambda y: F.pad(y, (1, 15))[:, 1:17], False),
+        (lambda y: torch.cat([y, y], 1)[:, :16], True),
+        (lambda y: F.pad(y, (0, 16))[:, :16], True),
+        (lambda y: torch.stack([y, y], 1)[:, 0], True),
+    ],
+)
+def test_results_of_products_that_stand_in_longer_rows(fake_ranks, join, fits):
+    """Their gradients are parts of longer rows; products of these round by where they begin."""
+
+    class Joined(LoopExperts):
+        def expert(self, x, e):
+            return join(x @ self.w1[e])
+
+    x = torch.randn(32, 16, requires_grad=True)
+    verdict = judge(Joined(16, 16, 8, 2, fake_ranks, torch.float32), x)
+    assert getattr(verdict, "reason", None) is (None if fits else Refusal.ROUNDED_BY_POSITION)
+
+
 def test_products_of_complex_numbers_are_refused(fake_ranks):
     class Squared(LoopExperts):
         def expert(self, x, e):

@@ -24,6 +24,7 @@ from tests.layers import GroupedExperts
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 WIDTH = 16
+TIMEOUT_S = 20
 
 
 class CentredExperts(GroupedExperts):
@@ -179,9 +180,6 @@ def test_ranks_of_a_mixed_cluster_plan_for_one_machine(two_ranks):
     assert two_ranks.run(find_other_machines) == ["h100", "h100"]
 
 
-TIMEOUT_S = 20
-
-
 def killed(rank):
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     layer = compiled(GroupedExperts(WIDTH, 24, 8, 2, group))
@@ -211,12 +209,12 @@ def keep_what_rank_zero_saw(rank, path):
     path.write_text(f"{waited}\n{message}")
 
 
-def four_with_two_axes(rank):
-    """Rank 3's body differs; it exchanges with rank 2 only, and sums with rank 1."""
+def four_with_two_axes(rank, other):
+    """Each rank exchanges with one and sums with another; the body of rank `other` differs."""
     torch._dynamo.reset()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    style = CentredExperts if rank == 3 else GroupedExperts
+    style = CentredExperts if rank == other else GroupedExperts
     layer = SummedOver(style(WIDTH, 24, 8, 2, rows[rank // 2]), columns[rank % 2])
     x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
     before = len(executed_records())
@@ -239,7 +237,41 @@ class SummedOver(torch.nn.Module):
 @pytest.mark.slow
 def test_ranks_that_groups_connect_decide_together(four_ranks):
     """Ranks 0 and 1 see no difference in their own exchanges, yet must not stay rewritten."""
-    assert four_ranks.run(four_with_two_axes) == [(True, 0)] * 4
+    assert four_ranks.run(four_with_two_axes, 3) == [(True, 0)] * 4
+
+
+@pytest.mark.slow
+def test_ranks_of_two_axes_that_decide_alike_stay_rewritten(four_ranks):
+    """The names of their groups differ, which was taken for a difference of plans."""
+    found = four_ranks.run(four_with_two_axes, None)
+    assert all(is_alike and num_records > 0 for is_alike, num_records in found), found
+
+
+def start_anew(rank):
+    """Run a layer, make the default process group anew, run on; rank 1 recompiles there alone."""
+    torch._dynamo.reset()
+    layer = GroupedExperts(WIDTH, 24, 8, 2, dist.group.WORLD)
+    ours, before, alike = compiled(layer), len(executed_records()), []
+    for number, tokens in enumerate((4, 5, 6, 6 - 5 * rank, 4)):
+        if number == 2:
+            store = dist.PrefixStore("anew", dist.distributed_c10d._get_default_store())
+            dist.barrier()
+            dist.destroy_process_group()
+            limit = timedelta(seconds=TIMEOUT_S)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+            layer.group = dist.group.WORLD
+        torch.manual_seed(10 * number + rank)
+        x = torch.randn(tokens, WIDTH, dtype=torch.bfloat16)
+        pairs = zip(step(ours, x), step(layer, x), strict=True)
+        alike.append(all(torch.equal(a, b) for a, b in pairs))
+    return alike, len(executed_records()) - before
+
+
+def test_a_process_group_made_anew_is_agreed_in_anew(two_ranks):
+    """Calls were counted for the old one, and a rank that recompiled waited for those uncounted."""
+    for alike, num_records in two_ranks.run(start_anew):
+        assert alike == [True] * 5
+        assert num_records > 0
 
 
 def raise_on(rank, unlucky):
