@@ -38,10 +38,7 @@ class Refusal(enum.Enum):
         "its gradient would be summed in another order"
     )
     SIZE_FROM_COUNTS = "a dimension that does not hold the rows is as long as the counts say"
-    ROUNDED_BY_POSITION = (
-        "an operator that a CPU rounds by an element's position, in rows that do not fill "
-        "whole vectors"
-    )
+    ROUNDED_BY_POSITION = "a CPU rounds an operator by where an element or a row lies in memory"
     PREMISE_FALSE = "an index and the group sizes computed from the counts disagree"
     PREMISE_UNCHECKED = "an index computed from the counts could not be evaluated on samples"
     ROWS_FROM_OUTSIDE = "a tensor from outside the region is combined with rows, row by row"
@@ -51,7 +48,7 @@ class Refusal(enum.Enum):
     COMMUNICATES = "the experts communicate between dispatch and combine"
     MUTATES_OUTSIDE = "the experts write a tensor from outside the region"
     MUTATED_MEANWHILE = "counts or a tensor the region reads are written before the combine"
-    STATE_CHANGES = "grad mode or autocast changes between dispatch and combine"
+    STATE_CHANGES = "grad mode, autocast or vmap changes between dispatch and combine"
     GRADIENT_ORDER = (
         "a tensor the region reads is read by others meanwhile: its gradient would be summed in "
         "another order"

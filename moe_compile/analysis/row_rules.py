@@ -9,9 +9,12 @@ Contract
 Rounded alike, by kind of operator:
     elementwise   on a CPU where position_rounding.py says so, on CUDA always: one code for every
                   element, wide loads or not
-    within rows   reductions, softmax and norms compute each row by itself; on a CPU this is
-                  relied on with one thread, where no row is cut between threads
-    products      of rows of one expert only: a chunk has all of them, so their number is the same
+    within rows   reductions, softmax and norms compute each row by itself. On a CPU this is
+                  relied on with one thread, where no row is cut between threads, and where rows
+                  are the outermost dimension (`rounds_by_place`, repeated_elements.py). A GPU
+                  may share out a sum by the number of rows as well: not checked there
+    products      of rows of one expert only, padded at most by its own count: a chunk has all of
+                  them, so their number is the same
 """
 
 from __future__ import annotations
