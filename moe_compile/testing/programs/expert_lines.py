@@ -30,7 +30,7 @@ DECOYS: Final = {
         "wide = torch.cat([rows, rows.new_ones(rows.shape[0], rows.shape[0])], 1)",
         "rows = rows * wide.mean(1, keepdim=True)",
     ],
-    Decoy.CUMSUM: ["rows = rows + rows.cumsum(0) * 0.125"],
+    Decoy.CUMSUM: ["rows = rows + rows.detach().cumsum(0) * 0.125"],
     Decoy.FLIP: ["rows = rows + rows.flip(0)"],
     Decoy.SOFTMAX: ["rows = rows * torch.softmax(rows, 0)"],
     Decoy.POSITION: ["rows = rows * torch.arange(rows.shape[0])[:, None].to(rows.dtype)"],
@@ -39,7 +39,7 @@ DECOYS: Final = {
     Decoy.SHARED_WEIGHT: ["rows = rows * self.gain"],
     Decoy.DROPOUT: ["rows = F.dropout(rows, 0.25)"],
     Decoy.RECEIVED: ["extra.append(rows * 1.0)"],
-    Decoy.OUTER: ["rows = rows + (rows @ rows.t() @ rows) * 0.125"],
+    Decoy.OUTER: ["rows = rows + rows @ (rows.t() @ rows) * 0.125"],
 }
 
 BACKS: Final = {
