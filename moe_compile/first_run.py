@@ -99,7 +99,7 @@ def agreed_callable(
 
     def run(*arguments: Any) -> Any:
         agreement = current_agreement()
-        if agreement is not agreed.agreement:
+        if not agreed.has_met or agreement is not agreed.agreement:
             agreed.meet(agreement)
         if agreement is not None and agreement.stopped:
             agreement.check()
@@ -120,17 +120,27 @@ class _Agreed:
         compile_whole: Callable[[], Compiled] | None,
     ) -> None:
         self.current = compiled
+        self.has_met = False
         self.agreement: Agreement | None = None
         self.notes: list[tuple[Callable[[Program], None], Program]] = []
         self._programs, self._compile_whole = programs, compile_whole
 
     def meet(self, agreement: Agreement | None) -> None:
         turn = agreement.meet(self._programs) if agreement is not None else Turn()
-        if turn.is_left_whole and self._compile_whole is not None:
-            self.current, self._compile_whole = self._compile_whole(), None
-            self._programs = {g: replace(p, plan="") for g, p in self._programs.items()}
-        self.agreement = agreement
+        if agreement is not None and turn.is_left_whole:
+            self._leave_whole(agreement)
+        self._compile_whole = None  # lets go of the graph as written and of its inputs
+        self.agreement, self.has_met = agreement, True
         self.notes = [(journal.note, program) for journal, program in turn.calls]
+
+    def _leave_whole(self, agreement: Agreement) -> None:
+        if self._compile_whole is None:
+            agreement.end(
+                "ranks decided differently in a process group made anew, and what the program was "
+                "before is gone: call torch._dynamo.reset() on all ranks after making the group"
+            )
+        self.current = self._compile_whole()
+        self._programs = {g: replace(p, plan="") for g, p in self._programs.items()}
 
 
 def _guards(context: TracingContext | None) -> frozenset[str]:
