@@ -72,7 +72,11 @@ DEFECTS: Final = (
                 "        config = _as_written(config)\n"
                 "    written = AsWritten.of(gm, example_inputs) if order else None\n",
             ),
-            Change(FIRST_RUN, "        if agreement is None:\n", "        if True:\n"),
+            Change(
+                FIRST_RUN,
+                "turn = agreement.meet(self._programs) if agreement is not None else Turn()",
+                "turn = Turn()",
+            ),
         ),
     ),
     Defect(
