@@ -10,6 +10,8 @@ They meet the same elements only where blocks and shares end where rows end. On 
 is computed by the same code, whole blocks or not: nothing is refused there.
 A CPU's matrix products of four and eight bytes add up in another order where a row begins at
 another distance from a 64-byte boundary of memory: rows must lie whole multiples of 64 bytes apart.
+Its products of one matrix per row add up in another order for a single row. Sums over a dimension
+in front of the rows run over several rows at once (sums within rows: repeated_elements.py).
 A GPU's library may choose another kernel where rows do not begin on 16 bytes; that is not checked,
 since torch's grouped products ask for such rows, and other products were not measured there.
 What differs is this machine's: ranks on different CPUs may decide differently, and are found when
