@@ -17,7 +17,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from moe_compile.frame_space import with_frame_space
 from moe_compile.testing.mirrored_rank import become_mirrored
-from moe_compile.testing.rank_pool import RankPool, forget_compiled
+from moe_compile.testing.rank_pool import RankPool, collect_seldom, forget_compiled
 
 LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
 """Where files of tests take a minute: first, so that no worker has such a file left at the end."""
@@ -27,6 +27,10 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for item in items:
         item.obj = with_frame_space(item.obj)
+
+
+def pytest_collection_finish(session):
+    collect_seldom()
 
 
 class ByWhatIsShared(LoadFileScheduling):

@@ -186,6 +186,7 @@ def _serve(
     if at_start is not None:
         at_start()
     _join(rank, *meeting)
+    collect_seldom()
     pipe.send((True, None))
     while True:
         try:
@@ -213,6 +214,17 @@ def _regroup(rank: int, *meeting: Any) -> None:
         dist.destroy_process_group()
     forget_compiled()
     _join(rank, *meeting)
+
+
+def collect_seldom() -> None:
+    """Let Python's garbage collector look at new objects alone, and at them less often.
+
+    Torch's modules are 400,000 objects, which it would go through again and again while graphs are
+    traced: 6 % of the CPU time of a program of one or two layers.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 10)
 
 
 def forget_compiled() -> None:
