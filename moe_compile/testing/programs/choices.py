@@ -58,6 +58,7 @@ class Style(enum.Enum):
     ASSIGN = "loop, out[i] = y"
     DENSE = "every expert on all rows, masked by label"
     BATCHED = "padded to capacity, batched products"
+    STACKED = "padded to the longest expert, stacked, batched products"
     GROUPED = "grouped products"
     FUSED = "grouped products, gate and up in one"
 
@@ -117,6 +118,14 @@ class Detail(enum.Enum):
     NO_GRAD_TWIN = "rows pass the experts without gradient too"
     ONE_NUMBER = "experts return one number per row"
     POSITIONAL = "the received rows are written, inplace given by position"
+    LISTS = "gate and up are written by one operator on lists"
+    TIED = "gate and up have one weight, read twice"
+    LONGEST = "every expert's rows are padded to the longest"
+    EMPTY_JOIN = "pieces are joined to an empty vector"
+    OUTER_ROW = "products of each row with itself, a batch of them"
+    BESIDE = "an expert's results stand beside some of its input's columns"
+    STACKED_MEAN = "mean of two rows, stacked"
+    TRANSPOSED = "sums over the columns of transposed rows"
 
 
 class Decoy(enum.Enum):
@@ -135,6 +144,7 @@ class Decoy(enum.Enum):
     DROPOUT = "dropout inside the experts"
     RECEIVED = "received rows are returned"
     OUTER = "product of rows with all rows"
+    COUNTS_LIST = "counts of two experts change places, written by an operator on lists"
 
 
 class Reader(enum.Enum):
@@ -174,6 +184,7 @@ class Reader(enum.Enum):
     EARLY_NORM = "the same, written as the statistics of a batch norm that nobody reads"
     EARLY_DATA = "the same, given other memory by `.data`"
     EARLY_POSITIONAL = "x * n ahead of the counts' exchange, then x written, inplace by position"
+    HOST_VMAP = "x * n inside torch.vmap, between the exchanges"
     EARLY_GAMMA = "random numbers drawn by a distribution * n, ahead of the counts' exchange"
 
 
@@ -196,6 +207,15 @@ class Routing(enum.Enum):
     SCORES = "whatever scores choose"
     ONE_EXPERT = "one expert is the first choice of all"
     FIRST_RANK = "experts of rank 0 first"
+
+
+class Groups(enum.Enum):
+    """Which process groups carry the exchanges."""
+
+    WORLD = "the default group"
+    LAYERS_APART = "another group of the same ranks for every layer but the first"
+    ROWS_APART = "another group of the same ranks for rows than for counts"
+    OWN_SUM = "a sum over a group of this rank alone stands beside them"
 
 
 class Sharing(enum.Enum):

@@ -39,6 +39,11 @@ DECOYS: Final = {
     Decoy.SHARED_WEIGHT: ["rows = rows * self.gain"],
     Decoy.DROPOUT: ["rows = F.dropout(rows, 0.25)"],
     Decoy.RECEIVED: ["extra.append(rows * 1.0)"],
+    Decoy.COUNTS_LIST: [
+        "flat = flat * 1",
+        "change = flat.view(2, -1).flip(1).reshape(-1) - flat",
+        "torch._foreach_add_([torch.zeros_like(change), flat], [change, change])",
+    ],
     Decoy.OUTER: ["rows = rows + rows @ (rows.t() @ rows) * 0.125"],
 }
 

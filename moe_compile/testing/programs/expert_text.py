@@ -8,8 +8,10 @@ from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
 from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS
 from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
 
-LOOPS: Final = frozenset({Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN})
-"""Styles that loop over slices of sorted rows."""
+LOOPS: Final = frozenset(
+    {Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.STACKED}
+)
+"""Styles that cut sorted rows into slices."""
 
 LISTED: Final = LOOPS | {Style.LOOP}
 """Styles whose slices are cut by integers of the host."""
@@ -20,6 +22,8 @@ def hidden_method(layer: Experts) -> list[str]:
     body = []
     if Detail.COLUMN_CAT in layer.details:
         body += ["gate, up = torch.cat([gate, up], -1).chunk(2, -1)"]
+    if Detail.LISTS in layer.details:
+        body += ["gate, up = gate * 1.0, up * 1.0", "torch._foreach_mul_([gate, up], 0.5)"]
     body += ACTS[layer.act]
     if Detail.IN_PLACE in layer.details:
         body += ["hidden.mul_(0.5)"]
@@ -30,14 +34,16 @@ def hidden_method(layer: Experts) -> list[str]:
 
 def expert_method(layer: Experts) -> list[str]:
     """Return the method that runs one expert on `[rows, D]`; [] where experts run at once."""
-    if layer.style not in LISTED | {Style.DENSE}:
+    if layer.style not in (LISTED | {Style.DENSE}) - {Style.STACKED}:
         return []
     first, last = (" + self.b1[e]", " + self.b2[e]") if Detail.BIAS in layer.details else ("", "")
     body = [
         f"gate = x @ self.w1[e]{first}",
-        "up = x @ self.w3[e]",
+        f"up = x @ self.{_weight_of_up(layer)}[e]",
         f"y = self.hidden(gate, up) @ self.w2[e]{last}",
     ]
+    if Detail.BESIDE in layer.details:
+        body += ["y = torch.cat([y[:, :5], x[:, 5:].to(y.dtype)], 1)"]
     if Detail.DUMMY in layer.details:
         before = ["size = x.shape[0]", "x = torch.cat([x, x.new_zeros(1, x.shape[1])])"]
         body = [*before, *body, "y = y[:size]"]
@@ -56,6 +62,13 @@ def experts_method(layer: Experts) -> list[str]:
     if Detail.ROW_NORM in layer.details:
         before += ["norm = rows.float().pow(2).mean(-1, keepdim=True) + 1e-3"]
         before += ["rows = rows * torch.rsqrt(norm).to(rows.dtype)"]
+    if Detail.OUTER_ROW in layer.details:
+        before += ["outer = torch.bmm(rows[:, :, None], rows[:, None, :2])"]
+        before += ["rows = rows + outer.sum(-1) * 0.125"]
+    if Detail.STACKED_MEAN in layer.details:
+        before += ["rows = torch.stack([rows, rows * rows]).mean(0)"]
+    if Detail.TRANSPOSED in layer.details:
+        before += ["rows = rows - rows.t().contiguous().sum(0)[:, None] * 0.125"]
     body = [*before, *_style_lines(layer)]
     return ["def experts(self, rows, flat, runs, extra):", *indented(body)]
 
@@ -63,6 +76,16 @@ def experts_method(layer: Experts) -> list[str]:
 def indented(lines: list[str]) -> list[str]:
     """Return the lines one level deeper."""
     return [f"    {line}" if line else line for line in lines]
+
+
+def _weight_of_up(layer: Experts) -> str:
+    return "w1" if Detail.TIED in layer.details else "w3"
+
+
+def _joined(layer: Experts, pieces: str) -> str:
+    """Return the join of the pieces named, to an empty vector first where the layer does so."""
+    first = "rows.new_empty(0), *" if Detail.EMPTY_JOIN in layer.details else ""
+    return f"torch.cat([{first}{pieces}])" if first else f"torch.cat({pieces})"
 
 
 def _style_lines(layer: Experts) -> list[str]:
@@ -103,7 +126,7 @@ def _piece_loop(layer: Experts) -> list[str]:
         "    y = self.expert(torch.cat([parts[i] for i in mine]), e)",
         "    for i, piece in zip(mine, torch.split(y, [runs[i] for i in mine])):",
         "        done[i] = piece",
-        "return torch.cat(done)",
+        f"return {_joined(layer, 'done')}",
     ]
 
 
@@ -111,21 +134,31 @@ def _slice_loop(layer: Experts) -> list[str]:
     count = layer.local
     number = f"{count - 1} - e" if layer.order is Order.DESCENDING else "e"
     sizes = f"[runs[{number}] + runs[{count} + {number}] for e in range({count})]"
+    if layer.style is Style.STACKED:
+        return [f"sizes = {sizes}", *_stacked(layer), *BACKS[layer.back]]
+    cut, padded = [f"sizes = {sizes}"], "x"
+    if Detail.LONGEST in layer.details:
+        cut += ["longest = max(sizes)"]
+        padded = "torch.cat([x, x.new_zeros(longest - x.shape[0], x.shape[1])])"
+    cut += ["slices = torch.split(rows[perm], sizes)"]
+    call = f"self.expert({padded}, {number})" + ("" if padded == "x" else "[:x.shape[0]]")
     if layer.style is Style.SORTED_LOOP:
         return [
-            f"slices = torch.split(rows[perm], {sizes})",
-            f"out = torch.cat([self.expert(x, {number}) for e, x in enumerate(slices)])",
+            *cut,
+            f"done = [{call} for e, x in enumerate(slices)]",
+            f"out = {_joined(layer, 'done')}",
             *BACKS[layer.back],
         ]
     write = {
-        Style.INDEX_ADD: "out = out.index_add(0, i, self.expert(rows[i], {n}))",
-        Style.INDEX_COPY: "out = out.index_copy(0, i, self.expert(rows[i], {n}))",
-        Style.ASSIGN: "out[i] = self.expert(rows[i], {n})",
+        Style.INDEX_ADD: "out = out.index_add(0, i, {y})",
+        Style.INDEX_COPY: "out = out.index_copy(0, i, {y})",
+        Style.ASSIGN: "out[i] = {y}",
     }[layer.style]
     return [
+        *cut,
         "out = torch.zeros_like(rows)",
-        f"for e, i in enumerate(torch.split(perm, {sizes})):",
-        f"    {write.format(n=number)}",
+        "for e, (x, i) in enumerate(zip(slices, torch.split(perm, sizes))):",
+        f"    {write.format(y=call)}",
         "return out",
     ]
 
@@ -186,22 +219,47 @@ def _at_once(layer: Experts) -> list[str]:
         return [per, *_batched(layer, flip, bias=bias)]
     offs = "offs = torch.cumsum(per, 0, dtype=torch.int32)"
     first, last = (" + self.b1[label]", " + self.b2[label]") if bias else ("", "")
+    up = _weight_of_up(layer)
     products = [
         f"gate = torch._grouped_mm(x, self.w1{flip}, offs=offs){first}",
-        f"up = torch._grouped_mm(x, self.w3{flip}, offs=offs)",
+        f"up = torch._grouped_mm(x, self.{up}{flip}, offs=offs)",
     ]
     if layer.style is Style.FUSED:
         products = [
-            f"both = torch._grouped_mm(x, torch.cat([self.w1, self.w3], -1){flip}, offs=offs)",
+            f"both = torch._grouped_mm(x, torch.cat([self.w1, self.{up}], -1){flip}, offs=offs)",
             "gate, up = both.chunk(2, -1)",
         ]
         products += [f"gate = gate{first}"] if bias else []
     last_product = f"torch._grouped_mm(self.hidden(gate, up), self.w2{flip}, offs=offs){last}"
-    return [per, offs, "x = rows[perm]", *products, f"out = {last_product}"]
+    out = [f"out = {last_product}"]
+    if Detail.BESIDE in layer.details:
+        out += ["out = torch.cat([out[:, :5], x[:, 5:]], 1)"]
+    return [per, offs, "x = rows[perm]", *products, *out]
+
+
+def _stacked(layer: Experts) -> list[str]:
+    """Return batched products of slices of `sizes` rows, padded to the longest."""
+    flip = ".flip(0)" if layer.order is Order.DESCENDING else ""
+    return [
+        "longest = max(sizes)",
+        "slices = torch.split(rows[perm], sizes)",
+        "padded = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[0])) for x in slices])",
+        *_batch_products(layer, flip, bias=Detail.BIAS in layer.details),
+        "done = [y[:size] for y, size in zip(out, sizes)]",
+        f"out = {_joined(layer, 'done')}",
+    ]
+
+
+def _batch_products(layer: Experts, flip: str, *, bias: bool) -> list[str]:
+    first, last = (f" + self.b{i}{flip}[:, None]" if bias else "" for i in (1, 2))
+    return [
+        f"gate = torch.bmm(padded, self.w1{flip}){first}",
+        f"up = torch.bmm(padded, self.{_weight_of_up(layer)}{flip})",
+        f"out = torch.bmm(self.hidden(gate, up), self.w2{flip}){last}",
+    ]
 
 
 def _batched(layer: Experts, flip: str, *, bias: bool) -> list[str]:
-    first, last = (f" + self.b{i}{flip}[:, None]" if bias else "" for i in (1, 2))
     e = layer.local
     label = f"{e - 1} - label" if flip else "label"
     return [
@@ -209,8 +267,6 @@ def _batched(layer: Experts, flip: str, *, bias: bool) -> list[str]:
         f"place = ({label}) * CAPACITY + slot",
         f"padded = rows.new_zeros({e} * CAPACITY, rows.shape[1])",
         f"padded = padded.index_copy(0, place, rows[perm]).view({e}, CAPACITY, -1)",
-        f"gate = torch.bmm(padded, self.w1{flip}){first}",
-        f"up = torch.bmm(padded, self.w3{flip})",
-        f"out = torch.bmm(self.hidden(gate, up), self.w2{flip}){last}",
+        *_batch_products(layer, flip, bias=bias),
         f"out = out.view({e} * CAPACITY, -1)[place]",
     ]

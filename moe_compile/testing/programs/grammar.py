@@ -17,6 +17,7 @@ from moe_compile.testing.programs.choices import (
     Counts,
     Decoy,
     Detail,
+    Groups,
     Heads,
     Move,
     Order,
@@ -37,6 +38,9 @@ WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE})
 
 WITHOUT_BACK: Final = WITHOUT_ORDER | {Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN}
 """Styles that put rows back as they run."""
+
+OF_SORTED_ROWS: Final[frozenset[enum.Enum]] = frozenset({Detail.LONGEST, Decoy.COUNTS_LIST})
+"""What says nothing in a layer that sorts no rows."""
 
 SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Detail: "details",
@@ -94,6 +98,7 @@ class Program:
     tokens: tuple[tuple[int, int], ...] = ((3, 3),)
     """Tokens per step and rank."""
     routing: Routing = Routing.SCORES
+    groups: Groups = Groups.WORLD
     sharing: Sharing = Sharing.NOTHING
     backward: Backward = Backward.ONCE
     wrapping: Wrapping = Wrapping.BARE
@@ -126,7 +131,7 @@ def features(program: Program) -> frozenset[str]:
 
 def all_features() -> list[str]:
     """Return the name of every choice of the grammar, in its order."""
-    of_programs = (Heads, Routing, Sharing, Backward, Wrapping, Rewrite)
+    of_programs = (Heads, Routing, Groups, Sharing, Backward, Wrapping, Rewrite)
     kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + of_programs
     return [_feature(member) for kind in kinds for member in kind]
 
@@ -134,10 +139,10 @@ def all_features() -> list[str]:
 def with_choice(layer: Experts, choice: enum.Enum) -> Experts:
     """Return `layer` with `choice`, alone of its kind, in a style that uses it."""
     kind = type(choice)
+    if kind in (Order, Back) or choice in OF_SORTED_ROWS:
+        layer = replace(layer, style=Style.SORTED_LOOP)
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
-    if kind in (Order, Back):
-        layer = replace(layer, style=Style.SORTED_LOOP)
     return changed(layer, kind.__name__.lower(), choice)
 
 

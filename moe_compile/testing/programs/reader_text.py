@@ -152,6 +152,10 @@ FIXED: dict[Reader, Lines] = {
             "noted.append(apart)",
         ),
     ),
+    Reader.HOST_VMAP: Lines(
+        between=("times = torch.vmap(lambda row: row * n)(x)",),
+        after=("result = result + times * 0.125",),
+    ),
     Reader.EARLY_GAMMA: Lines(
         early=("noted.append(torch._standard_gamma(torch.ones(3)) * sent[0])",),
         after=("extra.append(torch.rand(2))",),

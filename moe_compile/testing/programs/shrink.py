@@ -14,6 +14,11 @@ from typing import Any, Final
 from moe_compile.testing.programs.grammar import SEVERAL, Attention, Experts, Program, changed
 from moe_compile.testing.programs.strategy import legal
 
+CHOICES: Final = (
+    "groups", "sharing", "wrapping", "rewrite", "backward", "routing", "dynamic", "chunks",
+)  # fmt: skip
+"""Fields of programs that go before anything of a layer does."""
+
 SETS: Final = tuple(SEVERAL.values())
 """Fields of layers that hold any number of choices."""
 
@@ -49,7 +54,7 @@ def _candidates(program: Program) -> Iterator[Program]:
     for i in range(len(layers)) if len(layers) > 1 else ():
         yield replace(program, layers=(*layers[:i], *layers[i + 1 :]))
     plain = Program()
-    for name in ("sharing", "wrapping", "rewrite", "backward", "routing", "dynamic", "chunks"):
+    for name in CHOICES:
         yield changed(program, name, getattr(plain, name))
     tokens = program.tokens
     for i in range(len(tokens)) if len(tokens) > 1 else ():

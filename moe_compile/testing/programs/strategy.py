@@ -23,6 +23,7 @@ from moe_compile.testing.programs.choices import (
     Counts,
     Decoy,
     Detail,
+    Groups,
     Heads,
     Move,
     Order,
@@ -35,7 +36,7 @@ from moe_compile.testing.programs.choices import (
     Tally,
     Wrapping,
 )
-from moe_compile.testing.programs.expert_text import LISTED
+from moe_compile.testing.programs.expert_text import LISTED, LOOPS
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
     GATHERING,
@@ -53,7 +54,16 @@ Choice = TypeVar("Choice", bound=enum.Enum)
 PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
 
-LOOP_DETAILS: Final = (Detail.DUMMY, Detail.NESTED_CAT) * 2
+USED_BY: Final = {
+    Detail.DUMMY: LISTED - {Style.STACKED},
+    Detail.NESTED_CAT: frozenset({Style.LOOP}),
+    Detail.LONGEST: LOOPS - {Style.STACKED},
+    Detail.EMPTY_JOIN: frozenset({Style.LOOP, Style.SORTED_LOOP, Style.STACKED}),
+    Detail.BESIDE: frozenset(Style) - {Style.BATCHED, Style.STACKED},
+}
+"""Styles that a detail says something in; every other detail does in all of them."""
+
+LOOP_DETAILS: Final = (Detail.DUMMY, Detail.NESTED_CAT, Detail.EMPTY_JOIN) * 2
 
 ALIGNED: Final = 16
 """A width whose rows begin 64 bytes apart in 4 or 8 bytes a value: in other widths of these types
@@ -73,14 +83,19 @@ WRITES: Final = frozenset(
 LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
         Tally.BINCOUNT, Move.FUNCTION, Act.FUNCTION, Act.GELU, Back.SCATTER,
-        Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.DENSE, Style.BATCHED,
+        Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.DENSE, Style.BATCHED, Style.STACKED,
         Order.MISMATCHED, Order.PLACES, Order.SEGMENTS,
         Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
-        Detail.VIEW_WRITE, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
+        Detail.VIEW_WRITE, Detail.LISTS, Detail.STACKED_MEAN, Detail.TRANSPOSED, Detail.LONGEST,
+        Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
         Reader.ROWS_TWICE, Reader.ROWS_WRITTEN,
     }
 )  # fmt: skip
 """What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""
+
+
+BY_PLACE: Final = frozenset({Detail.OUTER_ROW, Detail.BESIDE})
+"""What a CPU rounds by where rows lie in memory in 4 and 8 bytes a value, and not in 2."""
 
 
 def mostly(kind: type[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
@@ -93,11 +108,12 @@ def _mostly(members: Sequence[Choice], plain_of: int = 2) -> st.SearchStrategy[C
 
 
 @st.composite
-def experts(draw: st.DrawFn, *, grouped: bool, whole: bool = False) -> Experts:
+def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) -> Experts:
     """Draw an MoE layer; `grouped` allows grouped products, `whole` what leaves it whole."""
+    kept = LEAVES_WHOLE if dtype == "bfloat16" else LEAVES_WHOLE | BY_PLACE
 
     def among(kind: Iterable[Choice]) -> list[Choice]:
-        return [member for member in kind if whole or member not in LEAVES_WHOLE]
+        return [member for member in kind if whole or member not in kept]
 
     local = draw(st.sampled_from([*[2] * 6, 3, 4, *([1] if whole else [])]))
     styles = [*among(Style), Style.LOOP, Style.SORTED_LOOP, *PRODUCTS]
@@ -107,6 +123,7 @@ def experts(draw: st.DrawFn, *, grouped: bool, whole: bool = False) -> Experts:
     listed = style in LISTED
     splits = draw(mostly(Splits))
     details = among(Detail)
+    details += [member for member in details if member in BY_PLACE]  # else drawn seldom
     return Experts(
         local=local,
         top_k=draw(st.sampled_from([1, 2, 2])),
@@ -118,7 +135,7 @@ def experts(draw: st.DrawFn, *, grouped: bool, whole: bool = False) -> Experts:
         order=order,
         back=draw(st.sampled_from(among(Back))),
         act=draw(st.sampled_from(among(Act))),
-        details=draw(_few([*details, *LOOP_DETAILS] if style in LISTED else details, 2)),
+        details=draw(_few([*details, *LOOP_DETAILS] if style in LISTED else details, 3)),
         readers=draw(_readers(among(Reader))),
         late=draw(st.booleans()),
     )
@@ -132,7 +149,7 @@ def programs(draw: st.DrawFn) -> Program:
     width = draw(st.sampled_from([16, 16, 24, 17, 8, *aligned]))
     hidden = draw(st.sampled_from([32, 16, 32, 8, 20, *aligned]))
     grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
-    layers = draw(_layers(grouped=grouped))
+    layers = draw(_layers(dtype=dtype, grouped=grouped))
     even = any(isinstance(layer, Attention) for layer in layers)
     program = Program(
         layers=layers,
@@ -141,6 +158,7 @@ def programs(draw: st.DrawFn) -> Program:
         dtype=dtype,
         tokens=draw(_tokens(even=even)),
         routing=draw(mostly(Routing)),
+        groups=draw(st.sampled_from([Groups.WORLD] * 12 + list(Groups))),
         sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
         backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
         wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
@@ -159,7 +177,7 @@ REWRITES_DRAWN: Final = (
 )  # fmt: skip
 """Those that only some programs allow more often: others are chunked."""
 
-BESIDE: Final = ("nothing",) * 8 + ("whole",) * 12 + ("decoy",) * 8 + ("heads",) * 7 + ("alone",)
+BESIDE: Final = ("nothing",) * 8 + ("whole",) * 16 + ("decoy",) * 9 + ("heads",) * 7 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
 READERS_OF_ONE_LAYER: Final = (
@@ -172,11 +190,11 @@ gradients of three terms leave whole must have nothing else that does, or a faul
 
 
 @st.composite
-def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...]:
+def _layers(draw: st.DrawFn, *, dtype: str, grouped: bool) -> tuple[Experts | Attention, ...]:
     beside = draw(st.sampled_from(BESIDE))
     if beside == "alone":
-        return (draw(experts(grouped=grouped, whole=True)),)
-    first = draw(experts(grouped=grouped))
+        return (draw(experts(dtype=dtype, grouped=grouped, whole=True)),)
+    first = draw(experts(dtype=dtype, grouped=grouped))
     if beside == "nothing":
         first = replace(first, readers=first.readers | draw(st.sampled_from(READERS_OF_ONE_LAYER)))
     layers: list[Experts | Attention] = [first]
@@ -184,11 +202,12 @@ def _layers(draw: st.DrawFn, *, grouped: bool) -> tuple[Experts | Attention, ...
         layers.append(draw(_left_whole()))
     elif beside == "decoy":
         # one, or several: these occur more often, but hide a fault with one of them
-        least, most = draw(st.sampled_from([(1, 1), (3, 5), (3, 5)]))
+        least, most = draw(st.sampled_from([(1, 1), (4, 7), (4, 7)]))
         decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=least, max_size=most))
-        layers.append(Experts(top_k=draw(st.sampled_from([1, 2])), decoys=decoys))
+        style = draw(st.sampled_from([Style.LOOP, Style.SORTED_LOOP]))
+        layers.append(Experts(top_k=draw(st.sampled_from([1, 2])), style=style, decoys=decoys))
     elif beside == "heads":
-        several = st.lists(st.sampled_from(Heads), min_size=1, max_size=3, unique=True)
+        several = st.lists(st.sampled_from(Heads), min_size=1, max_size=4, unique=True)
         heads = draw(several)
         layers += [Attention(heads=h) for h in heads]
     return tuple(reversed(layers) if draw(st.booleans()) else layers)
@@ -202,9 +221,11 @@ def _left_whole(draw: st.DrawFn) -> Experts:
         return with_choice(Experts(top_k=2), draw(st.sampled_from(kept)))
 
     def one(plain: Choice) -> Choice:
-        return draw(st.sampled_from([plain, plain, *_whole(type(plain)) * 3]))
+        return draw(st.sampled_from([plain, *_whole(type(plain)) * 3]))
 
+    details = draw(_few(_whole(Detail), 5))
     style, order = one(Style.SORTED_LOOP), one(Order.ARGSORT)
+    style = Style.SORTED_LOOP if Detail.LONGEST in details else style
     clash = style is Style.BATCHED and order is Order.MISMATCHED
     return Experts(
         tally=one(Tally.COMPARE),
@@ -213,8 +234,8 @@ def _left_whole(draw: st.DrawFn) -> Experts:
         order=Order.PLACES if clash else order,
         back=one(Back.INDEX_COPY),
         act=one(Act.RELU),
-        details=draw(_few(_whole(Detail), 4)),
-        readers=draw(_few(_whole(Reader), 3)),
+        details=details,
+        readers=draw(_few(_whole(Reader), 4)),
     )
 
 
@@ -250,10 +271,9 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
     details = set(layer.details)
     if Detail.CHECKPOINT in details:
         details -= {Detail.IN_PLACE_ROWS}
-    if Detail.DUMMY in details and layer.style not in LISTED:
-        details -= {Detail.DUMMY}
-    if Detail.NESTED_CAT in details and layer.style is not Style.LOOP:
-        details -= {Detail.NESTED_CAT}
+    details = {d for d in details if layer.style in USED_BY.get(d, Style)}
+    if Detail.NESTED_CAT in details:
+        details -= {Detail.EMPTY_JOIN}
     if Detail.ONE_NUMBER in details:
         banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
     if layer.style in WITHOUT_ORDER:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from moe_compile.testing.programs.choices import (
     Backward,
+    Groups,
     Heads,
     Rewrite,
     Routing,
@@ -46,5 +47,5 @@ def _all() -> Iterator[Program]:
         yield from (replace(plain, layers=(with_choice(layer, c),)) for c in kind)
     for heads in Heads:
         yield replace(plain, layers=(Attention(heads=heads),), tokens=((4, 4),))
-    for kind in (Routing, Sharing, Backward, Wrapping, Rewrite):
+    for kind in (Routing, Groups, Sharing, Backward, Wrapping, Rewrite):
         yield from (changed(plain, kind.__name__.lower(), choice) for choice in kind)

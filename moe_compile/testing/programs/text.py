@@ -12,6 +12,7 @@ from typing import Any, Final
 from moe_compile.testing.programs.attention_text import attention_class
 from moe_compile.testing.programs.choices import (
     Backward,
+    Groups,
     Heads,
     Reader,
     Rewrite,
@@ -36,6 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
+    all_reduce,
     all_to_all_single,
     all_to_all_single_autograd,
 )
@@ -140,14 +142,17 @@ def source_of(program: Program) -> str:
     layers = list(program.layers)
     if any(isinstance(layer, Experts) for layer in layers):
         blocks.append(f"def favour(experts):\n    {FAVOUR[program.routing]}\n")
-    written = "\n\n\n".join("\n".join(_layer(layer, i)) for i, layer in enumerate(layers)) + "\n"
+    written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
     if program.rewrite is Rewrite.FP8:
         written = written.replace("(routed, got, sent", "(rounded(routed), got, sent")
     for name, block in (
         ("exchange(", EXCHANGE), ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
     ):  # fmt: skip
         blocks += [block] if name in written else []
-    blocks += [written, "\n".join(_model(program)) + "\n", MAIN]
+    model = "\n".join(_model(program)) + "\n"
+    if needed := [name for name in ("own_group", "second_group") if f"{name}()" in written + model]:
+        blocks.insert(1, f"from moe_compile.testing.programs.groups import {', '.join(needed)}\n")
+    blocks += [written, model, MAIN]
     return "\n\n".join(blocks)
 
 
@@ -185,22 +190,36 @@ def _settings(program: Program) -> str:
 def _is_mirrored(program: Program) -> bool:
     """Whether one process can stand for both ranks: they have as many tokens in every step.
 
-    Gathered tokens are those of all ranks, of which a rank takes its own rows.
+    Gathered tokens are those of all ranks, of which a rank takes its own rows. Another group is
+    made by both ranks.
     """
-    return program.rewrite not in GATHERING and all(
-        first == second for first, second in program.tokens
-    )
+    if program.rewrite in GATHERING or program.groups is not Groups.WORLD:
+        return False
+    return all(first == second for first, second in program.tokens)
 
 
-def _layer(layer: Experts | Attention, number: int) -> list[str]:
+def _in_groups(program: Program, number: int) -> str:
+    """Return the class of a layer, its exchanges over the groups that the program names."""
+    layer = program.layers[number]
     write = layer_class if isinstance(layer, Experts) else attention_class
-    return write(layer, number)  # type: ignore[arg-type]
+    text = "\n".join(write(layer, number))  # type: ignore[arg-type]
+    if program.groups is Groups.LAYERS_APART and (number or len(program.layers) == 1):
+        return text.replace("dist.group.WORLD", "second_group()")
+    if program.groups is Groups.ROWS_APART:
+        made = "self.group, self.rank"
+        text = text.replace(made, f"self.rows_group = second_group()\n        {made}")
+        for splits in ("got, sent", "sent, got"):
+            text = text.replace(f"{splits}, self.group)", f"{splits}, self.rows_group)")
+    return text
 
 
 def _model(program: Program) -> list[str]:
     made = [f"self.layer{i} = Layer{i}()" for i in range(len(program.layers))]
-    constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
     calls: list[str] = []
+    if program.groups is Groups.OWN_SUM:
+        made += ["self.own = own_group()"]
+        calls += ['extra.append(wait_tensor(all_reduce(x.detach() * 1.0, "sum", self.own)))']
+    constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
     for i, layer in enumerate(program.layers):
         calls += _call(program, i, layer)
     if program.sharing is Sharing.WEIGHTS:
