@@ -22,7 +22,7 @@ def moe(**changes):
 DEEPSEEK = {"dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
 QWEN = {"dim": 64, "hidden_dim": 64, "moe_inter_dim": 32}
 TINY = {
-    "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe()),
+    "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe(), n_layers=2),
     "qwen3": debug_qwen3(**QWEN, n_layers=2),
     "llama4": debug_llama4(dim=64),
 }
