@@ -91,7 +91,7 @@ def second_layers_differ(rank):
         for ours, layer in zip(both, layers, strict=True):
             pairs = zip(step(ours, x), step(layer, x), strict=True)
             alike.append(all(torch.equal(a, b) for a, b in pairs))
-            time.sleep(3 * (rank == (number + 1) % 2))  # the other rank comes first
+            time.sleep(1.5 * (rank == (number + 1) % 2))  # the other rank comes first
     return alike, len(executed_records()) - before
 
 

@@ -75,7 +75,7 @@ def one_layer(rank, options):
     return ours, [g.chunk(group.size())[rank] for g in every], ran
 
 
-@pytest.mark.parametrize("codegen", ["fx", "inductor"])
+@pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_without_regions_gets_the_pass(two_ranks, codegen):
     for ours, parts, ran in two_ranks.run(one_layer, {**WIRE, "megamoe.codegen": codegen}):
         check_rounded_once(ours, parts)

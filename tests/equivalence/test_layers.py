@@ -89,7 +89,8 @@ def test_every_style_on_two_ranks_equals_eager(two_ranks, style):
     check(two_ranks, one_case(style, *tokens), style)
 
 
-@pytest.mark.parametrize("style", slow_but((GroupedExperts,), CHOSEN))
+@pytest.mark.slow
+@pytest.mark.parametrize("style", CHOSEN)
 def test_layers_on_four_ranks_equal_eager(four_ranks, style):
     check(four_ranks, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 

@@ -70,6 +70,7 @@ def test_a_layer_with_readers_outside_its_region_is_chunked_and_equals_eager(nam
     assert judgement.verdicts == ("chunked",)
 
 
+@pytest.mark.slow
 def test_chunks_of_tokens_are_off_by_roundings_alone():
     program = Program(layers=(layer(Reader.RETURNED, top_k=2, local=3),), dtype="float64")
     text = source_of(program).replace("OPTIONS = {", 'OPTIONS = {"megamoe.chunk_by": "tokens", ')
