@@ -186,7 +186,7 @@ def _order_lines(layer: Experts) -> list[str]:
         Order.UNSTABLE: "torch.argsort(ids)",
         Order.DESCENDING: "torch.argsort(ids, descending=True, stable=True)",
         Order.MISMATCHED: "torch.argsort(ids, descending=True, stable=True)",
-        Order.KEY: "torch.argsort(ids * 1024 + torch.arange(rows.shape[0]))",
+        Order.KEY: "torch.argsort(ids * rows.shape[0] + torch.arange(rows.shape[0]))",
     }.get(layer.order, "torch.argsort(ids, stable=True)")
     return [*labels, f"perm = {perm}", "label = ids[perm]"]
 

@@ -173,11 +173,11 @@ def programs(draw: st.DrawFn) -> Program:
 ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
 REWRITES_DRAWN: Final = (
-    *[*Rewrite] * 2, *[Rewrite.FP8] * 10, *[Rewrite.TOKENS] * 12, Rewrite.GATHERED, Rewrite.PADDED,
+    *[*Rewrite] * 3, *[Rewrite.FP8] * 14, *[Rewrite.TOKENS] * 16, Rewrite.GATHERED, Rewrite.PADDED,
 )  # fmt: skip
 """Those that only some programs allow more often: others are chunked."""
 
-BESIDE: Final = ("nothing",) * 8 + ("whole",) * 16 + ("decoy",) * 9 + ("heads",) * 7 + ("alone",)
+BESIDE: Final = ("nothing",) * 8 + ("whole",) * 20 + ("decoy",) * 9 + ("heads",) * 7 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
 READERS_OF_ONE_LAYER: Final = (
