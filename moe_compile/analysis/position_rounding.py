@@ -68,11 +68,16 @@ NUM_GRADIENTS: Final = 128
 """Gradients tried with each value: every mantissa of bfloat16, 7 bits."""
 
 
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is computed where place is taken for no reason to round otherwise."""
+    return tensor.device.type == "cuda"
+
+
 def check_rounding(call: Call) -> None:
     """Raise Unproven where the number of rows may change a bit of an elementwise operator."""
     out = call.outputs[0]
     floats = [t for t in (*call.inputs, out) if t.dtype.is_floating_point or t.dtype.is_complex]
-    if out.device.type == "cuda" or not floats or not _by_position(call, floats):
+    if on_cuda(out) or not floats or not _by_position(call, floats):
         return
     if any(t.dtype.is_complex for t in floats):
         raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} of complex numbers")
@@ -94,13 +99,13 @@ def rounds_by_place(tensor: torch.Tensor, row_dim: int) -> bool:
     ATen/native/cpu/SumKernel.cpp).
     """
     number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return number and tensor.device.type != "cuda" and any(s != 1 for s in tensor.shape[:row_dim])
+    return number and not on_cuda(tensor) and any(s != 1 for s in tensor.shape[:row_dim])
 
 
 def check_rounding_within(call: Call) -> None:
     """Raise Unproven where a CPU computes the only row of a tensor by other code than several."""
     out = call.outputs[0]
-    if call.name in ALONE_OTHERWISE and out.device.type != "cuda" and out.element_size() > 2:
+    if call.name in ALONE_OTHERWISE and not on_cuda(out) and out.element_size() > 2:
         raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
 
 
@@ -111,7 +116,7 @@ def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None
     `check_parts_rounding`.
     """
     out = call.outputs[0]
-    if out.device.type == "cuda" or out.element_size() <= 2:
+    if on_cuda(out) or out.element_size() <= 2:
         return
     for tensor, dim in ((rows, row_dim), (out, row_dim)):
         distance = tensor.stride()[dim]
@@ -130,7 +135,7 @@ def check_batch_rounding(call: Call) -> None:
     each by where it begins.
     """
     out = call.outputs[0]
-    if out.device.type != "cuda" and out.element_size() > 2:
+    if not on_cuda(out) and out.element_size() > 2:
         raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}, row by row")
 
 
@@ -141,7 +146,7 @@ def check_parts_rounding(call: Call, row_dim: int, part_dim: int, starts: Sequen
     boundaries of memory. `starts` are the places of the parts along dimension `part_dim`.
     """
     out = call.outputs[0]
-    if out.device.type == "cuda" or not out.dtype.is_floating_point or out.element_size() <= 2:
+    if on_cuda(out) or not out.dtype.is_floating_point or out.element_size() <= 2:
         return
     distances = (out.stride()[row_dim], *(start * out.stride()[part_dim] for start in starts))
     if any(distance * out.element_size() % ALIGNED_BYTES for distance in distances):

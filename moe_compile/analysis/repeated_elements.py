@@ -21,6 +21,7 @@ from typing import Final
 import torch
 
 from moe_compile.analysis.operator_call import SAME_VALUES, Call
+from moe_compile.analysis.position_rounding import on_cuda
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Rows, Unproven, Value
 
@@ -50,7 +51,7 @@ class Repeated:
     def follow(self, call: Call, results: Sequence[Value]) -> None:
         """Note what `call` makes of what it reads; raise Unproven where it sums such rows."""
         marked = self.values | self.gradients
-        if call.name in SUMS and any(id(t) in marked and _on_cpu(t) for t in call.inputs):
+        if call.name in SUMS and any(id(t) in marked and _rounds(t) for t in call.inputs):
             detail = f"{call.name} of rows in which one number stands several times"
             raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
         for tensor, result in zip(call.outputs, results, strict=True):
@@ -62,8 +63,8 @@ class Repeated:
                     self.gradients.add(id(tensor))
 
 
-def _on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cuda" and tensor.dtype.is_floating_point
+def _rounds(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and not on_cuda(tensor)
 
 
 def _values(call: Call, whole: int, known: set[int]) -> bool:

@@ -128,12 +128,12 @@ DEFECTS: Final = (
         (
             Change(
                 ROUNDING,
-                'if out.device.type == "cuda" or not floats or not _by_position(call, floats):',
+                "if on_cuda(out) or not floats or not _by_position(call, floats):",
                 "if True:",
             ),
             Change(
                 ROUNDING,
-                'if out.device.type == "cuda" or out.element_size() <= 2:\n        return\n    for',
+                "if on_cuda(out) or out.element_size() <= 2:\n        return\n    for",
                 "if True:\n        return\n    for",
             ),
         ),
