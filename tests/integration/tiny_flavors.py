@@ -31,7 +31,7 @@ for name, flavor in TINY.items():
 # torch finds a pipeline stage's shapes by running it on uninitialised memory, and the router counts
 # these tokens too: with load balancing, no two pipeline runs of torchtitan are alike
 get_train_spec("deepseek_v3").model_args["tiny_pipeline"] = debug_deepseek_v3(
-    **DEEPSEEK, n_layers=6, moe_args=moe(load_balance_coeff=None)
+    **DEEPSEEK, n_layers=4, moe_args=moe(load_balance_coeff=None)
 )
 get_train_spec("qwen3").model_args["tiny_pipeline"] = debug_qwen3(
     **QWEN, n_layers=4, moe_args=moe(num_shared_experts=0, load_balance_coeff=None)
