@@ -69,7 +69,7 @@ NUM_GRADIENTS: Final = 128
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is computed where place is taken for no reason to round otherwise."""
+    """Whether `tensor` lies where bits are taken not to depend on an element's place in memory."""
     return tensor.device.type == "cuda"
 
 
