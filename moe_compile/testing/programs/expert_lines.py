@@ -1,4 +1,4 @@
-"""Lines of Python for activations, decoys and ways back of a generated layer.
+"""Lines of Python for activations, decoys, row details and ways back of a generated layer.
 
 Names the lines may use: rows `[R, D]` received, flat (received counts), gate and up `[R, H]`,
 perm `[R]` and out `[R, D]` sorted by it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.testing.programs.choices import Act, Back, Decoy
+from moe_compile.testing.programs.choices import Act, Back, Decoy, Detail
 
 ACTS: Final = {
     Act.RELU: ["hidden = F.relu(gate) * up"],
@@ -46,6 +46,27 @@ DECOYS: Final = {
     ],
     Decoy.OUTER: ["rows = rows + rows @ (rows.t() @ rows) * 0.125"],
 }
+
+ROWS: Final = {
+    Detail.IN_PLACE_ROWS: ["rows.mul_(0.5)"],
+    Detail.POSITIONAL: ["rows = rows * 1.0", "F.leaky_relu(rows, 0.5, True)"],
+    Detail.NO_GRAD_TWIN: [
+        "with torch.no_grad():",
+        "    twin = rows * 0.5",
+        "rows = rows + twin",
+    ],
+    Detail.ROW_NORM: [
+        "norm = rows.float().pow(2).mean(-1, keepdim=True) + 1e-3",
+        "rows = rows * torch.rsqrt(norm).to(rows.dtype)",
+    ],
+    Detail.OUTER_ROW: [
+        "outer = torch.bmm(rows[:, :, None], rows[:, None, :2])",
+        "rows = rows + outer.sum(-1) * 0.125",
+    ],
+    Detail.STACKED_MEAN: ["rows = torch.stack([rows, rows * rows]).mean(0)"],
+    Detail.TRANSPOSED: ["rows = rows - rows.t().contiguous().sum(0)[:, None] * 0.125"],
+}
+"""What happens to received rows, each by itself, ahead of the experts."""
 
 BACKS: Final = {
     Back.INDEX_COPY: ["return torch.zeros_like(out).index_copy(0, perm, out)"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
-from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS
+from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS, ROWS
 from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
 
 LOOPS: Final = frozenset(
@@ -53,22 +53,7 @@ def expert_method(layer: Experts) -> list[str]:
 def experts_method(layer: Experts) -> list[str]:
     """Return the method from received rows, rank by rank, to rows in the same order."""
     before = [line for decoy in Decoy if decoy in layer.decoys for line in DECOYS[decoy]]
-    if Detail.IN_PLACE_ROWS in layer.details:
-        before += ["rows.mul_(0.5)"]
-    if Detail.POSITIONAL in layer.details:
-        before += ["rows = rows * 1.0", "F.leaky_relu(rows, 0.5, True)"]
-    if Detail.NO_GRAD_TWIN in layer.details:
-        before += ["with torch.no_grad():", "    twin = rows * 0.5", "rows = rows + twin"]
-    if Detail.ROW_NORM in layer.details:
-        before += ["norm = rows.float().pow(2).mean(-1, keepdim=True) + 1e-3"]
-        before += ["rows = rows * torch.rsqrt(norm).to(rows.dtype)"]
-    if Detail.OUTER_ROW in layer.details:
-        before += ["outer = torch.bmm(rows[:, :, None], rows[:, None, :2])"]
-        before += ["rows = rows + outer.sum(-1) * 0.125"]
-    if Detail.STACKED_MEAN in layer.details:
-        before += ["rows = torch.stack([rows, rows * rows]).mean(0)"]
-    if Detail.TRANSPOSED in layer.details:
-        before += ["rows = rows - rows.t().contiguous().sum(0)[:, None] * 0.125"]
+    before += [line for detail in ROWS if detail in layer.details for line in ROWS[detail]]
     body = [*before, *_style_lines(layer)]
     return ["def experts(self, rows, flat, runs, extra):", *indented(body)]
 
