@@ -20,11 +20,16 @@ from moe_compile.testing.mirrored_rank import become_mirrored
 from moe_compile.testing.rank_pool import RankPool, collect_seldom, forget_compiled
 
 LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
-"""Where files of tests take a minute: first, so that no worker has such a file left at the end."""
+"""What takes longest first, so that no worker has much of it left when the other is done."""
+
+
+def place(item):
+    folders = [item.nodeid.startswith(folder) for folder in LONGEST]
+    return folders.index(True) if any(folders) else len(LONGEST)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    items.sort(key=place)
     for item in items:
         item.obj = with_frame_space(item.obj)
 

@@ -71,8 +71,8 @@ def test_first_and_last_rank_of_eight_in_processes_of_other_hash_seeds_decide_al
 
 
 @pytest.mark.slow
-def test_all_ranks_of_sixty_four_in_processes_of_other_hash_seeds_decide_alike():
-    """Eight ranks, of every eighth number, in each of eight processes with a seed of its own."""
-    hashes, decided = decisions([range(first, 64, 8) for first in range(8)], 64)
+def test_ranks_of_eight_nodes_in_processes_of_other_hash_seeds_decide_alike():
+    """One rank of each node, and of each place in a node, in eight processes of other seeds."""
+    hashes, decided = decisions([(8 * node, 8 * node + node) for node in range(8)], 64)
     assert len(hashes) == 8
     check(decided)
