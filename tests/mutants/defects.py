@@ -47,6 +47,15 @@ EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_r
 PROOF: Final = "moe_compile/analysis/row_proof.py"
 ROUNDING: Final = "moe_compile/analysis/position_rounding.py"
 FIRST_RUN: Final = "moe_compile/first_run.py"
+SPLIT: Final = """    for gemm in sliceable:
+        parts = emit.call(torch.split, gemm.args[1], [len(b) for b in bounds])
+"""
+SPLIT_ONCE: Final = """    for gemm in sliceable:
+        if same := [other for other in pieces if other.args[1] is gemm.args[1]]:
+            pieces[gemm] = pieces[same[0]]
+            continue
+        parts = emit.call(torch.split, gemm.args[1], [len(b) for b in bounds])
+"""
 
 DEFECTS: Final = (
     Defect(
@@ -151,6 +160,39 @@ DEFECTS: Final = (
                 "    for one, new in emitted:\n",
                 "new = emit_chunks(*what, by_tokens=by_tokens)\n",
             ),
+        ),
+    ),
+    Defect(
+        "of a list, the first tensor alone is taken to be written",
+        (
+            Change(
+                PROOF,
+                "in written_tensors(step.func, step.args, step.kwargs):",
+                "in written_tensors(step.func, step.args, step.kwargs)[:1]:",
+            ),
+        ),
+    ),
+    Defect(
+        "a weight that two products read is split once",
+        (Change("passes/replay/masked_replay.py", SPLIT, SPLIT_ONCE),),
+    ),
+    Defect(
+        "an empty vector may be all that a concatenation is left",
+        (
+            Change(
+                "moe_compile/analysis/view_rules.py",
+                "len({(t.dtype, t.dim()) for t, _ in parts}) == 1",
+                "len({t.dtype for t, _ in parts}) == 1",
+            ),
+        ),
+    ),
+    Defect(
+        "sums over several rows at once are taken to round alike for any number of rows",
+        (
+            Change(
+                ROUNDING, "return number and not on_cuda(tensor) and any(", "return False and any("
+            ),
+            Change("moe_compile/analysis/repeated_elements.py", "id(t) in marked and", "False and"),
         ),
     ),
 )
