@@ -9,10 +9,10 @@ Contract
     Leaving the context ends every process it started, and no other.
     Pools of several programs may start at once: the system chooses a pool's port while it is bound.
 
-Importing what a compilation needs takes a process seconds, so one process imports it once, and
-every rank is a copy of that one; a rank has the environment that its pool's owner had when the
-rank started. With an accelerator each rank imports for itself: a copy of a process that has looked
-for devices cannot use them.
+What a first compilation needs takes a process seconds, so one process does it once
+(`warm_start.py`), and every rank is a copy of that one; a rank has the environment that its pool's
+owner had when the rank started. With an accelerator each rank does it for itself: a copy of a
+process that has looked for devices cannot use them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final
 
@@ -38,8 +40,7 @@ from moe_compile.frame_space import with_frame_space
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
-IMPORTED_ONCE: Final = ("torch._dynamo.backends.common", "torch._inductor.compile_fx")
-"""Of torch alone: Python 3.11 gives the process that is copied no `sys.path` to find others by."""
+IMPORTED_ONCE: Final = ("torch._inductor.compile_fx", "moe_compile.testing.warm_start")
 
 
 def meeting_point() -> dist.TCPStore:
@@ -113,7 +114,8 @@ class RankPool:
 
     def _start(self) -> None:
         context: Any = mp.get_context(_start_method())
-        context.set_forkserver_preload(list(IMPORTED_ONCE))
+        if context.get_start_method() == "forkserver":
+            _prepare_copies(context)
         self._store = meeting_point()
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
@@ -156,6 +158,22 @@ class RankPool:
 def _start_method() -> str:
     copies = "forkserver" in mp.get_all_start_methods() and not torch.accelerator.is_available()
     return "forkserver" if copies else "spawn"
+
+
+def _prepare_copies(context: Any) -> None:
+    """Start the process that ranks are copies of, unless it runs.
+
+    It finds modules where this one does: Python 3.11 leaves it to look for itself.
+    """
+    context.set_forkserver_preload(list(IMPORTED_ONCE))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _failures(results: dict[int, Any]) -> str:

@@ -20,6 +20,7 @@ ONE_SHARD = [
 FLAG = ["--megamoe.gradient_wire", "bf16_fp32_sum"]
 
 
+@pytest.mark.slow
 def test_losses_are_close_to_those_of_float32_gradients(plain_job, two_ranks, tmp_path):
     plain = plain_job.ranks
     assert plain_job.num_rounded == [0, 0]
