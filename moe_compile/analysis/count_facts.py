@@ -23,7 +23,8 @@ from moe_compile.analysis.row_domain import Order, Segment, Selected, Unproven, 
 class Premise:
     """Of what an index not followed chose, `length` rows from `start` on are those of `expert`.
 
-    Each row of the expert once, padding aside; for no expert: of all rows.
+    Each row of the expert once, in the order received, and padding behind them; for no expert:
+    each of all rows once, in any order and with padding anywhere.
     """
 
     rows: Selected

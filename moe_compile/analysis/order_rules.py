@@ -1,13 +1,12 @@
 """Sorts of labels and spreads of counts: where the orders of rows come from.
 
 Contract
-    A stable sort of labels orders runs of rows exactly. An unstable one leaves the rows of one
-    label in an order of their own, equal to no other.
+    A stable sort of labels orders runs of rows exactly. One that is not stable is refused: in which
+    order it leaves the rows of one expert may depend on how many rows others have, and so then do
+    the roundings of sums over them, which gradients of weights are.
 """
 
 from __future__ import annotations
-
-import itertools
 
 from moe_compile.analysis.operator_call import Call
 from moe_compile.analysis.regions import Refusal
@@ -21,7 +20,6 @@ from moe_compile.analysis.row_domain import (
     Segment,
     Unproven,
     Value,
-    length,
 )
 
 
@@ -31,8 +29,11 @@ def sort(call: Call) -> list[Value]:
     if isinstance(key, Rows):
         raise Unproven(Refusal.ROWS_MIXED, call.name)
     descending = bool(call.argument("descending", False))
+    stable = call.argument("stable", False) or _are_distinct(key)
+    if not stable and call.is_sized_by_counts():
+        raise Unproven(Refusal.UNSTABLE_SORT, call.name)
     if isinstance(key, Labels):
-        return list(_sort_labels(key, bool(call.argument("stable", False)), descending))
+        return list(_sort_labels(key, descending))
     if isinstance(key, Permutation) and not descending:
         return [Opaque(is_arange=True), Permutation(key.target, key.source)]
     if call.inputs[0].dim() != 1:
@@ -44,25 +45,19 @@ def sort(call: Call) -> list[Value]:
     return [Opaque(reads_outside=tainted), order]
 
 
-def _sort_labels(key: Labels, stable: bool, descending: bool) -> tuple[Labels, Permutation]:
-    pairs = list(zip(key.values, key.order, strict=True))
-    pairs.sort(key=lambda pair: pair[0], reverse=descending)
-    if not stable:
-        pairs = _shuffled(pairs)
+def _are_distinct(key: Value) -> bool:
+    """Whether no two elements are equal."""
+    if isinstance(key, Opaque):
+        return key.is_permutation or key.is_arange
+    return isinstance(key, Permutation)
+
+
+def _sort_labels(key: Labels, descending: bool) -> tuple[Labels, Permutation]:
+    pairs = sorted(
+        zip(key.values, key.order, strict=True), key=lambda pair: pair[0], reverse=descending
+    )
     target = tuple(segment for _, segment in pairs)
     return Labels(target, tuple(label for label, _ in pairs)), Permutation(key.order, target)
-
-
-def _shuffled(pairs: list[tuple[int, Segment]]) -> list[tuple[int, Segment]]:
-    """Return one segment per label: an unstable sort leaves their order among each other open."""
-    found = []
-    this_sort = Opaque()
-    for label, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        segments = tuple(segment for _, segment in group)
-        experts = {segment.expert for segment in segments}
-        expert = experts.pop() if len(experts) == 1 else None
-        found.append((label, Segment((this_sort, label), length(segments), expert)))
-    return found
 
 
 def repeat_interleave(call: Call) -> Value | None:

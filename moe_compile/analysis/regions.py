@@ -39,6 +39,9 @@ class Refusal(enum.Enum):
     )
     SIZE_FROM_COUNTS = "a dimension that does not hold the rows is as long as the counts say"
     ROUNDED_BY_POSITION = "a CPU rounds an operator by where an element or a row lies in memory"
+    UNSTABLE_SORT = (
+        "a sort that is not stable leaves the order of one expert's rows open: write stable=True"
+    )
     PREMISE_FALSE = "an index and the group sizes computed from the counts disagree"
     PREMISE_UNCHECKED = "an index computed from the counts could not be evaluated on samples"
     ROWS_FROM_OUTSIDE = "a tensor from outside the region is combined with rows, row by row"

@@ -5,8 +5,7 @@ Contract
     Segments stay whole: an order is never cut inside rows that must stay together.
 
 A received row belongs to one run: the rows one rank sent for one expert. An order is a tuple of
-segments: runs, runs shuffled together by an unstable sort, padding, or part of what an index
-computed from the counts selected.
+segments: runs, padding, or part of what an index computed from the counts selected.
 """
 
 from __future__ import annotations

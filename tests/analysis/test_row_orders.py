@@ -196,7 +196,7 @@ REFUSED = {
         Refusal.ROWS_FROM_OUTSIDE,
     ),
     "last row": (lambda m, x, c: x - x[-1], Refusal.ROWS_MIXED),
-    "runs after an unstable sort": (unstable_runs, Refusal.ROWS_MIXED),
+    "runs after an unstable sort": (unstable_runs, Refusal.UNSTABLE_SORT),
     "rows behind the last group": (behind_the_last_group, Refusal.ROWS_MIXED),
     "counts written through a view": (counts_overwritten, Refusal.UNKNOWN_OPERATOR),
     "counts turned in place": (counts_turned, Refusal.UNKNOWN_OPERATOR),
