@@ -21,16 +21,15 @@ from moe_compile.analysis.row_domain import Order, Segment, Selected, Unproven, 
 
 @dataclass(frozen=True, slots=True)
 class Premise:
-    """Of what an index not followed chose, `length` rows from `start` on are those of `expert`.
+    """Of what an index not followed chose, `length` rows from `start` on are those of `experts`.
 
-    Each row of the expert once, in the order received, and padding behind them; for no expert:
-    each of all rows once, in any order and with padding anywhere.
+    Each row once; those of one expert alone in the order received, with padding behind them.
     """
 
     rows: Selected
     start: sympy.Expr
     length: sympy.Expr
-    expert: int | None
+    experts: frozenset[int]
 
 
 class CountFacts:
@@ -172,8 +171,33 @@ class CountFacts:
             return None
         if not self.has_room_for(segment.length, expert, segment.rows):
             return None
-        self.premises.append(Premise(segment.rows, segment.start, segment.length, expert))
+        own = frozenset([expert])
+        self.premises.append(Premise(segment.rows, segment.start, segment.length, own))
         return expert
+
+    def note_experts_of(self, segment: Segment) -> bool:
+        """Whether a stretch as `_expert_of_segment` says holds the rows of some experts whole."""
+        if self._expert_of_segment(segment) is not None:
+            return True
+        assert isinstance(segment.rows, Selected)
+        sizes: dict[frozenset[int | None], sympy.Expr] = {}
+        for term in sympy.Add.make_args(segment.length):
+            whose = self.experts_of(term)
+            sizes[whose] = sizes.get(whose, sympy.S.Zero) + term
+        experts = {e for whose in sizes if len(whose) == 1 for e in whose if e is not None}
+        if len(experts) < len(sizes) or experts & self.experts_of(segment.start):
+            return False
+        for (expert,), size in sizes.items():
+            if expert is None or not self.has_room_for(size, expert, segment.rows):
+                return False
+        whole = frozenset(experts)
+        self.premises.append(Premise(segment.rows, segment.start, segment.length, whole))
+        return True
+
+    def note_all_rows(self, rows: Selected, size: sympy.Expr) -> None:
+        """Take for granted that an index chose every row once, in `size` places."""
+        everyone = frozenset(range(self.num_local_experts))
+        self.premises.append(Premise(rows, sympy.S.Zero, size, everyone))
 
     def has_room_for(self, size: sympy.Expr, expert: int, rows: Selected) -> bool:
         """Whether `size` is at least the number of rows of `expert`, by its form.

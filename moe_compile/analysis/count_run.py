@@ -32,7 +32,7 @@ from moe_compile.analysis.count_samples import Sample
 from moe_compile.analysis.kernel_run import run_kernel
 from moe_compile.analysis.operator_call import SYMBOLIC, written_tensors
 from moe_compile.analysis.row_trace import HostRead, NotFollowed, Operator, Step, Trace
-from moe_compile.graph.dependence import storage_of
+from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import value_of
 
 
@@ -80,15 +80,15 @@ class CountRun:
         """Find what `wanted` needs, and what the host reads."""
         self.facts = facts
         self.inputs = {id(given.tensor): given.node for given in trace.inputs}
-        needed = {storage_of(tensor) for tensor in wanted}
-        needed |= {storage_of(s.tensor) for s in trace.steps if isinstance(s, HostRead)}
+        needed = storages_of(list(wanted))
+        needed |= storages_of([s.tensor for s in trace.steps if isinstance(s, HostRead)])
         kept: list[tuple[int, Step]] = []
         for moment, step in reversed(list(enumerate(trace.steps))):
             if isinstance(step, HostRead):
                 kept.append((moment, step))
-            elif {storage_of(t) for t in _made(step)} & needed:
+            elif storages_of(_made(step)) & needed:
                 kept.append((moment, step))
-                needed |= {storage_of(t) for t in _read(step)}
+                needed |= storages_of(_read(step))
         self.steps = tuple(reversed(kept))
         kernels = [step for _, step in kept if isinstance(step, NotFollowed)]
         self.interprets = bool(kernels)

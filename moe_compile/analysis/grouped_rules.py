@@ -73,8 +73,8 @@ def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
                 detail = f"group {expert} is not proven to hold the rows of expert {expert}"
                 raise Unproven(Refusal.SHARED_PARAMETER, detail)
             start = sympy.Add(*sizes[:expert])
-            call.facts.premises.append(Premise(chosen, start, size, expert))
-        call.facts.premises.append(Premise(chosen, sympy.S.Zero, length(order), None))
+            call.facts.premises.append(Premise(chosen, start, size, frozenset([expert])))
+        call.facts.note_all_rows(chosen, length(order))
         return
     pieces = cut(order, sizes)
     if pieces is None or any(

@@ -12,10 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import sympy
 import torch
 
-from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call, dim_of
 from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
@@ -120,7 +118,7 @@ def _by_label(call: Call, form: Indexing, base: Value, index: Labels) -> Value |
     if isinstance(base, Outside):
         for segment, slot in zip(index.order, slots, strict=True):
             place = slot if form.dim == 0 else None
-            call.known.reads.add(base, place, call.facts.expert_of((segment,)))
+            call.note_read(base, place, (segment,))
     return Rows(form.dim, index.order)
 
 
@@ -232,5 +230,5 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     padded = all(is_padding(s) for s in order[1:])
     if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
         raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
-    call.facts.premises.append(Premise(selected, sympy.S.Zero, length(order), None))
+    call.facts.note_all_rows(selected, length(order))
     return selected.parent

@@ -18,8 +18,18 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.regions import Refusal
-from moe_compile.analysis.row_domain import FROM_COUNTS, Fixed, Reads, Unproven, Value
-from moe_compile.graph.dependence import storage_of
+from moe_compile.analysis.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Order,
+    Outside,
+    Reads,
+    Unproven,
+    Value,
+    is_differentiable,
+    length,
+)
+from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import written_by_schema
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -61,9 +71,9 @@ class Knowledge:
 
     def forget_aliases(self, tensor: torch.Tensor) -> None:
         """Forget what is known of all that shares memory with `tensor`, which is written."""
-        memory = storage_of(tensor)
+        memory = storages_of(tensor)
         for key, (other, _) in self._values.items():
-            if storage_of(other) == memory:
+            if storages_of(other) & memory:
                 self._values[key] = (other, None)
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -163,6 +173,23 @@ class Call:
         """Whether a tensor read or made is as long as the counts say, in any dimension."""
         tensors = (*self.inputs, *self.outputs)
         return any(self.facts.depends_on_counts(size) for t in tensors for size in t.shape)
+
+    def note_read(self, outside: Outside, index: int | None, order: Order) -> None:
+        """Note that rows in `order` read slice `index` of `outside`, or all of it for None."""
+        if any(map(is_differentiable, outside.nodes)):
+            self.check_padding(order)
+        self.known.reads.add(outside, index, self.facts.expert_of(order))
+
+    def check_padding(self, order: Order) -> None:
+        """Refuse padding of one expert's rows that is as long as other experts' counts say.
+
+        A sum over rows rounds by their number, padding included: products, and gradients of what
+        the rows read.
+        """
+        expert = self.facts.expert_of(order)
+        if expert is not None and self.facts.experts_of(length(order)) - {expert}:
+            detail = f"{self.name} rounds by the length of a padding that other experts' counts say"
+            raise Unproven(Refusal.SHARED_PARAMETER, detail)
 
     def unknown(self) -> Unproven:
         """Return the refusal of an operator that no rule covers."""

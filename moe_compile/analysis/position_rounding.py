@@ -50,6 +50,8 @@ SCALED: Final = frozenset({"add", "sub", "rsub"})
 """Correctly rounded without a factor: `a + alpha * b` is fused in some code, and not in other."""
 
 WHOLE_POWERS: Final = (0, 1, 2, 3)
+NORMS: Final = (None, 1, 2, 3, math.inf)
+"""Powers of norms whose gradient was seen to round alike for any number of rows; None is 2."""
 
 ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", "expm1", "rsqrt"})
 """In four and eight bytes: the last elements run through the same vector code, filled up
@@ -103,8 +105,14 @@ def rounds_by_place(tensor: torch.Tensor, row_dim: int) -> bool:
 
 
 def check_rounding_within(call: Call) -> None:
-    """Raise Unproven where a CPU computes the only row of a tensor by other code than several."""
+    """Raise Unproven where a CPU computes the only row of a tensor by other code than several.
+
+    So it does the gradient of norms of other powers than `NORMS`, which takes a power elementwise.
+    """
     out = call.outputs[0]
+    power = call.argument("ord", call.argument("p", 2)) if "norm" in call.name else 2
+    if power not in NORMS and not on_cuda(out):
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} of power {power}")
     if call.name in ALONE_OTHERWISE and not on_cuda(out) and out.element_size() > 2:
         raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
 

@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.query import tensor_of
+from moe_compile.graph.same_tensor import origin
 
 
 class Unproven(Exception):
@@ -205,7 +206,7 @@ class Reads:
 
     def add(self, outside: Outside, index: int | None, expert: int | None) -> None:
         """Note that rows of `expert` read slice `index` along dim 0, or all of it for None."""
-        for node in sorted(outside.nodes):
+        for node in sorted(set(map(origin, outside.nodes))):
             if not is_differentiable(node):
                 continue
             if expert is None or self._conflicts(node, index, expert):

@@ -46,7 +46,6 @@ from moe_compile.analysis.row_domain import (
     Rows,
     Unproven,
     Value,
-    length,
 )
 from moe_compile.analysis.understood_arguments import check_arguments
 
@@ -65,7 +64,7 @@ def pointwise(call: Call) -> Value:
         if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
             raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
-            call.known.reads.add(value, None, call.facts.expert_of(order))
+            call.note_read(value, None, order)
     check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
 
@@ -97,7 +96,7 @@ def norm(call: Call) -> Value | list[Value]:
     for other in call.inputs[1:]:
         value = call.value(other)
         if isinstance(value, Outside):
-            call.known.reads.add(value, None, call.facts.expert_of(rows.order))
+            call.note_read(value, None, rows.order)
         elif not isinstance(value, Fixed):
             raise call.unknown()
     return [Rows(rows.dim, rows.order) for _ in call.outputs]
@@ -118,25 +117,21 @@ def matmul(call: Call) -> Value:
         raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
     if rows.dim != side:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
-    expert = _only_expert(call, rows)
+    _check_number(call, rows)
     check_product_rounding(call, (left, right)[side], side)
     if isinstance(matrix, Outside):
-        call.known.reads.add(matrix, None, expert)
+        call.note_read(matrix, None, rows.order)
     if bias is not None:
         _bias(call, bias, rows, side)
     return Rows(side, rows.order)
 
 
-def _only_expert(call: Call, rows: Rows) -> int:
-    """Return the expert whose rows alone are multiplied, as many as its own counts say."""
-    expert = call.facts.expert_of(rows.order)
-    if expert is None:
+def _check_number(call: Call, rows: Rows) -> None:
+    """Refuse unless rows of one expert are multiplied, as many as its own counts say."""
+    if call.facts.expert_of(rows.order) is None:
         detail = f"{call.name} over rows of several experts rounds by their number"
         raise Unproven(Refusal.SHARED_PARAMETER, detail)
-    if call.facts.experts_of(length(rows.order)) - {expert}:
-        detail = f"{call.name} rounds by the length of a padding that other experts' counts say"
-        raise Unproven(Refusal.SHARED_PARAMETER, detail)
-    return expert
+    call.check_padding(rows.order)
 
 
 def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
@@ -151,7 +146,7 @@ def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
     if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
     if isinstance(value, Outside):
-        call.known.reads.add(value, None, call.facts.expert_of(rows.order))
+        call.note_read(value, None, rows.order)
 
 
 def batched_matmul(call: Call) -> Value:

@@ -116,21 +116,20 @@ class SampledRows:
         return _Numbered(numbers[index], experts[index])
 
     def check_premise(self, premise: Premise) -> None:
-        """Raise unless the stretch holds every row of its expert, or of all, once.
+        """Raise unless the stretch holds every row of its experts once.
 
-        An expert's rows stand first, padding behind them, and in the order received: no other
+        One expert's rows stand first, padding behind them, and in the order received: no other
         order is known to be the same whatever rows the other experts have, and so are the
         roundings of sums over these rows, which gradients of weights are.
         """
-        there, experts = self._order(premise.rows.parent)
-        wanted = experts >= 0 if premise.expert is None else experts == premise.expert
+        numbers, experts = self._order(premise.rows.parent)
+        whole = numbers[sum(experts == e for e in premise.experts).bool()].sort().values
         chosen, _ = self._chosen(premise)
-        found, whole = chosen[chosen >= 0], there[wanted].sort().values
+        found, whose = chosen[chosen >= 0], f"experts {sorted(premise.experts)}"
         if not torch.equal(found.sort().values, whole):
-            whose = "all experts" if premise.expert is None else f"expert {premise.expert}"
             raise Differs(f"an index leaves out or adds rows of {whose}")
-        if premise.expert is not None and not torch.equal(chosen[: len(found)], whole):
-            raise Differs(f"rows of expert {premise.expert} are not in the order received")
+        if len(premise.experts) == 1 and not torch.equal(chosen[: len(found)], whole):
+            raise Differs(f"rows of {whose} are not in the order received")
 
     def check(self, claim: Claim, tensor: torch.Tensor) -> None:
         """Raise unless `tensor` holds what the proof followed."""

@@ -25,6 +25,7 @@ from moe_compile.analysis.row_domain import (
     Unproven,
     Value,
     cut,
+    is_selected,
     join,
     length,
     padding,
@@ -115,6 +116,16 @@ def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     return pieces
 
 
+def _kept(call: Call, order: Order, piece: Order) -> Order:
+    """Return `piece` of `order`; a part of what an index not followed chose is some experts'."""
+    for segment in piece:
+        is_part = is_selected(segment) and segment not in order
+        if is_part and not call.facts.note_experts_of(segment):
+            detail = f"{call.name} of rows in an order not followed, not where an expert's end"
+            raise Unproven(Refusal.ROWS_MIXED, detail)
+    return piece
+
+
 def sliced(call: Call) -> Value:
     """A slice of the rows must start and end where runs of rows do."""
     tensor, rows = the_rows(call)
@@ -129,7 +140,7 @@ def sliced(call: Call) -> Value:
     if start == 0 and end == total:
         return rows
     _, kept, _ = _pieces(call, rows.order, [start, end - start])
-    return Rows(rows.dim, kept)
+    return Rows(rows.dim, _kept(call, rows.order, kept))
 
 
 def _by_position(call: Call, rows: Rows) -> list[Value]:
@@ -158,7 +169,7 @@ def split(call: Call) -> Value | list[Value]:
     *pieces, rest = _pieces(call, rows.order, formulas)
     if rest:
         raise Unproven(Refusal.ROWS_MIXED, "a split of the rows that leaves some out")
-    return [Rows(rows.dim, piece) for piece in pieces]
+    return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
 
 
 def joined(call: Call) -> Value:

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import observed, written_by_schema
 from moe_compile.graph.query import is_wait, value_of
 
@@ -99,20 +99,9 @@ def _nodes(arguments: Any) -> tuple[fx.Node, ...]:
     return tuple(a for a in pytree.tree_leaves(arguments) if isinstance(a, fx.Node))
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of the memory that `tensor` is a view of, inside of `vmap` too."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return int(tensor.untyped_storage()._cdata)
-
-
 def storages(node: fx.Node) -> frozenset[int]:
     """Return the identities of the storages of the tensors `node` produces."""
-    return frozenset(
-        storage_of(leaf)
-        for leaf in pytree.tree_leaves(value_of(node))
-        if isinstance(leaf, torch.Tensor)
-    )
+    return storages_of(value_of(node))
 
 
 class Dependence:

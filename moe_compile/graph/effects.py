@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import written_arguments
@@ -141,9 +142,17 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if is_launch(node) or is_wait(node) or changes_mode(node) or draws_random(node):
         return False
-    if written_arguments(node):
+    if written_arguments(node) or _has_effect(node):
         return False
     return _only_computes(node) or makes_a_value(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether torch was told that the operator has an effect: its calls stay, and in order."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(has_effects(getattr(target, name)) for name in target.overloads())
+    return isinstance(target, torch._ops.OpOverload) and has_effects(target)
 
 
 def _only_computes(node: fx.Node) -> bool:

@@ -36,6 +36,7 @@ from moe_compile.graph.effects import (
     is_pure,
 )
 from moe_compile.graph.query import is_launch, is_wait, value_of
+from moe_compile.graph.same_tensor import origin, readers
 
 Mode: TypeAlias = tuple[object, tuple[fx.Node, ...]]
 """Grad mode as last set, None for as it was at the start; every other switch still thrown."""
@@ -123,7 +124,7 @@ class Legality:
 
     def _gradient_order(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
         together = set(moved)
-        for source in dict.fromkeys(i for node in moved for i in node.all_input_nodes):
+        for source in dict.fromkeys(origin(i) for node in moved for i in node.all_input_nodes):
             if source in together or not has_gradient(source):
                 continue
             before = self._terms(source, set(), anchor)
@@ -144,7 +145,7 @@ class Legality:
             at = self._position[reader]
             return (there, 0, at) if reader in moved else (at, 1, at)
 
-        return sorted((u for u in source.users if _adds_gradient(u)), key=place, reverse=True)
+        return sorted(filter(_adds_gradient, readers(source)), key=place, reverse=True)
 
     def unneeded(
         self,

@@ -18,11 +18,13 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_compile.graph.memory import plain_tensors, storages_of
 from moe_compile.graph.query import is_launch, is_wait, value_of
 
 OBSERVED: Final = "megamoe_observed"
@@ -48,7 +50,7 @@ def observed(node: fx.Node) -> Observed | None:
     """Return what `node` was seen to write and draw, None where it is not to be run.
 
     That is where it calls no Python, one of the functions of `operator`, a collective or what
-    reads integers on the host, or where tensors are not all plain fake ones.
+    reads integers on the host, or where tensors are not all fake: inside of `vmap`, say.
     """
     if not _calls_python(node):
         return None
@@ -126,9 +128,11 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
         try:
             _call(node, args, kwargs)
         except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
-            return Observed(inputs, tuple(i for i in inputs if _memory(given[i])), draws=True)
-    written = _memory(watch.written)
-    return Observed(inputs, tuple(i for i in inputs if _memory(given[i]) & written), watch.draws)
+            return Observed(inputs, tuple(i for i in inputs if storages_of(given[i])), draws=True)
+    written = storages_of(watch.written)
+    return Observed(
+        inputs, tuple(i for i in inputs if storages_of(given[i]) & written), watch.draws
+    )
 
 
 @contextmanager
@@ -162,15 +166,12 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _fake_mode(values: Any) -> FakeTensorMode | None:
     """Return the mode that made the tensors among `values`, None where some are of another kind."""
-    tensors = _tensors(values)
-    if not tensors or any(type(tensor) is not FakeTensor for tensor in tensors):
+    tensors = list(plain_tensors(values))
+    wrapped = any(map(is_functorch_wrapped_tensor, _tensors(values)))
+    if not tensors or wrapped or any(type(tensor) is not FakeTensor for tensor in tensors):
         return None
     return tensors[0].fake_mode
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _memory(values: Any) -> set[int]:
-    return {int(tensor.untyped_storage()._cdata) for tensor in _tensors(values)}

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.graph.dependence import storage_of
+from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import (
     called_name,
     is_all_gather,
@@ -134,8 +134,7 @@ class _Reader:
         name = called_name(node)
         if name.endswith("_") and not name.endswith("__"):
             return False
-        storages = {storage_of(t) for a in node.all_input_nodes for t in _tensors(value_of(a))}
-        return all(storage_of(t) in storages for t in outputs)
+        return storages_of(outputs) <= storages_of([value_of(a) for a in node.all_input_nodes])
 
     def _work(self, node: fx.Node, needs: tuple[int, ...]) -> Work:
         chunked = node in self.replayed.nodes

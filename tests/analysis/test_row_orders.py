@@ -158,6 +158,35 @@ def unstable_runs(m, x, c):
     return put_back(perm, torch.cat(x[perm].split(sizes)))
 
 
+def unstable_searched(m, x, c):
+    runs = torch.searchsorted(c.cumsum(0), torch.arange(x.shape[0]), right=True)
+    perm = torch.argsort(runs % m.local)
+    return put_back(perm, m.product(x[perm], m.totals(c)))
+
+
+def scaled_in_part(cut):
+    """Return experts whose rows are split by `cut(rows, totals)`, the first part doubled."""
+
+    def body(m, x, c):
+        totals, perm = m.totals(c).tolist(), m.searched(x, c)
+        first = cut(x.shape[0], totals)
+        head, tail = x[perm].split([first, x.shape[0] - first])
+        return put_back(perm, torch.cat([head * 2, tail]))
+
+    return body
+
+
+def scaled_in_padding(m, x, c):
+    """Other experts' counts say how long the padding is, over which a gradient is summed."""
+    parts = torch.split(x[m.perm(x, c)], m.totals(c).tolist())
+    padded = [torch.cat([p, x.new_zeros(x.shape[0] - len(p), x.shape[1])]) for p in parts]
+    scaled = [rows * m.w1[e, 0, 0] for e, rows in enumerate(padded)]
+    done = [
+        rows.split([len(p), x.shape[0] - len(p)])[0] for rows, p in zip(scaled, parts, strict=True)
+    ]
+    return put_back(m.perm(x, c), torch.cat(done))
+
+
 def behind_the_last_group(m, x, c):
     y = m.product(torch.cat([x[m.perm(x, c)], x]), m.totals(c))
     return y[x.shape[0] :]
@@ -197,6 +226,14 @@ REFUSED = {
     ),
     "last row": (lambda m, x, c: x - x[-1], Refusal.ROWS_MIXED),
     "runs after an unstable sort": (unstable_runs, Refusal.UNSTABLE_SORT),
+    "rows after an unstable sort, not followed": (unstable_searched, Refusal.UNSTABLE_SORT),
+    "half of the rows, not followed": (scaled_in_part(lambda n, t: n // 2), Refusal.ROWS_MIXED),
+    "five rows, not followed": (scaled_in_part(lambda n, t: 5), Refusal.ROWS_MIXED),
+    "rows of the last expert where the first one's are": (
+        scaled_in_part(lambda n, t: t[-1]),
+        Refusal.PREMISE_FALSE,
+    ),
+    "a scale read by rows and padding": (scaled_in_padding, Refusal.SHARED_PARAMETER),
     "rows behind the last group": (behind_the_last_group, Refusal.ROWS_MIXED),
     "counts written through a view": (counts_overwritten, Refusal.UNKNOWN_OPERATOR),
     "counts turned in place": (counts_turned, Refusal.UNKNOWN_OPERATOR),
@@ -258,6 +295,35 @@ def test_groups_that_may_not_hold_their_experts_rows_are_refused(fake_ranks, per
 
     verdict = verdict_on(body, fake_ranks)
     assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER
+
+
+@pytest.mark.parametrize("again", ["to", "contiguous", "float", "type_as", "whole"])
+def test_a_weight_that_experts_read_by_what_gives_it_back_is_one_weight(fake_ranks, again):
+    """Each `weight.to(weight.dtype)` was taken for a weight of its own."""
+    same = {
+        "to": lambda w: w.to(torch.float32),
+        "contiguous": lambda w: w.contiguous(),
+        "float": lambda w: w.float(),
+        "type_as": lambda w: w.type_as(w),
+        "whole": lambda w: w.float().contiguous(),
+    }[again]
+
+    def body(m, x, c):
+        perm = m.perm(x, c)
+        parts = torch.split(x[perm], m.totals(c).tolist())
+        return put_back(perm, torch.cat([part + same(m.bias) for part in parts]))
+
+    style = type("Written", (Ordered,), {"body": staticmethod(body)})
+    layer = layer_of(style, fake_ranks, torch.float32)
+    layer.bias = torch.nn.Parameter(torch.ones(WIDTH))
+    verdict = judge(layer, tokens(torch.float32))
+    assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER, verdict
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_part_of_the_rows_that_is_some_experts_is_followed(fake_ranks, number):
+    proof = verdict_on(scaled_in_part(lambda n, t: sum(t[:number])), fake_ranks)
+    assert isinstance(proof, RowProof) and proof.sampled, proof
 
 
 def test_where_no_input_says_what_has_a_gradient_any_float_might(fake_ranks):

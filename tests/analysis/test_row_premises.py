@@ -35,6 +35,17 @@ def shifted_by_the_busiest(m, r, c):
     return (r % m.local + (c.max() > 2)) % m.local
 
 
+def by_label_then(place):
+    """Return experts whose rows are sorted by label, then by a function of their place."""
+
+    def body(m, x, c):
+        at = torch.arange(x.shape[0])
+        perm = torch.argsort(runs(m, x, c) % m.local * 512 + place(m, at), stable=True)
+        return put_back(perm, m.product(x[perm], m.totals(c)))
+
+    return body
+
+
 def left_out_beyond_three(m, x, c):
     """Rows beyond the third of a run go to the padding row behind all rows."""
     place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[runs(m, x, c)]
@@ -74,6 +85,8 @@ FALSE = {
     "shifted where counts are large": sorted_by(shifted_by_the_busiest),
     "experts swapped": sorted_by(lambda m, r, c: (r % m.local) ^ 1),
     "all alike": sorted_by(lambda m, r, c: r * 0),
+    "an expert's rows by their place among all": by_label_then(lambda m, at: at % 7),
+    "an expert's rows backwards": by_label_then(lambda m, at: -at),
 }
 
 
@@ -111,7 +124,7 @@ def _(counts, rows):
 
 
 def ordered_by_a_kernel(m, x, c):
-    perm = torch.argsort(opaque_order(c, torch.arange(x.shape[0])))
+    perm = torch.argsort(opaque_order(c, torch.arange(x.shape[0])), stable=True)
     return put_back(perm, m.product(x[perm], m.totals(c)))
 
 
@@ -172,7 +185,7 @@ def test_rows_compared_with_each_other_are_tried_on_fewer_rows(fake_ranks):
         label = runs(m, x, c) % m.local
         before = (label[None] < label[:, None]).sum(1)
         alike = ((label[None] == label[:, None]).tril(-1)).sum(1)
-        perm = torch.argsort(before + alike)
+        perm = torch.argsort(before + alike, stable=True)
         return put_back(perm, m.product(x[perm], m.totals(c)))
 
     proof = verdict_on(body, fake_ranks)

@@ -51,7 +51,7 @@ class ScatteredInverse(GroupedExperts):
     """Unpermutes by an inverse index that was made by a scatter of positions."""
 
     def experts(self, rows, received):
-        perm = torch.argsort(self.expert_of_rows(rows, received))  # not stable
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(rows.shape[0])
         offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
