@@ -42,6 +42,17 @@ FITTING = {
 }
 
 
+def vector_norm(power):
+    return lambda x: x + torch.linalg.vector_norm(x, power, dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_norm_of_another_power_is_refused(fake_ranks, dtype):
+    verdict = verdict_of(fake_ranks, 32, dtype, vector_norm(2.5))
+    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+    assert isinstance(verdict_of(fake_ranks, 32, dtype, vector_norm(3)), RowProof)
+
+
 @pytest.mark.parametrize("case", FITTING)
 def test_what_rounds_alike_in_every_row_is_proven(fake_ranks, case):
     verdict = verdict_of(fake_ranks, *FITTING[case])

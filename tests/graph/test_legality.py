@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_unused
@@ -50,6 +52,13 @@ def two_other_readers(x):
     return y.neg() + z
 
 
+def two_other_readers_of_what_gives_it_back(x):
+    """`x.float()` is x: its readers add to the gradient of x itself."""
+    y = x.contiguous().sin()
+    z = x.float().cos() + x.to(x.dtype).contiguous().exp()
+    return y.neg() + z
+
+
 def other_reader_and_a_later_one(x):
     y = x.sin()
     z = x.cos()
@@ -74,6 +83,13 @@ def written_through_a_view(x):
     y = a.sin()
     a.view(-1)[:3].mul_(2)
     return y.neg() + a
+
+
+def written_through_a_subclass(x):
+    a = x.detach() * 2
+    y = a.sin()
+    TwoTensor(a, a * 3).mul_(2)
+    return y.neg() + a + x
 
 
 def written_before(x):
@@ -121,10 +137,12 @@ def dropped_out(x):
         (plain, None),
         (one_other_reader, None),
         (two_other_readers, Hazard.GRADIENT_ORDER),
+        (two_other_readers_of_what_gives_it_back, Hazard.GRADIENT_ORDER),
         (other_reader_and_a_later_one, Hazard.GRADIENT_ORDER),
         (other_reader_and_returned, Hazard.GRADIENT_ORDER),
         (readers_without_gradient, None),
         (written_through_a_view, Hazard.WRITTEN_MEANWHILE),
+        (written_through_a_subclass, Hazard.WRITTEN_MEANWHILE),
         (written_before, None),
         (autocast_in_between, None),
         (inside_autocast, Hazard.MODE_CHANGES),
@@ -303,3 +321,25 @@ def test_what_nobody_reads_is_erased_and_counted_and_writes_stay():
     output.args = ((sine,),)
     assert erase_unused(body) == 3
     assert write in graph.nodes
+
+
+@torch.library.custom_op("megamoe_tests::logged", mutates_args=())
+def logged(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@logged.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_operator_with_an_effect_is_not_pure():
+    """What torch keeps in order was moved behind others, and erased where nobody read its value."""
+    graph = graph_of(lambda x: torch.ops.megamoe_tests.logged(x.detach()).sum() + x.sum())
+    (call,) = [n for n in graph.nodes if "logged" in str(n.target)]
+    assert is_pure(call)
+    handle = _register_effectful_op(torch.ops.megamoe_tests.logged.default, _EffectType.ORDERED)
+    try:
+        assert not is_pure(call)
+    finally:
+        handle.destroy()

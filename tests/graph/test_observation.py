@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
 from moe_compile.graph.effects import draws_random, is_assertion, is_pure
@@ -52,6 +53,8 @@ WRITES = {
     "shifted bits": lambda x, y: y.long().__ilshift__(1),
     "out": lambda x, y: torch.add(x[0], 1.0, out=y),
     "a custom operator": lambda x, y: torch.ops.megamoe_tests.bump(x, y),
+    "a part of a subclass": lambda x, y: TwoTensor(y, y.clone()).mul_(2),
+    "a subclass, inplace by position": lambda x, y: F.relu(TwoTensor(y, y.clone()), True),
 }
 
 
