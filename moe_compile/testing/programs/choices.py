@@ -67,12 +67,13 @@ class Order(enum.Enum):
     """How rows find their order by expert."""
 
     ARGSORT = "stable argsort of labels"
-    UNSTABLE = "argsort of labels"
+    UNSTABLE = "argsort of labels that is not stable"
     SORT = "sort of labels"
     DESCENDING = "descending argsort, experts backwards"
     SEARCH = "labels by searchsorted, argsort"
     MISMATCHED = "labels by searchsorted, descending, groups ascending"
     KEY = "argsort of label and position in one key"
+    PLACE_AMONG_ALL = "argsort of label, then position modulo three, in one key"
     SEGMENTS = "where each run starts"
     PLACES = "places counted by a running sum of one-hot labels"
 
@@ -145,6 +146,8 @@ class Decoy(enum.Enum):
     RECEIVED = "received rows are returned"
     OUTER = "product of rows with all rows"
     COUNTS_LIST = "counts of two experts change places, written by an operator on lists"
+    HALF = "half of the rows scaled, in an order that is not followed"
+    GIVEN_BACK = "one gain for all experts, by an operator that gives it back to each"
 
 
 class Reader(enum.Enum):
@@ -183,6 +186,7 @@ class Reader(enum.Enum):
     EARLY_FOREACH = "the same, written by an operator on lists"
     EARLY_NORM = "the same, written as the statistics of a batch norm that nobody reads"
     EARLY_DATA = "the same, given other memory by `.data`"
+    EARLY_SUBCLASS = "the same of a tensor, written as a part of another kind of tensor"
     EARLY_POSITIONAL = "x * n ahead of the counts' exchange, then x written, inplace by position"
     HOST_VMAP = "x * n inside torch.vmap, between the exchanges"
     EARLY_GAMMA = "random numbers drawn by a distribution * n, ahead of the counts' exchange"

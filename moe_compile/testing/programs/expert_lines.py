@@ -44,6 +44,13 @@ DECOYS: Final = {
         "change = flat.view(2, -1).flip(1).reshape(-1) - flat",
         "torch._foreach_add_([torch.zeros_like(change), flat], [change, change])",
     ],
+    Decoy.HALF: [
+        "spot = torch.argsort(torch.arange(rows.shape[0]) + flat[0] * 0, stable=True)",
+        "half = rows.shape[0] // 2",
+        "head, tail = torch.split(rows[spot], [half, rows.shape[0] - half])",
+        "rows = torch.zeros_like(rows).index_copy(0, spot, torch.cat([head * 2, tail]))",
+    ],
+    Decoy.GIVEN_BACK: [],
     Decoy.OUTER: ["rows = rows + rows @ (rows.t() @ rows) * 0.125"],
 }
 

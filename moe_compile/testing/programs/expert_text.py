@@ -44,6 +44,8 @@ def expert_method(layer: Experts) -> list[str]:
     ]
     if Detail.BESIDE in layer.details:
         body += ["y = torch.cat([y[:, :5], x[:, 5:].to(y.dtype)], 1)"]
+    if Decoy.GIVEN_BACK in layer.decoys:
+        body += ["y = y * self.gain.to(self.gain.dtype)"]
     if Detail.DUMMY in layer.details:
         before = ["size = x.shape[0]", "x = torch.cat([x, x.new_zeros(1, x.shape[1])])"]
         body = [*before, *body, "y = y[:size]"]
@@ -53,6 +55,8 @@ def expert_method(layer: Experts) -> list[str]:
 def experts_method(layer: Experts) -> list[str]:
     """Return the method from received rows, rank by rank, to rows in the same order."""
     before = [line for decoy in Decoy if decoy in layer.decoys for line in DECOYS[decoy]]
+    if Decoy.GIVEN_BACK in layer.decoys and not expert_method(layer):
+        before += ["rows = rows * self.gain.to(self.gain.dtype)"]
     before += [line for detail in ROWS if detail in layer.details for line in ROWS[detail]]
     body = [*before, *_style_lines(layer)]
     return ["def experts(self, rows, flat, runs, extra):", *indented(body)]
@@ -167,11 +171,13 @@ def _order_lines(layer: Experts) -> list[str]:
         return [*labels, *_segments(layer), "label = ids[perm]"]
     if layer.order is Order.PLACES:
         return [*labels, *_places(layer), "label = ids[perm]"]
+    places = "torch.arange(rows.shape[0])"
     perm = {
         Order.UNSTABLE: "torch.argsort(ids)",
         Order.DESCENDING: "torch.argsort(ids, descending=True, stable=True)",
         Order.MISMATCHED: "torch.argsort(ids, descending=True, stable=True)",
-        Order.KEY: "torch.argsort(ids * rows.shape[0] + torch.arange(rows.shape[0]))",
+        Order.PLACE_AMONG_ALL: f"torch.argsort(ids * 3 + {places} % 3, stable=True)",
+        Order.KEY: f"torch.argsort(ids * rows.shape[0] + {places}, stable=True)",
     }.get(layer.order, "torch.argsort(ids, stable=True)")
     return [*labels, f"perm = {perm}", "label = ids[perm]"]
 

@@ -144,6 +144,14 @@ FIXED: dict[Reader, Lines] = {
         early=("noted.append(self.kept * sent[0])", "self.kept.data = self.kept * 2"),
         buffers=('self.register_buffer("kept", torch.ones(3))',),
     ),
+    Reader.EARLY_SUBCLASS: Lines(
+        early=(
+            "part = torch.ones(3) * self.rank",
+            "noted.append(part * sent[0])",
+            "TwoTensor(part, part + 1).mul_(2)",
+            "noted.append(part)",
+        ),
+    ),
     Reader.EARLY_POSITIONAL: Lines(
         early=(
             "apart = x.detach() * 1.0",

@@ -84,7 +84,7 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
         Tally.BINCOUNT, Move.FUNCTION, Act.FUNCTION, Act.GELU, Back.SCATTER,
         Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.DENSE, Style.BATCHED, Style.STACKED,
-        Order.MISMATCHED, Order.PLACES, Order.SEGMENTS,
+        Order.MISMATCHED, Order.PLACES, Order.SEGMENTS, Order.UNSTABLE, Order.PLACE_AMONG_ALL,
         Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
         Detail.VIEW_WRITE, Detail.LISTS, Detail.STACKED_MEAN, Detail.TRANSPOSED, Detail.LONGEST,
         Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,

@@ -1,0 +1,57 @@
+"""Take the number of rows an exchange receives from its split sizes, not from what it received.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     every value: an all-to-all receives as many rows as its output splits add up to.
+
+A backward graph that recomputes an exchange asked its result for its size, to cut gradients by it:
+so the first exchange of gradients waited for the recomputed one, though the host knew the number.
+On a rank without tokens the tracer writes 0 there, nothing is asked for, and exchanges would be in
+another order than on the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.edit import substitute
+from moe_compile.graph.query import is_all_to_all, is_wait, output_splits
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport
+
+
+@dataclass(frozen=True)
+class SizesFromSplits(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "sizes_from_splits"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Replace each size by the sum of the splits."""
+        del state
+        asked = graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+        found = [(node, _exchange(node)) for node in asked if node.args[1] == 0]
+        applied = []
+        for node, launch in found:
+            if launch is None:
+                continue
+            with graph.inserting_before(node):
+                total = graph.call_function(torch.sym_sum, (list(output_splits(launch)),))
+            total.meta.update(node.meta)
+            substitute(node, total)
+            applied.append(node.name)
+        return PassReport(pass_name=self.name, applied=tuple(applied))
+
+
+def _exchange(size: fx.Node) -> fx.Node | None:
+    """Return the all-to-all of uneven parts whose result `size` asks."""
+    asked = size.args[0]
+    while isinstance(asked, fx.Node) and is_wait(asked):
+        asked = asked.args[0]
+    splits = isinstance(asked, fx.Node) and is_all_to_all(asked) and output_splits(asked)
+    return asked if splits else None
