@@ -195,6 +195,51 @@ DEFECTS: Final = (
             Change("moe_compile/analysis/repeated_elements.py", "id(t) in marked and", "False and"),
         ),
     ),
+    Defect(
+        "rows of one expert may stand in any order",
+        (
+            Change(
+                "moe_compile/analysis/sampled_rows.py",
+                "if len(premise.experts) == 1 and not torch.equal(chosen[: len(found)], whole):",
+                "if False:",
+            ),
+            Change(
+                "moe_compile/analysis/order_rules.py",
+                "if not stable and call.is_sized_by_counts():",
+                "if False:",
+            ),
+        ),
+    ),
+    Defect(
+        "rows in an order not followed are cut anywhere",
+        (
+            Change(
+                "moe_compile/analysis/view_rules.py",
+                "if is_part and not call.facts.note_experts_of(segment):",
+                "if False:",
+            ),
+        ),
+    ),
+    Defect(
+        "a tensor of another kind has no memory in common with its parts",
+        (
+            Change(
+                "moe_compile/graph/memory.py",
+                "elif is_traceable_wrapper_subclass(leaf):",
+                "elif False:",
+            ),
+        ),
+    ),
+    Defect(
+        "a weight that an operator gives back is another one",
+        (
+            Change(
+                "moe_compile/analysis/row_domain.py",
+                "for node in sorted(set(map(origin, outside.nodes))):",
+                "for node in sorted(outside.nodes):",
+            ),
+        ),
+    ),
 )
 
 

@@ -202,10 +202,17 @@ def _layers(draw: st.DrawFn, *, dtype: str, grouped: bool) -> tuple[Experts | At
         layers.append(draw(_left_whole()))
     elif beside == "decoy":
         # one, or several: these occur more often, but hide a fault with one of them
-        least, most = draw(st.sampled_from([(1, 1), (4, 7), (4, 7)]))
+        least, most = draw(st.sampled_from([(1, 1), (5, 8), (5, 8)]))
         decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=least, max_size=most))
-        style = draw(st.sampled_from([Style.LOOP, Style.SORTED_LOOP]))
-        layers.append(Experts(top_k=draw(st.sampled_from([1, 2])), style=style, decoys=decoys))
+        layers.append(
+            Experts(
+                local=draw(st.sampled_from([2, 3])),
+                top_k=draw(st.sampled_from([1, 2])),
+                style=draw(st.sampled_from([Style.LOOP, Style.SORTED_LOOP])),
+                order=draw(st.sampled_from([Order.ARGSORT, Order.DESCENDING])),
+                decoys=decoys,
+            )
+        )
     elif beside == "heads":
         several = st.lists(st.sampled_from(Heads), min_size=1, max_size=4, unique=True)
         heads = draw(several)
