@@ -78,7 +78,7 @@ def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
         return
     pieces = cut(order, sizes)
     if pieces is None or any(
-        call.facts.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
+        call.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
     ):
         raise Unproven(Refusal.SHARED_PARAMETER, "a group holds rows of another expert")
     if not all(is_padding(segment) for segment in pieces[-1]):

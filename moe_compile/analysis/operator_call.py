@@ -177,19 +177,19 @@ class Call:
     def note_read(self, outside: Outside, index: int | None, order: Order) -> None:
         """Note that rows in `order` read slice `index` of `outside`, or all of it for None."""
         if any(map(is_differentiable, outside.nodes)):
-            self.check_padding(order)
-        self.known.reads.add(outside, index, self.facts.expert_of(order))
+            self.known.reads.add(outside, index, self.expert_of(order))
 
-    def check_padding(self, order: Order) -> None:
-        """Refuse padding of one expert's rows that is as long as other experts' counts say.
+    def expert_of(self, order: Order) -> int | None:
+        """Return the one expert of rows that a sum runs over; None when several.
 
-        A sum over rows rounds by their number, padding included: products, and gradients of what
-        the rows read.
+        Refuses padding that is as long as other experts' counts say: such sums, in products and in
+        gradients of what the rows read, round by the number of rows, padding included.
         """
         expert = self.facts.expert_of(order)
         if expert is not None and self.facts.experts_of(length(order)) - {expert}:
             detail = f"{self.name} rounds by the length of a padding that other experts' counts say"
             raise Unproven(Refusal.SHARED_PARAMETER, detail)
+        return expert
 
     def unknown(self) -> Unproven:
         """Return the refusal of an operator that no rule covers."""

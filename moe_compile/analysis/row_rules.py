@@ -117,21 +117,15 @@ def matmul(call: Call) -> Value:
         raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
     if rows.dim != side:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
-    _check_number(call, rows)
+    if call.expert_of(rows.order) is None:
+        detail = f"{call.name} over rows of several experts rounds by their number"
+        raise Unproven(Refusal.SHARED_PARAMETER, detail)
     check_product_rounding(call, (left, right)[side], side)
     if isinstance(matrix, Outside):
         call.note_read(matrix, None, rows.order)
     if bias is not None:
         _bias(call, bias, rows, side)
     return Rows(side, rows.order)
-
-
-def _check_number(call: Call, rows: Rows) -> None:
-    """Refuse unless rows of one expert are multiplied, as many as its own counts say."""
-    if call.facts.expert_of(rows.order) is None:
-        detail = f"{call.name} over rows of several experts rounds by their number"
-        raise Unproven(Refusal.SHARED_PARAMETER, detail)
-    call.check_padding(rows.order)
 
 
 def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:

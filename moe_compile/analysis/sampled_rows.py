@@ -123,7 +123,8 @@ class SampledRows:
         roundings of sums over these rows, which gradients of weights are.
         """
         numbers, experts = self._order(premise.rows.parent)
-        whole = numbers[sum(experts == e for e in premise.experts).bool()].sort().values
+        own = torch.isin(experts, torch.tensor(sorted(premise.experts), device="cpu"))
+        whole = numbers[own].sort().values
         chosen, _ = self._chosen(premise)
         found, whose = chosen[chosen >= 0], f"experts {sorted(premise.experts)}"
         if not torch.equal(found.sort().values, whole):

@@ -10,9 +10,9 @@ Contract
     Pools of several programs may start at once: the system chooses a pool's port while it is bound.
 
 What a first compilation needs takes a process seconds, so one process does it once
-(`warm_start.py`), and every rank is a copy of that one; a rank has the environment that its pool's
-owner had when the rank started. With an accelerator each rank does it for itself: a copy of a
-process that has looked for devices cannot use them.
+(`warm_start.py`), and every rank is a copy of that one, megamoe's backend loaded; a rank has the
+environment that its pool's owner had when the rank started. With an accelerator each rank does it
+for itself: a copy of a process that has looked for devices cannot use them.
 """
 
 from __future__ import annotations

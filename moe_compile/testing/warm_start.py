@@ -8,14 +8,13 @@ is copied has at least the imports, and the ranks say why with programs of their
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
 
 import torch
 import torch.nn.functional as F
 
-import moe_compile.backend  # noqa: F401  (what ranks import first)
+import moe_compile.backend  # noqa: F401  (every rank needs it, and it takes a quarter of a second)
 
 
 def _multiply_by_label(
@@ -39,8 +38,12 @@ def _compile_once() -> None:
 
 
 torch.set_num_threads(1)  # threads of a product would not be in the copies
-with contextlib.suppress(Exception):
+FAILED = ""
+"""Why nothing was compiled, "" where it was."""
+try:
     _compile_once()
+except Exception as error:  # noqa: BLE001  (whatever a compiler raises)
+    FAILED = f"{type(error).__name__}: {error}"
 torch._dynamo.reset()
 torch._dynamo.utils.counters.clear()
 gc.collect()

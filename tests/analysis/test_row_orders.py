@@ -1,5 +1,7 @@
 """Rows come back in the order received, and each group of rows belongs to one expert."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,6 +189,16 @@ def scaled_in_padding(m, x, c):
     return put_back(m.perm(x, c), torch.cat(done))
 
 
+def groups_of_the_longest(m, x, c):
+    totals = m.totals(c).tolist()
+    longest = functools.reduce(torch.sym_max, totals)
+    parts = torch.split(x[m.perm(x, c)], totals)
+    padded = [torch.cat([p, x.new_zeros(longest - len(p), x.shape[1])]) for p in parts]
+    y = m.product(torch.cat(padded), torch.full((m.local,), 1) * longest)
+    done = [rows[: len(p)] for rows, p in zip(y.split([longest] * m.local), parts, strict=True)]
+    return put_back(m.perm(x, c), torch.cat(done))
+
+
 def behind_the_last_group(m, x, c):
     y = m.product(torch.cat([x[m.perm(x, c)], x]), m.totals(c))
     return y[x.shape[0] :]
@@ -234,6 +246,7 @@ REFUSED = {
         Refusal.PREMISE_FALSE,
     ),
     "a scale read by rows and padding": (scaled_in_padding, Refusal.SHARED_PARAMETER),
+    "groups padded to the longest": (groups_of_the_longest, Refusal.SHARED_PARAMETER),
     "rows behind the last group": (behind_the_last_group, Refusal.ROWS_MIXED),
     "counts written through a view": (counts_overwritten, Refusal.UNKNOWN_OPERATOR),
     "counts turned in place": (counts_turned, Refusal.UNKNOWN_OPERATOR),

@@ -49,9 +49,10 @@ def environment(rank, name):
 
 
 def how_it_started(rank):
-    """Return what compiled before this rank was a copy, and the code that is left of it."""
+    """Return what compiled before this rank was a copy, its error, and the code left of it."""
     warmed = sys.modules.get("moe_compile.testing.warm_start")
-    return warmed and warmed.__file__, len(torch._dynamo.convert_frame.output_codes.seen)
+    kept = torch._dynamo.convert_frame.output_codes.seen
+    return warmed and (warmed.__file__, warmed.FAILED, len(kept))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="ranks then start by themselves")
@@ -59,7 +60,7 @@ def test_ranks_are_copies_of_a_process_that_has_compiled_and_forgotten_what():
     here = Path(rank_pool.__file__).with_name("warm_start.py")
     before = dict(os.environ)
     with RankPool(2) as pool:
-        assert pool.run(how_it_started) == [(str(here), 0)] * 2
+        assert pool.run(how_it_started) == [(str(here), "", 0)] * 2
         assert pool.run(total) == [3.0, 3.0]
     assert os.environ == before
 
