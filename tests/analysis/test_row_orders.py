@@ -1,7 +1,5 @@
 """Rows come back in the order received, and each group of rows belongs to one expert."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,14 +187,15 @@ def scaled_in_padding(m, x, c):
     return put_back(m.perm(x, c), torch.cat(done))
 
 
-def groups_of_the_longest(m, x, c):
-    totals = m.totals(c).tolist()
-    longest = functools.reduce(torch.sym_max, totals)
-    parts = torch.split(x[m.perm(x, c)], totals)
-    padded = [torch.cat([p, x.new_zeros(longest - len(p), x.shape[1])]) for p in parts]
-    y = m.product(torch.cat(padded), torch.full((m.local,), 1) * longest)
-    done = [rows[: len(p)] for rows, p in zip(y.split([longest] * m.local), parts, strict=True)]
-    return put_back(m.perm(x, c), torch.cat(done))
+def groups_padded_by_the_neighbours_count(m, x, c):
+    totals, perm = m.totals(c), m.perm(x, c)
+    sizes = totals.tolist()
+    pads = [sizes[e - 1] for e in range(m.local)]
+    parts = zip(torch.split(x[perm], sizes), pads, strict=True)
+    padded = torch.cat([torch.cat([p, x.new_zeros(pad, x.shape[1])]) for p, pad in parts])
+    y = m.product(padded, totals + totals.roll(1))
+    both = y.split([size for pair in zip(sizes, pads, strict=True) for size in pair])
+    return put_back(perm, torch.cat(both[::2]))
 
 
 def behind_the_last_group(m, x, c):
@@ -246,7 +245,10 @@ REFUSED = {
         Refusal.PREMISE_FALSE,
     ),
     "a scale read by rows and padding": (scaled_in_padding, Refusal.SHARED_PARAMETER),
-    "groups padded to the longest": (groups_of_the_longest, Refusal.SHARED_PARAMETER),
+    "groups padded by the neighbour's count": (
+        groups_padded_by_the_neighbours_count,
+        Refusal.SHARED_PARAMETER,
+    ),
     "rows behind the last group": (behind_the_last_group, Refusal.ROWS_MIXED),
     "counts written through a view": (counts_overwritten, Refusal.UNKNOWN_OPERATOR),
     "counts turned in place": (counts_turned, Refusal.UNKNOWN_OPERATOR),
