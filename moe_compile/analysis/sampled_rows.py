@@ -78,8 +78,6 @@ class SampledRows:
         firsts, lengths, experts, steps = [], [], [], []
         for segment in segments:
             lengths.append(self._length(segment.length))
-            if not is_padding(segment) and segment.expert is None:
-                raise Unevaluable("rows of several experts in an order of their own")
             steps.append(0 if is_padding(segment) else 1)
             firsts.append(-1 if is_padding(segment) else self._first_of(segment, lengths[-1]))
             experts.append(-1 if segment.expert is None else segment.expert)
