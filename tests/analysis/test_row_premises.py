@@ -201,7 +201,7 @@ def test_the_verdict_is_the_same_for_few_tokens_and_none(fake_ranks, style):
     for tokens_here in (0, 1, 2, 5) if style is GroupedExperts else (0,):
         few = judge(layer, tokens()[:tokens_here].detach())
         assert isinstance(few, RowProof), few
-        assert [n.name for n in few.sliceable] == [n.name for n in many.sliceable]
-        rows = [[(n.name, e) for n, e in proof.expert_rows] for proof in (few, many)]
+        assert [n.target for n in few.sliceable] == [n.target for n in many.sliceable]
+        rows = [[(n.target, e) for n, e in proof.expert_rows] for proof in (few, many)]
         assert rows[0] == rows[1]
         assert few.sampled == many.sampled

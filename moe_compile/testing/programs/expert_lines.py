@@ -56,7 +56,7 @@ DECOYS: Final = {
 
 ROWS: Final = {
     Detail.IN_PLACE_ROWS: ["rows.mul_(0.5)"],
-    Detail.POSITIONAL: ["rows = rows * 1.0", "F.leaky_relu(rows, 0.5, True)"],
+    Detail.POSITIONAL: ["rows = rows * 1.0", "F.hardtanh(rows, -2.0, 2.0, True)"],
     Detail.NO_GRAD_TWIN: [
         "with torch.no_grad():",
         "    twin = rows * 0.5",
