@@ -27,7 +27,6 @@ class Group:
 ROWS: Final = (
     "row_rules", "view_rules", "index_rules", "order_rules", "count_rules", "count_facts",
     "row_proof", "row_domain", "grouped_rules", "understood_arguments", "sampled_rows",
-    "position_rounding", "repeated_elements",
 )  # fmt: skip
 
 PREMISES: Final = "tests/analysis/test_row_premises.py"
@@ -42,14 +41,6 @@ GROUPS: Final = (
             f"{ROUNDING}::test_silu_in_rows_that_do_not_fill_vectors_is_refused",
             f"{ROUNDING}::test_products_of_rows_that_begin_between_boundaries_are_refused",
             f"{ROUNDING}::test_a_variance_in_float64_is_refused",
-            f"{ROUNDING}::test_sums_that_run_over_several_rows_at_once_are_refused",
-            f"{ROUNDING}::test_sums_of_each_row_by_itself_are_proven",
-            f"{ROUNDING}::test_what_rounds_alike_in_every_row_is_proven",
-            f"{ROUNDING}::test_results_of_products_that_stand_in_longer_rows",
-            f"{ROUNDING}::test_a_product_of_each_row_by_itself_is_refused",
-            f"{ROUNDING}::test_the_gradient_of_a_norm_of_another_power_is_refused",
-            f"{ROUNDING}::test_gelu_in_bfloat16_rows_that_do_not_fill_vectors_is_refused",
-            f"{ROUNDING}::test_products_of_complex_numbers_are_refused",
             "tests/analysis/test_row_proof.py",
             "tests/analysis/test_row_orders.py",
             "tests/analysis/test_row_refusals.py",
@@ -57,6 +48,14 @@ GROUPS: Final = (
             PREMISES,
         ),
         left_out=(f"{PREMISES}::test_the_verdict_is_the_same_for_few_tokens_and_none",),
+    ),
+    Group(
+        "rounding",
+        (
+            "moe_compile/analysis/position_rounding.py",
+            "moe_compile/analysis/repeated_elements.py",
+        ),
+        (ROUNDING, "tests/analysis/test_row_refusals.py"),
     ),
     Group(
         "legality",
