@@ -139,11 +139,10 @@ class CountFacts:
         found = []
         for rank, size in enumerate(sizes):
             if self.num_ranks == 1 and not self.formula(size).free_symbols:
-                found.append(sorted(counts, key=self._expert.__getitem__))
+                found.append(list(counts))
                 continue  # all rows stay here: tracing found their number to be the input's
             terms = self.formula(size).as_coefficients_dict()
             mine = [c for c in counts[rank * per_rank : (rank + 1) * per_rank] if c in terms]
-            mine.sort(key=self._expert.__getitem__)
             experts = [self._expert[c] for c in mine]
             whole = len(terms) == len(mine) and all(terms[c] == 1 for c in mine)
             if not whole or experts != list(range(self.num_local_experts)):

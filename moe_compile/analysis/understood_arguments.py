@@ -73,10 +73,6 @@ def check_arguments(call: Call) -> None:
         return
     for declared in call.func._schema.arguments:
         if declared.name not in understood:
-            given = call.argument(declared.name)
-            is_default = given is None or given is declared.default_value
-            if not is_default and (
-                type(given) is not type(declared.default_value) or given != declared.default_value
-            ):
-                detail = f"{call.name} with {declared.name}"
-                raise Unproven(Refusal.UNKNOWN_OPERATOR, detail)
+            given, default = call.argument(declared.name), declared.default_value
+            if (type(given), given) != (type(default), default):  # a size has no value to compare
+                raise Unproven(Refusal.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")

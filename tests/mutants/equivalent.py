@@ -32,6 +32,11 @@ EQUIVALENT: Final[dict[Key, str]] = {
         "False  ->  True",
     ): DECLARED,
     (
+        f"{ANALYSIS}view_rules.py",
+        "ahead, after = (*amounts[place : place + 2], 0, 0)[:2]",
+        "2  ->  3",
+    ): "a slice one longer reads one number more, and only the first two are kept",
+    (
         CHOICE,
         "is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best",
         "len(fitting) < len(candidates)  ->  len(fitting) <= len(candidates)",
@@ -43,6 +48,15 @@ EQUIVALENT: Final[dict[Key, str]] = {
 """No input can tell the changed source from the one written."""
 
 HARMLESS: Final[dict[Key, str]] = {
+    (
+        f"{ANALYSIS}count_rules.py",
+        'if call.name == "floor_divide" and any(not b.is_Integer or b <= 0 for b in operands[1]):',
+        "any(not b.is_Integer or b <= 0 for b in operands[1])"
+        "  ->  all(not b.is_Integer or b <= 0 for b in operands[1])",
+    ): (
+        "counts divided by several numbers, some of them not positive: the formula still rounds "
+        "as the operator does, and by zero the program itself fails; not following is caution"
+    ),
     (CHOICE, "SMALLEST_WINDOW: Final = 16", "16  ->  17"): (
         "the smallest look-ahead that is tried: either number gives schedules that keep every "
         "precedence and the memory allowed; which is better no test should pin"
