@@ -51,8 +51,8 @@ HARMLESS: Final[dict[Key, str]] = {
     (
         f"{ANALYSIS}count_rules.py",
         'if call.name == "floor_divide" and any(not b.is_Integer or b <= 0 for b in operands[1]):',
-        "any(not b.is_Integer or b <= 0 for b in operands[1])"
-        "  ->  all(not b.is_Integer or b <= 0 for b in operands[1])",
+        "any((not b.is_Integer or b <= 0 for b in operands[1]))"
+        "  ->  all((not b.is_Integer or b <= 0 for b in operands[1]))",
     ): (
         "counts divided by several numbers, some of them not positive: the formula still rounds "
         "as the operator does, and by zero the program itself fails; not following is caution"
