@@ -120,6 +120,7 @@ INNER = {
     "rows repeated outside": lambda x: (x.expand(7, -1, -1) * 2).permute(1, 0, 2)[:, 3],
     "rows broadcast outside": lambda x: (x * torch.ones(7, 1, 1)).permute(1, 0, 2)[:, 3],
     "a number per row repeated": lambda x: x * one_per_row(x).expand(-1, 16).sum(1, keepdim=True),
+    "its magnitudes": lambda x: x * one_per_row(x).expand(-1, 16).abs().sum(1, keepdim=True),
     "a number per row added": lambda x: x * (x + one_per_row(x)).sum(1, keepdim=True),
     "and handed on": lambda x: x * (1 - (x - one_per_row(x)) * 0.5).mean(1, keepdim=True),
 }
