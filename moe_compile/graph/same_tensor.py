@@ -31,7 +31,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 def _given_back(node: fx.Node) -> fx.Node | None:
     value = value_of(node)
-    if not isinstance(value, torch.Tensor) or node.op not in ("call_function", "call_method"):
+    if not isinstance(value, torch.Tensor):
         return None
     if is_launch(node) or is_wait(node) or written_arguments(node):
         return None

@@ -101,6 +101,11 @@ def test_a_variance_in_float64_is_refused(fake_ranks):
     assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
 
 
+def test_a_variance_in_bfloat16_is_proven(fake_ranks):
+    verdict = verdict_of(fake_ranks, 32, torch.bfloat16, lambda h: h - h.var(1, keepdim=True))
+    assert isinstance(verdict, RowProof), verdict
+
+
 def with_body(fake_ranks, body, dtype=torch.float32, width=16):
     class Written(LoopExperts):
         def expert(self, x, e):

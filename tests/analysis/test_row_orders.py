@@ -108,6 +108,18 @@ def test_rows_are_followed_through(fake_ranks, case):
     assert isinstance(proof, RowProof), proof
 
 
+def test_an_order_of_what_is_ordered_is_followed(fake_ranks):
+    def body(m, x, c):
+        ids = m.expert_of_rows(x, c)
+        falling = torch.argsort(ids, stable=True, descending=True)
+        index = falling[torch.argsort(ids[falling], stable=True)]
+        return put_back(index, m.product(x[index], m.totals(c)))
+
+    proof = verdict_on(body, fake_ranks)
+    assert isinstance(proof, RowProof), proof
+    assert proof.sampled == 0
+
+
 def padded_to_all_rows(m, x, c):
     """A product rounds by its number of rows: with padding as long as all, by that of a chunk."""
     perm, sizes = m.perm(x, c), m.totals(c).tolist()
@@ -295,6 +307,7 @@ def test_a_table_that_was_written_is_no_constant(fake_ranks):
 GROUPS = {
     "half of the rows": lambda t: t // 2,
     "rounded to half": lambda t: (t + 7) // 8 * 4,
+    "rounded down where it is one too many": lambda t: (t + 6) // 8 * 8,
     "as large as the neighbour's": lambda t: torch.maximum(t, t.roll(1)),
     "the neighbour's": lambda t: t.roll(1),
     "one row less": lambda t: t - 1,

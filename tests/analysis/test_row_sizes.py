@@ -24,6 +24,7 @@ SIZES = {
     "length of a constant": lambda m, x, c: x * torch.zeros(x.shape[0], 3).add(1).sum(),
     "outside, as often as rows": lambda m, x, c: x * m.frozen.expand(x.shape[0], -1).sum(0),
     "outside, a part by the counts": lambda m, x, c: x * m.frozen[: x.shape[0]].sum(),
+    "columns from the number of rows on": lambda m, x, c: x * x.narrow(1, x.shape[0] % 4, 1),
     "column at the number of rows": lambda m, x, c: x[:, : x.shape[0]].sum(1, keepdim=True) + x,
     "padded by the number of rows": lambda m, x, c: F.pad(x, (0, x.shape[0]), value=1.0)[:, :16],
     "strided over the rows": lambda m, x, c: x.as_strided((x.shape[0], 16), (0, 1)),

@@ -65,6 +65,14 @@ def other_reader_and_a_later_one(x):
     return y.neg() + z + x.exp()
 
 
+def other_reader_and_an_earlier_one(x):
+    """Of the three terms the first two that are added change places."""
+    early = x.exp()
+    y = x.sin()
+    z = x.cos()
+    return y.neg() + z + early
+
+
 def other_reader_and_returned(x):
     a = x * 2
     y = a.sin()
@@ -139,6 +147,7 @@ def dropped_out(x):
         (two_other_readers, Hazard.GRADIENT_ORDER),
         (two_other_readers_of_what_gives_it_back, Hazard.GRADIENT_ORDER),
         (other_reader_and_a_later_one, Hazard.GRADIENT_ORDER),
+        (other_reader_and_an_earlier_one, None),
         (other_reader_and_returned, Hazard.GRADIENT_ORDER),
         (readers_without_gradient, None),
         (written_through_a_view, Hazard.WRITTEN_MEANWHILE),
@@ -161,6 +170,12 @@ def test_integers_do_not_leave_a_vmap():
 
 def test_what_draws_random_numbers_does_not_move():
     assert hazard(dropped_out, moved="dropout") is Hazard.RANDOM
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_dropout_draws_in_training_alone(is_training):
+    graph = graph_of(lambda x: F.dropout(x, 0.5, is_training, False))
+    assert [draws_random(n) for n in called(graph, "dropout")] == [is_training]
 
 
 def test_the_order_of_gradients_that_is_kept_is_the_one_autograd_adds_in():

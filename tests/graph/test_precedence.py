@@ -1,8 +1,11 @@
 """What must come before what, one kind of edge at a time."""
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.edit import reorder
 from moe_compile.graph.precedence import awaited, find_predecessors
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from tests.scheduled_layers import c10d, one_rank_group
@@ -12,10 +15,14 @@ def send(x):
     return c10d.all_to_all_single(x, [4], [4], one_rank_group())
 
 
+def graph_of(program, tracing_mode="fake"):
+    one_rank_group()
+    return make_fx(program, tracing_mode=tracing_mode)(torch.ones(4, 3)).graph
+
+
 def edges(program, tracing_mode="fake"):
     """Return the calls of the graph in order, and who precedes whom."""
-    one_rank_group()
-    graph = make_fx(program, tracing_mode=tracing_mode)(torch.ones(4, 3)).graph
+    graph = graph_of(program, tracing_mode)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     return calls, find_predecessors(graph)
 
@@ -71,6 +78,31 @@ def test_what_is_sent_is_written_after_the_wait():
     calls, before = edges(program)
     (wait,), (write,) = filter(is_wait, calls), named(calls, "aten::zero_")
     assert wait in before[write]
+
+
+def reduced_in_place(x):
+    reduced = x + 1
+    wait = c10d.wait_tensor(c10d.all_reduce_(reduced, "sum", one_rank_group()))
+    return wait, reduced * 2
+
+
+def test_what_a_collective_writes_in_place_is_read_after_the_wait():
+    calls, before = edges(reduced_in_place)
+    (wait,), (read,) = filter(is_wait, calls), named(calls, "aten::mul")
+    assert wait in before[read]
+
+
+def test_an_order_that_reads_before_the_write_is_refused():
+    graph = graph_of(reduced_in_place)
+    nodes = list(graph.nodes)
+    reorder(nodes)
+    assert list(graph.nodes) == nodes
+    (read,) = named(nodes, "aten::mul")
+    (wait,) = filter(is_wait, nodes)
+    nodes.remove(read)
+    nodes.insert(nodes.index(wait), read)
+    with pytest.raises(ContractViolation, match=f"{read.name} would stand before"):
+        reorder(nodes)
 
 
 def test_the_results_of_two_waits_for_one_launch_are_one_tensor():

@@ -92,9 +92,11 @@ GROUPS: Final = (
             "passes/replay/host_reads.py",
         ),
         (
+            "tests/passes/test_chunk_axis.py",
             "tests/passes/test_chunk_regions.py",
             MIRRORED,
             "tests/graph/test_legality.py",
+            "tests/graph/test_precedence.py",
         ),
     ),
     Group(

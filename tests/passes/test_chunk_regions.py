@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_compile.analysis.regions import Refusal
+from moe_compile.graph.effects import is_assertion
 from moe_compile.graph.query import is_all_to_all, is_integer
 from passes.chunk_regions import ChunkRegions
 from passes.pipeline import DYNAMO, run_level
 from passes.replay.masked_replay import chunk_bounds
 from tests.capture import dynamo_graphs, state
-from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, SharedAndBias
+from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, Routed, SharedAndBias
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
 
@@ -154,6 +155,118 @@ def test_stashed_sizes_join_the_one_host_read(fake_ranks):
     assert all(n.args[0].args[0] in host_copies(graph) for n in stashed)
 
 
+def reads_of_host(graph):
+    """Return where integers are read from, once for each integer."""
+    items = [n for n in graph.nodes if n.op == "call_method" and n.target == "item"]
+    return [n.args[0].args[0] if n.args[0].target is operator.getitem else n for n in items]
+
+
+class CountsRows(KeepsSplits):
+    """Adds the number of rows it receives to a buffer, between the exchanges."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def experts(self, rows, received):
+        self.seen.add_(self.got[0])
+        return super().experts(rows, received)
+
+
+def test_the_one_host_read_stands_before_what_writes_its_integers(fake_ranks):
+    graph, report = chunked(layer(CountsRows, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    assert {*reads_of_host(graph)} == {*host_copies(graph)}
+
+
+class GivesNumberOfRows(GroupedExperts):
+    """Gives out how many rows came, as their tensor has it."""
+
+    def experts(self, rows, received):
+        self.num_rows = rows.shape[0]
+        return super().experts(rows, received)
+
+
+def test_the_number_of_rows_asked_for_outside_is_read_off_the_counts(fake_ranks):
+    graph, report = chunked(layer(GivesNumberOfRows, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    assert {*reads_of_host(graph)} == {*host_copies(graph)}
+
+
+class Scaled(KeepsSplits):
+    """Experts whose rows are scaled by a tensor made elsewhere."""
+
+    scale = 1.0
+
+    def experts(self, rows, received):
+        return super().experts(rows * self.scale, received)
+
+
+def test_what_another_region_reads_is_made_by_integers_of_the_first(fake_ranks):
+    """Both are rewritten at once: what only the second reads was taken for unneeded."""
+    first, second = (layer(Scaled, fake_ranks) for _ in range(2))
+
+    def program(x):
+        y = first(x)
+        second.scale = torch.full((WIDTH,), first.got[0], dtype=x.dtype)
+        return second(y + x)
+
+    graph, report = chunked(program, 2)
+    assert report.applied == ("region 0", "region 1")
+    made = [n for n in graph.nodes if n.target is torch.full]
+    assert len(made) == 1 and made[0].users
+
+
+class Limited(KeepsSplits):
+    """Asserts that no more rows come than a tensor says, which the proof knows nothing of."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("limit", torch.tensor(1000))
+
+    def experts(self, rows, received):
+        torch._check(self.got[0] <= self.limit.item())
+        return super().experts(rows, received)
+
+
+def test_an_assertion_against_a_number_from_elsewhere_stays(fake_ranks):
+    """It follows from no count."""
+    graph, report = chunked(layer(Limited, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    (read,) = [n for n in reads_of_host(graph) if n.op == "call_method" and n.target == "item"]
+    assert any(is_assertion(n) and read in above(n) for n in graph.nodes)
+
+
+def above(node):
+    return {node, *(a for i in node.all_input_nodes for a in above(i))}
+
+
+class JoinedAgain(LoopExperts):
+    """Joins rows of two experts, reads one of the two again, and joins all with a padding row."""
+
+    def splits(self, counts, received):
+        return Routed.splits(self, counts, received)
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        sizes = received.view(self.num_ranks, -1).sum(0).tolist()
+        parts = [self.expert(x, e) for e, x in enumerate(rows[perm].split(sizes))]
+        both = torch.cat(parts[:2])
+        again = both.narrow(0, sizes[0], sizes[1]) * 2
+        padded = torch.cat([both, *parts[2:], rows.new_zeros(1, WIDTH)])
+        doubled = torch.cat([parts[0], again, *parts[2:]])
+        return torch.zeros_like(rows).index_copy(0, perm, padded[:-1] + doubled)
+
+
+def test_a_join_keeps_rows_that_one_of_several_readers_needs(fake_ranks):
+    """Rows of two experts, some of which the other experts' chunk reads, go into a larger join."""
+    graph, report = chunked(layer(JoinedAgain, fake_ranks), 4)
+    assert report.applied == ("region 0",)
+    joins = [n.args[0] for n in graph.nodes if n.target is torch.cat]
+    padded = [join for join in joins if join[-1].target == "new_zeros"]
+    assert [len(join) for join in padded] == [2, 2, 2, 2]
+
+
 class LeaksRows(GroupedExperts):
     """Gives out the rows it received, besides its result."""
 
@@ -170,6 +283,21 @@ def test_rows_read_outside_are_a_reason_to_leave_the_region(fake_ranks):
     report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
     assert [v.reason for v in report.skipped] == [Refusal.ROWS_ESCAPE]
     assert str(gm.graph) == before
+
+
+def test_a_region_that_is_not_proven_is_left_with_the_reason(fake_ranks):
+    program = layer(MixesRows, fake_ranks)
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    before = str(gm.graph)
+    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
+    assert [v.reason for v in report.skipped] == [Refusal.ROWS_MIXED]
+    assert str(gm.graph) == before
+
+
+class MixesRows(GroupedExperts):
+    def experts(self, rows, received):
+        return super().experts(rows - rows.mean(0), received)
 
 
 def test_two_regions_of_one_graph_are_both_chunked(fake_ranks):
