@@ -218,7 +218,7 @@ def test_what_another_region_reads_is_made_by_integers_of_the_first(fake_ranks):
 
 
 class Limited(KeepsSplits):
-    """Asserts that no more rows come than a tensor says, which the proof knows nothing of."""
+    """Asserts that no more rows come than a tensor and a fraction say, which no counts imply."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -226,15 +226,17 @@ class Limited(KeepsSplits):
 
     def experts(self, rows, received):
         torch._check(self.got[0] <= self.limit.item())
+        torch._check(self.got[0] <= 1000.5)
         return super().experts(rows, received)
 
 
-def test_an_assertion_against_a_number_from_elsewhere_stays(fake_ranks):
-    """It follows from no count."""
+def test_assertions_against_numbers_from_elsewhere_stay(fake_ranks):
     graph, report = chunked(layer(Limited, fake_ranks), 2)
     assert report.applied == ("region 0",)
-    (read,) = [n for n in reads_of_host(graph) if n.op == "call_method" and n.target == "item"]
-    assert any(is_assertion(n) and read in above(n) for n in graph.nodes)
+    (limit,) = [n for n in reads_of_host(graph) if n.target == "item"]
+    asserted = [above(n) for n in graph.nodes if is_assertion(n)]
+    assert any(limit in nodes for nodes in asserted)
+    assert any(1000.5 in n.args for nodes in asserted for n in nodes)
 
 
 def above(node):
