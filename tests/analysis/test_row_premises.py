@@ -4,13 +4,14 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.count_run import Unevaluable
 from moe_compile.analysis.count_samples import draw_samples, large_samples
 from moe_compile.analysis.operator_call import Claim
 from moe_compile.analysis.regions import Refusal, RowProof
-from moe_compile.analysis.row_domain import Labels, Segment
+from moe_compile.analysis.row_domain import Labels, Opaque, Segment, Selected
 from moe_compile.analysis.sampled_rows import SampledRows
 from tests.analysis.test_row_orders import put_back, verdict_on
 from tests.analysis.verdicts import judge, layer_of, tokens
@@ -166,6 +167,32 @@ def test_large_counts_are_beyond_what_short_types_hold():
     assert max(map(sum, vectors)) > torch.finfo(torch.float16).max
     assert any(max(v) > 5_000 > 20 * sum(sorted(v)[:-1]) for v in vectors)
     assert any(min(v) == max(v) > 256 for v in vectors)
+
+
+FORMS = {
+    "as many": (lambda n: n, True),
+    "three more": (lambda n: n + 3, True),
+    "eight at least": (lambda n: Max(n, 8), True),
+    "rounded up": (lambda n: FloorDiv(n + 7, 8) * 8, True),
+    "of eight at least, rounded up": (lambda n: FloorDiv(Max(n, 8) + 7, 8) * 8, True),
+    "rounded up from three more": (lambda n: FloorDiv(n + 10, 8) * 8, True),
+    "one less": (lambda n: n - 1, False),
+    "rounded down": (lambda n: FloorDiv(n, 8) * 8, False),
+    "rounded down if one too many": (lambda n: FloorDiv(n + 6, 8) * 8, False),
+    "half": (lambda n: FloorDiv(n + 7, 8) * 4, False),
+    "twice": (lambda n: FloorDiv(n + 7, 8) * 16, False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_permutation", [True, False])
+def test_groups_with_padding_have_room_by_the_form_of_their_size(form, is_permutation):
+    facts = facts_of(2, 2)
+    rows = Selected(Opaque(is_permutation=is_permutation), facts.root)
+    size, has_room = FORMS[form]
+    needed = facts.rows_of(1)
+    expected = size(needed) == needed if is_permutation else has_room
+    assert facts.has_room_for(size(needed), 1, rows) is expected
 
 
 def test_a_size_that_counts_make_negative_cannot_be_tried():

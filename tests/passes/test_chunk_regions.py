@@ -193,6 +193,21 @@ def test_the_number_of_rows_asked_for_outside_is_read_off_the_counts(fake_ranks)
     assert {*reads_of_host(graph)} == {*host_copies(graph)}
 
 
+def test_so_it_is_where_the_tracer_asks_the_tensor_of_rows(fake_ranks):
+    """As older releases of Dynamo do."""
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), x)
+    (_, (rows, *_)) = (list(n.users) for n in launches(gm.graph)[:2])
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        size = gm.graph.call_method("size", (rows, 0))
+    size.meta["example_value"] = rows.meta["example_value"].shape[0]
+    output.args = ((*output.args[0], size),)
+    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2, strict=True)))
+    assert report.applied == ("region 0",)
+    assert {*reads_of_host(gm.graph)} == {*host_copies(gm.graph)}
+
+
 class Scaled(KeepsSplits):
     """Experts whose rows are scaled by a tensor made elsewhere."""
 
