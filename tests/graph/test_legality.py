@@ -172,9 +172,10 @@ def test_what_draws_random_numbers_does_not_move():
     assert hazard(dropped_out, moved="dropout") is Hazard.RANDOM
 
 
+@pytest.mark.parametrize("is_in_place", [True, False])
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_dropout_draws_in_training_alone(is_training):
-    graph = graph_of(lambda x: F.dropout(x, 0.5, is_training, False))
+def test_a_dropout_draws_in_training_alone(is_training, is_in_place):
+    graph = graph_of(lambda x: F.dropout(x * 2, 0.5, is_training, is_in_place))
     assert [draws_random(n) for n in called(graph, "dropout")] == [is_training]
 
 

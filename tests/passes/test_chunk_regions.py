@@ -224,7 +224,9 @@ def test_what_another_region_reads_is_made_by_integers_of_the_first(fake_ranks):
     def program(x):
         y = first(x)
         second.scale = torch.full((WIDTH,), first.got[0], dtype=x.dtype)
-        return second(y + x)
+        z = second(y + x)
+        second.scale = 1.0
+        return z
 
     graph, report = chunked(program, 2)
     assert report.applied == ("region 0", "region 1")
