@@ -74,5 +74,6 @@ def check_arguments(call: Call) -> None:
     for declared in call.func._schema.arguments:
         if declared.name not in understood:
             given, default = call.argument(declared.name), declared.default_value
-            if (type(given), given) != (type(default), default):  # a size has no value to compare
+            # types first: a size known only at run time has no value to compare
+            if (type(given), given) != (type(default), default):
                 raise Unproven(Refusal.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_compile.analysis.regions import Refusal
+from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_assertion
 from moe_compile.graph.query import is_all_to_all, is_integer
 from passes.chunk_regions import ChunkRegions
@@ -251,13 +252,10 @@ def test_assertions_against_numbers_from_elsewhere_stay(fake_ranks):
     graph, report = chunked(layer(Limited, fake_ranks), 2)
     assert report.applied == ("region 0",)
     (limit,) = [n for n in reads_of_host(graph) if n.target == "item"]
-    asserted = [above(n) for n in graph.nodes if is_assertion(n)]
+    above = Dependence(graph).above
+    asserted = [above([n]) for n in graph.nodes if is_assertion(n)]
     assert any(limit in nodes for nodes in asserted)
     assert any(1000.5 in n.args for nodes in asserted for n in nodes)
-
-
-def above(node):
-    return {node, *(a for i in node.all_input_nodes for a in above(i))}
 
 
 class JoinedAgain(LoopExperts):
@@ -294,29 +292,24 @@ class LeaksRows(GroupedExperts):
         return super().experts(rows, received)
 
 
-def test_rows_read_outside_are_a_reason_to_leave_the_region(fake_ranks):
-    program = layer(LeaksRows, fake_ranks)
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x)
-    before = str(gm.graph)
-    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
-    assert [v.reason for v in report.skipped] == [Refusal.ROWS_ESCAPE]
-    assert str(gm.graph) == before
-
-
-def test_a_region_that_is_not_proven_is_left_with_the_reason(fake_ranks):
-    program = layer(MixesRows, fake_ranks)
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x)
-    before = str(gm.graph)
-    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
-    assert [v.reason for v in report.skipped] == [Refusal.ROWS_MIXED]
-    assert str(gm.graph) == before
-
-
 class MixesRows(GroupedExperts):
+    """Takes from each row the mean of all."""
+
     def experts(self, rows, received):
         return super().experts(rows - rows.mean(0), received)
+
+
+@pytest.mark.parametrize(
+    ("style", "reason"), [(LeaksRows, Refusal.ROWS_ESCAPE), (MixesRows, Refusal.ROWS_MIXED)]
+)
+def test_a_region_is_left_as_it_was_with_the_reason(fake_ranks, style, reason):
+    program = layer(style, fake_ranks)
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(program, x)
+    before = str(gm.graph)
+    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
+    assert [v.reason for v in report.skipped] == [reason]
+    assert str(gm.graph) == before
 
 
 def test_two_regions_of_one_graph_are_both_chunked(fake_ranks):
