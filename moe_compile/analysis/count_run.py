@@ -93,6 +93,9 @@ class CountRun:
         kernels = [step for _, step in kept if isinstance(step, NotFollowed)]
         self.interprets = bool(kernels)
         """Whether a kernel has to be interpreted."""
+        operators = [step.func for _, step in kept if isinstance(step, Operator)]
+        self.is_plain = not kernels and all(func.namespace == "aten" for func in operators)
+        """Whether operators of torch alone have to be run."""
 
     def on(
         self, sample: Sample, given: dict[fx.Node, torch.Tensor]

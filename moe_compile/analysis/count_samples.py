@@ -1,4 +1,4 @@
-"""Counts to try a region's count side on: all small ones, drawn ones of its real size, large ones.
+"""Counts to try a region's count side on: small, drawn at its real size, large, of one expert.
 
 Contract
     The same counts on every rank and in every process: drawn from a fixed seed.
@@ -37,6 +37,16 @@ def draw_samples(facts: CountFacts, num_drawn: int = NUM_DRAWN) -> Iterator[Samp
             yield _filled(facts, dict(zip(own, values, strict=True)), source)
     for i in range(num_drawn):
         yield _filled(facts, _drawn(facts, own, i, source), source)
+
+
+def single_samples(facts: CountFacts) -> Iterator[Sample]:
+    """Yield no rows, then rows of each local expert alone: a chunk may have no others."""
+    own = [segment.length for segment in facts.root]
+    source = random.Random(SEED)
+    yield _filled(facts, dict.fromkeys(own, 0), source)
+    for expert in range(facts.num_local_experts):
+        alone = {s: source.choice(SMALL[1:]) if facts.expert_with(s) == expert else 0 for s in own}
+        yield _filled(facts, alone, source)
 
 
 def large_samples(facts: CountFacts, *, spread: bool = True) -> Iterator[Sample]:

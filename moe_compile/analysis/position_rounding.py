@@ -6,8 +6,9 @@ Contract
 
 A CPU runs an elementwise operator over flat memory in blocks of two vectors, and the last elements
 of each thread's share one by one, by other code. For some operators the two differ in the last bit.
-They meet the same elements only where blocks and shares end where rows end. On CUDA every element
-is computed by the same code, whole blocks or not: nothing is refused there.
+They meet the same elements only where blocks and shares end where rows end. Some have other code
+for a tensor without gaps, and a single part of longer rows is one. On CUDA every element is
+computed by the same code, whole blocks or not: nothing is refused there.
 A CPU's matrix products of four and eight bytes add up in another order where a row begins at
 another distance from a 64-byte boundary of memory: rows must lie whole multiples of 64 bytes apart.
 Its products of one matrix per row add up in another order for a single row. Sums over a dimension
@@ -57,6 +58,18 @@ ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", 
 """In four and eight bytes: the last elements run through the same vector code, filled up
 (ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
 
+LIE_APART: Final = frozenset(
+    {
+        "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh",
+        "cos", "cosh", "digamma", "div", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
+        "fmod", "frac", "hardshrink", "hardsigmoid", "hardswish", "hypot", "i0", "lerp", "lgamma",
+        "log", "log10", "log1p", "log2", "mish", "pow", "remainder", "rsqrt", "rsub", "sigmoid",
+        "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sub", "tan", "tanh",
+    }
+)  # fmt: skip
+"""Operators seen to compute rows that lie apart as they compute such a row by itself, forward and
+backward. GELU and logit do not."""
+
 ALONE_OTHERWISE: Final = frozenset({"var", "std"})
 """Reductions whose result is computed by other code where it is one number: where there is one
 row (`std_var_out` in ATen/native/ReduceOps.cpp)."""
@@ -88,8 +101,12 @@ def check_rounding(call: Call) -> None:
     values = [(t, call.value(t)) for t in call.inputs]
     dims = {t.dim() - v.dim for t, v in values if isinstance(v, Rows)}
     tensors = [t for t, v in values if isinstance(v, Rows)] + call.outputs
-    if any(_extent(t, t.dim() - from_right) % block for t in tensors for from_right in dims):
+    rows = [(t, t.dim() - from_right) for t in tensors for from_right in dims]
+    if any(_extent(t, dim) % block for t, dim in rows):
         detail = f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
+        raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+    if call.name not in LIE_APART and any(t.stride()[dim] != _extent(t, dim) for t, dim in rows):
+        detail = f"{call.name} in {out.dtype}: rows that are parts of longer ones"
         raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
 
 
@@ -102,6 +119,17 @@ def rounds_by_place(tensor: torch.Tensor, row_dim: int) -> bool:
     """
     number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return number and not on_cuda(tensor) and any(s != 1 for s in tensor.shape[:row_dim])
+
+
+def is_channels_last(rows: torch.Tensor) -> bool:
+    """Whether torch may find `rows`, outermost, to be laid out with the channels last.
+
+    It does not where there is no row, and so lays out what it makes of them in another way.
+    """
+    if rows.dim() not in (4, 5):
+        return False
+    channels, stride = rows.shape[1], rows.stride()
+    return bool(channels != 1 and stride[-1] >= stride[1] * channels)
 
 
 def check_rounding_within(call: Call) -> None:

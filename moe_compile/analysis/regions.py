@@ -44,6 +44,7 @@ class Refusal(enum.Enum):
     )
     PREMISE_FALSE = "an index and the group sizes computed from the counts disagree"
     PREMISE_UNCHECKED = "an index computed from the counts could not be evaluated on samples"
+    FAILS_WITHOUT_ROWS = "what is computed from the counts fails where some experts have no rows"
     ROWS_FROM_OUTSIDE = "a tensor from outside the region is combined with rows, row by row"
     UNKNOWN_OPERATOR = "an operator whose effect on rows is not known"
     RANDOM = "an operator of the experts draws random numbers"

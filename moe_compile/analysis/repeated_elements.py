@@ -8,7 +8,8 @@ Contract
 
 `rows.sum(1)` sends back such a gradient, and an addition hands it on as it is: of
 `(rows + one_per_row[:, None]).sum(1)` the gradient of `one_per_row` is a sum of that kind. The
-gradient of a product with a whole row, or of a function of one, lies row by row again.
+gradient of a product with a whole row, or of a function of one, lies row by row again; an operator
+that is not known to make one anew is taken to hand on what comes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,27 @@ ADDITIONS: Final = frozenset({"add", "sub", "rsub"})
 LINEAR: Final = ADDITIONS | SAME_VALUES | {"neg", "mul", "div"}
 """Operators whose gradient is the one that comes, times numbers at most, where nothing that they
 read fills rows."""
+
+MULTIPLY: Final = frozenset(
+    {
+        "abs", "clamp", "clamp_max", "clamp_min", "cos", "elu", "erf", "exp", "expm1", "gelu",
+        "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log", "log1p", "masked_fill",
+        "mish", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt",
+        "square", "tanh", "threshold", "where",
+    }
+)  # fmt: skip
+"""Functions whose gradient is the one that comes times, or chosen by, what they read or gave."""
+
+MADE_ANEW: Final = frozenset(
+    {
+        "mm", "addmm", "bmm", "_grouped_mm", "index", "index_select", "gather", "embedding",
+        "index_put", "_unsafe_index_put", "index_copy", "index_add", "constant_pad_nd", "amax",
+        "amin", "max", "min", "sort", "topk", "argmax", "argmin", "native_layer_norm",
+        "_fused_rms_norm", "_softmax", "_log_softmax", "glu",
+    }
+)  # fmt: skip
+"""Other operators that write the gradient of what they read row by row: products, moves of whole
+rows, what picks elements, and norms."""
 
 SUMS: Final = frozenset(
     {
@@ -81,9 +103,9 @@ def _gradients(call: Call, whole: int, known: set[int]) -> bool:
     inherits = any(id(t) in known for t, _ in _rows_read(call))
     if call.name in ("expand", *ADDITIONS):
         return inherits or _is_broadcast(call, whole)
-    if call.is_pointwise:
-        return inherits and call.name in LINEAR and not _fills(call, whole, known)
-    return inherits and call.outputs[0]._is_view()
+    if call.name in LINEAR:
+        return inherits and not _fills(call, whole, known)
+    return inherits and call.name not in MULTIPLY | MADE_ANEW
 
 
 def _rows_read(call: Call) -> list[tuple[torch.Tensor, Rows]]:

@@ -25,7 +25,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.operator_call import Call, Knowledge, functional, written_tensors
-from moe_compile.analysis.position_rounding import rounds_by_place
+from moe_compile.analysis.position_rounding import is_channels_last, rounds_by_place
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.repeated_elements import Repeated
 from moe_compile.analysis.row_domain import (
@@ -53,7 +53,7 @@ from moe_compile.analysis.row_trace import (
     Trace,
     trace_body,
 )
-from moe_compile.analysis.sampled_counts import check_on_samples
+from moe_compile.analysis.sampled_counts import check_on_samples, check_single_experts
 from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
 
 
@@ -153,6 +153,8 @@ class _Proof:
             others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
             if any(self.facts.depends_on_counts(other) for other in others):
                 raise Unproven(Refusal.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
+            if value.dim == 0 and is_channels_last(tensor):
+                raise Unproven(Refusal.UNKNOWN_OPERATOR, "rows are laid out channels last")
         elif isinstance(value, Labels):
             size, order = tensor.shape[0], value.order
         elif isinstance(value, Permutation):
@@ -203,6 +205,7 @@ class _Proof:
 
     def check_premises(self, trace: Trace) -> int:
         """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
+        check_single_experts(self.region, trace, self.facts, self.known.claims)
         premises = self.facts.premises
         if not premises:
             return 0

@@ -1,13 +1,14 @@
 """A region's body as the aten operators it runs, each with the graph's node that runs it.
 
 Contract
-    The body runs once on fake tensors; writes in place are noted like any other operator.
+    The body runs once on fake tensors, under the autocast that the graph runs it under; writes in
+    place are noted like any other operator. What it makes has the types that the tracer found.
     What the host reads is not read again: sizes stay the symbols the tracer gave them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_compile.analysis.constant_nodes import constant_nodes
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import Unproven
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.modes import Mode, autocast_of, modes
 from moe_compile.graph.observation import running_on
 from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
 
@@ -118,6 +120,7 @@ class _Runner:
 
     region: MoERegion
     recorder: _Recorder
+    modes: Mapping[fx.Node, Mode]
     inputs: list[Produced] = field(default_factory=list)
     env: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -128,7 +131,8 @@ class _Runner:
         for node in nodes:
             self.recorder.node = node
             try:
-                self._step(node)
+                with autocast_of(self.modes[node]):
+                    self._step(node)
             except UNTRACEABLE as error:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
                 raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, detail)) from error
@@ -146,9 +150,12 @@ class _Runner:
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             self._not_followed(node)
         else:
-            self.env[node] = self._call(node)
-            if isinstance(self.env[node], torch.Tensor):
-                steps.append(Produced(node, self.env[node]))
+            made = self.env[node] = self._call(node)
+            if (types := _types(made)) != (found := _types(value_of(node))) and found:
+                detail = f"traced with types {types}, found to be {found}"
+                raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, detail))
+            if isinstance(made, torch.Tensor):
+                steps.append(Produced(node, made))
 
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
@@ -177,6 +184,10 @@ class _Runner:
         return value
 
 
+def _types(value: Any) -> list[torch.dtype]:
+    return [t.dtype for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
 class _Stopped(Exception):
     """Running stopped at `node`."""
 
@@ -196,7 +207,7 @@ def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
             return node, Unproven(Refusal.COMMUNICATES)
     sources = [region.counts, region.received_counts, received]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
-    runner = _Runner(region, _Recorder())
+    runner = _Runner(region, _Recorder(), modes(region.result.graph))
     try:
         _run_on_fakes(runner, sources, [*constants, *body])
     except _Stopped as stopped:

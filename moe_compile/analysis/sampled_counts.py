@@ -26,6 +26,7 @@ from moe_compile.analysis.count_samples import (
     Sample,
     draw_samples,
     large_samples,
+    single_samples,
 )
 from moe_compile.analysis.operator_call import Claim
 from moe_compile.analysis.regions import MoERegion, Refusal
@@ -84,6 +85,30 @@ def check_on_samples(
             raise Unproven(Refusal.PREMISE_FALSE, f"{error}, counts {counts}"[:200]) from error
         num_checked += 1
     return num_checked
+
+
+def check_single_experts(
+    region: MoERegion, trace: Trace, facts: CountFacts, claims: Iterable[Claim]
+) -> None:
+    """Raise Unproven where what is computed from counts fails for rows of one expert, or of none.
+
+    A chunk may have no others, though this rank's experts together have. Operators that are not
+    torch's are tried where a premise needs them; values from outside the region are not there.
+    """
+    known = [
+        c.tensor for c in claims if not (isinstance(c.value, Opaque) and c.value.reads_outside)
+    ]
+    run = CountRun(trace, facts, known)
+    for sample in single_samples(facts) if run.is_plain else ():
+        try:
+            _check(region, run, sample, {}, ())
+        except Unevaluable:
+            return
+        except Differs as error:
+            raise Unproven(Refusal.PREMISE_FALSE, str(error)) from error
+        except FAILURES as error:
+            detail = f"{type(error).__name__}: {error}"[:200]
+            raise Unproven(Refusal.FAILS_WITHOUT_ROWS, detail) from error
 
 
 def _indices(given: Iterable[Order | Selected]) -> set[Opaque]:

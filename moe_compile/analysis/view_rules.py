@@ -30,6 +30,7 @@ from moe_compile.analysis.row_domain import (
     length,
     padding,
 )
+from moe_compile.graph.query import tensor_of
 
 
 def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
@@ -183,7 +184,9 @@ def joined(call: Call) -> Value:
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
         return _side_by_side(call, [v for _, v in parts], row_dim)
-    if len({(t.dtype, t.dim()) for t, _ in parts}) == 1:
+    in_graph = (tensor_of(node) for node in call.node.all_input_nodes)
+    given = [t for t in in_graph if t is not None]  # autocast gives them one type behind the node
+    if all(len({(t.dtype, t.dim()) for t in ts}) == 1 for ts in ([t for t, _ in parts], given)):
         call.known.joins.append(call.node)
     orders = (
         v.order if isinstance(v, Rows) else (padding(call.shape(t)[row_dim]),) for t, v in parts

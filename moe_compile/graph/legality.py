@@ -17,9 +17,8 @@ two terms may change places: adding two numbers commutes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.fx as fx
@@ -28,18 +27,15 @@ from torch.utils import _pytree as pytree
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import (
     changes_autocast,
-    changes_grad_mode,
     changes_mode,
     draws_random,
     has_gradient,
     is_assertion,
     is_pure,
 )
+from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import is_launch, is_wait, value_of
 from moe_compile.graph.same_tensor import origin, readers
-
-Mode: TypeAlias = tuple[object, tuple[fx.Node, ...]]
-"""Grad mode as last set, None for as it was at the start; every other switch still thrown."""
 
 
 class Hazard(enum.Enum):
@@ -73,7 +69,7 @@ class Legality:
         """Read `graph`, of which `dependence` is."""
         self.dependence, self.graph = dependence, graph
         self._position = dependence.position
-        self._modes = dict(_modes(graph))
+        self._modes = modes(graph)
 
     def obstacle(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
         """Return why `moved`, in their order, must not run just before `anchor`, or None."""
@@ -188,32 +184,6 @@ class Legality:
 def _present(nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
     """Return what will be read where `nodes` are, less what is still to be made."""
     return [n for n in (replaced.get(n, n) for n in nodes) if n is not None]
-
-
-def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:
-    """Yield every node with the modes it runs under."""
-    grad_mode = _first_grad_mode(graph)
-    thrown: tuple[fx.Node, ...] = ()
-    for node in graph.nodes:
-        yield node, (grad_mode, thrown)
-        if changes_grad_mode(node):
-            grad_mode = node.args[0] if node.args else None
-        elif changes_mode(node):
-            entered = next((i for i in node.all_input_nodes if i in thrown), None)
-            if entered is not None and "exit" in getattr(node.target, "__name__", ""):
-                thrown = tuple(n for n in thrown if n is not entered)
-            else:
-                thrown = (*thrown, node)
-
-
-def _first_grad_mode(graph: fx.Graph) -> object:
-    """Return True where a gradient is seen to flow before the first switch, else None: unknown."""
-    for node in graph.nodes:
-        if changes_grad_mode(node):
-            return None
-        if node.op not in ("placeholder", "get_attr") and has_gradient(node):
-            return True
-    return None
 
 
 def _tensors(values: Iterable[object]) -> list[torch.Tensor]:

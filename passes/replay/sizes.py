@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import called_name, tensor_of
 
 Size: TypeAlias = int | fx.Node
+
+RESHAPES: Final = ("view", "reshape")
 
 
 def extent(emit: Emitter, node: fx.Node, dim: int) -> Size:
@@ -28,3 +30,25 @@ def times(emit: Emitter, left: Size, right: Size) -> Size:
     if isinstance(left, int) and isinstance(right, int):
         return left * right
     return emit.call(operator.mul, left, right)
+
+
+def name_inferred_size(copied: fx.Node, original: fx.Node) -> None:
+    """Write the size for which a reshape has -1, where it is a number in `original`.
+
+    A chunk may be without rows, where torch cannot infer a size beside that of the rows.
+    """
+    made = tensor_of(original)
+    if called_name(copied) not in RESHAPES or made is None or not copied.args:
+        return
+
+    def known(sizes: Any) -> tuple[Any, ...]:
+        pairs = zip(sizes, made.shape, strict=True)
+        return tuple(n if s == -1 and type(n) is int else s for s, n in pairs)
+
+    source, *sizes = copied.args
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        copied.args = (source, known(sizes[0]))
+    elif len(sizes) == made.dim():
+        copied.args = (source, *known(sizes))
+    for name in {"shape", "size"} & copied.kwargs.keys():
+        copied.kwargs = {**copied.kwargs, name: known(copied.kwargs[name])}

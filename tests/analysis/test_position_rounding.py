@@ -128,6 +128,13 @@ INNER = {
     "its magnitudes": lambda x: x * one_per_row(x).expand(-1, 16).abs().sum(1, keepdim=True),
     "a number per row added": lambda x: x * (x + one_per_row(x)).sum(1, keepdim=True),
     "and handed on": lambda x: x * (1 - (x - one_per_row(x)) * 0.5).mean(1, keepdim=True),
+    "joined": lambda x: x * torch.cat([one_per_row(x).expand(-1, 48), x], 1).sum(1, keepdim=True),
+    "stacked": lambda x: (
+        x * torch.stack([one_per_row(x).expand(-1, 16), x], 1).sum((1, 2))[:, None]
+    ),
+    "copied in another shape": lambda x: (
+        x * (x.view(-1, 4, 4).mT + one_per_row(x)[:, None]).reshape(-1, 16).sum(1, keepdim=True)
+    ),
 }
 
 

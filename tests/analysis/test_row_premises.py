@@ -135,6 +135,19 @@ def test_a_kernel_that_cannot_run_here_is_refused(fake_ranks):
     assert getattr(verdict, "reason", verdict) is Refusal.PREMISE_UNCHECKED, verdict
 
 
+def descending(m, x, c):
+    """Order rows by the distance of their labels from the largest one that came."""
+    ids = m.expert_of_rows(x, c)
+    perm = torch.argsort(ids.max() - ids, stable=True)
+    return put_back(perm, x[perm] * 2)
+
+
+def test_what_fails_for_a_chunk_without_rows_is_refused(fake_ranks):
+    """Rows of others hid it: the rank had some, and one of its chunks none."""
+    verdict = verdict_on(descending, fake_ranks)
+    assert getattr(verdict, "reason", verdict) is Refusal.FAILS_WITHOUT_ROWS, verdict
+
+
 def facts_of(num_ranks, num_local):
     facts = CountFacts(num_ranks, num_local, num_ranks * num_local)
     facts.set_root(

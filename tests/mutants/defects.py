@@ -181,8 +181,8 @@ DEFECTS: Final = (
         (
             Change(
                 "moe_compile/analysis/view_rules.py",
-                "len({(t.dtype, t.dim()) for t, _ in parts}) == 1",
-                "len({t.dtype for t, _ in parts}) == 1",
+                "len({(t.dtype, t.dim()) for t in ts}) == 1",
+                "len({t.dtype for t in ts}) == 1",
             ),
         ),
     ),

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.utils._pytree import tree_leaves
 
 from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_assertion
-from moe_compile.graph.query import is_all_to_all, is_integer
+from moe_compile.graph.query import called_name, is_all_to_all, is_integer
 from passes.chunk_regions import ChunkRegions
 from passes.pipeline import DYNAMO, run_level
 from passes.replay.masked_replay import chunk_bounds
@@ -256,6 +257,34 @@ def test_assertions_against_numbers_from_elsewhere_stay(fake_ranks):
     asserted = [above([n]) for n in graph.nodes if is_assertion(n)]
     assert any(limit in nodes for nodes in asserted)
     assert any(1000.5 in n.args for nodes in asserted for n in nodes)
+
+
+class Reshaped(LoopExperts):
+    """Experts on rows that were seen as heads, put together again in each way there is."""
+
+    def experts(self, rows, received):
+        n = rows.shape[0]
+        rows = rows.view(n, 4, -1).relu().reshape(n, -1)
+        rows = torch.reshape(rows.view((n, -1, 4)), (n, -1))
+        return super().experts(rows.reshape(shape=(n, -1)), received)
+
+
+def test_a_size_that_torch_infers_beside_that_of_the_rows_is_written_out(fake_ranks):
+    """A chunk without a row failed: what is as long as nothing may have any length beside it."""
+    graph, report = chunked(layer(Reshaped, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    calls = [n for n in graph.nodes if called_name(n) in ("view", "reshape")]
+    beside_rows = [n for n in calls if any(is_symbolic(a) for a in sizes_of(n))]
+    assert len(beside_rows) == 2 * 5
+    assert not any(-1 in sizes_of(n) for n in beside_rows)
+
+
+def sizes_of(reshape):
+    return tree_leaves((reshape.args[1:], reshape.kwargs))
+
+
+def is_symbolic(size):
+    return isinstance(size, torch.fx.Node)
 
 
 class JoinedAgain(LoopExperts):
