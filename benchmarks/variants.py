@@ -65,14 +65,17 @@ SEQUENCE_AND_EXPERTS = Plan(attention="sp", experts="a2a")
 
 
 def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
-    return {"megamoe.chunks": chunks, "megamoe.attention_chunks": attention_chunks}
+    return {
+        "megamoe.chunks": chunks,
+        "megamoe.attention_chunks": attention_chunks,
+        "megamoe.equal_tokens": True,
+    }
 
 
 def _gathered(chunks: int, padding: str = "exact") -> dict[str, Any]:
     return {
         "megamoe.dispatch": "all_gather",
         "megamoe.dispatch_padding": padding,
-        "megamoe.equal_tokens": True,
         "megamoe.chunk_by": "tokens" if chunks > 1 else "auto",
         **_split(chunks, min(chunks, 2)),
     }

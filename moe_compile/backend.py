@@ -88,7 +88,8 @@ def megamoe(
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
     compile_whole = functools.partial(written.compile, again) if plan else None
-    return agreed_callable(compiled, programs_of(order, plan), compile_whole)
+    programs = programs_of(order, plan, family=compilation.family, is_promised=config.equal_tokens)
+    return agreed_callable(compiled, programs, compile_whole)
 
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:

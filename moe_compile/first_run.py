@@ -4,8 +4,9 @@ Contract
     Wraps what the backend compiled; the graph and Inductor's cache keys stay as they are, so it is
     the same whether the code was compiled here or came from a cache.
     Ranks that decided differently about a program all run it as the user wrote it: compiled anew
-    without any pass of ours, from a copy of the graph as it came. The copy is kept until then only.
-    Each later call costs a look at one attribute and a note per process group.
+    without any pass of ours, from a copy of the graph as it came. Where ranks promise to have equal
+    sizes the copy is kept until then only.
+    Each later call costs a look at two attributes and a note per process group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
-from moe_compile.ops.agreement import Agreement, Turn, current_agreement
+from moe_compile.ops.agreement import Agreement, Calls, Turn, current_agreement
 from moe_compile.ops.journal import Program
 
 LOG: Final = logging.getLogger(__name__)
@@ -76,11 +77,21 @@ class AsWritten:
         return compiled
 
 
-def programs_of(order: Mapping[str, UserOrder], plan: str) -> dict[str, Program]:
-    """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite."""
+def programs_of(
+    order: Mapping[str, UserOrder], plan: str, *, family: str = "", is_promised: bool = False
+) -> dict[str, Program]:
+    """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
+
+    `family` and `is_promised` as in `Program`.
+    """
     return {
         group: Program(
-            order=user.digest, plan=plan, collectives=user.collectives, places=user.places
+            order=user.digest,
+            plan=plan,
+            collectives=user.collectives,
+            places=user.places,
+            family=family,
+            is_promised=is_promised,
         )
         for group, user in order.items()
     }
@@ -99,7 +110,7 @@ def agreed_callable(
 
     def run(*arguments: Any) -> Any:
         agreement = current_agreement()
-        if not agreed.has_met or agreement is not agreed.agreement:
+        if not agreed.has_met or agreement is not agreed.agreement or agreed.is_second():
             agreed.meet(agreement)
         if agreement is not None and agreement.stopped:
             agreement.check()
@@ -124,13 +135,23 @@ class _Agreed:
         self.agreement: Agreement | None = None
         self.notes: list[tuple[Callable[[Program], None], Program]] = []
         self._programs, self._compile_whole = programs, compile_whole
+        self._calls: Calls = ()
+
+    def is_second(self) -> bool:
+        """Whether a program of this place that has another plan was met meanwhile."""
+        agreement = self.agreement
+        if agreement is None or not agreement.has_seconds:
+            return False
+        return any(journal.is_second(program) for journal, program in self._calls)
 
     def meet(self, agreement: Agreement | None) -> None:
         turn = agreement.meet(self._programs) if agreement is not None else Turn()
         if agreement is not None and turn.is_left_whole:
             self._leave_whole(agreement)
-        self._compile_whole = None  # lets go of the graph as written and of its inputs
+        if all(program.is_promised or not program.plan for program in self._programs.values()):
+            self._compile_whole = None  # lets go of the graph as written and of its inputs
         self.agreement, self.has_met = agreement, True
+        self._calls = turn.calls
         self.notes = [(journal.note, program) for journal, program in turn.calls]
 
     def _leave_whole(self, agreement: Agreement) -> None:

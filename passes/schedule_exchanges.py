@@ -4,8 +4,10 @@ Contract
     Requires  FUNCTIONAL.
     Provides  SCHEDULED.
     Keeps     every node and edge; whatever must precede what (`graph/precedence.py`).
-    The order of collectives depends on the graph's structure alone, the same on every rank; which
-    compute fills the time between is chosen by estimated time, within `max_memory_increase`.
+    The order of collectives depends on the graph's structure alone, the same on every rank. Without
+    the promise of `equal_tokens` ranks may have other dependences: only exchanges of the regions
+    then pass one another (`graph/launch_order.py`).
+    Which compute fills the time between is chosen by estimated time, within `max_memory_increase`.
 
 Pseudo-code
     costs = estimates at nominal sizes
@@ -64,9 +66,9 @@ class ScheduleExchanges(GraphPass):
         sizes = NominalSizes(state.nominal_sizes)
         sizes.learn(graph)
         costs = estimate_costs(graph, sizes, state.hardware)
-        problem = ScheduleProblem.of(graph, costs)
-        liveness = Liveness.of(problem.nodes, sizes)
         config = state.config
+        problem = ScheduleProblem.of(graph, costs, keeps_program=not config.equal_tokens)
+        liveness = Liveness.of(problem.nodes, sizes)
         choice = choose_schedule(
             problem,
             liveness,

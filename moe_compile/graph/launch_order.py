@@ -2,7 +2,10 @@
 
 Contract
     `plan_launch_order` reads dependences and positions only, never sizes, costs or ranks: graphs
-    of one layer traced for other token counts give the same order.
+    with the same dependences give the same order.
+    Where ranks may have graphs of other dependences, as for no token or one, collectives keep the
+    order of the user's program, but for all-to-alls over one group that no other collective parts:
+    chunks of the same regions on every rank.
     The order extends the dependences, so some schedule keeps both.
 
 Pseudo-code
@@ -10,10 +13,12 @@ Pseudo-code
     a reduction that no launch needs (gradients) goes one level later: it can wait
     a launch tied to no other stays at the level of the launch before it
     within a level: what is there to send first goes first, then graph order
+    (kept) graph order; each run of all-to-alls over one group in the order found so
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +27,13 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
+from moe_compile.graph.query import (
+    group_name,
+    is_all_to_all,
+    is_launch,
+    overload_name,
+    tensor_of,
+)
 
 LAUNCH_RANK: Final = "megamoe_launch_rank"
 """Key in `node.meta` of a launch: its place in the planned order, for later verification."""
@@ -31,9 +42,24 @@ REDUCTIONS: Final = ("::reduce_scatter", "::all_reduce")
 Predecessors = Mapping[fx.Node, Sequence[fx.Node]]
 
 
-def plan_launch_order(nodes: Iterable[fx.Node], predecessors: Predecessors) -> list[fx.Node]:
-    """Return the launches among `nodes` (in graph order) in the order they are to run."""
+def plan_launch_order(
+    nodes: Iterable[fx.Node], predecessors: Predecessors, *, keeps_program: bool = False
+) -> list[fx.Node]:
+    """Return the launches among `nodes` (in graph order) in the order they are to run.
+
+    With `keeps_program` only all-to-alls over one group pass one another, and no other collective.
+    """
     nodes = list(nodes)
+    order = _by_level(nodes, predecessors)
+    if not keeps_program:
+        return order
+    place = {launch: i for i, launch in enumerate(order)}
+    launches = [node for node in nodes if node in place]
+    runs = itertools.groupby(launches, key=lambda n: group_name(n) if is_all_to_all(n) else n)
+    return [launch for _, run in runs for launch in sorted(run, key=place.__getitem__)]
+
+
+def _by_level(nodes: Sequence[fx.Node], predecessors: Predecessors) -> list[fx.Node]:
     levels = _launch_levels(nodes, predecessors)
     reach = _reach(nodes, predecessors, levels)
     by_level: dict[float, list[fx.Node]] = defaultdict(list)

@@ -18,6 +18,9 @@ Why rewritten collectives meet their like
     call only if it knows that all ranks of the group publish, or run, that plan at this position.
     Later calls ask nobody. A rank that compiles the program anew, and otherwise, while others run
     what was agreed on finds that they cannot change it any more, and stops the job.
+    Which of several programs of one place runs may follow from a rank's own sizes. Unless ranks
+    promise to have equal ones, such programs have one plan: where a second one is met, or one that
+    is left whole, all of them run as the user wrote them from then on.
 Why it cannot deadlock
     A rank that waits has launched all calls before this one in full, so nobody needs it to get
     here. Each other rank gets here and publishes; or has run this position without publishing,
@@ -61,6 +64,12 @@ HEARD_S: Final = 4.0
 """How long a rank that ends lets others hear of it: it may serve the store they read."""
 
 
+SECOND_PLAN: Final = (
+    "the program at {place} was decided differently for other sizes or in another mode; ranks may "
+    "choose apart, so it runs as it is written. Set megamoe.equal_tokens if all ranks always have "
+    "equally many tokens"
+)
+
 Calls = tuple[tuple[Journal, Program], ...]
 
 
@@ -88,6 +97,8 @@ class Agreement:
         """Why all ranks end; "" while they need not."""
         self.has_raised = False
         """Whether the main thread knows."""
+        self.has_seconds = False
+        """Whether programs of one place have different plans."""
         self._watcher: Watcher | None = None
 
     def check(self) -> None:
@@ -108,12 +119,17 @@ class Agreement:
         )
         whole = tuple((journal, replace(program, plan="")) for journal, program in calls)
         is_rewritten = calls != whole
+        if any(journal.is_second(program) for journal, program in calls):
+            self.has_seconds = True
+            LOG.warning("megamoe: %s", SECOND_PLAN.format(place=calls[0][1].places[0]))
+            calls = whole
         must = any(journal.must_ask(program) for journal, program in calls)
         self._publish(calls, asks=must)
         if must and not self._ask(calls):
             calls = whole
         for journal, program in calls:
             journal.agree(program)
+        self.has_seconds |= any(p.plan != plan for j, p in calls for plan in j.plans_of(p))
         return Turn(calls=calls, is_left_whole=is_rewritten and calls == whole)
 
     def end(self, message: str) -> NoReturn:

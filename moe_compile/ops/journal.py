@@ -24,6 +24,11 @@ class Program:
     """Digest of what we made of the program; "" where it runs as the user wrote it."""
     collectives: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    family: str = ""
+    """Where in the user's source it stands: by sizes, among other things, a call chooses between
+    programs of one place."""
+    is_promised: bool = False
+    """Whether ranks promise to have equal sizes, and so to choose alike."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -46,6 +51,8 @@ class Journal:
         self.num_calls = 0
         self.agreed: dict[str, set[str]] = {}
         """Digest of the user's collectives -> plans that all ranks ran them by."""
+        self._plans: dict[tuple[str, str], set[str]] = {}
+        """The same by place too, of programs that ranks may choose between apart."""
         self.published: set[int] = set()
         """Positions this rank published before it ran them."""
         self._recent: list[tuple[int, Program] | None] = [None] * REMEMBERED
@@ -71,6 +78,20 @@ class Journal:
         """
         return bool(program.plan) or any(self.agreed.get(program.order, ()))
 
+    def is_second(self, program: Program) -> bool:
+        """Whether all ranks ran the like of `program` by another plan, or by none, before.
+
+        With both to choose from, by its own sizes, a rank would run one while others run the other.
+        """
+        return bool(program.plan and self.plans_of(program) - {program.plan})
+
+    def plans_of(self, program: Program) -> set[str]:
+        """Return the plans by which all ranks ran the like of `program`."""
+        return self._plans.get((program.order, program.family), set())
+
     def agree(self, program: Program) -> None:
         """All ranks run `program`."""
         self.agreed.setdefault(program.order, set()).add(program.plan)
+        if not program.is_promised:
+            key = program.order, program.family
+            self._plans.setdefault(key, set()).add(program.plan)

@@ -10,7 +10,8 @@ Contract
 
 A family is one place in the user's source and one direction. The i-th different order a rank
 meets in a family must be the i-th of every other rank: a rank that recompiles alone, for another
-number of tokens, meets no new order, because orders do not speak of local sizes.
+number of tokens, meets no new order, because orders speak neither of local sizes nor, unless ranks
+promise to have as many tokens, of dependences that such sizes change (`graph/launch_order.py`).
 """
 
 from __future__ import annotations

@@ -58,14 +58,17 @@ class ScheduleProblem:
         return missing
 
     @classmethod
-    def of(cls, graph: fx.Graph, costs: Mapping[fx.Node, Cost]) -> ScheduleProblem:
-        """Read one graph."""
+    def of(
+        cls, graph: fx.Graph, costs: Mapping[fx.Node, Cost], *, keeps_program: bool = False
+    ) -> ScheduleProblem:
+        """Read one graph; `keeps_program` as in `plan_launch_order`."""
         nodes = tuple(graph.nodes)
         index = {node: i for i, node in enumerate(nodes)}
         predecessors = find_predecessors(graph)
         before = tuple(tuple(index[p] for p in predecessors[n]) for n in nodes)
         after = _reversed(before)
-        launches = tuple(index[n] for n in plan_launch_order(nodes, predecessors))
+        planned = plan_launch_order(nodes, predecessors, keeps_program=keeps_program)
+        launches = tuple(index[n] for n in planned)
         compute_us = tuple(costs[n].compute_us for n in nodes)
         link_us = tuple(costs[n].link_us for n in nodes)
         waits = {index[n]: awaited(n) for n in nodes if is_wait(n)}

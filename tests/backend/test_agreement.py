@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
@@ -20,7 +21,7 @@ from moe_compile.hardware.detect import agree_on_profile, detected_profile
 from moe_compile.ops.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.chunk_regions import ChunkRegions
-from tests.layers import GroupedExperts
+from tests.layers import WAIT, GroupedExperts
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 WIDTH = 16
@@ -136,6 +137,56 @@ def test_a_rank_that_recompiles_alone_runs_on_with_those_that_do_not(two_ranks):
     assert len(first) < len(second)  # rank 1 did compile more graphs
     for phase in ("forward", "backward"):
         assert len({launches for p, launches in (*first, *second) if p == phase}) == 1
+
+
+class Measured(GroupedExperts):
+    """Sums figures over all ranks; with one token one of them does not depend on the others."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        found = y.detach().float()
+        total = self.summed(found.sum())
+        spread = (found - total).square() if x.shape[0] > 1 else found * 2
+        figures = total + self.summed(spread.sum()) * 2 + self.summed(found.abs().sum()) * 4
+        return y + figures.to(y.dtype)
+
+    def summed(self, number):
+        return WAIT(all_reduce(number, "sum", self.group))
+
+
+def recompile_other_dependences(rank):
+    return run_steps(rank, Measured, (5, 5 - 4 * rank, 5 * rank, 6))
+
+
+def test_a_rank_whose_graph_depends_otherwise_launches_in_the_same_order(two_ranks):
+    """Reductions met others' reductions, silently: their order followed from dependences."""
+    for alike, records in two_ranks.run(recompile_other_dependences):
+        assert alike == [True] * 4
+        assert records
+
+
+class CentredBySize(CentredExperts):
+    """Mixes rows unless there are five tokens."""
+
+    def forward(self, x):
+        self.is_centred = x.shape[0] != 5
+        return super().forward(x)
+
+    def experts(self, rows, received):
+        if self.is_centred:
+            return super().experts(rows, received)
+        return GroupedExperts.experts(self, rows, received)
+
+
+def choose_by_size(rank):
+    return run_steps(rank, CentredBySize, (5, 7, 5 + 2 * rank, 5))
+
+
+def test_ranks_that_choose_apart_between_two_agreed_programs_run_them_as_written(two_ranks):
+    """Rank 0 ran its chunks while rank 1 ran the program that both had left whole."""
+    for alike, records in two_ranks.run(choose_by_size):
+        assert alike == [True] * 4
+        assert [phase for phase, _ in records] == ["forward", "backward"]  # of the first step
 
 
 def gather_other_tokens(rank):

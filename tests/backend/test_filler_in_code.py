@@ -11,6 +11,7 @@ from tests.filler_kinds import expected, kinds_in_code
 OPTIONS = {
     "megamoe.chunks": 2,
     "megamoe.attention_chunks": 2,
+    "megamoe.equal_tokens": True,
     "megamoe.max_memory_increase": 3.0,
     "megamoe.hardware": "cpu",
 }

@@ -22,11 +22,15 @@ def reduce(x):
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 1, one_rank_group()))
 
 
-def order(program, *inputs):
+def add_up(x):
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", one_rank_group()))
+
+
+def order(program, *inputs, **how):
     """Return the planned order as indices into the order of the program."""
     one_rank_group()
     graph = make_fx(program, tracing_mode="fake")(*inputs).graph
-    planned = plan_launch_order(graph.nodes, find_predecessors(graph))
+    planned = plan_launch_order(graph.nodes, find_predecessors(graph), **how)
     position = {node: i for i, node in enumerate(graph.nodes)}
     traced = sorted(planned, key=position.__getitem__)
     return [traced.index(launch) for launch in planned]
@@ -40,6 +44,16 @@ def test_all_dispatches_come_before_all_combines():
         return sum(exchange(exchange(x + c) @ x) for c in range(3))
 
     assert order(program, X) == [0, 2, 4, 1, 3, 5]
+
+
+def test_where_dependences_may_differ_only_all_to_alls_pass_one_another():
+    def program(x, early):
+        chunks = sum(exchange(exchange(x + c) @ x) for c in range(2))
+        figures = add_up(chunks.sum()), add_up(early.sum())
+        return (chunks, *figures, exchange(exchange(x * 2) @ x) + exchange(x * 3))
+
+    assert order(program, X, X)[:4] == [0, 2, 6, 8]  # past the sums 4 and 5
+    assert order(program, X, X, keeps_program=True) == [0, 2, 1, 3, 4, 5, 6, 8, 7]
 
 
 def test_combines_follow_the_order_of_what_they_wait_for():

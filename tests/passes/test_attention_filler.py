@@ -83,7 +83,9 @@ def test_projections_of_one_group_run_under_exchanges_of_another(
 def test_exchanges_of_attention_and_of_experts_run_under_compute_of_other_kinds(fake_ranks, style):
     groups = {"attention": dist.new_group(), "experts": fake_ranks}
     (gm,) = dynamo_graphs(style(groups["attention"], groups["experts"]), block_input())
-    config = MegaMoEConfig(chunks=2, attention_chunks=2, max_memory_increase=3.0, hardware="cpu")
+    config = MegaMoEConfig(
+        chunks=2, attention_chunks=2, max_memory_increase=3.0, hardware="cpu", equal_tokens=True
+    )
     state, _ = rewrite(gm, config)
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     graphs = trace_both(gm, inputs, state)
