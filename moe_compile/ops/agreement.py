@@ -60,6 +60,8 @@ LOG: Final = logging.getLogger(__name__)
 POLL_S: Final = 0.02
 SLOWEST_POLL_S: Final = 0.5
 """How often a rank that waits looks, at first and later: a late rank may be minutes late."""
+SILENCE_S: Final = 30.0
+"""After which a rank that waits says for whom, once; it waits on."""
 HEARD_S: Final = 4.0
 """How long a rank that ends lets others hear of it: it may serve the store they read."""
 
@@ -199,10 +201,17 @@ class Agreement:
         limit_s = max(timeout_s(journal.group) for journal, _ in calls)
         answers = Answers(self.store, open_)
         began, pause = time.monotonic(), POLL_S
+        is_said = False
         while not answers.look():
             self.check()
-            if time.monotonic() - began > limit_s:
-                raise RankDisagreement(answers.silence(limit_s))
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s:
+                raise RankDisagreement(
+                    f"{answers.silence(limit_s)}; the process group waits no longer"
+                )
+            if waited_s > SILENCE_S and not is_said:
+                is_said = True
+                LOG.warning("megamoe: waits on: %s", answers.silence(waited_s))
             time.sleep(pause)
             pause = min(2 * pause, SLOWEST_POLL_S)
         plans = answers.ranks_by_plan()

@@ -106,10 +106,10 @@ class Answers:
             for plan, ranks in self.ranks_by_plan().items()
         )
 
-    def silence(self, limit_s: float) -> str:
-        """Return what to say when some never answered."""
+    def silence(self, waited_s: float) -> str:
+        """Return what to say when some have not answered for so long."""
         groups = sorted(f"call {call} of compiled code on {key}" for key, call in self._open)
         return (
-            f"some ranks did not reach {'; '.join(groups)} (group/ranks) within {limit_s:.0f} s, "
-            "the timeout of the process group: they run something else, or have ended"
+            f"some ranks did not reach {'; '.join(groups)} (group/ranks) within {waited_s:.0f} s: "
+            "they are late, run something else, as a program that is not compiled, or have ended"
         )

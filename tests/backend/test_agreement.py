@@ -4,6 +4,7 @@ Each test has a process group of its own: what ranks agree on holds for one grou
 """
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from torch.distributed._functional_collectives import all_reduce
 from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
 from moe_compile.hardware.detect import agree_on_profile, detected_profile
+from moe_compile.ops import agreement
 from moe_compile.ops.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.chunk_regions import ChunkRegions
@@ -218,6 +220,33 @@ def test_a_late_rank_is_waited_for(two_ranks, seconds):
         assert is_alike
 
 
+def late_beyond_patience(rank, seconds):
+    with mock.patch.object(agreement, "SILENCE_S", 1.0), warnings_of("moe_compile") as said:
+        late(rank, seconds)
+    return [text for text in said if "waits on" in text]
+
+
+@contextlib.contextmanager
+def warnings_of(name):
+    """Yield the messages that the logger `name` gets meanwhile."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def test_a_rank_that_waits_long_says_for_what(two_ranks):
+    """A rank that runs the layer eagerly answers never; nothing was said for half an hour."""
+    waiting, late_one = two_ranks.run(late_beyond_patience, 3)
+    (text,) = waiting
+    assert "some ranks did not reach call 1 of compiled code" in text
+    assert not late_one
+
+
 def find_other_machines(rank):
     with mock.patch.object(group_setup, "own_profile", lambda: ("h200", "h100")[rank]):
         group_setup.agree_on_machines()
@@ -251,7 +280,8 @@ def test_a_killed_rank_is_waited_for_until_the_groups_own_timeout(tmp_path):
         pool.run(keep_what_rank_zero_saw, said)
     waited, message = said.read_text().split("\n", 1)
     assert float(waited) >= TIMEOUT_S
-    assert f"within {TIMEOUT_S} s, the timeout of the process group" in message
+    assert f"within {TIMEOUT_S} s: " in message
+    assert "the process group waits no longer" in message
 
 
 def keep_what_rank_zero_saw(rank, path):
