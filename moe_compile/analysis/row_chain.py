@@ -62,6 +62,12 @@ def num_rows(node: fx.Node) -> object:
     return next(iter(shape_of(node)), None)
 
 
+def type_of(node: object) -> torch.dtype | None:
+    """Return the type of a tensor's numbers, None of anything else."""
+    tensor = tensor_of(node) if isinstance(node, fx.Node) else None
+    return None if tensor is None else tensor.dtype
+
+
 def _row_and_factors(node: fx.Node, otherwise: Unswitched) -> tuple[fx.Node, list[fx.Node]]:
     inputs = node.all_input_nodes
     if node.op == "call_method" and node.target in CASTS and len(inputs) == 1:

@@ -17,7 +17,14 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion
-from moe_compile.analysis.row_chain import NotByRow, RowChain, num_rows, only_reader
+from moe_compile.analysis.row_chain import (
+    NotByRow,
+    RowChain,
+    num_rows,
+    only_reader,
+    shape_of,
+    type_of,
+)
 from moe_compile.analysis.token_index import (
     chosen_of,
     counts_values,
@@ -29,18 +36,19 @@ from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_sums import find_token_sum
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import changes_mode
-from moe_compile.graph.query import argument_of, called_name, tensor_of
+from moe_compile.graph.query import tensor_of
+from moe_compile.graph.torch_calls import arguments_of
 
 WHOLE_ROW: Final = slice(None, None, None)
 
 
 def find_token_rows(region: MoERegion) -> TokenRows | NotFound:
     """Return where the rows of `region` come from and go to, or why a switch must not be made."""
+    dependence = Dependence(region.result.graph)
     try:
-        found = _find(region)
+        found = _find(region, dependence)
     except NotByRow as stopped:
         return stopped.found
-    dependence = Dependence(region.result.graph)
     kept = [found.tokens, found.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
@@ -52,18 +60,21 @@ def find_token_rows(region: MoERegion) -> TokenRows | NotFound:
     return found
 
 
-def _find(region: MoERegion) -> TokenRows:
+def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     gather, before = _up_to_gather(region.rows)
-    index, tokens = _gather_index(gather), gather.all_input_nodes[0]
-    assert index is not None
-    after, found = find_token_sum(region.result)
+    gathered = _gathered(gather)
+    assert gathered is not None
+    tokens, index = gathered
+    after, found = find_token_sum(region.result, dependence)
     rows_per_token = rows_of_each_token(index, tokens)
-    if found.is_order and rows_per_token is None:
-        raise NotByRow(Unswitched.OTHER_INDEX, found.total)
-    if not is_same_value(order_of(index) if found.is_order else index, found.index):
+    summed_by = order_of(index) if found.is_order else index
+    in_slots = not found.is_order or rows_per_token == found.num_slots
+    if not in_slots or not is_same_value(summed_by, found.index):
         raise NotByRow(Unswitched.OTHER_INDEX, found.total)
     if num_rows(found.total) != num_rows(tokens):
         raise NotByRow(Unswitched.OTHER_TOKENS, found.total)
+    if not _can_be_reduced(found.total, tokens):
+        raise NotByRow(Unswitched.NO_SUM, found.total)
     for factor in (*before.factors, *after.factors):
         if num_rows(factor) != num_rows(index):
             raise NotByRow(Unswitched.NOT_BY_ROW, factor)
@@ -81,32 +92,40 @@ def _find(region: MoERegion) -> TokenRows:
     )
 
 
+def _can_be_reduced(total: fx.Node, tokens: fx.Node) -> bool:
+    """Whether sums are a matrix of floating point, where the tokens are: of bools they are none."""
+    sums, source = tensor_of(total), tensor_of(tokens)
+    if sums is None or source is None or sums.device != source.device:
+        return False
+    return sums.dim() == 2 and sums.dtype.is_floating_point
+
+
 def _up_to_gather(rows: fx.Node) -> tuple[fx.Node, RowChain]:
     chain = RowChain()
     node = rows
-    while _gather_index(node) is None:
+    while _gathered(node) is None:
         only_reader(node)
         node = chain.add(node, Unswitched.NO_GATHER)
     only_reader(node)
     return node, chain
 
 
-def _gather_index(node: fx.Node) -> fx.Node | None:
-    """Return the vector of integers by which `node` gathers rows of a matrix."""
+def _gathered(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the matrix of which `node` gathers rows, and the vector of integers it does it by."""
+    source: object = None
     index: object = None
     if node.target is operator.getitem:
-        index = node.args[1]
+        source, index = node.args
         if isinstance(index, tuple) and index[1:] == (WHOLE_ROW,):
             index = index[0]
-    elif called_name(node) == "index_select" and argument_of(node, 1, "dim") == 0:
-        index = argument_of(node, 2, "index")
-    tensor = tensor_of(index) if isinstance(index, fx.Node) else None
-    if tensor is None or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+    elif given := arguments_of(node, "index_select", "input", "dim", "index"):
+        source, index = (given.get(name) for name in ("input", "index"))
+        if given.get("dim") != 0:
+            return None
+    if not isinstance(source, fx.Node) or not isinstance(index, fx.Node):
         return None
-    source = tensor_of(node.all_input_nodes[0])
-    return (
-        index if isinstance(index, fx.Node) and source is not None and source.dim() == 2 else None
-    )
+    is_vector = len(shape_of(index)) == 1 and type_of(index) in (torch.int32, torch.int64)
+    return (source, index) if is_vector and len(shape_of(source)) == 2 else None
 
 
 def _writer(dependence: Dependence, node: fx.Node) -> fx.Node | None:

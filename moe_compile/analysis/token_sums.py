@@ -2,7 +2,8 @@
 
 Contract
     A `TokenSum` says which rows are added up for a token, and by which weights; the graph is not
-    edited. Two forms are known:
+    edited. Every argument of every call in it is understood, and all numbers are added up in the
+    type of the rows; weighted ones in that of the weights. Two forms are known:
 
     base.index_add(0, index, rows)
     z = zeros; z[order] = rows; z.reshape(tokens, k, width), then sum(1) or bmm with the weights
@@ -11,20 +12,34 @@ Contract
 from __future__ import annotations
 
 import operator
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.row_chain import NotByRow, RowChain, num_rows, only_reader, shape_of
+from moe_compile.analysis.row_chain import (
+    CASTS,
+    NotByRow,
+    RowChain,
+    num_rows,
+    only_reader,
+    shape_of,
+    type_of,
+)
 from moe_compile.analysis.token_regions import TokenSum, Unswitched
-from moe_compile.graph.query import argument_of, called_name
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.query import tensor_of
+from moe_compile.graph.torch_calls import arguments_of, torch_name
 
 ZEROS: Final = frozenset({"zeros", "zeros_like", "new_zeros"})
+OF_ZEROS: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory", "memory_format"})
+"""Arguments that leave zeros what they are; a layout is read off the tensor."""
 FORMS: Final = frozenset({"reshape", "view", "unflatten"})
+ROWS_OF_TOKENS: Final = (1, -2, [1], (1,), [-2], (-2,))
+"""The dimension of a token's rows in `[T, k, D]`, as sums take it."""
 
 
-def find_token_sum(result: fx.Node) -> tuple[RowChain, TokenSum]:
+def find_token_sum(result: fx.Node, dependence: Dependence) -> tuple[RowChain, TokenSum]:
     """Return what changes the rows of `result` one by one, and the sum per token after that.
 
     Raises NotByRow where there is no such sum.
@@ -33,69 +48,124 @@ def find_token_sum(result: fx.Node) -> tuple[RowChain, TokenSum]:
     node = result
     while True:
         user = only_reader(node)
-        if _is_index_add(user):
-            return chain, _index_add(user, node)
+        if torch_name(user) == "index_add":
+            return chain, _index_add(user, node, dependence)
         if user.target is operator.setitem:
-            return chain, _in_order(user, node)
+            return chain, _in_order(user, node, dependence)
         if chain.add(user, Unswitched.NO_SUM) is not node:
             raise NotByRow(Unswitched.NOT_BY_ROW, user)
         node = user
 
 
-def _is_index_add(node: fx.Node) -> bool:
-    no_scale = argument_of(node, 4, "alpha") in (None, 1)
-    along_rows = argument_of(node, 1, "dim") == 0
-    return called_name(node) == "index_add" and along_rows and no_scale
+def is_zeros(node: Any) -> bool:
+    """Whether the node makes a tensor of zeros, all of whose memory is its own."""
+    if not isinstance(node, fx.Node) or torch_name(node) not in ZEROS:
+        return False
+    tensor = tensor_of(node)
+    plain = tensor is not None and tensor.layout is torch.strided
+    return plain and node.kwargs.keys() <= OF_ZEROS
 
 
-def _index_add(total: fx.Node, rows: fx.Node) -> TokenSum:
-    base, index = argument_of(total, 0, "input"), argument_of(total, 2, "index")
-    if argument_of(total, 3, "source") is not rows or base is rows:
+def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
+    given = arguments_of(total, "index_add", "input", "dim", "index", "source", "alpha") or {}
+    base, index = given.get("input"), given.get("index")
+    known = isinstance(base, fx.Node) and isinstance(index, fx.Node) and base is not rows
+    by_row = given.get("source") is rows and given.get("dim") == 0 and given.get("alpha", 1) == 1
+    if not (known and by_row and type_of(total) is type_of(rows)):
         raise NotByRow(Unswitched.NO_SUM, total)
-    is_zeros = called_name(base) in ZEROS
+    assert isinstance(base, fx.Node) and isinstance(index, fx.Node)
+    adds_nothing = is_zeros(base) and not _writers(base, dependence)
     return TokenSum(
-        total=total, index=index, is_order=False, base=None if is_zeros else base, tail=(total,)
+        total=total, index=index, is_order=False, base=None if adds_nothing else base, tail=(total,)
     )
 
 
-def _in_order(write: fx.Node, rows: fx.Node) -> TokenSum:
+def _writers(node: fx.Node, dependence: Dependence) -> list[fx.Node]:
+    mine = storages(node)
+    return [writer for writer, written in dependence.writes.items() if written & mine]
+
+
+def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
     """Read the form that puts rows in order, `k` to a token, and sums these."""
-    target, order, written = write.args
-    tokens = target if isinstance(target, fx.Node) else rows
+    tokens, order, written = write.args
+    alone = is_zeros(tokens) and written is rows and isinstance(order, fx.Node)
+    if not alone or not isinstance(tokens, fx.Node) or _writers(tokens, dependence) != [write]:
+        raise NotByRow(Unswitched.NO_SUM, write)
     readers = [user for user in tokens.users if user is not write]
-    known = called_name(tokens) in ZEROS and written is rows and isinstance(order, fx.Node)
-    if not known or len(readers) != 1 or called_name(readers[0]) not in FORMS:
+    if len(readers) != 1 or torch_name(readers[0]) not in FORMS:
         raise NotByRow(Unswitched.NO_SUM, write)
     assert isinstance(order, fx.Node)
     by_token, shape = readers[0], shape_of(readers[0])
-    if len(shape) != 3 or shape[2:] != shape_of(tokens)[1:]:
+    grouped = len(shape) == 3 and shape[2:] == shape_of(tokens)[1:] == shape_of(rows)[1:]
+    later = dependence.position[by_token] > dependence.position[write]
+    alike = type_of(by_token) is type_of(tokens) is type_of(rows)
+    if not (grouped and later and alike):
         raise NotByRow(Unswitched.NO_SUM, by_token)
     reader = only_reader(by_token)
-    if called_name(reader) == "sum" and argument_of(reader, 1, "dim") in (1, [1], (1,)):
-        found = (by_token, reader)
-        return TokenSum(total=reader, index=order, is_order=True, tail=(tokens, write, *found))
-    return _weighted(by_token, order, (tokens, write, by_token))
+    if torch_name(reader) != "sum":
+        return _weighted(by_token, order, (tokens, write, by_token))
+    given = arguments_of(reader, "sum", "input", "dim", "keepdim", "dtype") or {}
+    flat = given.get("dim") in ROWS_OF_TOKENS and not given.get("keepdim")
+    if not flat or type_of(reader) is not type_of(rows):
+        raise NotByRow(Unswitched.NO_SUM, reader)
+    return TokenSum(
+        total=reader,
+        index=order,
+        is_order=True,
+        num_slots=shape[1],
+        tail=(tokens, write, by_token, reader),
+    )
 
 
 def _weighted(by_token: fx.Node, order: fx.Node, before: tuple[fx.Node, ...]) -> TokenSum:
     """Read `bmm(weights [T, 1, k], rows [T, k, D])`, casts around it, `[T, D]` at the end."""
     tail, node = [*before], by_token
-    casts = RowChain()
-    while called_name(user := only_reader(node)) != "bmm":
-        casts.add(user, Unswitched.NO_SUM)
+    while _is_cast(user := only_reader(node)):
         tail.append(user)
         node = user
-    weights = user.args[0]
-    if user.target is not torch.bmm or user.args[1] is not node or not isinstance(weights, fx.Node):
+    given = arguments_of(user, "bmm", "input", "mat2") or {}
+    weights = given.get("input")
+    if given.get("mat2") is not node or not isinstance(weights, fx.Node):
         raise NotByRow(Unswitched.NO_SUM, user)
     if shape_of(weights) != [num_rows(by_token), 1, shape_of(by_token)[1]]:
         raise NotByRow(Unswitched.NO_SUM, user)
-    tail.append(user)
-    while len(shape_of(tail[-1])) == 3:
-        node = only_reader(tail[-1])
-        if (called_name(node), *node.args[1:]) not in (("squeeze", 1), ("squeeze", -2)):
-            casts.add(node, Unswitched.NO_SUM)
-        tail.append(node)
-    if casts.factors:
-        raise NotByRow(Unswitched.NO_SUM, casts.nodes[0])
-    return TokenSum(total=tail[-1], index=order, is_order=True, weights=weights, tail=tuple(tail))
+    wide = type_of(weights)
+    if any(not _holds(type_of(n), type_of(n.args[0]), wide) for n in tail[len(before) :]):
+        raise NotByRow(Unswitched.NO_SUM, user)
+    if not type_of(node) is type_of(user) is wide:
+        raise NotByRow(Unswitched.NO_SUM, user)
+    tail += _squeezed(user)
+    if any(type_of(n) not in (wide, type_of(tail[-1])) for n in tail[tail.index(user) :]):
+        raise NotByRow(Unswitched.NO_SUM, tail[-1])
+    return TokenSum(
+        total=tail[-1],
+        index=order,
+        is_order=True,
+        num_slots=shape_of(by_token)[1],
+        weights=weights,
+        tail=tuple(tail),
+    )
+
+
+def _squeezed(product: fx.Node) -> list[fx.Node]:
+    """Return `product`, `[T, 1, D]`, and what makes it `[T, D]`, in order."""
+    found = [product]
+    while len(shape_of(found[-1])) == 3:
+        node = only_reader(found[-1])
+        given = arguments_of(node, "squeeze", "input", "dim") or {}
+        if given.get("dim") not in (1, -2) and not _is_cast(node):
+            raise NotByRow(Unswitched.NO_SUM, node)
+        found.append(node)
+    return found
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether the node gives the same numbers in another type, and nothing else."""
+    return node.op == "call_method" and node.target in CASTS and len(node.all_input_nodes) == 1
+
+
+def _holds(new: torch.dtype | None, old: torch.dtype | None, wide: torch.dtype | None) -> bool:
+    """Whether a cast from `old` to `new` on the way to `wide` loses nothing that `wide` keeps."""
+    if new is None or old is None:
+        return False
+    return new is wide or torch.promote_types(new, old) is new

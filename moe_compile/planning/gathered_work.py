@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion
-from moe_compile.analysis.token_sums import ZEROS
-from moe_compile.graph.query import called_name, tensor_of, waits_on
+from moe_compile.analysis.token_sums import is_zeros
+from moe_compile.graph.query import tensor_of, waits_on
 from moe_compile.planning.gathered_sizes import GatheredSizes, GatheredWay
 from moe_compile.planning.region_work import RegionWork, Work
 from moe_compile.planning.rewrite_costs import PLACE_BYTES, PLACE_KERNELS
@@ -238,4 +238,4 @@ def _read_by(tail: Iterable[fx.Node]) -> list[fx.Node]:
     """Return what nothing but the sums reads: the zeros that rows were added to."""
     nodes = list(tail)
     read = {n for node in nodes for n in node.all_input_nodes}
-    return [n for n in read if called_name(n) in ZEROS and all(u in nodes for u in n.users)]
+    return [n for n in read if is_zeros(n) and all(u in nodes for u in n.users)]

@@ -1,0 +1,238 @@
+"""Which gathers and sums of tokens are proven, and what in them is not understood."""
+
+import pytest
+import torch
+
+from moe_compile.analysis.token_regions import Unswitched
+from moe_compile.analysis.token_rows import find_token_rows
+from passes.detect_regions import DetectRegions
+from tests.capture import dynamo_graphs, state
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+
+WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 32
+
+
+def found_in(style, group, *, experts=EXPERTS, top_k=TOP_K):
+    """Return what is found around the region of a layer of `style`."""
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, experts, top_k, group), x)
+    ours = state()
+    DetectRegions().run(gm.graph, ours)
+    (plan,) = ours.plans
+    return find_token_rows(plan.region)
+
+
+def onto(make_base):
+    """Return a layer that adds its rows to what `make_base` makes of the tokens."""
+
+    class Onto(Around):
+        def total(self, x, order, out, scores):
+            return make_base(x).index_add(0, order // self.top_k, out)
+
+    return Onto
+
+
+def zeros_added_to(x):
+    zeros = torch.zeros_like(x)
+    zeros.add_(x)
+    return zeros
+
+
+def zeros_assigned(x):
+    zeros = torch.zeros_like(x)
+    zeros[:2] = x[:2]
+    return zeros
+
+
+def zeros_written_through_a_view(x):
+    zeros = x.new_zeros(x.shape)
+    zeros.view(-1)[:2].add_(1)
+    return zeros
+
+
+def zeros_written_by_their_own_call(x):
+    base = x * 2
+    return torch.zeros(x.shape, out=base)
+
+
+@torch._dynamo.allow_in_graph
+def zeros_like(x):
+    return torch.ones_like(x)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        zeros_added_to,
+        zeros_assigned,
+        zeros_written_through_a_view,
+        zeros_written_by_their_own_call,
+    ],
+)
+def test_zeros_that_are_written_are_no_zeros(fake_ranks, base):
+    """They were left out of the sum, with all that had been written to them."""
+    assert found_in(onto(base), fake_ranks).reason is Unswitched.WRITTEN
+
+
+def test_what_is_called_zeros_by_others_is_a_base_like_any_other(fake_ranks):
+    assert found_in(onto(zeros_like), fake_ranks).sums.base is not None
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        torch.zeros_like,
+        lambda x: torch.zeros(*x.shape, dtype=x.dtype, device=x.device),
+        lambda x: torch.zeros(size=x.shape, dtype=x.dtype),
+        lambda x: x.new_zeros(x.shape),
+    ],
+)
+def test_zeros_that_nobody_writes_add_nothing(fake_ranks, base):
+    assert found_in(onto(base), fake_ranks).sums.base is None
+
+
+def summed_by(sum_of, style=InOrder):
+    """Return a layer that puts rows in order, and adds them up by `sum_of`."""
+
+    class Summed(style):
+        def summed(self, by_token, scores):
+            return sum_of(by_token, scores.reshape(-1, 1, self.top_k))
+
+    return Summed
+
+
+def ordered_in(make, style=InOrder, slots=TOP_K):
+    """Return a layer that puts rows in order in what `make` makes, and adds them up."""
+
+    class Ordered(style):
+        def total(self, x, order, out, scores):
+            z = make(x, slots * x.shape[0])
+            z[order] = out
+            return self.summed(z.view(x.shape[0], slots, x.shape[1]), scores)
+
+    return Ordered
+
+
+class ReadBefore(InOrder):
+    """The rows of a token are summed before they are there."""
+
+    def total(self, x, order, out, scores):
+        z = torch.zeros(self.top_k * x.shape[0], x.shape[1], dtype=x.dtype)
+        y = z.view(x.shape[0], self.top_k, x.shape[1]).sum(1)
+        z[order] = out
+        return y
+
+
+class WrittenAgain(InOrder):
+    """Some of the rows in order are replaced before they are summed."""
+
+    def total(self, x, order, out, scores):
+        z = torch.zeros(self.top_k * x.shape[0], x.shape[1], dtype=x.dtype)
+        z[order] = out
+        by_token = z.view(x.shape[0], self.top_k, x.shape[1])
+        z.mul_(2)
+        return by_token.sum(1)
+
+
+def zeros(x, rows):
+    return torch.zeros(rows, x.shape[1], dtype=x.dtype)
+
+
+def wide_zeros(x, rows):
+    return torch.zeros(rows, x.shape[1])
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        summed_by(lambda rows, weights: rows.sum(1, dtype=torch.float32)),
+        summed_by(lambda rows, weights: rows.sum(1, keepdim=True).squeeze(1)),
+        ordered_in(wide_zeros),
+        ReadBefore,
+        WrittenAgain,
+    ],
+    ids=["dtype", "keepdim", "wide zeros", "read before", "written again"],
+)
+def test_a_sum_that_is_not_understood_is_none(fake_ranks, style):
+    """Its arguments and its place were not looked at: values were wrong."""
+    assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
+
+
+def test_slots_that_no_row_fills_are_not_proven(fake_ranks):
+    """Two rows to a token, in four slots: the first half of the tokens gets all of them."""
+    style = ordered_in(zeros, slots=2 * TOP_K)
+    assert found_in(style, fake_ranks).reason is Unswitched.OTHER_INDEX
+
+
+@pytest.mark.parametrize("dim", [1, -2, (1,)])
+def test_a_dimension_may_be_counted_from_either_end(fake_ranks, dim):
+    style = summed_by(lambda rows, weights: rows.sum(dim))
+    assert found_in(style, fake_ranks).rows_per_token == TOP_K
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda rows, weights: torch.bmm(weights, rows.float() * 0.5).squeeze(1),
+        lambda rows, weights: (torch.bmm(weights, rows.float()) * 2).squeeze(1),
+        lambda rows, weights: torch.bmm(weights, rows.half().float()).squeeze(1),
+        lambda rows, weights: torch.bmm(weights, rows.float()).bfloat16().float().squeeze(1),
+    ],
+    ids=["rows times a number", "sums times a number", "rows rounded", "sums rounded"],
+)
+def test_a_weighted_sum_with_more_between_is_not_understood(fake_ranks, product):
+    """Casts were skipped, and products with a number too."""
+    style = summed_by(product, InOrderWeighted)
+    assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
+
+
+def test_a_weighted_sum_may_be_taken_in_the_type_of_its_weights(fake_ranks):
+    style = summed_by(
+        lambda rows, weights: torch.bmm(weights.to(rows.dtype), rows).squeeze(dim=1),
+        InOrderWeighted,
+    )
+    assert found_in(style, fake_ranks).sums.weights is not None
+
+
+@torch.library.custom_op("megamoe_tests::index_add", mutates_args=())
+def index_add(
+    base: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    return base.index_add(dim, index, rows, alpha=3)
+
+
+@index_add.register_fake
+def _(base, dim, index, rows):
+    return torch.empty_like(base)
+
+
+def test_an_operator_of_that_name_is_not_torchs(fake_ranks):
+    class OfOthers(Around):
+        def total(self, x, order, out, scores):
+            zeros = torch.zeros_like(x)
+            return torch.ops.megamoe_tests.index_add(zeros, 0, order // self.top_k, out)
+
+    assert found_in(OfOthers, fake_ranks).reason is Unswitched.NO_SUM
+
+
+class OneNumber(Around):
+    """Adds one number of each row: sums are no matrix."""
+
+    def total(self, x, order, out, scores):
+        return x * x.new_zeros(x.shape[0]).index_add(0, order // self.top_k, out)[:, None]
+
+    def experts(self, rows, received):
+        return super().experts(rows, received).sum(-1)
+
+
+class WholeSums(Around):
+    """Its sums are integers."""
+
+    def total(self, x, order, out, scores):
+        zeros = torch.zeros_like(x, dtype=torch.int8)
+        return zeros.index_add(0, order // self.top_k, out.to(torch.int8)).to(x.dtype)
+
+
+@pytest.mark.parametrize("style", [OneNumber, WholeSums])
+def test_sums_that_are_no_matrix_of_floats_are_none(fake_ranks, style):
+    assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
