@@ -25,17 +25,12 @@ from moe_compile.analysis.row_chain import (
     shape_of,
     type_of,
 )
-from moe_compile.analysis.token_index import (
-    chosen_of,
-    counts_values,
-    is_same_value,
-    order_of,
-    rows_of_each_token,
-)
+from moe_compile.analysis.token_index import TokenIndex, is_same_value
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_sums import find_token_sum
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import changes_mode
+from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of
 
@@ -49,7 +44,7 @@ def find_token_rows(region: MoERegion) -> TokenRows | NotFound:
         found = _find(region, dependence)
     except NotByRow as stopped:
         return stopped.found
-    kept = [found.tokens, found.index, region.counts, *found.factors]
+    kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
         writer = _writer(dependence, node)
@@ -66,10 +61,12 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     assert gathered is not None
     tokens, index = gathered
     after, found = find_token_sum(region.result, dependence)
-    rows_per_token = rows_of_each_token(index, tokens)
-    summed_by = order_of(index) if found.is_order else index
+    known = TokenIndex(frozenset().union(*dependence.writes.values()))
+    rows_per_token = known.rows_of_each_token(index, tokens)
+    summed_by = known.order_of(index) if found.is_order else index
+    legality = Legality(dependence, region.result.graph)
     in_slots = not found.is_order or rows_per_token == found.num_slots
-    if not in_slots or not is_same_value(summed_by, found.index):
+    if not in_slots or not is_same_value(summed_by, found.index, legality):
         raise NotByRow(Unswitched.OTHER_INDEX, found.total)
     if num_rows(found.total) != num_rows(tokens):
         raise NotByRow(Unswitched.OTHER_TOKENS, found.total)
@@ -78,7 +75,7 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     for factor in (*before.factors, *after.factors):
         if num_rows(factor) != num_rows(index):
             raise NotByRow(Unswitched.NOT_BY_ROW, factor)
-    chosen = chosen_of(index)
+    chosen = known.chosen_of(index)
     return TokenRows(
         tokens=tokens,
         index=index,
@@ -88,7 +85,7 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         factors=tuple(dict.fromkeys([*before.factors, *after.factors])),
         sums=found,
         rows_per_token=rows_per_token,
-        is_chosen_once=chosen is not None and counts_values(region.counts, chosen),
+        is_chosen_once=chosen is not None and known.counts_values(region.counts, chosen),
     )
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from moe_compile.analysis.token_regions import Unswitched
+from moe_compile.analysis.token_regions import NotFound, Unswitched
 from moe_compile.analysis.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.layers import GroupedExperts
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 32
 
@@ -236,3 +237,70 @@ class WholeSums(Around):
 @pytest.mark.parametrize("style", [OneNumber, WholeSums])
 def test_sums_that_are_no_matrix_of_floats_are_none(fake_ranks, style):
     assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
+
+
+def test_an_index_that_is_read_after_a_write_is_another(fake_ranks):
+    """Both times it is `order // k`, of another order."""
+
+    class Turned(Around):
+        def total(self, x, order, out, scores):
+            order.copy_(order.flip(0))
+            return torch.zeros_like(x).index_add(0, order // self.top_k, out)
+
+    assert found_in(Turned, fake_ranks).reason is Unswitched.OTHER_INDEX
+
+
+def test_rows_are_not_put_in_an_order_that_was_written(fake_ranks):
+    """The index was read off the order before that."""
+
+    class Turned(InOrder):
+        def total(self, x, order, out, scores):
+            order.copy_(order.flip(0))
+            return super().total(x, order, out, scores)
+
+    assert isinstance(found_in(Turned, fake_ranks), NotFound)
+
+
+class WrittenOrder(Around):
+    """Its order is no permutation any more when rows are gathered by it."""
+
+    def gather(self, x, order, scores):
+        order.copy_(order // 2)
+        self.index = order // self.top_k
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+class NarrowOrder(WrittenOrder):
+    """Its order is sent through a type that holds few numbers."""
+
+    def gather(self, x, order, scores):
+        self.index = order.to(torch.int8).long() // self.top_k
+        return x[self.index]
+
+
+@pytest.mark.parametrize("style", [WrittenOrder, NarrowOrder])
+def test_an_order_that_may_be_no_permutation_proves_no_number_of_rows(fake_ranks, style):
+    assert found_in(style, fake_ranks).rows_per_token is None
+
+
+class Routes(GroupedExperts):
+    """Sends rows to experts whose numbers went through another type."""
+
+    through = torch.int32
+
+    def route(self, x):
+        scores, chosen = super().route(x)
+        return scores, chosen.to(self.through).long()
+
+
+class RoutesByBytes(Routes):
+    through = torch.uint8
+
+
+@pytest.mark.parametrize(("style", "is_proven"), [(Routes, True), (RoutesByBytes, False)])
+def test_numbers_of_experts_that_a_type_does_not_hold_prove_nothing(fake_ranks, style, is_proven):
+    """Of 512 experts two numbers become one: a token may have both rows on one rank."""
+    assert found_in(style, fake_ranks, experts=512).is_chosen_once is is_proven
