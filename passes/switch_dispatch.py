@@ -110,6 +110,8 @@ def _could(
         return NotFound(reason=Unswitched.NOT_PROVEN, detail=plan.proof.reason.value)
     if isinstance(found, NotFound):
         return found
+    if found.mean_rows_per_token is None:
+        return NotFound(reason=Unswitched.ROWS_MAY_DIFFER)
     if not config.equal_tokens:
         return NotFound(reason=Unswitched.TOKENS_MAY_DIFFER)
     after = examine_surroundings([_region_rewrite(plan.region, plan.proof, regions, found)])
@@ -199,6 +201,7 @@ def _note(plan: RegionPlan, switch: Switch, emitted: Gathered) -> None:
         is_switched=True,
         is_exact=switch.is_exact,
         num_tokens=known_rows(switch.found.tokens),
+        rows_per_token=switch.found.mean_rows_per_token or 0,
         rounding=rounding_of(switch.found),
         costs=plan.switch.costs,
     )

@@ -68,6 +68,34 @@ def _is_determined(node: fx.Node) -> bool:
     return is_pure(node) and "empty" not in called_name(node)
 
 
+def mean_rows_per_token(index: fx.Node, tokens: fx.Node) -> int | None:
+    """Return k where `index` has k times as many rows as there are tokens, on every rank.
+
+    It must be computed from a `topk` that chooses k for each token. An index that is handed in has
+    as many rows as it happens to have, on one rank or in one step.
+    """
+    found: list[int] = []
+    seen, todo = {index}, [index]
+    while todo:
+        node = todo.pop()
+        if node.op in ("placeholder", "get_attr") and _is_of_numbers(node):
+            return None
+        given = arguments_of(node, "topk", *TOPK)
+        if given is not None and type(given.get("k")) is int:
+            found.append(given["k"])
+            continue
+        todo += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    rows, of = _length(index), _length(tokens)
+    return next((k for k in found if k > 0 and rows == k * of), None)
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    """Whether a tensor holds integers or truth values: what rows can be counted by."""
+    tensor = tensor_of(node)
+    return tensor is not None and (is_integer(node) or tensor.dtype is torch.bool)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
     """Proofs about indices of one graph."""

@@ -16,6 +16,9 @@ class Unswitched(enum.Enum):
     """Why a region keeps its all-to-all. Values are what reports print."""
 
     NOT_ASKED = "dispatch is all_to_all"
+    ROWS_MAY_DIFFER = (
+        "ranks may have different numbers of rows: the rows are not proven to be k to a token"
+    )
     TOKENS_MAY_DIFFER = (
         "ranks may have different numbers of tokens: set megamoe.equal_tokens = true "
         "if in every step all have the same"
@@ -76,6 +79,9 @@ class TokenRows:
     sums: TokenSum
     rows_per_token: int | None
     """Rows that every token has; None when not proven to be one number."""
+    mean_rows_per_token: int | None
+    """Rows of a rank over its tokens where that is proven to be one number in every step and on
+    every rank, whichever tokens the rows are of; else None."""
     is_chosen_once: bool
     """Whether no token is proven to have two rows for one expert."""
 

@@ -25,7 +25,7 @@ from moe_compile.analysis.row_chain import (
     shape_of,
     type_of,
 )
-from moe_compile.analysis.token_index import TokenIndex, is_same_value
+from moe_compile.analysis.token_index import TokenIndex, is_same_value, mean_rows_per_token
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_sums import find_token_sum
 from moe_compile.graph.dependence import Dependence, storages
@@ -85,6 +85,7 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         factors=tuple(dict.fromkeys([*before.factors, *after.factors])),
         sums=found,
         rows_per_token=rows_per_token,
+        mean_rows_per_token=rows_per_token or mean_rows_per_token(index, tokens),
         is_chosen_once=chosen is not None and known.counts_values(region.counts, chosen),
     )
 

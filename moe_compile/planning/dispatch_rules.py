@@ -35,7 +35,7 @@ class DispatchCosts:
     """What moving the rows of one region costs either way."""
 
     num_ranks: int
-    rows_per_token: float
+    rows_per_token: int
     row_bytes: int
     """Bytes of a row as it is gathered, without the numbers and factors that go with it."""
     padding: float
@@ -64,13 +64,9 @@ class DispatchCosts:
 
 
 def dispatch_costs(region: MoERegion, found: TokenRows) -> DispatchCosts | None:
-    """Return the costs of `region`, or None where sizes are not known."""
-    tokens, index = tensor_of(found.tokens), tensor_of(found.index)
-    assert tokens is not None and index is not None
-    k: float | None = found.rows_per_token
-    if k is None:
-        sizes = index.shape[0], tokens.shape[0]
-        k = sizes[0] / sizes[1] if all(type(size) is int for size in sizes) else None
+    """Return the costs of `region`, or None where sizes are not known alike on every rank."""
+    tokens, k = tensor_of(found.tokens), found.mean_rows_per_token
+    assert tokens is not None
     width = tokens.shape[1]
     if k is None or type(width) is not int:
         return None

@@ -75,6 +75,7 @@ def _region(plan: RegionPlan, *, is_chunked: bool) -> dict[str, Any]:
         "is_switched": switch.is_switched,
         "is_exact": switch.is_exact,
         "num_tokens": switch.num_tokens,  # all ranks gather as many
+        "rows_per_token": switch.rows_per_token,
         "wires": [plan.dispatch.wire, plan.combine.wire],
         "refused": plan.proof.reason.name if isinstance(plan.proof, Refused) else "",
     }

@@ -53,6 +53,8 @@ class SwitchVerdict:
     """Whether it has room for the rows that come; else for all that may."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling, else 0."""
+    rows_per_token: int = 0
+    """Rows of each rank over its tokens where these are gathered, else 0."""
     rounding: Rounding | None = None
     """How its sums per token may differ; None where it is not switched."""
     costs: DispatchCosts | None = None

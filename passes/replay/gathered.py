@@ -2,7 +2,7 @@
 
 Contract
     Requires  a proof that the experts treat rows independently given the counts, the gather that
-              made the rows, the sum that follows, and equally many tokens on all ranks.
+              made the rows, the sum that follows, and equally many tokens, and rows, on all ranks.
     Keeps     what the experts are given: the rows, their order and the counts are those that the
               all-to-all would bring; padding, if any, is zeros behind the last row.
 

@@ -8,7 +8,7 @@ from moe_compile.analysis.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import Around, InOrder, InOrderWeighted
-from tests.layers import GroupedExperts
+from tests.layers import STYLES, GroupedExperts
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 32
 
@@ -283,7 +283,8 @@ class NarrowOrder(WrittenOrder):
 
 @pytest.mark.parametrize("style", [WrittenOrder, NarrowOrder])
 def test_an_order_that_may_be_no_permutation_proves_no_number_of_rows(fake_ranks, style):
-    assert found_in(style, fake_ranks).rows_per_token is None
+    found = found_in(style, fake_ranks)
+    assert (found.rows_per_token, found.mean_rows_per_token) == (None, TOP_K)
 
 
 class Routes(GroupedExperts):
@@ -304,3 +305,53 @@ class RoutesByBytes(Routes):
 def test_numbers_of_experts_that_a_type_does_not_hold_prove_nothing(fake_ranks, style, is_proven):
     """Of 512 experts two numbers become one: a token may have both rows on one rank."""
     assert found_in(style, fake_ranks, experts=512).is_chosen_once is is_proven
+
+
+class HandedIn(Around):
+    """Its index is made before its graph begins, of as many rows as came to be."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("index", torch.arange(TOKENS).repeat(TOP_K))
+
+    def gather(self, x, order, scores):
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+class ByThreshold(Around):
+    """Its rows are those of large scores: data tells how many."""
+
+    def gather(self, x, order, scores):
+        large = scores >= scores.mean()
+        self.index = large.nonzero(as_tuple=True)[0]
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+class Joined(Around):
+    """As many rows as `topk` chose, in a form in which their tokens are not read off."""
+
+    def gather(self, x, order, scores):
+        self.index = torch.cat([order // self.top_k])
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"), [(HandedIn, None), (ByThreshold, None), (Joined, TOP_K)]
+)
+def test_as_many_rows_on_every_rank_are_proven_by_what_chose_them(fake_ranks, style, expected):
+    found = found_in(style, fake_ranks)
+    assert (found.rows_per_token, found.mean_rows_per_token) == (None, expected)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_has_as_many_rows_on_every_rank(fake_ranks, style):
+    assert found_in(style, fake_ranks).mean_rows_per_token == TOP_K

@@ -80,6 +80,18 @@ def test_ranks_that_decide_otherwise_have_other_plans(fake_ranks, change):
     )
 
 
+def test_ranks_that_gather_other_numbers_of_rows_have_other_plans(fake_ranks):
+    """Tokens without a static number: what is compared said nothing of the rows of each."""
+    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    config = MegaMoEConfig(dispatch="all_gather", equal_tokens=True, chunks=1, strict=True)
+    one, other = (
+        plan(dynamo_graphs(GroupedExperts(16, 24, 8, top_k, fake_ranks), x)[0], config)
+        for top_k in (2, 3)
+    )
+    assert one != other
+
+
 def test_what_runs_as_written_has_no_plan(fake_ranks):
     (gm,) = dynamo_graphs(lambda x: x * 2 + 1, torch.ones(3))
     assert plan(gm, MegaMoEConfig()) == ""

@@ -108,6 +108,12 @@ def test_padding_reads_no_memory_that_nobody_wrote(two_ranks, style):
     check(two_ranks.run(of_memory_that_is_not_zero, case, style, options("worst")))
 
 
+def test_there_is_room_where_tokens_choose_more_experts_than_a_rank_has(two_ranks):
+    """One expert a rank, two rows a token: every rank gets a row of every token, and no more."""
+    case = one_case(GroupedExperts, (5, 5), num_experts=2, routing=Routing.SKEWED)
+    check(two_ranks.run(differing, case, GroupedExperts, options("worst")))
+
+
 class Positive(GroupedExperts):
     """Its experts' results are positive: a sum's magnitude is the sum of magnitudes."""
 

@@ -373,9 +373,24 @@ class ReadsSent(Around):
         return super().experts(rows, received + 0 * self.counts)
 
 
+class HandedIn(Around):
+    """Its index is made before its graph begins, of as many rows as came to be."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("index", torch.arange(32).repeat(self.top_k))
+
+    def gather(self, x, order, scores):
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
 @pytest.mark.parametrize(
     ("style", "expected"),
     [
+        (HandedIn, Unswitched.ROWS_MAY_DIFFER),
         (Centred, Unswitched.NOT_PROVEN),
         (NoGather, Unswitched.NO_GATHER),
         (ReadsRows, Unswitched.ROWS_READ),
