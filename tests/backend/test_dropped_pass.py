@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_compile.report.process_report import REPORT
+from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.run import run
+from passes import chunk_attention
 from passes.contract import Fact, GraphPass, PassReport
 from passes.pipeline import Dropped, Level, run_level
 from tests.capture import state
@@ -81,3 +85,27 @@ def test_a_disabled_pass_is_left_out():
     level = Level((NeedsRegions(),), frozenset({Fact.REGIONS_FOUND}))
     (result,) = run_level(level, gm.graph, state(disable_passes=("needs_regions",)))
     assert result == Dropped("needs_regions", "disabled by disable_passes")
+
+
+TEXT = """
+import torch
+MIRRORED, RAISES, BOUND, DYNAMIC, SEED, OPTIONS = False, False, 0.0, None, 0, {}
+TOKENS, WIDTH, DTYPE, BACKWARD = [(2, 2)], 3, torch.float32, "once"
+class Program(torch.nn.Module):
+    def forward(self, x):
+        return x * 2, []
+"""
+
+
+def failing(graph):
+    raise IndexError("tuple index out of range")
+
+
+def test_a_compilation_that_lost_a_pass_is_reported_though_it_has_nothing_else(monkeypatch):
+    """It has neither regions nor attention where what finds them failed."""
+    monkeypatch.setattr(chunk_attention, "find_attention", failing)
+    found = run(0, TEXT)
+    dropped = "chunk_attention: IndexError: tuple index out of range"
+    assert judgement_of([found]).kind is Kind.DROPPED
+    assert dropped in found.dropped
+    assert dropped in REPORT.as_dict()["dropped_passes"]
