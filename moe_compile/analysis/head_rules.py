@@ -18,6 +18,8 @@ import torch.nn.functional as F
 
 from moe_compile.analysis.head_factors import Dims, Factor, Lost, flat, size_of, unify
 from moe_compile.analysis.head_tracking import Tracker, is_movement, sizes_of
+from moe_compile.analysis.move_arguments import argument, dim_of, joined, moved
+from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import value_of
 
 POINTWISE: Final = frozenset(
@@ -54,15 +56,14 @@ def step(tracker: Tracker, node: fx.Node) -> None:
         tracker.step(node)
     elif not is_per_head(node):
         raise Lost(f"{node.name} is not known to treat heads apart")
+    elif written_arguments(node):
+        raise Lost(f"{node.name} writes in place")
     else:
         tracker.put(node, RULES[operator_name(node)](tracker, node))
 
 
 def _source(tracker: Tracker, node: fx.Node) -> Dims:
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        raise Lost("an operator with its input in an unknown place")
-    return tracker.dims(source)
+    return tracker.dims(moved(node))
 
 
 def _cast(tracker: Tracker, node: fx.Node) -> Dims:
@@ -93,7 +94,7 @@ def _meeting(left: list[Factor], right: list[Factor]) -> list[Factor]:
 
 def _normed(tracker: Tracker, node: fx.Node) -> Dims:
     dims = _source(tracker, node)
-    shape: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    shape = argument(node, "normalized_shape")
     if not isinstance(shape, list | tuple) or not shape:
         raise Lost(f"{node.name} normalises over an unknown dimension")
     tracker.closed += [(node, dim) for dim in dims[-len(shape) :]]
@@ -102,7 +103,7 @@ def _normed(tracker: Tracker, node: fx.Node) -> Dims:
 
 def _reduced(tracker: Tracker, node: fx.Node) -> Dims:
     dims = _source(tracker, node)
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given = argument(node, "dim")
     along = given if isinstance(given, list | tuple) else [given]
     if not along or not all(isinstance(d, int) for d in along):
         raise Lost(f"{node.name} reduces an unknown dimension")
@@ -128,14 +129,13 @@ def _unbound(tracker: Tracker, node: fx.Node) -> Dims:
 
 
 def _stacked(tracker: Tracker, node: fx.Node) -> Dims:
-    parts = node.args[0]
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if not isinstance(parts, list | tuple) or not isinstance(given, int):
-        raise Lost("tensors are stacked in an unknown way")
+    parts = joined(node)
     dims = tracker.dims(parts[0])
     for part in parts[1:]:
+        if len(tracker.dims(part)) != len(dims):
+            raise Lost(f"{node.name} stacks tensors with other numbers of dimensions")
         dims = [_meeting(a, b) for a, b in zip(dims, tracker.dims(part), strict=True)]
-    at = given % (len(dims) + 1)
+    at = dim_of(node, len(dims) + 1, default=0)
     return [*dims[:at], [Factor(len(parts))], *dims[at:]]
 
 
@@ -150,12 +150,10 @@ def _item(tracker: Tracker, node: fx.Node) -> Dims:
 
 
 def _one_of_unbound(tracker: Tracker, unbound: fx.Node) -> Dims:
-    given: Any = unbound.args[1] if len(unbound.args) > 1 else unbound.kwargs.get("dim", 0)
     dims = tracker.dims(unbound)
-    if not isinstance(given, int):
-        raise Lost("a dimension is not known when compiling")
-    tracker.closed.append((unbound, dims[given % len(dims)]))
-    return [dim for i, dim in enumerate(dims) if i != given % len(dims)]
+    at = dim_of(unbound, len(dims), default=0)
+    tracker.closed.append((unbound, dims[at]))
+    return [dim for i, dim in enumerate(dims) if i != at]
 
 
 def _indexed(tracker: Tracker, node: fx.Node, index: Any) -> Dims:

@@ -13,13 +13,23 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from moe_compile.analysis.head_factors import Dims, Factor, Lost, flat, regroup, size_of, unify
+from moe_compile.analysis.move_arguments import (
+    PARAMETERS,
+    argument,
+    dim_of,
+    from_left,
+    joined,
+    moved,
+)
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
     is_wait,
     output_splits,
+    tensor_of,
     value_of,
 )
 
@@ -63,8 +73,15 @@ def is_movement(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.all_input_nodes[0]
         return move_name(source) in CUTS and isinstance(node.args[1], int)
-    moves = FORMS | COPIES | SWAPS | SHIFTS | CUTS | OTHERS
-    return is_all_to_all(node) or move_name(node) in moves
+    if is_form(node):
+        return _keeps_type(node)
+    return is_all_to_all(node) or move_name(node) in COPIES | SWAPS | SHIFTS | CUTS | OTHERS
+
+
+def _keeps_type(form: fx.Node) -> bool:
+    """Whether elements stay what they are: `x.view(dtype)` makes others of the same bytes."""
+    made, given = tensor_of(form), tensor_of(form.all_input_nodes[0])
+    return made is not None and given is not None and made.dtype is given.dtype
 
 
 def is_form(node: fx.Node) -> bool:
@@ -82,14 +99,19 @@ def sizes_of(node: fx.Node) -> list[int]:
 
 def cut_dim(node: fx.Node) -> int:
     """Return the dimension a split, a chunk or a concatenation works along, from the left."""
-    default = 0
-    position = 1 if move_name(node) == "cat" else 2
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
-    value = value_of(node)
-    tensor = value if isinstance(value, torch.Tensor) else value[0]
-    if not isinstance(dim, int):
-        raise Lost("a dimension is not known when compiling")
-    return dim % int(tensor.dim())
+    made = pytree.tree_leaves(value_of(node))
+    if not made or not isinstance(made[0], torch.Tensor):
+        raise Lost(f"{node.name} makes something unknown")
+    return dim_of(node, made[0].dim(), default=0)
+
+
+def cut_sizes(cut: fx.Node) -> list[int]:
+    """Return how long the pieces of a split or chunk are."""
+    along = cut_dim(cut)
+    sizes = [piece.shape[along] for piece in value_of(cut)]
+    if not all(isinstance(size, int) for size in sizes):
+        raise Lost("a size is not known when compiling")
+    return sizes
 
 
 class Tracker:
@@ -116,7 +138,9 @@ class Tracker:
         self._started.append(node)
 
     def put(self, node: fx.Node, dims: Dims) -> None:
-        """Say what the factors of `node` are."""
+        """Say what the factors of `node` are; raises Lost unless its sizes agree."""
+        if tensor_of(node) is not None and [size_of(dim) for dim in dims] != sizes_of(node):
+            raise Lost(f"{node.name} has other sizes than were followed to it")
         self._dims[node] = dims
 
     def started(self) -> tuple[fx.Node, ...]:
@@ -129,6 +153,8 @@ class Tracker:
 
     def dims(self, node: fx.Node) -> Dims:
         """Return the factors of `node`."""
+        if node not in self:
+            raise Lost(f"{node.name} was not followed")
         return [flat(dim) for dim in self._dims[node]]
 
     def step(self, node: fx.Node) -> None:
@@ -136,34 +162,33 @@ class Tracker:
         self.put(node, _rule_of(node)(self, node))
 
     def _source(self, node: fx.Node) -> Dims:
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            raise Lost("an operator with its input in an unknown place")
-        return self.dims(source)
+        return self.dims(moved(node))
 
     def _formed(self, node: fx.Node) -> Dims:
         return regroup([f for dim in self._source(node) for f in dim], sizes_of(node))
 
     def _swapped(self, node: fx.Node) -> Dims:
         dims = self._source(node)
-        i, j = (_number(a, len(dims)) for a in node.args[1:3])
+        i, j = (from_left(argument(node, name), len(dims)) for name in _pair_of(node))
         dims[i], dims[j] = dims[j], dims[i]
         return dims
 
     def _shifted(self, node: fx.Node) -> Dims:
         dims = self._source(node)
-        moved, places = (
-            [_number(d, len(dims)) for d in (given if isinstance(given, list | tuple) else [given])]
-            for given in node.args[1:3]
+        given = [argument(node, name) for name in ("source", "destination")]
+        taken, places = (
+            [from_left(d, len(dims)) for d in (g if isinstance(g, list | tuple) else [g])]
+            for g in given
         )
-        placed = dict(zip(places, moved, strict=True))
-        rest = iter(i for i in range(len(dims)) if i not in moved)
+        placed = dict(zip(places, taken, strict=True))
+        rest = iter(i for i in range(len(dims)) if i not in taken)
         return [dims[placed[i] if i in placed else next(rest)] for i in range(len(dims))]
 
     def _permuted(self, node: fx.Node) -> Dims:
         dims = self._source(node)
-        order: Any = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
-        return [dims[_number(i, len(dims))] for i in order]
+        order: Any = argument(node, "dims")
+        order = order if isinstance(order, list | tuple) else node.args[1:]
+        return [dims[from_left(i, len(dims))] for i in order]
 
     def _expanded(self, node: fx.Node) -> Dims:
         sizes, dims = sizes_of(node), self._source(node)
@@ -175,22 +200,20 @@ class Tracker:
 
     def _repeated(self, node: fx.Node) -> Dims:
         dims = self._source(node)
-        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-        times = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
-        if not isinstance(times, int) or "output_size" in node.kwargs:
-            raise Lost("an uneven repetition, or one that names its size")
-        i = _number(dim, len(dims))
+        times = argument(node, "repeats")
+        if not isinstance(times, int):
+            raise Lost("an uneven repetition")
+        i = dim_of(node, len(dims))
         dims[i] = [*dims[i], Factor(times)]
         return dims
 
     def _joined(self, node: fx.Node) -> Dims:
-        parts = node.args[0]
-        if not isinstance(parts, list | tuple) or not all(isinstance(p, fx.Node) for p in parts):
-            raise Lost("a concatenation of something unknown")
-        along = cut_dim(node)
-        for part in parts[1:]:
-            pairs = enumerate(zip(self._dims[parts[0]], self._dims[part], strict=True))
-            for i, (first, other) in pairs:
+        parts = joined(node)
+        given, along = [self.dims(part) for part in parts], cut_dim(node)
+        for dims in given[1:]:
+            if len(dims) != len(given[0]):
+                raise Lost("a concatenation of tensors with other numbers of dimensions")
+            for i, (first, other) in enumerate(zip(given[0], dims, strict=True)):
                 if i != along:
                     unify(first, other)
         dims = self.dims(parts[0])
@@ -199,16 +222,17 @@ class Tracker:
         return dims
 
     def _piece(self, node: fx.Node) -> Dims:
-        """Return the factors of one piece of a split."""
         cut, index = node.args
         assert isinstance(cut, fx.Node) and isinstance(index, int)
-        along, dims, sizes = cut_dim(cut), self.dims(cut), sizes_of(node)
+        return self.piece(cut, index)
+
+    def piece(self, cut: fx.Node, index: int) -> Dims:
+        """Return the factors of one piece of a split."""
+        along, dims, sizes = cut_dim(cut), self.dims(cut), cut_sizes(cut)
         whole = dims[along]
         made = whole[0].pieces if len(whole) == 1 else ()
-        if len(made) == len(value_of(cut)) and size_of(made[index]) == sizes[along]:
-            dims[along] = flat(made[index])
-        else:
-            dims[along] = [Factor(sizes[along])]
+        same = [size_of(piece) for piece in made] == sizes
+        dims[along] = flat(made[index]) if same else [Factor(sizes[index])]
         return dims
 
     def _exchanged(self, node: fx.Node) -> Dims:
@@ -220,10 +244,9 @@ class Tracker:
         return [[self.source[node], *rest], *dims[1:]]
 
 
-def _number(value: Any, num_dims: int) -> int:
-    if not isinstance(value, int):
-        raise Lost("a dimension is not known when compiling")
-    return value % num_dims
+def _pair_of(swap: fx.Node) -> tuple[str, ...]:
+    """Return the names of the dimensions that change places."""
+    return PARAMETERS[move_name(swap)][1:]
 
 
 RULES: Final = {

@@ -14,7 +14,7 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from moe_compile.analysis.head_factors import Dims, Factor, flat, group_size, ho
 from moe_compile.analysis.head_split import HeadSplit
 from moe_compile.analysis.head_tracking import CUTS, cut_dim, is_form, move_name
 from moe_compile.analysis.linear_layers import Linear
+from moe_compile.analysis.move_arguments import moved
 from moe_compile.graph.edit import Emitter, recompute_between
 from moe_compile.graph.query import is_launch, value_of
 
@@ -104,20 +105,20 @@ class _Groups:
             self._replay(node, env)
 
     def _replay(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
-        emit, source = self._emit, node.all_input_nodes[0]
-        env.setdefault(source, source)
+        emit = self._emit
         if is_form(node):
-            env[node] = emit.method("reshape", env[source], self._sizes_of(node))
+            env[node] = emit.method("reshape", _source(node, env), self._sizes_of(node))
         elif move_name(node) == "expand":
-            env[node] = emit.method("expand", env[source], self._sizes_of(node))
+            env[node] = emit.method("expand", _source(node, env), self._sizes_of(node))
         elif move_name(node) in CUTS:
-            env[node] = emit.call(torch.split, env[source], self._cut_sizes(node), cut_dim(node))
+            pieces = self._cut_sizes(node)
+            env[node] = emit.call(torch.split, _source(node, env), pieces, cut_dim(node))
         elif is_launch(node):
-            exchanged = emit.method("contiguous", env[source])
-            env[node] = emit.copy(node, {**env, source: exchanged})
+            exchanged = emit.method("contiguous", _source(node, env))
+            env[node] = emit.copy(node, {**env, moved(node): exchanged})
             self._resplit(env[node], node)
         else:
-            env[node] = emit.copy(node, dict(env))
+            env[node] = emit.copy(node, env)
 
     def _resplit(self, copied: fx.Node, node: fx.Node) -> None:
         """Give an exchange the rows of one group."""
@@ -133,13 +134,10 @@ class _Groups:
 
     def _cut_sizes(self, node: fx.Node) -> list[int]:
         """Return the sizes of the pieces that a split has for one group, in order."""
-        pieces = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-        along = cut_dim(node)
-        sizes = [int(value.shape[along]) for value in value_of(node)]
-        return [
-            self._sizes_of(pieces[i])[along] if i in pieces else size
-            for i, size in enumerate(sizes)
-        ]
+        along, tracker = cut_dim(node), self._region.tracker
+        known = {u.args[1]: tracker.dims(u) for u in node.users if u in tracker}
+        pieces = [known.get(i) or tracker.piece(node, i) for i in range(len(value_of(node)))]
+        return [self._sizes(dims)[along] for dims in pieces]
 
     def cut_features(self, linear: Linear, features: fx.Node) -> list[_Weights]:
         """Emit every group's share of a weight: that of the heads in the last dimension of
@@ -186,3 +184,8 @@ class _Groups:
         whole = emit.method("reshape", joined, [size_of(dim) for dim in dims])
         whole.meta["example_value"] = value_of(self._region.result)
         return whole
+
+
+def _source(node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Return a group's part of what `node` moves, or the whole where groups share it."""
+    return env.get(moved(node), moved(node))
