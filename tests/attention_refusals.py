@@ -3,11 +3,13 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_compile.analysis.attention_regions import AttentionRefusal
 from tests import attention_layers as layers
-from tests.attention_layers import SplitAttention, swap, to_heads, to_positions
+from tests.attention_layers import FusedAttention, SplitAttention, swap, to_heads, to_positions
+from tests.attention_variants import SlopesInFeatures
 
 
 class TwiceExchanged(SplitAttention):
@@ -114,6 +116,96 @@ class Autocast(SplitAttention):
             return super().attend(q, k, v)
 
 
+class LearnedMask(SplitAttention):
+    """All heads share a mask that is learned, as a bias by position."""
+
+    def __init__(self, *sizes_and_group, **settings):
+        super().__init__(*sizes_and_group, **settings)
+        self.bias = nn.Parameter(torch.zeros(12, 12))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=True)
+
+
+class LearnedSlopes(SlopesInFeatures):
+    """Numbers of every head, joined to its features, are learned."""
+
+    def __init__(self, *sizes_and_group, **settings):
+        super().__init__(*sizes_and_group, **settings)
+        slopes = self.slopes
+        del self.slopes
+        self.slopes = nn.Parameter(slopes)
+
+
+class LocalKeys(SplitAttention):
+    """Keys and values of one size are computed where they are needed, and scaled for all heads."""
+
+    def __init__(self, *sizes_and_group, **settings):
+        super().__init__(*sizes_and_group, **settings)
+        self.gain = nn.Parameter(torch.ones(self.d))
+
+    def exchange(self, q, k, v):
+        k, v = (torch.cat([t, t], 2)[:, ::2] * self.gain for t in (k, v))
+        return to_heads(q, self.group), k, v
+
+
+class SharedPart(FusedAttention):
+    """What is sent has a part that all heads share."""
+
+    def exchange(self, *operands):
+        n = dist.get_world_size(self.group)
+        b, _, s, d = operands[0].shape
+        parts = [t.reshape(b, n, -1, s, d).permute(1, 0, 3, 2, 4) for t in operands]
+        shared = operands[0].mean(1).expand(n, b, s, d)
+        parts = [*(t.reshape(n, b, s, -1) for t in parts), shared]
+        x = swap(torch.cat(parts, -1), self.group).permute(1, 0, 2, 3).reshape(b, n * s, -1)
+        *pieces, shared = torch.split(x, [t.shape[-1] for t in parts], -1)
+        q, k, v = (t.reshape(b, n * s, -1, d).transpose(1, 2) for t in pieces)
+        return q, torch.cat([k, shared.unsqueeze(1).expand(b, k.shape[1], n * s, d)], -1), v
+
+    def attend(self, q, k, v):
+        return super().attend(torch.cat([q, q], -1), k, v)
+
+
+class SentTwice(SplitAttention):
+    """One tensor is sent twice, as queries and as keys, and read once more after the attention."""
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        n = dist.get_world_size(self.group)
+        q, _, _ = self.project(x)
+        sent = q.reshape(b, n, -1, s, self.d).permute(1, 0, 2, 3, 4).contiguous()
+        q, k = (swap(sent, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3) for _ in range(2))
+        return self.output(to_positions(self.attend(q, k, k), self.group)) + sent.sin().mean()
+
+
+class AsIntegers(SplitAttention):
+    """The queries are taken for integers and back: no gradient flows through that."""
+
+    def attend(self, q, k, v):
+        return super().attend(q.contiguous().view(torch.int32).view(torch.float32), k, v)
+
+
+class SentAsIntegers(SplitAttention):
+    """The queries travel as integers."""
+
+    def exchange(self, q, k, v):
+        b, _, s, d = q.shape
+        n = dist.get_world_size(self.group)
+        sent = q.reshape(b, n, -1, s, d).permute(1, 0, 2, 3, 4).contiguous().view(torch.int32)
+        q = swap(sent, self.group).view(torch.float32).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return q, to_heads(k, self.group), to_heads(v, self.group)
+
+
+class Padded(SplitAttention):
+    """Zeros that are made after the attention travel beside the result."""
+
+    def forward(self, x):
+        o = self.attend(*self.exchange(*self.project(x)))
+        o = torch.cat([o, torch.zeros(o.shape)], -1)
+        return self.output(to_positions(o, self.group)[..., : self.d])
+
+
 REFUSED = {
     layers.BatchExchange: AttentionRefusal.NOT_HEADS,
     layers.HeadMixing: AttentionRefusal.NO_EXCHANGE_BACK,
@@ -133,4 +225,12 @@ REFUSED = {
     WrittenMask: AttentionRefusal.MUTATED_MEANWHILE,
     Autocast: AttentionRefusal.STATE_CHANGES,
     ReadMeanwhile: AttentionRefusal.GRADIENT_ORDER,
+    SentTwice: AttentionRefusal.GRADIENT_ORDER,
+    LearnedMask: AttentionRefusal.GRADIENT_BESIDE,
+    LearnedSlopes: AttentionRefusal.GRADIENT_BESIDE,
+    LocalKeys: AttentionRefusal.GRADIENT_BESIDE,
+    SharedPart: AttentionRefusal.GRADIENT_BESIDE,
+    AsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
+    SentAsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
+    Padded: AttentionRefusal.HEADS_LOST,
 }

@@ -7,6 +7,7 @@ Contract
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +41,10 @@ class AttentionRefusal(enum.Enum):
         "a tensor it reads is read by others meanwhile: its gradient would be summed in another "
         "order"
     )
+    GRADIENT_BESIDE = (
+        "a gradient flows into what heads share or no exchange brings: groups would round it "
+        "otherwise"
+    )
     ONE_GROUP = "one group of heads asked for"
     BY_PRICE = "left in one group by the planner"
     MAY_ROUND = "keys and values differ in head size: groups may round otherwise, ask for a number"
@@ -56,10 +61,17 @@ UNPROVEN: Final = frozenset(
         AttentionRefusal.MUTATED_MEANWHILE,
         AttentionRefusal.STATE_CHANGES,
         AttentionRefusal.GRADIENT_ORDER,
+        AttentionRefusal.GRADIENT_BESIDE,
     }
 )
 """Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
 All others say that there is no region, or that nothing is to be split."""
+
+
+def head_sizes_differ(operands: Sequence[fx.Node]) -> bool:
+    """Whether the keys and values of query, key and value differ in head size."""
+    sizes = [tensor.shape[-1] for o in operands[1:] if (tensor := tensor_of(o)) is not None]
+    return len(set(sizes)) > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +93,9 @@ class AttentionRegion:
     """What moves data from the exchanges to the attention, both excluded, in graph order."""
     outward: tuple[fx.Node, ...]
     """What moves the result, from after the attention to the last wait, in graph order."""
+    cut: tuple[fx.Node, ...]
+    """What the body reads that has heads: what is sent, operands that no exchange brings, and what
+    is joined to either."""
     state_calls: tuple[fx.Node, ...]
     """Selections of a backend that the attention stands between."""
     tracker: Tracker
@@ -105,10 +120,7 @@ class AttentionRegion:
         Where torch has no fused kernel for these (a CPU), it multiplies matrices, which rounds by
         how many heads there are and how they lie in memory.
         """
-        sizes = [
-            tensor.shape[-1] for o in self.operands[1:] if (tensor := tensor_of(o)) is not None
-        ]
-        return len(set(sizes)) > 1
+        return head_sizes_differ(self.operands)
 
     @property
     def local_operands(self) -> tuple[fx.Node, ...]:

@@ -15,7 +15,7 @@ Pseudo-code
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.fx as fx
@@ -25,6 +25,7 @@ from moe_compile.analysis.attention_regions import (
     AttentionRefusal,
     AttentionRefused,
     AttentionRegion,
+    head_sizes_differ,
 )
 from moe_compile.analysis.attention_surroundings import (
     backend_choices,
@@ -33,6 +34,7 @@ from moe_compile.analysis.attention_surroundings import (
     tensor_parallel_groups,
 )
 from moe_compile.analysis.head_factors import Lost, size_of
+from moe_compile.analysis.head_inputs import heads_read
 from moe_compile.analysis.head_proof import (
     Refuse,
     check_escapes,
@@ -43,6 +45,7 @@ from moe_compile.analysis.head_proof import (
 from moe_compile.analysis.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import (
+    argument_of,
     group_name,
     is_all_gather,
     is_launch,
@@ -81,7 +84,7 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
 
 
 def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
-    operands = [argument(core, i, name) for i, name in enumerate(("query", "key", "value"))]
+    operands = [argument_of(core, i, name) for i, name in enumerate(("query", "key", "value"))]
     above = [movements_above(operand) for operand in operands]
     entering = [[n for n in moved if is_launch(n)] for moved in above]
     outward = _outward(core)
@@ -97,14 +100,19 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     head = find_heads(tracker, core, operands, sources, outward)
     _check_arithmetic(core)
     below = dependence.below(exchanges)
+    inward = [n for n in dependence.in_order(moved) if n in below - set(exchanges)]
+    body = (*exchanges, *inward, core, *outward)
+    may_round = head_sizes_differ(operands)
+    cut = heads_read(tracker, head, body, core, dependence, may_round=may_round) if head else []
     region = AttentionRegion(
         name=core.name,
         core=core,
         operands=tuple(operands),
         sources=sources,
         exchanges=tuple(exchanges),
-        inward=tuple(n for n in dependence.in_order(moved) if n in below - set(exchanges)),
+        inward=tuple(inward),
         outward=tuple(outward),
+        cut=tuple(cut),
         state_calls=backend_choices(core),
         tracker=tracker,
         head=head,
@@ -116,11 +124,6 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     check_escapes(region.body[:-1], region.body)
     check_meanwhile(region.body, core, dependence)
     return region
-
-
-def argument(core: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of the attention operator."""
-    return core.args[position] if len(core.args) > position else core.kwargs.get(name, default)
 
 
 def _outward(core: fx.Node) -> list[fx.Node]:
@@ -171,7 +174,7 @@ def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
 
 
 def _check_arithmetic(core: fx.Node) -> None:
-    mask, dropout = argument(core, 3, "attn_mask"), argument(core, 4, "dropout_p", 0.0)
+    mask, dropout = argument_of(core, 3, "attn_mask"), argument_of(core, 4, "dropout_p", 0.0)
     if isinstance(mask, fx.Node):
         sizes = sizes_of(mask)
         if len(sizes) > 2 and sizes[-3] != 1:

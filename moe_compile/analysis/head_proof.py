@@ -74,13 +74,14 @@ def find_heads(
         if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
             raise Refuse(AttentionRefusal.NOT_SEQUENCE, operand.name)
     tracker.result_of_attention(core, query, value)
-    for node in outward:
-        tracker.step(node)
+    track(tracker, outward, ())
     back = next(n for n in outward if is_launch(n))
     if flat(tracker.sent[back]) != flat([tracker.source[first]]):
         raise Refuse(AttentionRefusal.NOT_BACK)
     kv_heads = tracker.dims(key)[-3]
     head = kv_heads[0] if kv_heads else None
+    if head is not None and not any(head in dim for dim in tracker.dims(outward[-1])):
+        raise Lost("the heads cannot be told in the result")
     sent = [source.all_input_nodes[0] for source in sources if source]
     if head is None or all(has_factor(tracker, n, head) for n in sent):
         return head

@@ -81,9 +81,8 @@ class HeadSplit:
 
 
 def split_where_sent(region: AttentionRegion) -> HeadSplit:
-    """Cut what the exchanges send, and operands that no exchange brings: no bit changes."""
-    sent = [launch.all_input_nodes[0] for launch in region.exchanges]
-    return HeadSplit(region=region, cut=tuple(dict.fromkeys([*sent, *region.local_operands])))
+    """Cut what the region reads: no bit changes."""
+    return HeadSplit(region=region, cut=region.cut)
 
 
 def split_projections(region: AttentionRegion, *, qkv: bool, out: bool) -> HeadSplit:

@@ -9,6 +9,7 @@ from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.detect_attention import find_attention
 from moe_compile.analysis.head_split import split_projections
 from tests import attention_layers as layers
+from tests import attention_variants as variants
 from tests.attention_refusals import REFUSED
 from tests.capture import dynamo_graphs
 
@@ -31,6 +32,10 @@ def find(style, group, heads=8, kv_heads=4, batch=4):
         (layers.NormedAttention, 3, 0, 2),
         (layers.LatentAttention, 1, 2, 4),
         (layers.SharedKeyAttention, 3, 0, 4),
+        (variants.NamedArguments, 3, 0, 2),
+        (variants.SlopesInFeatures, 3, 0, 4),
+        (variants.SlopesBesideResult, 3, 0, 4),
+        (variants.FixedMask, 3, 0, 2),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -78,3 +83,17 @@ def test_what_holds_no_heads_is_computed_once_for_all_groups(fake_ranks):
     assert len(split.projections) == 2, "the latent and the shared key are made by a third"
     per_group = [n for n in split.path if n.target in ("mul", operator.mul)]
     assert not per_group, "the rotation of the shared key"
+
+
+def test_projections_are_followed_through_arguments_given_by_name(fake_ranks):
+    (region,), _ = find(variants.NamedArguments, fake_ranks)
+    split = split_projections(region, qkv=True, out=True)
+    assert not split.kept_whole
+    assert len(split.projections) == 2
+
+
+def test_no_projection_is_cut_above_a_view_as_another_type(fake_ranks):
+    """It was followed as a view, replayed as a reshape, and a gradient flowed through it."""
+    (region,), _ = find(variants.ProjectedAsIntegers, fake_ranks)
+    split = split_projections(region, qkv=True, out=False)
+    assert [linear.node.name for linear in split.projections] == ["linear"], "that of k and v"

@@ -10,9 +10,11 @@ from tests.attention_layers import (
     BatchExchange,
     HeadMask,
     HeadMixing,
+    LateNorm,
     NormOverHeads,
     SplitAttention,
 )
+from tests.attention_refusals import LearnedMask
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
@@ -74,7 +76,13 @@ def test_attention_between_exchanges_that_cannot_be_proven_raises(fake_ranks):
     assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_chunks": 1}))
 
 
-@pytest.mark.parametrize("style", [BatchExchange, HeadMixing])
+def test_a_mask_that_all_heads_share_and_that_is_learned_raises(fake_ranks):
+    gm, inputs = attention_graph(LearnedMask, fake_ranks)
+    with pytest.raises(RegionRefused, match="a gradient flows into what heads share"):
+        megamoe(gm, inputs, options=SPLIT)
+
+
+@pytest.mark.parametrize("style", [BatchExchange, HeadMixing, LateNorm])
 def test_attention_that_is_no_region_does_not_raise(fake_ranks, style):
     gm, inputs = attention_graph(style, fake_ranks)
     assert callable(megamoe(gm, inputs, options=SPLIT))

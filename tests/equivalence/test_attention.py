@@ -23,6 +23,7 @@ from tests.attention_layers import (
     RepeatedKVAttention,
     TitanAttention,
 )
+from tests.attention_variants import VARIANTS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -166,6 +167,14 @@ def test_one_kv_head_on_two_ranks_equals_eager(two_ranks):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_fewer_kv_heads_than_four_ranks_equal_eager(four_ranks, kv_heads):
     check(four_ranks, few_kv_heads(kv_heads, 4), RepeatedKVAttention)
+
+
+@pytest.mark.parametrize("style", VARIANTS, ids=lambda s: s.__name__)
+def test_a_region_written_otherwise_equals_eager(mirrored_ranks, style):
+    case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
+    for differing, verdicts in mirrored_ranks.run(run_case, case, style):
+        assert not differing
+        assert verdicts == [(2, "chunked")]
 
 
 @pytest.mark.parametrize("style", [BatchExchange, HeadMixing], ids=lambda s: s.__name__)
