@@ -179,6 +179,22 @@ class SentTwice(SplitAttention):
         return self.output(to_positions(self.attend(q, k, k), self.group)) + sent.sin().mean()
 
 
+class RepeatedPart(SplitAttention):
+    """One key for all heads, in what is sent for others as well, is repeated for each of them."""
+
+    def exchange(self, *operands):
+        n = dist.get_world_size(self.group)
+        b, _, s, d = operands[0].shape
+        q, k, _ = (t.detach() for t in operands)
+        parts = [q.reshape(b, n, -1, s, d), k[:, :n].reshape(b, n, -1, s, d)]
+        parts = [t.permute(1, 0, 3, 2, 4).reshape(n, b, s, -1) for t in parts]
+        x = swap(torch.cat(parts, -1), self.group).permute(1, 0, 2, 3).reshape(b, n * s, -1)
+        pieces = torch.split(x, [t.shape[-1] for t in parts], -1)
+        q, k = (t.reshape(b, n * s, -1, d).transpose(1, 2) for t in pieces)
+        k = k.repeat_interleave(self.heads // n, 1)
+        return q, k, k
+
+
 class AsIntegers(SplitAttention):
     """The queries are taken for integers and back: no gradient flows through that."""
 
@@ -232,5 +248,6 @@ REFUSED = {
     SharedPart: AttentionRefusal.GRADIENT_BESIDE,
     AsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
     SentAsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
+    RepeatedPart: AttentionRefusal.HEADS_LOST,
     Padded: AttentionRefusal.HEADS_LOST,
 }

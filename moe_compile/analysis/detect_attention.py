@@ -38,6 +38,7 @@ from moe_compile.analysis.head_inputs import heads_read
 from moe_compile.analysis.head_proof import (
     Refuse,
     check_escapes,
+    check_heads_stay,
     check_meanwhile,
     find_heads,
     track,
@@ -102,6 +103,8 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     below = dependence.below(exchanges)
     inward = [n for n in dependence.in_order(moved) if n in below - set(exchanges)]
     body = (*exchanges, *inward, core, *outward)
+    if head is not None:
+        check_heads_stay(tracker, (*inward, *outward), head)
     may_round = head_sizes_differ(operands)
     cut = heads_read(tracker, head, body, core, dependence, may_round=may_round) if head else []
     region = AttentionRegion(

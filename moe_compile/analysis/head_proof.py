@@ -6,6 +6,8 @@ Contract
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
@@ -13,9 +15,18 @@ import torch.fx as fx
 
 from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.attention_surroundings import movements_above
-from moe_compile.analysis.head_factors import Factor, Lost, flat, holds, unify
+from moe_compile.analysis.head_factors import (
+    Dims,
+    Factor,
+    Lost,
+    flat,
+    group_size,
+    holds,
+    unify,
+)
 from moe_compile.analysis.head_rules import step
-from moe_compile.analysis.head_tracking import Tracker, move_name
+from moe_compile.analysis.head_tracking import CUTS, Tracker, cut_sizes, is_movement, move_name
+from moe_compile.analysis.move_arguments import argument, values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_launch
@@ -113,6 +124,32 @@ def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bo
         for dim in tracker.dims(node)
         for i in range(len(dim))
     )
+
+
+def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -> None:
+    """Refuse a movement whose result has heads that what it moves has not, or fewer of them.
+
+    It would run as it is for a group, and heads that it makes be all of them. An expansion alone
+    gets the sizes of the group.
+    """
+    for node in moves:
+        if move_name(node) == "expand" or not is_movement(node):
+            continue
+        if move_name(node) in CUTS:
+            pieces = [tracker.piece_read(node, i) for i in range(len(cut_sizes(node)))]
+            made, given = sum(_share(dims, head) for dims in pieces), [node]
+        elif node.target is operator.getitem:
+            continue
+        else:
+            made, given = _share(tracker.dims(node), head), values_moved(node)
+        times = argument(node, "repeats") if move_name(node) == "repeat_interleave" else 1
+        if made != times * sum(_share(tracker.dims(source), head) for source in given):
+            raise Lost(f"{node.name} makes heads of its own")
+
+
+def _share(dims: Dims, head: Factor) -> int:
+    """Return how many elements one head has of a tensor."""
+    return math.prod(group_size(dim, head, head.size) for dim in dims)
 
 
 def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:

@@ -22,6 +22,7 @@ from moe_compile.analysis.head_factors import Factor, Lost, holds
 from moe_compile.analysis.head_proof import (
     Refuse,
     check_escapes,
+    check_heads_stay,
     check_meanwhile,
     find_heads,
     has_factor,
@@ -130,6 +131,7 @@ def _with_projections(region: AttentionRegion, dependence: Dependence) -> HeadSp
     inside = {*region.exchanges, *region.inward}
     with_heads = [n for n in followed if n not in inside and has_factor(tracker, n, head)]
     born = [n for n in with_heads if _makes_heads(tracker, n, head)]
+    check_heads_stay(tracker, (n for n in with_heads if n not in born), head)
     split = HeadSplit(
         region=dataclasses.replace(region, tracker=tracker, head=head),
         cut=(*(n for n in _roots(tracker, head) if linear_of(n) not in projections), *born),

@@ -235,6 +235,11 @@ class Tracker:
         dims[along] = flat(made[index]) if same else [Factor(sizes[index])]
         return dims
 
+    def piece_read(self, cut: fx.Node, index: int) -> Dims:
+        """Return the factors of one piece of a split, as its readers told them where it has any."""
+        known = [u for u in cut.users if u in self and u.args[1] == index]
+        return self.dims(known[0]) if known else self.piece(cut, index)
+
     def _exchanged(self, node: fx.Node) -> Dims:
         if not is_even_exchange(node):
             raise Lost("an exchange that is not even")

@@ -89,6 +89,11 @@ def moved(call: fx.Node) -> fx.Node:
     return found
 
 
+def values_moved(call: fx.Node) -> list[fx.Node]:
+    """Return every value that `call` moves: several where it joins them."""
+    return joined(call) if "tensors" in PARAMETERS.get(called_name(call), ()) else [moved(call)]
+
+
 def joined(call: fx.Node) -> list[fx.Node]:
     """Return the values that `call` concatenates or stacks."""
     parts = argument(call, "tensors")

@@ -135,9 +135,8 @@ class _Groups:
     def _cut_sizes(self, node: fx.Node) -> list[int]:
         """Return the sizes of the pieces that a split has for one group, in order."""
         along, tracker = cut_dim(node), self._region.tracker
-        known = {u.args[1]: tracker.dims(u) for u in node.users if u in tracker}
-        pieces = [known.get(i) or tracker.piece(node, i) for i in range(len(value_of(node)))]
-        return [self._sizes(dims)[along] for dims in pieces]
+        pieces = range(len(value_of(node)))
+        return [self._sizes(tracker.piece_read(node, i))[along] for i in pieces]
 
     def cut_features(self, linear: Linear, features: fx.Node) -> list[_Weights]:
         """Emit every group's share of a weight: that of the heads in the last dimension of
