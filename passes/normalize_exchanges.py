@@ -1,4 +1,5 @@
-"""Give every exchange the one form the passes know: a launch and a wait of `_c10d_functional`.
+"""Give every exchange the one form the passes know: a launch and a wait of `_c10d_functional`,
+the arguments of the launch by position.
 
 Contract
     Provides  WAITS_VISIBLE.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
@@ -42,7 +43,10 @@ class NormalizeExchanges(GraphPass):
         del state
         found: list[tuple[fx.Node, fx.Node]] = []
         skipped: list[Verdict] = []
-        for launch in [node for node in graph.nodes if is_launch(node)]:
+        launches = [node for node in graph.nodes if is_launch(node)]
+        for launch in launches:
+            _place_arguments(launch)
+        for launch in launches:
             if not overload_name(launch).startswith("_c10d_functional_autograd::"):
                 skipped.append(Verdict(candidate=launch.name, reason=Left.ALREADY_DONE))
             elif (hiding := _hides_wait(launch)) is None:
@@ -55,6 +59,18 @@ class NormalizeExchanges(GraphPass):
         if found:
             _drop_unread_bodies(graph)
         return PassReport(pass_name=self.name, applied=applied, skipped=tuple(skipped))
+
+
+def _place_arguments(launch: fx.Node) -> None:
+    """Give a collective by position what a program may give it by name: passes read it there."""
+    if not launch.kwargs:
+        return
+    target: Any = launch.target
+    overload = target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
+    names = [a.name for a in overload._schema.arguments][len(launch.args) :]
+    if set(names) == set(launch.kwargs):
+        launch.args = (*launch.args, *(launch.kwargs[name] for name in names))
+        launch.kwargs = {}
 
 
 def _hides_wait(launch: fx.Node) -> fx.Node | None:

@@ -29,6 +29,25 @@ class NamedArguments(SplitAttention):
         return torch.cat(tensors=x.chunk(chunks=2, axis=-1), axis=3)
 
 
+class NamedExchange(SplitAttention):
+    """The collectives themselves are called by the names of their arguments."""
+
+    def exchange(self, *operands):
+        return tuple(map(self.to_heads, operands))
+
+    def to_heads(self, x):
+        b, _, s, d = x.shape
+        n = dist.get_world_size(self.group)
+        launch = torch.ops._c10d_functional.all_to_all_single(
+            input=x.reshape(b, n, -1, s, d).permute(1, 0, 2, 3, 4).contiguous(),
+            output_split_sizes=[1] * n,
+            input_split_sizes=[1] * n,
+            group_name=self.group.group_name,
+        )
+        x = torch.ops._c10d_functional.wait_tensor(launch)
+        return x.permute(1, 2, 0, 3, 4).reshape(b, -1, n * s, d)
+
+
 class SlopesInFeatures(SplitAttention):
     """Every head of this rank has a number of its own among the features, as for ALiBi."""
 
@@ -70,4 +89,4 @@ class ProjectedAsIntegers(SplitAttention):
         return q.contiguous().view(torch.int32).view(torch.float32), k, v
 
 
-VARIANTS = (NamedArguments, SlopesInFeatures, SlopesBesideResult, FixedMask)
+VARIANTS = (NamedArguments, NamedExchange, SlopesInFeatures, SlopesBesideResult, FixedMask)

@@ -33,6 +33,7 @@ def find(style, group, heads=8, kv_heads=4, batch=4):
         (layers.LatentAttention, 1, 2, 4),
         (layers.SharedKeyAttention, 3, 0, 4),
         (variants.NamedArguments, 3, 0, 2),
+        (variants.NamedExchange, 3, 0, 2),
         (variants.SlopesInFeatures, 3, 0, 4),
         (variants.SlopesBesideResult, 3, 0, 4),
         (variants.FixedMask, 3, 0, 2),
