@@ -61,6 +61,19 @@ class OutputByHead(SplitAttention):
         return self.wo(self.small(o).transpose(1, 2).flatten(2))
 
 
+class BesideQueries(SplitAttention):
+    """The output projection reads the queries too, beside the result."""
+
+    def __init__(self, width, heads, kv_heads, head_width, group, **settings):
+        super().__init__(width, heads, kv_heads, head_width, group, **settings)
+        self.wo = nn.Linear(2 * heads * head_width, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.project(x)
+        o = to_positions(self.attend(*self.exchange(q, k, v)), self.group)
+        return self.output(torch.cat([o, q], -1))
+
+
 REFUSED = {
     NoProjection: (QKV + "no product by a weight makes what is sent, head by head",),
     NormOverHeads: (QKV + "what stands between a projection and the exchange mixes heads",),
@@ -72,6 +85,10 @@ REFUSED = {
     ProjectedUnderAutocast: (QKV + "grad mode or autocast changes inside the region",),
     OutputUnderAutocast: (OUT + "grad mode or autocast changes inside the region",),
     WrittenInput: (QKV + "a tensor the region reads is written inside it",),
+    BesideQueries: (
+        QKV + "a value inside the region is read outside it",
+        OUT + "no product by a weight follows the result by movements of data",
+    ),
     OutputByHead: (OUT + "heads cannot be followed to it",),
 }
 """Program -> what the report says, but for names, when both projections are asked to be split."""

@@ -31,6 +31,7 @@ from moe_compile.analysis.head_proof import (
 from moe_compile.analysis.head_rules import is_per_head
 from moe_compile.analysis.head_tracking import Tracker, is_movement, move_name
 from moe_compile.analysis.linear_layers import Linear, linear_of
+from moe_compile.analysis.move_arguments import values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_launch, is_wait
 
@@ -226,6 +227,8 @@ def _output_of(result: fx.Node) -> tuple[list[fx.Node], Linear]:
         if linear is not None and linear.x is node:
             return after, linear
         if not is_movement(following) or is_launch(following) or is_wait(following):
+            break
+        if {*values_moved(following)} != {node}:
             break
         after.append(following)
         node = following
