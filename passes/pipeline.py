@@ -88,6 +88,8 @@ class Dropped:
 
     pass_name: str
     reason: str
+    is_failure: bool = False
+    """Whether it raised; else it was disabled, or needs what another owed."""
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -140,7 +142,7 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
         LOG.warning("megamoe: pass %s failed and is left out for this graph: %s", p.name, reason)
         known = isinstance(error, MegaMoEError)
         LOG.debug("%s", reason if known else traceback.format_exc())
-        return Dropped(p.name, reason)
+        return Dropped(p.name, reason, is_failure=True)
     return report
 
 

@@ -82,6 +82,8 @@ class Compilation:
     attention: list[AttentionReport] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    has_failures: bool = False
+    """Whether one of the dropped passes raised."""
     settings: str = ""
     unmatched: list[Unmatched] = field(default_factory=list)
     """All-to-alls of no region, the most telling first."""
@@ -99,6 +101,7 @@ class Compilation:
         for result in results:
             if isinstance(result, Dropped):
                 self.dropped.append(f"{result.pass_name}: {result.reason}")
+                self.has_failures |= result.is_failure
             elif result.pass_name == "chunk_regions":
                 chunked |= set(result.applied)
         asked = state.config.dispatch

@@ -53,7 +53,7 @@ class ProcessReport:
 
         The file is written in any case: a report that finds nothing says so.
         """
-        if compilation.has_regions or compilation.attention or compilation.dropped:
+        if compilation.has_regions or compilation.attention or compilation.has_failures:
             self.compilations.append(compilation)
         if not compilation.has_regions and (warning := compilation.warning()):
             self.warnings[warning] = None

@@ -53,7 +53,7 @@ def test_the_graph_is_restored_and_what_needs_the_pass_is_left_out(caplog):
     assert str(gm.graph) == before
     assert torch.equal(gm(torch.ones(3)), torch.full((3,), 2.0))
     assert results == [
-        Dropped("fails_halfway", "RuntimeError: half of the edit is done"),
+        Dropped("fails_halfway", "RuntimeError: half of the edit is done", is_failure=True),
         Dropped("needs_regions", "needs REGIONS_FOUND, not provided"),
     ]
     assert [r.message for r in caplog.records] == [
@@ -95,6 +95,11 @@ class Program(torch.nn.Module):
     def forward(self, x):
         return x * 2, []
 """
+
+
+def test_a_disabled_pass_alone_is_no_reason_to_report_a_compilation():
+    text = TEXT.replace("{}", "{'megamoe.disable_passes': ('chunk_attention',)}")
+    assert run(0, text).dropped == []
 
 
 def failing(graph):
