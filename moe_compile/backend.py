@@ -88,7 +88,8 @@ def megamoe(
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
     compile_whole = functools.partial(written.compile, again) if plan else None
-    programs = programs_of(order, plan, family=compilation.family, is_promised=config.equal_tokens)
+    family = f"{compilation.family} {config.digest_text()}"
+    programs = programs_of(order, plan, family=family, is_promised=config.equal_tokens)
     return agreed_callable(compiled, programs, compile_whole)
 
 

@@ -29,8 +29,8 @@ from passes.contract import Fact, GraphPass, PassReport, Verdict
 from passes.replay.head_groups import emit_head_groups
 
 ROUNDING: Final = (
-    "keys and values differ in head size: where torch multiplies matrices for these, last bits may "
-    "differ by group"
+    "keys and values differ in head size, or no exchange brings them: where torch multiplies "
+    "matrices for these, or sums over their gradients, last bits may differ by group"
 )
 
 

@@ -244,7 +244,6 @@ REFUSED = {
     SentTwice: AttentionRefusal.GRADIENT_ORDER,
     LearnedMask: AttentionRefusal.GRADIENT_BESIDE,
     LearnedSlopes: AttentionRefusal.GRADIENT_BESIDE,
-    LocalKeys: AttentionRefusal.GRADIENT_BESIDE,
     SharedPart: AttentionRefusal.GRADIENT_BESIDE,
     AsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
     SentAsIntegers: AttentionRefusal.COMPUTED_BETWEEN,

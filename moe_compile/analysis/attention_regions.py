@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.head_factors import Factor
 from moe_compile.analysis.head_tracking import Tracker
+from moe_compile.graph.effects import has_gradient
 from moe_compile.graph.query import tensor_of
 
 
@@ -47,7 +48,10 @@ class AttentionRefusal(enum.Enum):
     )
     ONE_GROUP = "one group of heads asked for"
     BY_PRICE = "left in one group by the planner"
-    MAY_ROUND = "keys and values differ in head size: groups may round otherwise, ask for a number"
+    MAY_ROUND = (
+        "keys and values differ in head size, or no exchange brings them: groups may round "
+        "otherwise, ask for a number"
+    )
     ONE_KV_HEAD = "one local KV head: nothing to split by"
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
 
@@ -72,6 +76,16 @@ def head_sizes_differ(operands: Sequence[fx.Node]) -> bool:
     """Whether the keys and values of query, key and value differ in head size."""
     sizes = [tensor.shape[-1] for o in operands[1:] if (tensor := tensor_of(o)) is not None]
     return len(set(sizes)) > 1
+
+
+def has_local_gradient(operands: Sequence[fx.Node], sources: Sequence[fx.Node | None]) -> bool:
+    """Whether a gradient flows into an operand that no exchange brings.
+
+    Attention gives it a memory layout by how many heads there are, and sums over it round by that.
+    An exchange gives gradients one layout.
+    """
+    pairs = zip(operands, sources, strict=True)
+    return any(source is None and has_gradient(operand) for operand, source in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +129,13 @@ class AttentionRegion:
 
     @property
     def may_round(self) -> bool:
-        """Whether groups may differ in the last bits: keys and values differ in head size.
+        """Whether groups may differ in the last bits.
 
-        Where torch has no fused kernel for these (a CPU), it multiplies matrices, which rounds by
-        how many heads there are and how they lie in memory.
+        Keys and values differ in head size: where torch has no fused kernel for these (a CPU), it
+        multiplies matrices, which rounds by how many heads there are and how they lie in memory. Or
+        they have a gradient and no exchange brings them.
         """
-        return head_sizes_differ(self.operands)
+        return head_sizes_differ(self.operands) or has_local_gradient(self.operands, self.sources)
 
     @property
     def local_operands(self) -> tuple[fx.Node, ...]:

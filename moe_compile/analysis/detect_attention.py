@@ -25,6 +25,7 @@ from moe_compile.analysis.attention_regions import (
     AttentionRefusal,
     AttentionRefused,
     AttentionRegion,
+    has_local_gradient,
     head_sizes_differ,
 )
 from moe_compile.analysis.attention_surroundings import (
@@ -105,7 +106,7 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     body = (*exchanges, *inward, core, *outward)
     if head is not None:
         check_heads_stay(tracker, (*inward, *outward), head)
-    may_round = head_sizes_differ(operands)
+    may_round = head_sizes_differ(operands) or has_local_gradient(operands, sources)
     cut = heads_read(tracker, head, body, core, dependence, may_round=may_round) if head else []
     region = AttentionRegion(
         name=core.name,

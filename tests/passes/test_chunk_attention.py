@@ -15,6 +15,7 @@ from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
 from passes.chunk_attention import ROUNDING
 from tests.attention_layers import LatentAttention, SplitAttention, TensorParallel
+from tests.attention_refusals import LocalKeys
 from tests.capture import dynamo_graphs
 from tests.projection_refusals import REFUSED
 
@@ -53,11 +54,12 @@ def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_head
     [(2, 2, "chunked"), ("auto", 1, AttentionRefusal.MAY_ROUND.value)],
 )
 @pytest.mark.parametrize("equal_tokens", [False, True])
+@pytest.mark.parametrize("style", [LatentAttention, LocalKeys])
 def test_where_groups_may_round_they_are_asked_for_by_number(
-    fake_ranks, asked, groups, verdict, equal_tokens
+    fake_ranks, style, asked, groups, verdict, equal_tokens
 ):
     options = {"attention_chunks": asked, "equal_tokens": equal_tokens}
-    _, compilation = compiled(LatentAttention, fake_ranks, **options)
+    _, compilation = compiled(style, fake_ranks, **options)
     (found,) = compilation.attention
     assert (found.num_chunks, found.verdict) == (groups, verdict)
     assert (ROUNDING in found.remarks) == (groups > 1)
