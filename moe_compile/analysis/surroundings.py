@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.implied_assertions import is_implied, is_never_negative
+from moe_compile.analysis.new_order import find_overtaken
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.graph.dependence import Dependence
@@ -62,6 +63,10 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
         if (obstacle := legality.obstacle(moved, anchor)) is not None:
             reason = REFUSALS[obstacle.hazard]
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
+    if (overtaken := find_overtaken(region, legality.dependence)) is not None:
+        writer, reader = overtaken
+        detail = f"{writer.name} would run before {reader.name}"
+        return Refused(candidate=region.name, reason=Refusal.MUTATED_MEANWHILE, detail=detail)
     return None
 
 

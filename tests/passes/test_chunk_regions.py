@@ -181,6 +181,60 @@ def test_the_one_host_read_stands_before_what_writes_its_integers(fake_ranks):
     assert {*reads_of_host(graph)} == {*host_copies(graph)}
 
 
+class WritesTotals(GroupedExperts):
+    """Turns the number of rows per expert round after labels were made of it."""
+
+    def experts(self, rows, received):
+        totals = received.view(self.num_ranks, -1).sum(0)
+        labels = torch.repeat_interleave(
+            torch.arange(self.local), totals, output_size=rows.shape[0]
+        )
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        totals.copy_(totals.flip(0))
+        ends = totals.tolist()
+        parts = torch.split(rows[perm] + self.w2[:, 0][labels], ends[::-1])
+        done = torch.cat([part @ self.w1[e] @ self.w2[e] for e, part in enumerate(parts)])
+        return torch.zeros_like(rows).index_copy(0, perm, done)
+
+
+class WritesAfterCopyToHost(WritesTotals):
+    """Turns it round after it was copied to the host."""
+
+    def experts(self, rows, received):
+        totals = received.view(self.num_ranks, -1).sum(0)
+        kept = totals.to("cpu", copy=True)
+        sizes = kept.tolist()
+        totals.copy_(totals.flip(0))
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        ids, num_rows = torch.arange(self.local), rows.shape[0]
+        for counts in (kept, totals.flip(0)):
+            labels = torch.repeat_interleave(ids, counts, output_size=num_rows)
+            rows = rows + self.w2[:, 0][labels][torch.argsort(perm)]
+        parts = torch.split(rows[perm], sizes)
+        done = torch.cat([part @ self.w1[e] @ self.w2[e] for e, part in enumerate(parts)])
+        return torch.zeros_like(rows).index_copy(0, perm, done)
+
+
+class ScalesItsBias(GroupedExperts):
+    """Adds a bias picked by the labels, then its triple, to the rows."""
+
+    def experts(self, rows, received):
+        bias = self.w2.detach()[:, 0][self.expert_of_rows(rows, received)]
+        y = super().experts(rows + bias, received)
+        bias.mul_(3)
+        return y + bias
+
+
+@pytest.mark.parametrize("style", [WritesTotals, WritesAfterCopyToHost, ScalesItsBias])
+def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ranks, style):
+    """What the host reads, and all that is computed from counts, is made first in a chunk."""
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(layer(style, fake_ranks), x)
+    (verdict,) = chunking(run_level(DYNAMO, gm.graph, state(chunks=2))).skipped
+    assert verdict.reason is Refusal.MUTATED_MEANWHILE, verdict
+    assert "would run before" in verdict.detail
+
+
 class GivesNumberOfRows(GroupedExperts):
     """Gives out how many rows came, as their tensor has it."""
 
