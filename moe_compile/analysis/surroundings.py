@@ -197,6 +197,14 @@ class _Together:
         sizes = [size for size, instead in self._sizes.items() if instead is number]
         return [user for node in (number, *sizes) for user in node.users]
 
+    def _is_read_anew(self, number: fx.Node, read_at: fx.Node) -> bool:
+        """Whether the new form of some region reads `number`, and before `read_at`."""
+        place = self._dependence.position
+        return any(
+            number in rewrite.inputs and place[rewrite.region.dispatch] < place[read_at]
+            for rewrite in self._rewrites
+        )
+
     def _readers_before(
         self, read: fx.Node, read_at: fx.Node, dead: set[fx.Node]
     ) -> set[fx.Node] | None:
@@ -205,7 +213,10 @@ class _Together:
         found: set[fx.Node] = set()
         todo = [read]
         while todo:
-            for user in self._readers(todo.pop()):
+            number = todo.pop()
+            if self._is_read_anew(number, read_at):
+                return None
+            for user in self._readers(number):
                 if user in dead or user in found or place[user] > place[read_at]:
                     continue
                 if not (is_host_arithmetic(user) or is_pure(user)):

@@ -27,9 +27,11 @@ class Snapshot:
         """Make `graph` what it was."""
         (output,) = graph.find_nodes(op="output")
         output.args = ()
-        for node in reversed(list(graph.nodes)):
-            if node is not output and node.op != "placeholder":
-                graph.erase_node(node)
+        made = [n for n in graph.nodes if n is not output and n.op != "placeholder"]
+        for node in made:  # in whatever order a pass left them
+            node.args, node.kwargs = (), {}
+        for node in made:
+            graph.erase_node(node)
         env: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(output):
             for kept in self._nodes:
