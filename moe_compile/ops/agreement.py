@@ -122,7 +122,6 @@ class Agreement:
         whole = tuple((journal, replace(program, plan="")) for journal, program in calls)
         is_rewritten = calls != whole
         if any(journal.is_second(program) for journal, program in calls):
-            self.has_seconds = True
             LOG.warning("megamoe: %s", SECOND_PLAN.format(place=calls[0][1].places[0]))
             calls = whole
         must = any(journal.must_ask(program) for journal, program in calls)

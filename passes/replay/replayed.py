@@ -67,7 +67,7 @@ def emit_until_reads(
             assert isinstance(source, fx.Node)
             replay.env[node] = replay.env.get(source, source)
         else:
-            replay.env[node] = copy_for_chunk(emit, node, replay.env)
+            replay.env[node] = _copy_for_chunk(emit, node, replay.env)
 
 
 def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
@@ -76,14 +76,14 @@ def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
         if node in replay.env or node in replay.pruned.nodes:
             continue
         env = {**replay.env, **replay.pruned.inputs.get(node, {})}
-        copied = copy_for_chunk(emit, node, env)
+        copied = _copy_for_chunk(emit, node, env)
         if dropped := replay.pruned.dropped_from.get(node):
             pieces = [env.get(a, a) for a in node.args[0] if a not in dropped]
             copied.args = (pieces, *copied.args[1:])
         replay.env[node] = copied
 
 
-def copy_for_chunk(emit: Emitter, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+def _copy_for_chunk(emit: Emitter, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
     """Emit `node` again for a chunk, which may be without rows, reading what `env` has for it."""
     copied = emit.copy(node, env)
     name_inferred_size(copied, node)
