@@ -74,6 +74,7 @@ def megamoe(
     patches = {**_mode_patches(mode), **inductor}
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
+    weights = _shapes_of_weights(gm)
     state, compilation = rewrite(gm, config)
     REPORT.add(compilation, config.report, state.hardware.name)
     _log(compilation)
@@ -88,9 +89,16 @@ def megamoe(
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
     compile_whole = functools.partial(written.compile, again) if plan else None
-    family = f"{compilation.family} {config.digest_text()}"
+    family = f"{compilation.family} {config.digest_text()} {weights}"
     programs = programs_of(order, plan, family=family, is_promised=config.equal_tokens)
     return agreed_callable(compiled, programs, compile_whole)
+
+
+def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
+    """Return types and sizes of the parameters `gm` reads: no rank has others by its tokens."""
+    values = (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
+    weights = (value for value in values if isinstance(value, torch.nn.Parameter))
+    return [(str(weight.dtype), list(map(int, weight.shape))) for weight in weights]
 
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:

@@ -25,8 +25,8 @@ class Program:
     collectives: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     family: str = ""
-    """Where in the user's source it stands, and the options: by sizes, among other things, a call
-    chooses between programs of one place."""
+    """Where in the user's source it stands, the options, and the sizes of its weights: programs
+    of one family are those between which a call may choose by the sizes of its inputs."""
     is_promised: bool = False
     """Whether ranks promise to have equal sizes, and so to choose alike."""
 

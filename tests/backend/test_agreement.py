@@ -191,6 +191,22 @@ def test_ranks_that_choose_apart_between_two_agreed_programs_run_them_as_written
         assert [phase for phase, _ in records] == ["forward", "backward"]  # of the first step
 
 
+def run_layers_of_other_sizes(rank):
+    torch._dynamo.reset()
+    group = dist.new_group()
+    before = len(executed_records())
+    for num_experts in (8, 12):
+        layer = compiled(GroupedExperts(WIDTH, 24, num_experts, 2, group))
+        step(layer, torch.randn(5 + rank, WIDTH, dtype=torch.bfloat16))
+    return [r["phase"] for r in executed_records()[before:]]
+
+
+def test_layers_of_one_class_with_other_weights_keep_a_plan_each(two_ranks):
+    """Both ran as written from the second on, as if a rank chose between them by its tokens."""
+    for phases in two_ranks.run(run_layers_of_other_sizes):
+        assert phases == ["forward", "backward"] * 2
+
+
 def gather_other_tokens(rank):
     options = {"dispatch": "all_gather", "equal_tokens": True, "dispatch_padding": "worst"}
     return run_steps(rank, GroupedExperts, (8 + 4 * rank,), **options)
