@@ -49,7 +49,7 @@ STOCK_TOML = """
 dump_folder = "{folder}"
 [model]
 name = "deepseek_v3"
-flavor = "debug_cpu"
+flavor = "tiny"
 [training]
 dataset = "python_stdlib"
 local_batch_size = 2
@@ -71,12 +71,15 @@ mode = "none"
 enable = true
 backend = "megamoe"
 [experimental]
-custom_import = "torchtitan_integration.register"
+custom_import = "tests.integration.tiny_flavors"
 """
 
 
 def test_a_stock_toml_with_three_keys_more_is_chunked(tmp_path):
-    """No [megamoe] table, no config module of ours; options may come from the environment."""
+    """No [megamoe] table, no config module of ours; options may come from the environment.
+
+    What is imported registers ours, as a user's own module of flavors does.
+    """
     config, report = tmp_path / "job.toml", tmp_path / "report.json"
     config.write_text(STOCK_TOML.format(folder=tmp_path))
     done = subprocess.run(
