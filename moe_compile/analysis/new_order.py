@@ -1,34 +1,71 @@
 """What runs in another order in a region's new form than in the region, and writes that tell.
 
 Contract
-    The new form makes first what the host reads depend on, then what else is computed from counts,
+    The new form makes first what the host reads depend on and what needs no number of the host,
+    then reads what the host must know, all at once, then makes what else is computed from counts,
     then what is computed from rows; each part in the order of the graph. Integers that the region
     brings to the host are read where they came from, with all others.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Collection
+
+import torch
 import torch.fx as fx
 
 from moe_compile.analysis.host_reads import is_host_read, is_move_to_host
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.query import value_of
 
 
-def find_overtaken(region: MoERegion, dependence: Dependence) -> tuple[fx.Node, fx.Node] | None:
-    """Return a write of the region, and what reads the same memory before and would do so after."""
-    counted, place = set(region.count_side), dependence.position
+class Part(enum.IntEnum):
+    """The parts of the new form, in their order."""
+
+    BEFORE_THE_READ = 0
+    THE_READ = 1
+    FROM_COUNTS = 2
+    FROM_ROWS = 3
+
+
+def parts(
+    region: MoERegion, bulk: Collection[fx.Node], dependence: Dependence
+) -> dict[fx.Node, Part]:
+    """Return where each node of the region runs, if the one read makes the host reads `bulk`.
+
+    Reads that need what the host must read before, by data or by a write in place, are no part of
+    the one read.
+    """
+    counted = set(region.count_side)
+    numbers = [n for n in region.count_side if is_host_read(n) or _is_number(n)]
+    after = dependence.below(numbers)
+    together = [n for n in bulk if after.isdisjoint(dependence.needs(n))]
     given = {region.rows, region.counts, region.received_counts, *region.others}
-    reads = [node for node in region.count_side if is_host_read(node)]
-    first = dependence.above(reads, stops=given) & counted
+    first = (dependence.above(bulk, stops=given) & counted) - after
 
-    def part(node: fx.Node) -> int:
-        return 0 if node in first else 1 if node in counted else 2
+    def part(node: fx.Node) -> Part:
+        if node not in counted:
+            return Part.FROM_ROWS
+        return Part.BEFORE_THE_READ if node in first else Part.FROM_COUNTS
 
-    body = set(region.body)
+    found = {node: part(node) for node in region.body}
+    return {**found, **dict.fromkeys(together, Part.THE_READ)}
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def find_overtaken(
+    region: MoERegion, bulk: Collection[fx.Node], dependence: Dependence
+) -> tuple[fx.Node, fx.Node] | None:
+    """Return a write of the region, and what reads the same memory before and would do so after."""
+    place, part = dependence.position, parts(region, bulk, dependence)
     for writer, written in dependence.writes.items():
-        for node in region.body if writer in body else ():
-            late = part(node) > part(writer) or is_move_to_host(node)
+        for node in region.body if writer in part else ():
+            late = part[node] > part[writer] or is_move_to_host(node)
             touched = not written or (dependence.reads(node) | storages(node)) & written
             if late and touched and place[node] < place[writer]:
                 return writer, node

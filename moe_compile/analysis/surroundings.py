@@ -63,7 +63,8 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
         if (obstacle := legality.obstacle(moved, anchor)) is not None:
             reason = REFUSALS[obstacle.hazard]
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
-    if (overtaken := find_overtaken(region, legality.dependence)) is not None:
+    bulk = _never_negative(_host_reads(region), rewrite.proof)
+    if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
         writer, reader = overtaken
         detail = f"{writer.name} would run before {reader.name}"
         return Refused(candidate=region.name, reason=Refusal.MUTATED_MEANWHILE, detail=detail)
@@ -144,7 +145,7 @@ class _Together:
         found = {}
         for rewrite in self._rewrites:
             region = rewrite.region
-            reads = [n for n in region.count_side if is_host_read(n)]
+            reads = _host_reads(region)
             alive = [n for n in reads if n not in dead and n not in self._served]
             read_at = region.result if rewrite.reads_late else self._first_read(region, reads)
             bulk = _never_negative(reads, rewrite.proof)
@@ -224,6 +225,10 @@ class _Together:
                 found.add(user)
                 todo.append(user)
         return found if self._legality.obstacle(found, read_at) is None else None
+
+
+def _host_reads(region: MoERegion) -> list[fx.Node]:
+    return [node for node in region.count_side if is_host_read(node)]
 
 
 def _never_negative(reads: list[fx.Node], proof: RowProof) -> frozenset[fx.Node]:

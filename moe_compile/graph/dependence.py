@@ -100,8 +100,14 @@ def _nodes(arguments: Any) -> tuple[fx.Node, ...]:
 
 
 def storages(node: fx.Node) -> frozenset[int]:
-    """Return the identities of the storages of the tensors `node` produces."""
-    return storages_of(value_of(node))
+    """Return the identities of the storages of the tensors `node` produces.
+
+    The tracer keeps no value of an element that it takes to read it: that lies in the whole.
+    """
+    value = value_of(node)
+    if value is None and node.target is operator.getitem:
+        return frozenset(s for whole in node.all_input_nodes[:1] for s in storages(whole))
+    return storages_of(value)
 
 
 class Dependence:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.new_order import parts
 from moe_compile.analysis.rewrites import Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
@@ -97,15 +98,16 @@ def _read_host(
     for counts in routing.counts:
         reads.add(emit.method("sum", writer.mine(counts)))
     whole = Replay(range(region.num_local_experts), {})
+    dependence = Dependence(region.result.graph)
+    part_of = parts(region, around.bulk, dependence)
     if around.served:
-        dependence = Dependence(region.result.graph)
         counts = emit.method("sum", emit.call(torch.stack, list(routing.counts)), 0)
         whole.env[region.received_counts] = writer.received(counts)
         needed = needed_for(around.served, region, dependence)
-        emit_until_reads(emit, region, whole, reads, around.bulk, needed)
+        emit_until_reads(emit, region, whole, reads, part_of, needed)
+    wanted = needed_for(around.bulk, region, dependence) & set(switch.needs.nodes)
     for part in slices:
-        wanted, asked = set(switch.needs.nodes), switch.needs.num_rows
-        emit_until_reads(emit, region, part.replay, reads, around.bulk, wanted, asked)
+        emit_until_reads(emit, region, part.replay, reads, part_of, wanted)
     values = reads.finish()
     for replay in (whole, *(part.replay for part in slices)):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.new_order import parts
 from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.analysis.rewrites import Surroundings
 from moe_compile.graph.dependence import Dependence
@@ -146,9 +147,10 @@ def _emit_reads(
     served = needed_for(around.served, region, dependence)
     for replay in replays:
         reads.add(emit.method("sum", replay.env[region.counts]))
-    emit_until_reads(emit, region, whole, reads, around.bulk, served)
+    part = parts(region, around.bulk, dependence)
+    emit_until_reads(emit, region, whole, reads, part, served)
     for replay in replays:
-        emit_until_reads(emit, region, replay, reads, around.bulk, wanted)
+        emit_until_reads(emit, region, replay, reads, part, wanted)
     values = reads.finish()
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})

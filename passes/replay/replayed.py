@@ -6,13 +6,14 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
 
-from moe_compile.analysis.host_reads import is_host_read, is_move_to_host
+from moe_compile.analysis.host_reads import is_move_to_host
+from moe_compile.analysis.new_order import Part
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
@@ -42,28 +43,20 @@ def emit_until_reads(
     region: MoERegion,
     replay: Replay,
     reads: BulkRead,
-    bulk: Container[fx.Node],
+    part: Mapping[fx.Node, Part],
     wanted: set[fx.Node],
-    asked: Iterable[fx.Node] = (),
 ) -> None:
-    """Emit what the host reads of one chunk depend on; ask for the value of each read in `bulk`.
-
-    `asked` are nodes whose values are asked for already.
-    """
-    after_read = set(asked)
+    """Emit what of `wanted` one chunk makes before the one read, and ask for what that reads."""
     for node in region.count_side:
         if node not in wanted or node in replay.env or node in replay.pruned.nodes:
             continue
-        if any(i in after_read for i in node.all_input_nodes):
-            after_read.add(node)
-        elif is_host_read(node):
-            after_read.add(node)
-            source = node.args[0]
+        if part[node] not in (Part.BEFORE_THE_READ, Part.THE_READ):
+            continue
+        source = node.args[0] if node.args else None
+        if part[node] is Part.THE_READ:
             assert isinstance(source, fx.Node)
-            if node in bulk:
-                reads.ask(replay, node, replay.env.get(source, source))
+            reads.ask(replay, node, replay.env.get(source, source))
         elif is_move_to_host(node):
-            source = node.args[0]
             assert isinstance(source, fx.Node)
             replay.env[node] = replay.env.get(source, source)
         else:

@@ -225,7 +225,44 @@ class ScalesItsBias(GroupedExperts):
         return y + bias
 
 
-@pytest.mark.parametrize("style", [WritesTotals, WritesAfterCopyToHost, ScalesItsBias])
+class SplitsRows(GroupedExperts):
+    """Splits rows by expert in sizes that the host reads round a write of what it reads."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        totals = received.view(self.num_ranks, -1).sum(0)
+        parts = torch.split(rows[perm], self.sizes(totals))
+        done = torch.cat([part @ self.w1[e] @ self.w2[e] for e, part in enumerate(parts)])
+        return torch.zeros_like(rows).index_copy(0, perm, done)
+
+
+class ReadsThenWrites(SplitsRows):
+    """What is read first is written before the last read."""
+
+    def sizes(self, totals):
+        totals = totals.clone()
+        first = totals[:2].tolist()
+        totals.add_(1)
+        return [*first, totals[2].item() - 1, totals[3].item() - 1]
+
+
+class WritesAfterAReadOfIt(SplitsRows):
+    """What needs a read integer reads before a write that needs none."""
+
+    def sizes(self, totals):
+        read = totals.tolist()
+        totals = totals.clone()
+        more = totals + read[0]
+        totals.add_(1)
+        return [more[0].item() - read[0], *(totals[e].item() - 1 for e in range(1, self.local))]
+
+
+OVERTAKING = [
+    WritesTotals, WritesAfterCopyToHost, ScalesItsBias, ReadsThenWrites, WritesAfterAReadOfIt,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", OVERTAKING)
 def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ranks, style):
     """What the host reads, and all that is computed from counts, is made first in a chunk."""
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -233,6 +270,25 @@ def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ran
     (verdict,) = chunking(run_level(DYNAMO, gm.graph, state(chunks=2))).skipped
     assert verdict.reason is Refusal.MUTATED_MEANWHILE, verdict
     assert "would run before" in verdict.detail
+
+
+class WritesWhatWasRead(SplitsRows):
+    """Takes an integer the host has read from a tensor, then reads that."""
+
+    def sizes(self, totals):
+        read = totals.tolist()
+        ends = totals.cumsum(0)
+        ends.sub_(read[0])
+        return [read[0], ends[1].item(), *read[2:]]
+
+
+def test_what_a_write_of_a_read_integer_changes_is_read_after_it(fake_ranks):
+    graph, report = chunked(layer(WritesWhatWasRead, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    order = list(graph.nodes)
+    for write in (n for n in order if n.target == "sub_"):
+        reads = [n for n in write.args[0].users if n.target is operator.getitem]
+        assert reads and all(order.index(write) < order.index(n) for n in reads)
 
 
 class GivesNumberOfRows(GroupedExperts):
