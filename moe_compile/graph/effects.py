@@ -17,7 +17,7 @@ from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.observation import draws_by_schema, observed
+from moe_compile.graph.observation import MOVES_MEMORY, draws_by_schema, observed
 from moe_compile.graph.query import (
     argument_of,
     called_name,
@@ -86,7 +86,7 @@ def draws_random(node: fx.Node) -> bool:
         overloads = (getattr(target, name) for name in target.overloads())
         return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return "rng" in target.name() or _body_draws(node)
+        return "rng" in target.name() or any(map(draws_random, inside(node)))
     seen = observed(node)
     by_name = called_name(node) in RANDOM_NAMES and not _is_switched_off(node)
     return by_name or (seen is not None and seen.draws)
@@ -99,17 +99,29 @@ def _is_switched_off(node: fx.Node) -> bool:
     return called_name(node) == "dropout" and argument_of(node, 2, "training", True) is False
 
 
-def _body_draws(node: fx.Node) -> bool:
-    """Whether a graph that a higher-order operator runs draws random numbers."""
+def inside(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of the graphs that a higher-order operator runs, [] for any other node."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
     owner = node.graph.owning_module
-    bodies = [i for i in node.all_input_nodes if i.op == "get_attr"]
-    graphs = [getattr(owner, str(body.target), None) for body in bodies]
-    return any(
-        draws_random(inner)
-        for graph in graphs
-        if isinstance(graph, fx.GraphModule)
-        for inner in graph.graph.nodes
-    )
+    bodies = [getattr(owner, str(i.target), None) for i in node.all_input_nodes if _is_body(i)]
+    return [n for body in bodies if isinstance(body, fx.GraphModule) for n in body.graph.nodes]
+
+
+def _is_body(node: fx.Node) -> bool:
+    return node.op == "get_attr"
+
+
+def moves_memory(node: fx.Node) -> bool:
+    """Whether the node gives a tensor other memory, the node itself or a graph it runs.
+
+    The tracer keeps one value of that tensor, with its last memory: what shares memory with it
+    before, and what it is written through, cannot be told.
+    """
+    name = overload_name(node).partition("::")[2] or called_name(node)
+    seen = observed(node)
+    seen_to = seen is not None and seen.moves_memory
+    return name in MOVES_MEMORY or seen_to or any(map(moves_memory, inside(node)))
 
 
 def is_size_query(node: fx.Node) -> bool:

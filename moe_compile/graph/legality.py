@@ -4,7 +4,8 @@ The one check of motion and liveness: every rewrite of a Dynamo graph asks here 
 
 Contract
     Motion    nodes run later only where no write, through any alias, no grad or autocast mode, no
-              generator of random numbers and no order in which autograd adds gradients tells.
+              generator of random numbers and no order in which autograd adds gradients tells. None
+              does in a graph that gives some tensor other memory: aliases cannot be told there.
     Liveness  a node dies only where no value, no write that somebody reads, through any alias, no
               mode, no random draw, no collective and no assertion that stays needs it.
 
@@ -32,6 +33,7 @@ from moe_compile.graph.effects import (
     has_gradient,
     is_assertion,
     is_pure,
+    moves_memory,
 )
 from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import is_launch, is_wait, value_of
@@ -70,6 +72,7 @@ class Legality:
         self.dependence, self.graph = dependence, graph
         self._position = dependence.position
         self._modes = modes(graph)
+        self._moves_memory = next(filter(moves_memory, graph.nodes), None)
 
     def obstacle(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
         """Return why `moved`, in their order, must not run just before `anchor`, or None."""
@@ -81,6 +84,8 @@ class Legality:
 
     def written_meanwhile(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
         """Return a write by others to what one of `moved` touches, between it and `anchor`."""
+        if moved and self._moves_memory is not None:
+            return Obstacle(Hazard.WRITTEN_MEANWHILE, next(iter(moved)), self._moves_memory)
         together = set(moved)
         there = self._position[anchor]
         for writer, written in self.dependence.writes.items():

@@ -40,7 +40,14 @@ class Observed:
     """Those of `inputs` whose tensors it wrote."""
     draws: bool = False
     """Whether an operator drew random numbers."""
+    moves_memory: bool = False
+    """Whether an operator gave a tensor other memory."""
 
+
+MOVES_MEMORY: Final = frozenset(
+    {"set_", "set_data", "resize_", "resize_as_", "resize_storage_bytes_", "swap_tensors"}
+)
+"""Operators, functions and methods that give a tensor other memory; so `x.data = y` is traced."""
 
 ONLY_READS: Final = frozenset({"item", "tolist", "size", "numel", "dim", "stride"})
 """Tensor methods that make no tensor and write none."""
@@ -69,6 +76,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.written: list[torch.Tensor] = []
         self.draws = False
+        self.moves_memory = False
 
     def __torch_dispatch__(
         self,
@@ -80,6 +88,7 @@ class _Watch(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         self.draws |= draws_by_schema(func, args, kwargs)
+        self.moves_memory |= func._schema.name.partition("::")[2] in MOVES_MEMORY
         if func._schema.is_mutable:
             self.written += _tensors(written_by_schema(func, args, kwargs))
         return func(*args, **kwargs)
@@ -130,9 +139,8 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
         except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
             return Observed(inputs, tuple(i for i in inputs if storages_of(given[i])), draws=True)
     written = storages_of(watch.written)
-    return Observed(
-        inputs, tuple(i for i in inputs if storages_of(given[i]) & written), watch.draws
-    )
+    writes = tuple(i for i in inputs if storages_of(given[i]) & written)
+    return Observed(inputs, writes, watch.draws, watch.moves_memory)
 
 
 @contextmanager

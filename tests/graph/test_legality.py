@@ -108,6 +108,29 @@ def written_before(x):
     return y.neg() + z
 
 
+def given_other_memory(x):
+    """The tracer's value of `a` has its last memory: no write of it seemed to reach `b`."""
+    a = torch.ones(4, 8)
+    b = a.view(-1)
+    y = b.sin()
+    a.mul_(2)
+    z = y.neg()
+    a.set_(torch.zeros(4, 8))
+    return z, a
+
+
+KEPT = torch.ones(4, 8)
+
+
+def given_other_data(x):
+    b = KEPT.view(-1)
+    y = b.sin()
+    KEPT.mul_(2)
+    z = y.neg()
+    KEPT.data = torch.zeros(4, 8)
+    return z
+
+
 def autocast_in_between(x):
     y = x.sin()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -153,6 +176,8 @@ def dropped_out(x):
         (written_through_a_view, Hazard.WRITTEN_MEANWHILE),
         (written_through_a_subclass, Hazard.WRITTEN_MEANWHILE),
         (written_before, None),
+        (given_other_memory, Hazard.WRITTEN_MEANWHILE),
+        (given_other_data, Hazard.WRITTEN_MEANWHILE),
         (autocast_in_between, None),
         (inside_autocast, Hazard.MODE_CHANGES),
         (inside_no_grad, Hazard.MODE_CHANGES),
