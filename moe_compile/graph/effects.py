@@ -154,9 +154,18 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if is_launch(node) or is_wait(node) or changes_mode(node) or draws_random(node):
         return False
-    if written_arguments(node) or _has_effect(node):
+    if written_arguments(node) or _has_effect(node) or any(map(_is_noticed, inside(node))):
         return False
     return _only_computes(node) or makes_a_value(node)
+
+
+def _is_noticed(inner: fx.Node) -> bool:
+    """Whether a node of a graph that an operator runs does what others notice, or its own graphs.
+
+    Modes that it switches and tensors of its own that it writes end with the graph.
+    """
+    acts = is_launch(inner) or is_assertion(inner) or _has_effect(inner)
+    return acts or any(map(_is_noticed, inside(inner)))
 
 
 def _has_effect(node: fx.Node) -> bool:

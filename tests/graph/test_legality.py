@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_unused
@@ -16,7 +19,7 @@ from tests.capture import dynamo_graphs
 
 def graph_of(program, *more):
     x = torch.randn(4, 8, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x, *more)
+    gm, *_ = dynamo_graphs(program, x, *more)
     return gm.graph
 
 
@@ -347,6 +350,40 @@ def test_what_does_more_than_make_a_value_is_not_pure(name):
     graph = graph_of(program)
     assert called(graph, name) and not any(map(is_pure, called(graph, name)))
     assert is_pure(called(graph, "zeros")[0])
+
+
+def summed_over_ranks(x):
+    return all_reduce(x.cos(), "sum", dist.group.WORLD)
+
+
+def asserted(x):
+    torch._check(x.argmax().item() < 7)
+    return x.cos()
+
+
+def under_a_mode_of_its_own(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x.cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(summed_over_ranks, False), (asserted, False), (under_a_mode_of_its_own, True)],
+)
+def test_what_is_recomputed_in_the_backward_does_all_that_its_graph_does(
+    fake_ranks, function, expected
+):
+    """An all-reduce under activation checkpointing was taken for a value and no more."""
+    once = graph_of(lambda x: checkpoint(function, x, use_reentrant=False))
+    (call,) = [n for n in once.nodes if "checkpoint" in str(n.target)]
+    assert is_pure(call) is expected
+    twice = graph_of(
+        lambda x: checkpoint(
+            lambda y: checkpoint(function, y, use_reentrant=False), x, use_reentrant=False
+        )
+    )
+    (call,) = [n for n in twice.nodes if "checkpoint" in str(n.target)]
+    assert is_pure(call) is expected
 
 
 def test_what_nobody_reads_is_erased_and_counted_and_writes_stay():
