@@ -6,15 +6,11 @@ Contract
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch.fx as fx
 
 from moe_compile.analysis.head_tracking import is_movement
+from moe_compile.graph.effects import chooses_attention
 from moe_compile.graph.query import group_name, is_all_gather, is_launch, overload_name
-
-BACKEND_CHOICE: Final = "_sdpa_kernel"
-"""What Dynamo calls to enter and to leave `torch.nn.attention.sdpa_kernel`."""
 
 
 def nearest_launches(start: fx.Node, *, up: bool) -> list[fx.Node]:
@@ -46,14 +42,9 @@ def backend_choices(core: fx.Node) -> tuple[fx.Node, ...]:
     """Return the selections of a backend on either side of `core`: entering and leaving."""
     nodes = list(core.graph.nodes)
     at = nodes.index(core)
-    calls = [(i, n) for i, n in enumerate(nodes) if _is_backend_choice(n)]
+    calls = [(i, n) for i, n in enumerate(nodes) if chooses_attention(n)]
     before, after = [n for i, n in calls if i < at], [n for i, n in calls if i > at]
     return (before[-1], after[0]) if before and after and len(before) % 2 else ()
-
-
-def _is_backend_choice(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and name == BACKEND_CHOICE
 
 
 def movements_above(operand: fx.Node) -> set[fx.Node]:

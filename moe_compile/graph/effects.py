@@ -57,13 +57,36 @@ RANDOM_NAMES: Final = frozenset(
 """Functions and methods of a Dynamo graph that may move a generator's state."""
 
 
+MODE_SWITCHES: Final = (
+    "_set_", "set_grad_enabled", "set_inplace_requires_grad_allowed", "_enter_", "_exit_",
+    "_exchange_", "_maybe_exchange_", "_saved_tensors_hooks_", "push_dynamic_layer_stack",
+    "pop_dynamic_layer_stack",
+)  # fmt: skip
+"""How the functions begin by which Dynamo enters and leaves what a program writes with `with`."""
+
+
 def changes_mode(node: fx.Node) -> bool:
     """Whether the node switches a mode of the interpreter: grad mode, autocast, `vmap`, ..."""
     if node.op != "call_function":
         return False
     name = getattr(node.target, "__name__", "")
-    switches = ("_set_", "_enter_", "_exit_")
-    return name.startswith(switches) or name.endswith("_nesting") or name == "set_grad_enabled"
+    return name.startswith(MODE_SWITCHES) or name.endswith("_nesting") or chooses_attention(node)
+
+
+def chooses_attention(node: fx.Node) -> bool:
+    """Whether the node enters or leaves `torch.nn.attention.sdpa_kernel`."""
+    return node.op == "call_function" and called_name(node) == "_sdpa_kernel"
+
+
+def may_attend(node: fx.Node) -> bool:
+    """Whether the node may run attention, by one of torch's functions or by anybody's own."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return any(map(may_attend, inside(node)))
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    module = str(getattr(node.target, "__module__", ""))
+    of_torch = module.startswith(("torch", operator.add.__module__))
+    return not of_torch or "attention" in called_name(node)
 
 
 def changes_grad_mode(node: fx.Node) -> bool:

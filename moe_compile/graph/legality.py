@@ -29,10 +29,12 @@ from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import (
     changes_autocast,
     changes_mode,
+    chooses_attention,
     draws_random,
     has_gradient,
     is_assertion,
     is_pure,
+    may_attend,
     moves_memory,
 )
 from moe_compile.graph.modes import Mode, modes
@@ -105,14 +107,22 @@ class Legality:
         for node in moved:
             here = self._modes[node]
             differs = here[0] != there[0] and (has_gradient(node) or _reads_gradient(node))
-            if differs or (here[1] != there[1] and not self._autocast_alone(node, here, there)):
+            if differs or (here[1] != there[1] and not self._is_untouched(node, here, there)):
                 return Obstacle(Hazard.MODE_CHANGES, node, self._switch_between(node, anchor))
         return None
 
-    def _autocast_alone(self, node: fx.Node, here: Mode, there: Mode) -> bool:
-        """Whether autocast alone differs, and `node` is of integers, which it does not touch."""
+    def _is_untouched(self, node: fx.Node, here: Mode, there: Mode) -> bool:
+        """Whether `node` is none of what the modes that differ, beside that of gradients, touch.
+
+        Autocast leaves integers alone, the choice of a backend of attention all but attention.
+        """
         switches = {*here[1]} ^ {*there[1]}
-        return bool(switches) and all(map(changes_autocast, switches)) and _is_of_integers(node)
+        return bool(switches) and all(
+            _is_of_integers(node)
+            if changes_autocast(switch)
+            else chooses_attention(switch) and not may_attend(node)
+            for switch in switches
+        )
 
     def _switch_between(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
         first, last = sorted((self._position[node], self._position[anchor]))

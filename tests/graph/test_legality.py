@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.distributed._functional_collectives import all_reduce
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_unused
-from moe_compile.graph.effects import draws_random, is_pure
+from moe_compile.graph.effects import changes_mode, draws_random, is_pure
 from moe_compile.graph.legality import Hazard, Legality
 from tests.capture import dynamo_graphs
 
@@ -153,6 +154,20 @@ def inside_vmap(x):
     return y.neg() + x.long()[:, 0]
 
 
+def attends(x):
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(*(3 * [x[None]]))
+        z = x.sin()
+    return y.neg() + z.exp()
+
+
+def attends_in_a_function_of_its_own(x):
+    with sdpa_kernel(SDPBackend.MATH):
+        attend = lambda y: F.scaled_dot_product_attention(*(3 * [y[None]]))  # noqa: E731
+        y = checkpoint(attend, x, use_reentrant=False)
+    return y.neg()
+
+
 def inside_no_grad(x):
     z = x * 2
     with torch.no_grad():
@@ -194,6 +209,30 @@ def test_what_forbids_a_motion_is_named(program, expected):
 def test_integers_do_not_leave_a_vmap():
     """They were taken out of any mode, though only autocast leaves integers alone."""
     assert hazard(inside_vmap, moved="mul") is Hazard.MODE_CHANGES
+
+
+def test_attention_alone_does_not_leave_the_choice_of_its_backend():
+    """It ran under the choice of where it was moved, by another kernel."""
+    moved = "scaled_dot_product_attention"
+    assert hazard(attends, moved=moved) is Hazard.MODE_CHANGES
+    assert hazard(attends, moved="sin", anchor="exp") is None
+    moved = "tag_activation_checkpoint"
+    assert hazard(attends_in_a_function_of_its_own, moved=moved) is Hazard.MODE_CHANGES
+
+
+MODES = {
+    "hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    "forward gradients": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_with_enters_and_leaves_is_a_mode(mode):
+    def program(x):
+        with MODES[mode]():
+            return x.sin()
+
+    assert sum(map(changes_mode, graph_of(program).nodes)) == 2
 
 
 def test_what_draws_random_numbers_does_not_move():
