@@ -77,6 +77,7 @@ def megamoe(
     weights = _shapes_of_weights(gm)
     state, compilation = rewrite(gm, config)
     REPORT.add(compilation, config.report, state.hardware.name)
+    state.tell_dropped = functools.partial(REPORT.add_dropped, compilation)
     _log(compilation)
     has_regions = compilation.has_regions
     compiled = _compile(gm, example_inputs, state, patches, has_regions=has_regions)
@@ -105,6 +106,7 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
     state = CompileState(config=config, hardware=load_profile(config.hardware))
     compilation = describe(gm, state)
+    state.tell_dropped = compilation.add_dropped
     levels: list[dict[str, Any]] = []
     _run_dynamo_level(gm, state, compilation, levels)
     refuse_unmatched(config, compilation)

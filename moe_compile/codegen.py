@@ -102,7 +102,11 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None
         state.measures = {}
     results = run_level(level, graph, state)
     direction = "backward" if state.is_backward else "forward"
-    state.dropped += [f"{r.pass_name} {direction}" for r in results if isinstance(r, Dropped)]
+    for dropped in (r for r in results if isinstance(r, Dropped)):
+        name = f"{dropped.pass_name} {direction}"
+        state.dropped.append(name)
+        if state.tell_dropped is not None:
+            state.tell_dropped(f"{name}: {dropped.reason}", dropped.is_failure)
 
 
 def plan_of(state: CompileState, *, has_regions: bool) -> str:

@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -141,6 +142,9 @@ class CompileState:
     """Hash of what the Dynamo-level passes decided."""
     dropped: list[str] = field(default_factory=list)
     """Passes left out of an AOTAutograd graph, with its direction."""
+    tell_dropped: Callable[[str, bool], None] | None = None
+    """Called with each of these and its reason, and whether it raised: a backward graph comes when
+    the report of its compilation is written."""
     gathered_groups: set[str] = field(default_factory=set)
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)

@@ -100,8 +100,7 @@ class Compilation:
         chunked: set[str] = set()
         for result in results:
             if isinstance(result, Dropped):
-                self.dropped.append(f"{result.pass_name}: {result.reason}")
-                self.has_failures |= result.is_failure
+                self.add_dropped(f"{result.pass_name}: {result.reason}", result.is_failure)
             elif result.pass_name == "chunk_regions":
                 chunked |= set(result.applied)
         asked = state.config.dispatch
@@ -112,6 +111,11 @@ class Compilation:
         self.unmatched += unmatched(state.decoys)
         self.attention += [_attention_report(verdict) for verdict in state.attention]
         state.plans, state.decoys, state.attention = [], [], []
+
+    def add_dropped(self, line: str, is_failure: bool) -> None:
+        """Take in a pass left out of some graph, and whether it raised."""
+        self.dropped.append(line)
+        self.has_failures |= is_failure
 
     def warning(self) -> str:
         """Return what to warn of: exchanges in a graph without a region; "" where there is none."""

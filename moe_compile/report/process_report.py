@@ -53,14 +53,25 @@ class ProcessReport:
 
         The file is written in any case: a report that finds nothing says so.
         """
-        if compilation.has_regions or compilation.attention or compilation.has_failures:
-            self.compilations.append(compilation)
+        self._keep(compilation)
         if not compilation.has_regions and (warning := compilation.warning()):
             self.warnings[warning] = None
         self._hardware = hardware
         if path:
             self.paths.add(Path(path).absolute())
         self.write()
+
+    def add_dropped(self, compilation: Compilation, line: str, is_failure: bool) -> None:
+        """Take in a pass left out of a graph that was made after its compilation was taken in."""
+        compilation.add_dropped(line, is_failure)
+        self._keep(compilation)
+        self.write()
+
+    def _keep(self, compilation: Compilation) -> None:
+        """Keep a compilation that there is something to say of, once."""
+        says = compilation.has_regions or compilation.attention or compilation.has_failures
+        if says and not any(c is compilation for c in self.compilations):
+            self.compilations.append(compilation)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report."""

@@ -12,6 +12,7 @@ from moe_compile.report.process_report import REPORT
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run
 from passes import chunk_attention
+from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass, PassReport
 from passes.pipeline import Dropped, Level, run_level
 from tests.capture import state
@@ -113,4 +114,22 @@ def test_a_compilation_that_lost_a_pass_is_reported_though_it_has_nothing_else(m
     dropped = "chunk_attention: IndexError: tuple index out of range"
     assert judgement_of([found]).kind is Kind.DROPPED
     assert dropped in found.dropped
+    assert dropped in REPORT.as_dict()["dropped_passes"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_pass_that_fails_on_a_later_graph_is_reported_as_one_on_the_first(monkeypatch, direction):
+    """The ranks' comparison alone was told of it, neither the report nor the fuzzer."""
+
+    def fails(self, graph, state):
+        if state.is_backward is (direction == "backward"):
+            raise IndexError("tuple index out of range")
+        return PassReport(pass_name=self.name)
+
+    monkeypatch.setattr(CompressGradients, "run", fails)
+    text = TEXT.replace("{}", "{'megamoe.gradient_wire': 'bf16_fp32_sum'}")
+    found = run(0, text)
+    dropped = f"compress_gradients {direction}: IndexError: tuple index out of range"
+    assert judgement_of([found]).kind is Kind.DROPPED
+    assert found.dropped == [dropped]
     assert dropped in REPORT.as_dict()["dropped_passes"]
