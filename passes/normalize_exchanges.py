@@ -44,8 +44,7 @@ class NormalizeExchanges(GraphPass):
         found: list[tuple[fx.Node, fx.Node]] = []
         skipped: list[Verdict] = []
         launches = [node for node in graph.nodes if is_launch(node)]
-        for launch in launches:
-            _place_arguments(launch)
+        placed = {launch: _arguments_in_place(launch) for launch in launches}
         for launch in launches:
             if not overload_name(launch).startswith("_c10d_functional_autograd::"):
                 skipped.append(Verdict(candidate=launch.name, reason=Left.ALREADY_DONE))
@@ -54,6 +53,8 @@ class NormalizeExchanges(GraphPass):
             else:
                 found.append((launch, hiding))
         applied = tuple(launch.name for launch, _ in found)
+        for launch, (args, kwargs) in placed.items():
+            launch.args, launch.kwargs = args, kwargs
         for launch, hiding in found:
             _rewrite(launch, hiding)
         if found:
@@ -61,16 +62,19 @@ class NormalizeExchanges(GraphPass):
         return PassReport(pass_name=self.name, applied=applied, skipped=tuple(skipped))
 
 
-def _place_arguments(launch: fx.Node) -> None:
-    """Give a collective by position what a program may give it by name: passes read it there."""
-    if not launch.kwargs:
-        return
+def _arguments_in_place(launch: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return by position what a program may give a collective by name: passes read it there.
+
+    What it takes by name alone, as what `all_gather_into_tensor_out` writes, stays so.
+    """
     target: Any = launch.target
     overload = target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
-    names = [a.name for a in overload._schema.arguments][len(launch.args) :]
-    if set(names) == set(launch.kwargs):
-        launch.args = (*launch.args, *(launch.kwargs[name] for name in names))
-        launch.kwargs = {}
+    takes = [a.name for a in overload._schema.arguments if not a.kwarg_only]
+    left = takes[len(launch.args) :]
+    if not set(left) <= launch.kwargs.keys():
+        return launch.args, launch.kwargs
+    by_name = {name: value for name, value in launch.kwargs.items() if name not in left}
+    return (*launch.args, *(launch.kwargs[name] for name in left)), by_name
 
 
 def _hides_wait(launch: fx.Node) -> fx.Node | None:
