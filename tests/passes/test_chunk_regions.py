@@ -346,6 +346,42 @@ def test_what_another_region_reads_is_made_by_integers_of_the_first(fake_ranks):
     assert len(made) == 1 and made[0].users
 
 
+class InTwoSteps(GroupedExperts):
+    """Routes one tensor, and later sends the rows of another."""
+
+    def begin(self, x):
+        self.scores, chosen = self.route(x)
+        flat = chosen.reshape(-1)
+        self.order = torch.argsort(flat, stable=True)
+        self.counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
+        self.sent = self.counts.view(self.num_ranks, -1).sum(1).tolist()
+
+    def finish(self, x):
+        received = self.exchange_counts(self.counts)
+        got = received.view(self.num_ranks, -1).sum(1).tolist()
+        rows = all_to_all_single_autograd(x[self.order // TOP_K], got, self.sent, self.group)
+        out = self.experts(rows, received)
+        out = all_to_all_single_autograd(out, self.sent, got, self.group)
+        out = out * self.scores.reshape(-1)[self.order][:, None].to(out.dtype)
+        return torch.zeros_like(x).index_add(0, self.order // TOP_K, out)
+
+
+def test_an_integer_that_an_earlier_region_reads_stays_where_it_is_read(fake_ranks):
+    """The later region's one read served it, behind the new form of the earlier one."""
+    first, second = layer(Scaled, fake_ranks), layer(InTwoSteps, fake_ranks)
+
+    def program(x):
+        second.begin(x)
+        first.scale = 1 + second.sent[0]
+        y = first(x)
+        first.scale = 1.0
+        return second.finish(x + y)
+
+    graph, report = chunked(program, 2)
+    assert report.applied == ("region 0", "region 1")
+    graph.lint()
+
+
 class Limited(KeepsSplits):
     """Asserts that no more rows come than a tensor and a fraction say, which no counts imply."""
 
