@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import Refused, RowProof
+from moe_compile.analysis.regions import Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.analysis.surroundings import examine_surroundings
 from moe_compile.graph.dependence import Dependence
@@ -24,7 +24,8 @@ from moe_compile.planning.plan import Remark
 from moe_compile.planning.state import CompileState, RegionPlan
 from passes.contract import Fact, GraphPass, PassReport, Verdict, verdict
 from passes.plan_chunks import Left
-from passes.replay.masked_replay import emit_chunks
+from passes.replay.gradient_paths import chunk_without_gradient
+from passes.replay.masked_replay import emit_chunks, experts_of_chunks
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ChunkRegions(GraphPass):
         """Replay each planned region; what nothing needs after all of them is erased."""
         planned: list[tuple[RegionPlan, RowProof]] = []
         skipped: list[Verdict] = []
+        _check_gradients(graph, state)
         for plan in state.plans:
             if plan.switch.is_switched:
                 skipped.append(Verdict(candidate=plan.region.name, reason=Left.GATHERED))
@@ -70,6 +72,23 @@ class ChunkRegions(GraphPass):
             skipped=tuple(skipped),
             measures={"num_bulk_host_reads": len(chosen)},
         )
+
+
+def _check_gradients(graph: fx.Graph, state: CompileState) -> None:
+    """Refuse regions of which a chunk would go without its exchanges in the backward pass."""
+    by_tokens = state.config.chunk_by == "tokens"
+    dependence = Dependence(graph)
+    for plan in state.plans:
+        region, proof = plan.region, plan.proof
+        if isinstance(proof, Refused) or plan.switch.is_switched or plan.num_chunks == 1:
+            continue
+        bounds = experts_of_chunks(region, plan.num_chunks, by_tokens=by_tokens)
+        chunk = chunk_without_gradient(region, proof, bounds, dependence)
+        if chunk is not None:
+            detail = f"chunk {chunk} of {plan.num_chunks}"
+            plan.proof = Refused(
+                candidate=region.name, reason=Refusal.NO_GRADIENT, detail=detail, is_region=True
+            )
 
 
 @dataclass(frozen=True, slots=True)

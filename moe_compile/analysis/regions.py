@@ -57,6 +57,10 @@ class Refusal(enum.Enum):
         "a tensor the region reads is read by others meanwhile: its gradient would be summed in "
         "another order"
     )
+    NO_GRADIENT = (
+        "rows of some chunk get no gradient where others do: its exchanges would leave the "
+        "backward pass"
+    )
     ROWS_ESCAPE = "rows inside the region are read outside it"
 
 

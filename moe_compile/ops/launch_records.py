@@ -4,9 +4,9 @@ Contract
     A compiled graph carries its record; so it is known whether the graph was compiled here or came
     from a cache, and a later run of the same record costs one look into a set.
     The order of collectives that a graph was given after all passes is compared as well: a graph
-    that another version of a pass left in a cache, or that a pass failed on, ends all ranks with
-    RankDisagreement. Nobody is waited for: what ranks must agree on before they run is said in
-    `moe_compile.ops.agreement`.
+    that another version of a pass left in a cache, that a pass failed on, or in which other values
+    need gradients, ends all ranks with RankDisagreement. Nobody is waited for: what ranks must
+    agree on before they run is said in `moe_compile.ops.agreement`.
 
 A family is one place in the user's source and one direction. The i-th different order a rank
 meets in a family must be the i-th of every other rank: a rank that recompiles alone, for another
@@ -74,7 +74,8 @@ def _conflict(family: str, first: tuple[int, int] | None) -> str:
         return ""
     return (
         f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph "
-        f"at {family.partition(' ')[2]}: a pass failed on some ranks only. {REMEDY}"
+        f"at {family.partition(' ')[2]}, though what they planned is alike: a pass failed on some "
+        f"ranks only, or other values need gradients there. {REMEDY}"
     )
 
 

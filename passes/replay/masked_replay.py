@@ -79,7 +79,7 @@ def emit_chunks(
     early, emit = Emitter(around.read_at), Emitter(region.result)
     split = split_by_tokens if by_tokens else split_by_experts
     axis = split(early, region, num_chunks)
-    bounds = _experts_of_chunks(region, num_chunks, by_tokens=by_tokens)
+    bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens)
     replays = [
         Replay(experts, env, prune_other_experts(region, proof, experts))
         for env, experts in zip(axis.inputs, bounds, strict=True)
@@ -127,7 +127,8 @@ def _joined(emit: Emitter, region: MoERegion, replays: list[Replay]) -> fx.Node:
     return emit.method("squeeze", emit.call(torch.cat, columns), 1)
 
 
-def _experts_of_chunks(region: MoERegion, num_chunks: int, *, by_tokens: bool) -> list[range]:
+def experts_of_chunks(region: MoERegion, num_chunks: int, *, by_tokens: bool) -> list[range]:
+    """Return the local experts of each chunk: by tokens, every chunk has rows of all."""
     if by_tokens:
         return [range(region.num_local_experts)] * num_chunks
     return chunk_bounds(region.num_local_experts, num_chunks)

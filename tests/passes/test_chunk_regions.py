@@ -405,6 +405,52 @@ def test_assertions_against_numbers_from_elsewhere_stay(fake_ranks):
     assert any(1000.5 in n.args for nodes in asserted for n in nodes)
 
 
+class Frozen(LoopExperts):
+    """The second expert computes without gradients."""
+
+    def expert(self, x, e):
+        return super().expert(x, e).detach() if e == 1 else super().expert(x, e)
+
+
+class OfDetachedRows(LoopExperts):
+    """The second expert learns, and gives its rows no gradient, though it reads their shape."""
+
+    def expert(self, x, e):
+        if e != 1:
+            return super().expert(x, e)
+        y = super().expert(x.detach(), e)
+        return y.view_as(x) + torch.zeros_like(x)
+
+
+class WithFrozenWeights(LoopExperts):
+    """The second expert learns nothing, and gives its rows their gradient."""
+
+    def expert(self, x, e):
+        w1, w2 = (w[e].detach() if e == 1 else w[e] for w in (self.w1, self.w2))
+        return (x @ w1).relu() @ w2
+
+
+@pytest.mark.parametrize(
+    ("style", "chunks", "gradients", "reason"),
+    [
+        (Frozen, 4, True, Refusal.NO_GRADIENT),
+        (OfDetachedRows, 4, True, Refusal.NO_GRADIENT),
+        (Frozen, 2, True, None),  # the first chunk has another expert
+        (Frozen, 4, False, None),
+        (WithFrozenWeights, 4, True, None),
+    ],
+)
+def test_gradients_reach_the_rows_of_every_chunk_or_of_none(
+    fake_ranks, style, chunks, gradients, reason
+):
+    """The exchanges of the chunk left the backward pass, of the rank that detached it alone."""
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=gradients)
+    program = layer(style, fake_ranks).requires_grad_(gradients)
+    (gm,) = dynamo_graphs(program, x)
+    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=chunks)))
+    assert [v.reason for v in report.skipped] == ([reason] if reason else [])
+
+
 class Reshaped(LoopExperts):
     """Experts on rows that were seen as heads, put together again in each way there is."""
 
