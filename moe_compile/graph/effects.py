@@ -142,9 +142,9 @@ def moves_memory(node: fx.Node) -> bool:
     before, and what it is written through, cannot be told.
     """
     name = overload_name(node).partition("::")[2] or called_name(node)
-    seen = observed(node)
-    seen_to = seen is not None and seen.moves_memory
-    return name in MOVES_MEMORY or seen_to or any(map(moves_memory, inside(node)))
+    run = observed(node)
+    by_its_run = run is not None and run.moves_memory
+    return name in MOVES_MEMORY or by_its_run or any(map(moves_memory, inside(node)))
 
 
 def is_size_query(node: fx.Node) -> bool:
