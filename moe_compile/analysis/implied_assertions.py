@@ -16,9 +16,9 @@ from typing import Any, Final
 import sympy
 import torch
 import torch.fx as fx
-from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.analysis.count_facts import CountFacts
+from moe_compile.analysis.never_negative import is_never_negative
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.query import tensor_of, value_of
 
@@ -91,17 +91,3 @@ def _is_at_least(high: sympy.Expr, low: sympy.Expr, region: MoERegion, facts: Co
     spare = sympy.Add(*facts.sent) - facts.formula(rows.shape[0])  # zero where the dispatch runs
     difference = sympy.expand(high - low)
     return any(is_never_negative(sympy.expand(difference + sign * spare)) for sign in (0, 1, -1))
-
-
-def is_never_negative(formula: sympy.Expr) -> bool:
-    """Whether `formula` is at least zero by form: made of counts and sizes, nothing taken away."""
-    if formula.is_nonnegative:
-        return True
-    if isinstance(formula, sympy.Add | sympy.Mul):
-        return all(is_never_negative(part) for part in formula.args)
-    if isinstance(formula, Max | sympy.Max):
-        return any(is_never_negative(part) for part in formula.args)
-    if isinstance(formula, FloorDiv):
-        numerator, divisor = formula.args
-        return bool(divisor.is_positive) and is_never_negative(numerator)
-    return False

@@ -17,6 +17,7 @@ import sympy
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.never_negative import is_never_negative
 from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.same_tensor import origin
@@ -175,7 +176,7 @@ def _take(order: Order, size: sympy.Expr) -> tuple[Order, Order] | None:
         if not rest:
             return None
         segment = rest.pop(0)
-        if _contains(size, segment.length):
+        if is_never_negative(sympy.expand(size - segment.length)):
             head.append(segment)
             size = size - segment.length
         elif is_selected(segment) and not rest:
@@ -186,12 +187,6 @@ def _take(order: Order, size: sympy.Expr) -> tuple[Order, Order] | None:
         else:
             return None
     return tuple(head), tuple(rest)
-
-
-def _contains(size: sympy.Expr, part: sympy.Expr) -> bool:
-    """Whether `size` is `part` plus terms that are not negative: counts never are."""
-    terms = (size - part).as_coefficients_dict()
-    return all(coefficient >= 0 for coefficient in terms.values())
 
 
 @dataclass(slots=True)

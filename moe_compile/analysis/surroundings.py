@@ -16,7 +16,8 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.host_reads import is_host_read
-from moe_compile.analysis.implied_assertions import is_implied, is_never_negative
+from moe_compile.analysis.implied_assertions import is_implied
+from moe_compile.analysis.never_negative import is_never_negative
 from moe_compile.analysis.new_order import find_overtaken
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
