@@ -73,6 +73,7 @@ GROUPS: Final = (
             "moe_compile/analysis/rewrites.py",
             "moe_compile/analysis/surroundings.py",
             "moe_compile/analysis/implied_assertions.py",
+            "moe_compile/analysis/never_negative.py",
             "moe_compile/analysis/detect_moe.py",
         ),
         (
