@@ -51,9 +51,16 @@ class ChunkRegions(GraphPass):
                 skipped.append(Verdict(candidate=plan.region.name, reason=reason))
             else:
                 planned.append((plan, plan.proof))
+        by_tokens = state.config.chunk_by == "tokens"
         after = examine_surroundings(
             [
-                Rewrite(region=plan.region, proof=proof, replaced=plan.region.result)
+                Rewrite(
+                    region=plan.region,
+                    proof=proof,
+                    replaced=plan.region.result,
+                    counts_first=True,
+                    sliced=() if by_tokens else proof.sliceable,
+                )
                 for plan, proof in planned
             ]
         )
@@ -65,7 +72,7 @@ class ChunkRegions(GraphPass):
                 skipped.append(verdict(around))
             else:
                 chosen.append(_Chosen(plan, proof, around))
-        _apply(graph, chosen, after, by_tokens=state.config.chunk_by == "tokens")
+        _apply(graph, chosen, after, by_tokens=by_tokens)
         return PassReport(
             pass_name=self.name,
             applied=tuple(one.plan.region.name for one in chosen),

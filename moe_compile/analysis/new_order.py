@@ -17,8 +17,11 @@ import torch.fx as fx
 
 from moe_compile.analysis.host_reads import is_host_read, is_move_to_host
 from moe_compile.analysis.regions import MoERegion
+from moe_compile.analysis.rewrites import Rewrite
+from moe_compile.graph import gradient_order
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.query import value_of
+from moe_compile.graph.same_tensor import origin
 
 
 class Part(enum.IntEnum):
@@ -52,6 +55,29 @@ def parts(
 
     found = {node: part(node) for node in region.body}
     return {**found, **dict.fromkeys(together, Part.THE_READ)}
+
+
+def order_of_gradients(
+    rewrite: Rewrite, bulk: Collection[fx.Node], dependence: Dependence
+) -> gradient_order.Part | None:
+    """Return the order in which the new form reads what autograd adds gradients to.
+
+    Where counts come first that is: the rows, for all chunks; the weights of sliced products, in
+    one piece per chunk; what is computed from counts; what is computed from rows.
+    """
+    if not rewrite.counts_first:
+        return None
+    region, part_of = rewrite.region, parts(rewrite.region, bulk, dependence)
+
+    def part(reader: fx.Node, source: fx.Node) -> int:
+        if reader is region.dispatch:
+            return -2
+        weight = reader.args[1] if reader in rewrite.sliced else None
+        if isinstance(weight, fx.Node) and origin(weight) is source:
+            return -1
+        return part_of.get(reader, Part.FROM_ROWS)
+
+    return part
 
 
 def _is_number(node: fx.Node) -> bool:

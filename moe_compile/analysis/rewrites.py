@@ -29,6 +29,11 @@ class Rewrite:
     not_served: frozenset[fx.Node] = frozenset()
     """Host reads that must stay where they are if anybody else needs them."""
 
+    counts_first: bool = False
+    """Whether all that is computed from counts runs before what is computed from rows."""
+    sliced: tuple[fx.Node, ...] = ()
+    """Grouped products whose weights are cut into pieces before either."""
+
     @property
     def rows(self) -> tuple[fx.Node, ...]:
         """Everything on the rows that the rewrite takes the place of."""

@@ -18,7 +18,7 @@ import torch.fx as fx
 from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.implied_assertions import is_implied
 from moe_compile.analysis.never_negative import is_never_negative
-from moe_compile.analysis.new_order import find_overtaken
+from moe_compile.analysis.new_order import find_overtaken, order_of_gradients
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.graph.dependence import Dependence
@@ -60,11 +60,12 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     region = rewrite.region
     body = [n for n in (*region.body, *rewrite.before) if n is not region.result]
     behind = [n for n in rewrite.behind if n is not rewrite.replaced]
+    bulk = _never_negative(_host_reads(region), rewrite.proof)
+    part = order_of_gradients(rewrite, bulk, legality.dependence)
     for moved, anchor in ((body, region.result), (behind, rewrite.replaced)):
-        if (obstacle := legality.obstacle(moved, anchor)) is not None:
+        if (obstacle := legality.obstacle(moved, anchor, part)) is not None:
             reason = REFUSALS[obstacle.hazard]
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
-    bulk = _never_negative(_host_reads(region), rewrite.proof)
     if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
         writer, reader = overtaken
         detail = f"{writer.name} would run before {reader.name}"

@@ -4,15 +4,10 @@ The one check of motion and liveness: every rewrite of a Dynamo graph asks here 
 
 Contract
     Motion    nodes run later only where no write, through any alias, no grad or autocast mode, no
-              generator of random numbers and no order in which autograd adds gradients tells. None
+              generator of random numbers and no order of gradients (gradient_order.py) tells. None
               does in a graph that gives some tensor other memory: aliases cannot be told there.
     Liveness  a node dies only where no value, no write that somebody reads, through any alias, no
               mode, no random draw, no collective and no assertion that stays needs it.
-
-Autograd runs the nodes of a backward pass in the reverse order of their creation (the sequence
-numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gradient is added up
-from its last reader to its first, and running a reader later moves its term to the front. The first
-two terms may change places: adding two numbers commutes.
 """
 
 from __future__ import annotations
@@ -32,14 +27,13 @@ from moe_compile.graph.effects import (
     chooses_attention,
     draws_random,
     has_gradient,
-    is_assertion,
     is_pure,
     may_attend,
     moves_memory,
 )
+from moe_compile.graph.gradient_order import Part, find_reordered
 from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import is_launch, is_wait, value_of
-from moe_compile.graph.same_tensor import origin, readers
 
 
 class Hazard(enum.Enum):
@@ -76,12 +70,20 @@ class Legality:
         self._modes = modes(graph)
         self._moves_memory = next(filter(moves_memory, graph.nodes), None)
 
-    def obstacle(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
-        """Return why `moved`, in their order, must not run just before `anchor`, or None."""
+    def obstacle(
+        self, moved: Collection[fx.Node], anchor: fx.Node, part: Part | None = None
+    ) -> Obstacle | None:
+        """Return why `moved` must not run just before `anchor`, or None.
+
+        They run in their order, or part by part, where others have seen to all but gradients.
+        """
         in_order = self.dependence.in_order(moved)
-        for check in (self.written_meanwhile, self._mode, self._random, self._gradient_order):
+        for check in (self.written_meanwhile, self._mode, self._random):
             if (found := check(in_order, anchor)) is not None:
                 return found
+        parts = (part,) if part is not None else ()
+        if (reordered := find_reordered(in_order, anchor, self.dependence, *parts)) is not None:
+            return Obstacle(Hazard.GRADIENT_ORDER, *reordered)
         return None
 
     def written_meanwhile(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
@@ -132,31 +134,6 @@ class Legality:
     def _random(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
         drawing = next((node for node in moved if draws_random(node)), None)
         return None if drawing is None else Obstacle(Hazard.RANDOM, drawing, anchor)
-
-    def _gradient_order(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
-        together = set(moved)
-        for source in dict.fromkeys(origin(i) for node in moved for i in node.all_input_nodes):
-            if source in together or not has_gradient(source):
-                continue
-            before = self._terms(source, set(), anchor)
-            after = self._terms(source, together, anchor)
-            if after not in (before, [*before[1::-1], *before[2:]]):
-                reader = next(node for node in before if node in together)
-                return Obstacle(Hazard.GRADIENT_ORDER, reader, source)
-        return None
-
-    def _terms(self, source: fx.Node, moved: set[fx.Node], anchor: fx.Node) -> list[fx.Node]:
-        """Return the readers whose terms make the gradient of `source`, in the order of the sum.
-
-        Those in `moved` stand just before `anchor`.
-        """
-        there = self._position[anchor]
-
-        def place(reader: fx.Node) -> tuple[int, int, int]:
-            at = self._position[reader]
-            return (there, 0, at) if reader in moved else (at, 1, at)
-
-        return sorted(filter(_adds_gradient, readers(source)), key=place, reverse=True)
 
     def unneeded(
         self,
@@ -214,13 +191,3 @@ def _is_of_integers(node: fx.Node) -> bool:
 
 def _reads_gradient(node: fx.Node) -> bool:
     return any(has_gradient(i) for i in node.all_input_nodes)
-
-
-def _adds_gradient(reader: fx.Node) -> bool:
-    """Whether `reader` adds a term to the gradient of what it reads; unknown values may.
-
-    So does the output: what comes from there is the first term.
-    """
-    if is_assertion(reader):
-        return False
-    return value_of(reader) is None or has_gradient(reader)

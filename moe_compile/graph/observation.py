@@ -125,7 +125,7 @@ def _argument(
 
 def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
     values = [value_of(i) for i in inputs]
-    fake = _fake_mode([*values, value_of(node)])
+    fake = fake_mode_of([*values, value_of(node)])
     if fake is None or any(value is None for value in values):
         return None
     watch = _Watch()
@@ -135,7 +135,7 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         stack.enter_context(watch)
         try:
-            _call(node, args, kwargs)
+            call(node, args, kwargs)
         except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
             return Observed(inputs, tuple(i for i in inputs if storages_of(given[i])), draws=True)
     written = storages_of(watch.written)
@@ -165,14 +165,15 @@ def _calls_python(node: fx.Node) -> bool:
     return not (by_operator or isinstance(node.target, of_torch))
 
 
-def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `node` makes of these arguments; it calls a function or a method."""
     if node.op == "call_method":
-        getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    elif callable(node.target):
-        node.target(*args, **kwargs)
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
-def _fake_mode(values: Any) -> FakeTensorMode | None:
+def fake_mode_of(values: Any) -> FakeTensorMode | None:
     """Return the mode that made the tensors among `values`, None where some are of another kind."""
     tensors = list(plain_tensors(values))
     wrapped = any(map(is_functorch_wrapped_tensor, _tensors(values)))

@@ -22,10 +22,18 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Return who reads the tensor that `node` made, by whatever node it was given back."""
+    """Return who reads the tensor that `node` made, by whatever node it was given back.
+
+    A node that gives it back among other tensors may read it for these.
+    """
     found: list[fx.Node] = []
     for user in node.users:
-        found += readers(user) if _given_back(user) is node else [user]
+        if _given_back(user) is node:
+            found += readers(user)
+        else:
+            found.append(user)
+        for part in user.users if _is_several(user) else ():
+            found += readers(part) if _given_back(part) is node else []
     return found
 
 
@@ -35,4 +43,11 @@ def _given_back(node: fx.Node) -> fx.Node | None:
         return None
     if is_launch(node) or is_wait(node) or written_arguments(node):
         return None
-    return next((i for i in node.all_input_nodes if value_of(i) is value), None)
+    given = node.all_input_nodes
+    given += [i for several in given if _is_several(several) for i in several.all_input_nodes]
+    return next((i for i in given if value_of(i) is value), None)
+
+
+def _is_several(node: fx.Node) -> bool:
+    """Whether the node makes several tensors: an operator, whose parts are taken one by one."""
+    return isinstance(value_of(node), tuple | list)

@@ -1,4 +1,7 @@
-"""What may run later, and what nothing needs: data, writes, modes, random draws, gradients."""
+"""What may run later, and what nothing needs: data, writes, modes, random draws.
+
+The order of gradients is asked for in test_gradient_order.py.
+"""
 
 import pytest
 import torch
@@ -41,52 +44,6 @@ def hazard(program, moved="sin", anchor="neg"):
 def plain(x):
     y = x.sin()
     z = x * 2
-    return y.neg() + z
-
-
-def one_other_reader(x):
-    y = x.sin()
-    z = x.cos()
-    return y.neg() + z
-
-
-def two_other_readers(x):
-    y = x.sin()
-    z = x.cos() + x.exp()
-    return y.neg() + z
-
-
-def two_other_readers_of_what_gives_it_back(x):
-    """`x.float()` is x: its readers add to the gradient of x itself."""
-    y = x.contiguous().sin()
-    z = x.float().cos() + x.to(x.dtype).contiguous().exp()
-    return y.neg() + z
-
-
-def other_reader_and_a_later_one(x):
-    y = x.sin()
-    z = x.cos()
-    return y.neg() + z + x.exp()
-
-
-def other_reader_and_an_earlier_one(x):
-    """Of the three terms the first two that are added change places."""
-    early = x.exp()
-    y = x.sin()
-    z = x.cos()
-    return y.neg() + z + early
-
-
-def other_reader_and_returned(x):
-    a = x * 2
-    y = a.sin()
-    z = a.cos()
-    return y.neg() + z, a
-
-
-def readers_without_gradient(x):
-    y = x.sin()
-    z = x.detach().cos() + x.detach().exp()
     return y.neg() + z
 
 
@@ -184,13 +141,6 @@ def dropped_out(x):
     ("program", "expected"),
     [
         (plain, None),
-        (one_other_reader, None),
-        (two_other_readers, Hazard.GRADIENT_ORDER),
-        (two_other_readers_of_what_gives_it_back, Hazard.GRADIENT_ORDER),
-        (other_reader_and_a_later_one, Hazard.GRADIENT_ORDER),
-        (other_reader_and_an_earlier_one, None),
-        (other_reader_and_returned, Hazard.GRADIENT_ORDER),
-        (readers_without_gradient, None),
         (written_through_a_view, Hazard.WRITTEN_MEANWHILE),
         (written_through_a_subclass, Hazard.WRITTEN_MEANWHILE),
         (written_before, None),
@@ -244,22 +194,6 @@ def test_what_draws_random_numbers_does_not_move():
 def test_a_dropout_draws_in_training_alone(is_training, is_in_place):
     graph = graph_of(lambda x: F.dropout(x * 2, 0.5, is_training, is_in_place))
     assert [draws_random(n) for n in called(graph, "dropout")] == [is_training]
-
-
-def test_the_order_of_gradients_that_is_kept_is_the_one_autograd_adds_in():
-    """The rule rests on the order in which autograd runs; here it is seen to round otherwise."""
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-    def gradient(*functions):
-        x.grad = None
-        terms = [function(x) for function in functions]
-        torch.stack([t.sum() for t in terms]).sum().backward()
-        return x.grad
-
-    sin, cos, exp = torch.sin, torch.cos, torch.exp
-    assert torch.equal(gradient(sin, cos), gradient(cos, sin))
-    assert torch.equal(gradient(sin, cos, exp), gradient(sin, exp, cos))  # the first two terms
-    assert not torch.equal(gradient(sin, cos, exp), gradient(cos, exp, sin))
 
 
 def unneeded(program, candidates, replaced=()):

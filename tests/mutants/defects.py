@@ -40,8 +40,9 @@ class Defect:
 
 
 LEGALITY: Final = "moe_compile/graph/legality.py"
+GRADIENTS: Final = "moe_compile/graph/gradient_order.py"
 DEPENDENCE: Final = "moe_compile/graph/dependence.py"
-EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random, self._gradient_order)"
+EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random)"
 SURROUNDINGS: Final = "moe_compile/analysis/surroundings.py"
 EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
 PROOF: Final = "moe_compile/analysis/row_proof.py"
@@ -91,7 +92,7 @@ DEFECTS: Final = (
     Defect(
         "readers run later whatever was written, thrown or drawn meanwhile",
         (
-            Change(LEGALITY, EVERY_OBSTACLE, "(self._gradient_order,)"),
+            Change(LEGALITY, EVERY_OBSTACLE, "()"),
             Change(SURROUNDINGS, EARLY, "read_at = region.result"),
         ),
     ),
@@ -99,7 +100,11 @@ DEFECTS: Final = (
         "what functions of Python write and draw is known by their names alone",
         (
             Change(DEPENDENCE, "seen = observed(node)", "seen = None"),
-            Change("moe_compile/graph/effects.py", "seen = observed(node)", "seen = None"),
+            Change(
+                "moe_compile/graph/effects.py",
+                "seen = observed(node)\n    by_name",
+                "seen = None\n    by_name",
+            ),
             Change(SURROUNDINGS, EARLY, "read_at = region.result"),
         ),
     ),
@@ -149,7 +154,7 @@ DEFECTS: Final = (
     ),
     Defect(
         "terms of a gradient are added in another order",
-        (Change(LEGALITY, EVERY_OBSTACLE, "(self.written_meanwhile, self._mode, self._random)"),),
+        (Change(GRADIENTS, "if before == after:", "if before:"),),
     ),
     Defect(
         "regions with one count exchange are replayed one after another",

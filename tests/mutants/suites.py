@@ -66,6 +66,7 @@ GROUPS: Final = (
         "legality",
         (
             "moe_compile/graph/legality.py",
+            "moe_compile/graph/gradient_order.py",
             "moe_compile/graph/effects.py",
             "moe_compile/graph/dependence.py",
             "moe_compile/graph/same_tensor.py",
@@ -78,6 +79,7 @@ GROUPS: Final = (
         ),
         (
             "tests/graph/test_legality.py",
+            "tests/graph/test_gradient_order.py",
             "tests/graph/test_dependence.py",
             "tests/analysis/test_detect_moe.py",
             MIRRORED,

@@ -1,0 +1,173 @@
+"""In which order autograd adds up the gradient of a tensor that several nodes read.
+
+Autograd runs the nodes of a backward pass in the reverse order of their creation (the sequence
+numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gradient is added up
+from its last reader to its first, and running a reader later moves its term to the front. The first
+two terms may change places, adding two numbers commutes, if they are terms of two readers that add
+one each: `x * x` adds two.
+
+Contract
+    A reader is known to add one term only where running it on the tracer's values shows one edge
+    in the graph of gradients; an operator that runs a graph of its own never is.
+    A view of what is then written through another alias gets its place in the graph of gradients
+    when it is next used (`grad_fn` in torch/csrc/autograd/variable.cpp): where one lives, no order
+    is known. A view among the outputs has its own place or, as AOTAutograd makes it anew from its
+    base, that of the output: both must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.dependence import Dependence, storages, written_arguments
+from moe_compile.graph.effects import has_gradient, is_assertion
+from moe_compile.graph.observation import call, fake_mode_of, running_on
+from moe_compile.graph.query import is_launch, is_wait, tensor_of, value_of
+from moe_compile.graph.same_tensor import origin, readers
+
+Part = Callable[[fx.Node, fx.Node], int]
+"""Reader and what it reads -> which of the parts that run one after another it belongs to."""
+
+
+def find_reordered(
+    moved: Collection[fx.Node],
+    anchor: fx.Node,
+    dependence: Dependence,
+    part: Part = lambda _reader, _source: 0,
+) -> tuple[fx.Node, fx.Node] | None:
+    """Return one of `moved` and a tensor it reads whose gradient would be added up otherwise.
+
+    `moved` would run just before `anchor`, part by part, each in the order of the graph.
+    """
+    together = set(moved)
+    for source in dict.fromkeys(origin(i) for node in moved for i in node.all_input_nodes):
+        if not has_gradient(source):
+            continue
+        adding = [r for r in readers(source) if _adds_gradient(r)]
+        if source in together:
+            adding = [r for r in adding if r in together]
+        elif _has_stale_view(source, anchor, dependence):
+            return next(r for r in adding if r in together), source
+        for last in (set[fx.Node](), _views_among_outputs(source, adding)):
+            order = _Order(dependence, anchor, last)
+            before = sorted(adding, key=order.before, reverse=True)
+            after = sorted(adding, key=lambda r: order.after(r, r in together, part(r, source)))
+            if not _is_same_sum(before, after[::-1], source):
+                return next(r for r in before if r in together), source
+    return None
+
+
+class _Order:
+    """When readers run, as keys to sort them by."""
+
+    def __init__(self, dependence: Dependence, anchor: fx.Node, last: set[fx.Node]) -> None:
+        self._position, self._there = dependence.position, dependence.position[anchor]
+        self._last = last
+
+    def before(self, reader: fx.Node) -> tuple[int, int, int, int]:
+        """Return where the reader runs; those of `last` with the output."""
+        at = self._position[reader]
+        return (len(self._position) if reader in self._last else at, 1, 0, at)
+
+    def after(self, reader: fx.Node, moves: bool, part: int) -> tuple[int, int, int, int]:
+        """Return where it will run."""
+        return (self._there, 0, part, self._position[reader]) if moves else self.before(reader)
+
+
+def _is_same_sum(before: list[fx.Node], after: list[fx.Node], source: fx.Node) -> bool:
+    """Whether the terms of readers in one order and in the other make the same sum."""
+    if before == after:
+        return True
+    swapped = [*before[1::-1], *before[2:]]
+    return after == swapped and all(_adds_one_term(r, source) for r in before[:2])
+
+
+def _adds_gradient(reader: fx.Node) -> bool:
+    """Whether `reader` adds a term to the gradient of what it reads; unknown values may.
+
+    So does the output: what comes from there is the first term.
+    """
+    if is_assertion(reader):
+        return False
+    return value_of(reader) is None or has_gradient(reader)
+
+
+def _adds_one_term(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether `reader` is seen to add one term to the gradient of `source`, not several."""
+    arguments = pytree.tree_leaves((reader.args, reader.kwargs))
+    if sum(isinstance(a, fx.Node) and origin(a) is source for a in arguments) != 1:
+        return False
+    if reader.op == "output" or is_launch(reader) or is_wait(reader):
+        return True
+    runs_a_graph = isinstance(reader.target, torch._ops.HigherOrderOperator)
+    return not runs_a_graph and _num_edges(reader, source) == 1
+
+
+def _num_edges(reader: fx.Node, source: fx.Node) -> int:
+    """Return how many edges of the graph of gradients lead to `source`; 0: it could not be run."""
+    inputs = reader.all_input_nodes
+    fake = fake_mode_of([*map(value_of, inputs), value_of(reader)])
+    if fake is None or any(value_of(i) is None for i in inputs):
+        return 0
+    with running_on(fake), torch.enable_grad():
+        given: dict[fx.Node, Any] = {}
+        for node in inputs:
+            value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value_of(node))
+            if isinstance(value, torch.Tensor) and origin(node) is source:
+                value = value.requires_grad_() * 1
+                edge = value.grad_fn
+            given[node] = value
+        args, kwargs = fx.node.map_arg((reader.args, reader.kwargs), given.__getitem__)
+        try:
+            made = call(reader, args, kwargs)
+        except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
+            return 0
+        return sum(found is edge for found in _edges(made))
+
+
+def _edges(made: Any) -> Iterator[Any]:
+    """Yield where each edge leads that can be reached from the tensors in `made`."""
+    leaves = pytree.tree_leaves(made)
+    todo = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = set()
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        for following, _ in function.next_functions:
+            yield following
+            todo.append(following)
+
+
+def _has_stale_view(source: fx.Node, anchor: fx.Node, dependence: Dependence) -> bool:
+    """Whether a view of the memory of `source` is used after a write through another alias."""
+    memory, place = storages(source), dependence.position
+    for writer, written in dependence.writes.items():
+        if place[writer] > place[anchor] or not written & memory:
+            continue
+        values = {id(value_of(a)) for a in written_arguments(writer)}
+        for node in dependence.position:
+            tensor = tensor_of(node)
+            if tensor is None or id(tensor) in values or not storages(node) & memory:
+                continue
+            used_after = any(place[u] > place[writer] for u in node.users)
+            if place[node] < place[writer] and tensor._is_view() and used_after:
+                return True
+    return False
+
+
+def _views_among_outputs(source: fx.Node, adding: list[fx.Node]) -> set[fx.Node]:
+    """Return those of `adding` that make a view of `source` which the graph gives out."""
+    memory = storages(source)
+
+    def is_given_out(node: fx.Node) -> bool:
+        views = (user for user in node.users if storages(user) & memory)
+        return any(u.op == "output" for u in node.users) or any(map(is_given_out, views))
+
+    return {r for r in adding if r.op != "output" and storages(r) & memory and is_given_out(r)}

@@ -1,0 +1,203 @@
+"""What may run later without changing the order in which autograd adds up a gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.gradient_order import find_reordered
+from moe_compile.graph.legality import Hazard
+from tests.graph.test_legality import called, graph_of, hazard
+
+
+def one_other_reader(x):
+    y = x.sin()
+    z = x.cos()
+    return y.neg() + z
+
+
+def two_other_readers(x):
+    y = x.sin()
+    z = x.cos() + x.exp()
+    return y.neg() + z
+
+
+def two_other_readers_of_what_gives_it_back(x):
+    """`x.float()` is x: its readers add to the gradient of x itself."""
+    y = x.contiguous().sin()
+    z = x.float().cos() + x.to(x.dtype).contiguous().exp()
+    return y.neg() + z
+
+
+def other_reader_and_a_later_one(x):
+    y = x.sin()
+    z = x.cos()
+    return y.neg() + z + x.exp()
+
+
+def other_reader_and_an_earlier_one(x):
+    """Of the three terms the first two that are added change places."""
+    early = x.exp()
+    y = x.sin()
+    z = x.cos()
+    return y.neg() + z + early
+
+
+def other_reader_and_returned(x):
+    a = x * 2
+    y = a.sin()
+    z = a.cos()
+    return y.neg() + z, a
+
+
+def readers_without_gradient(x):
+    y = x.sin()
+    z = x.detach().cos() + x.detach().exp()
+    return y.neg() + z
+
+
+def other_reader_by_one_function_of_torch(x):
+    y = x.sin()
+    z = F.silu(x)
+    return y.neg() + z
+
+
+def other_reader_of_two_terms(x):
+    y = x.sin()
+    z = x * x
+    return y.neg() + z
+
+
+def other_reader_of_two_terms_in_a_list(x):
+    y = x.sin()
+    z = torch.cat([x, x]).sum()
+    return y.neg() + z
+
+
+def other_reader_of_two_terms_inside_a_function(x):
+    y = x.sin()
+    z = F.normalize(x)
+    return y.neg() + z
+
+
+def other_reader_of_two_terms_inside_a_checkpoint(x):
+    y = x.sin()
+    z = checkpoint(lambda a: a.tanh() * a, x, use_reentrant=False)
+    return y.neg() + z
+
+
+def the_one_that_moves_has_two_terms(x):
+    y = x * x
+    z = x.cos()
+    return y.neg() + z
+
+
+def two_other_readers_of_what_is_handed_back_among_others(x):
+    y = torch.atleast_2d(x, x.detach())[0].sin()
+    z = x.cos() + x.exp()
+    return y.neg() + z
+
+
+def a_view_used_after_its_base_was_written(x):
+    base = x * 2
+    view = base.view(-1)
+    base.mul_(0.5)
+    y = view.sin()
+    z = base.cos().sum() + base.exp().sum()
+    return y.neg() + z
+
+
+def beside_a_view_used_after_its_base_was_written(x):
+    """The view gets its place when it is used, between the two readers."""
+    base = x * 2
+    view = base.view(-1)
+    base.mul_(0.5)
+    z = base.exp()
+    y = base.sin()
+    return view.cos().sum() + (y + z.sum()).neg()
+
+
+def a_view_used_before_its_base_is_written(x):
+    base = x * 2
+    y = base.view(-1).sin()
+    z = y.neg()
+    base.mul_(0.5)
+    return z.sum() + base
+
+
+def view_among_the_outputs(x):
+    """Its term comes first where AOTAutograd makes it anew of what it is a view of."""
+    base = x * 2
+    view = base.view(-1)
+    y = base.sin()
+    z = base.cos()
+    return y.neg() + z, view
+
+
+@pytest.mark.parametrize(
+    ("program", "keeps_order"),
+    [
+        (one_other_reader, True),
+        (two_other_readers, False),
+        (two_other_readers_of_what_gives_it_back, False),
+        (two_other_readers_of_what_is_handed_back_among_others, False),
+        (other_reader_and_a_later_one, False),
+        (other_reader_and_an_earlier_one, True),
+        (other_reader_and_returned, False),
+        (readers_without_gradient, True),
+        (other_reader_by_one_function_of_torch, True),
+        (other_reader_of_two_terms, False),
+        (other_reader_of_two_terms_in_a_list, False),
+        (other_reader_of_two_terms_inside_a_function, False),
+        (other_reader_of_two_terms_inside_a_checkpoint, False),
+        (a_view_used_after_its_base_was_written, False),
+        (beside_a_view_used_after_its_base_was_written, False),
+        (a_view_used_before_its_base_is_written, True),
+        (view_among_the_outputs, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_motion_keeps_the_order_of_gradients_or_is_forbidden(program, keeps_order):
+    assert hazard(program) is (None if keeps_order else Hazard.GRADIENT_ORDER)
+
+
+def test_two_terms_that_move_do_not_change_places_with_one():
+    assert hazard(the_one_that_moves_has_two_terms, moved="mul") is Hazard.GRADIENT_ORDER
+
+
+@pytest.mark.parametrize(("last", "keeps_order"), [("cos", True), ("sin", True), ("exp", False)])
+def test_parts_that_run_one_after_another_keep_the_order_or_are_told(last, keeps_order):
+    """Of three readers, in the order exp, sin, cos, one runs in a part behind the others."""
+
+    def program(x):
+        late = x.exp()
+        y = x.sin()
+        z = x.cos()
+        return (late + y + z).neg()
+
+    graph = graph_of(program)
+    moved = [*called(graph, "exp"), *called(graph, "sin"), *called(graph, "cos")]
+
+    def part(reader, source):
+        assert source.op == "placeholder"
+        return reader in called(graph, last)
+
+    found = find_reordered(moved, called(graph, "neg")[0], Dependence(graph), part)
+    assert (found is None) is keeps_order
+
+
+def test_the_order_of_gradients_that_is_kept_is_the_one_autograd_adds_in():
+    """The rule rests on the order in which autograd runs; here it is seen to round otherwise."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def gradient(*functions):
+        x.grad = None
+        terms = [function(x) for function in functions]
+        torch.stack([t.sum() for t in terms]).sum().backward()
+        return x.grad
+
+    sin, cos, exp = torch.sin, torch.cos, torch.exp
+    assert torch.equal(gradient(sin, cos), gradient(cos, sin))
+    assert torch.equal(gradient(sin, cos, exp), gradient(sin, exp, cos))  # the first two terms
+    assert not torch.equal(gradient(sin, cos, exp), gradient(cos, exp, sin))
