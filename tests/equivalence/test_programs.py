@@ -17,6 +17,8 @@ from moe_compile.testing.programs.choices import (
     Reader,
     Rewrite,
     Routing,
+    Sharing,
+    Splits,
     Style,
     Wrapping,
 )
@@ -54,16 +56,38 @@ FIXED = (
                 readers=frozenset(
                     {
                         Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
-                        Reader.EARLY_POSITIONAL, Reader.EARLY_GAMMA, Reader.EARLY_DATA,
+                        Reader.EARLY_POSITIONAL, Reader.EARLY_GAMMA,
                     }
                 ),
             ),
         ),
     ),
+    Program(
+        layers=(
+            Experts(splits=Splits.RUNNING, style=Style.GROUPED, details=frozenset({Detail.BANK})),
+        ),
+        sharing=Sharing.INSIDE,
+    ),
     Program(layers=(Experts(style=Style.BATCHED, readers=frozenset({Reader.LATE_STATISTICS})),)),
+    *[
+        Program(layers=(Experts(top_k=2, readers=frozenset({reader})),), tokens=((5, 5),))
+        for reader in (Reader.ROWS_NORMALIZED, Reader.ROWS_VIEWED, Reader.ROWS_HANDED_BACK)
+    ],
+    Program(
+        layers=(
+            Experts(
+                top_k=2, style=Style.GROUPED, details=frozenset({Detail.BANK, Detail.TIED}),
+            ),
+        ),
+        tokens=((5, 5),),
+    ),
 )  # fmt: skip
-"""Programs whose regions run in chunks, the first beside one that must not; the last whole."""
-CHUNKED = FIXED[:4]
+"""Programs whose regions run in chunks, the first beside one that must not; the rest whole."""
+CHUNKED = FIXED[:5]
+NAMES = (
+    "grouped", "loop", "one number", "hidden writes", "one inside another", "batched",
+    "rows normalised", "rows of a written base", "rows handed back", "weight in three terms",
+)  # fmt: skip
 
 COMPILED_ALONE = "if torch.compiler.is_compiling():\n            "
 FAULTS = {
@@ -80,9 +104,7 @@ def judge():
         yield judge
 
 
-@pytest.mark.parametrize(
-    "program", FIXED, ids=["grouped", "loop", "one number", "hidden writes", "batched"]
-)
+@pytest.mark.parametrize("program", FIXED, ids=NAMES)
 def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.SAME, judgement.detail

@@ -39,6 +39,7 @@ class Splits(enum.Enum):
     UNBIND = "sums of unbound rows, item of each"
     SLICE_SUM = "all counts as a list, sums of its slices"
     CPU = "sums copied to the CPU, tolist"
+    RUNNING = "running sums, the first taken off in place before the next is read"
 
 
 class Move(enum.Enum):
@@ -85,6 +86,7 @@ class Back(enum.Enum):
     INDEX_PUT = "assignment into empty memory"
     INVERSE = "argsort of the permutation"
     INVERSE_PUT = "inverse by assignment"
+    INVERSE_WRITTEN = "the permutation is turned round in place"
     INDEX_ADD = "index_add into zeros"
     SCATTER = "scatter into zeros"
 
@@ -127,6 +129,11 @@ class Detail(enum.Enum):
     BESIDE = "an expert's results stand beside some of its input's columns"
     STACKED_MEAN = "mean of two rows, stacked"
     TRANSPOSED = "sums over the columns of transposed rows"
+    NAMED = "operators get their arguments by name"
+    INFERRED = "rows get a size that torch infers"
+    OWN_NORM = "rows are divided each by its own norm, in their own type"
+    SUMS_WRITTEN = "sums of counts become running sums in place, once labels are made of them"
+    BANK = "rows are multiplied by a weight looked up by label too, one row at a time"
 
 
 class Decoy(enum.Enum):
@@ -190,6 +197,15 @@ class Reader(enum.Enum):
     EARLY_POSITIONAL = "x * n ahead of the counts' exchange, then x written, inplace by position"
     HOST_VMAP = "x * n inside torch.vmap, between the exchanges"
     EARLY_GAMMA = "random numbers drawn by a distribution * n, ahead of the counts' exchange"
+    EARLY_SET = "a view * n ahead of the counts' exchange, then its base gets memory by `set_`"
+    METRICS = "sums of the result are reduced over all ranks, one of them by another"
+    ROWS_SQUARED = "routed rows are multiplied by themselves"
+    ROWS_NORMALIZED = "routed rows are normalised by an operator that reads them twice"
+    ROWS_CHECKPOINTED = "routed rows are read twice by a checkpointed function"
+    ROWS_VIEWED = "routed rows are a view, its base is written, then read"
+    ROWS_HANDED_BACK = "routed rows are handed back by an operator among others, their source read"
+    WEIGHT_SQUARED = "a weight is multiplied by itself between the exchanges"
+    SHIFT_WRITTEN = "a buffer is added to the received rows, then written"
 
 
 class Heads(enum.Enum):
@@ -228,6 +244,7 @@ class Sharing(enum.Enum):
     NOTHING = "nothing"
     WEIGHTS = "one layer is called twice"
     ROUTING = "two regions by one routing"
+    INSIDE = "another region runs between a region's routing and its dispatch, scaled by its sizes"
 
 
 class Backward(enum.Enum):

@@ -71,6 +71,15 @@ ROWS: Final = {
         "rows = rows + outer.sum(-1) * 0.125",
     ],
     Detail.STACKED_MEAN: ["rows = torch.stack([rows, rows * rows]).mean(0)"],
+    Detail.NAMED: [
+        "leaky = F.leaky_relu(input=rows, negative_slope=0.5)",
+        "rows = torch.mul(input=rows, other=leaky)",
+    ],
+    Detail.INFERRED: ["rows = (rows[:, None] * 0.5).reshape(rows.shape[0], -1)"],
+    Detail.OWN_NORM: [
+        "norm = torch.sqrt(rows.pow(2).mean(-1, keepdim=True) + 0.5)",
+        "rows = (rows / norm).to(rows.dtype)",
+    ],
     Detail.TRANSPOSED: ["rows = rows - rows.t().contiguous().sum(0)[:, None] * 0.125"],
 }
 """What happens to received rows, each by itself, ahead of the experts."""
@@ -83,6 +92,11 @@ BACKS: Final = {
         "inverse = torch.empty_like(perm)",
         "inverse[perm] = torch.arange(perm.shape[0])",
         "return out[inverse]",
+    ],
+    Back.INVERSE_WRITTEN: [
+        "turned = perm * 1",
+        "turned.copy_(torch.argsort(turned, stable=True))",
+        "return out[turned]",
     ],
     Back.INDEX_ADD: ["return torch.zeros_like(out).index_add(0, perm, out)"],
     Back.SCATTER: [

@@ -225,7 +225,19 @@ def _at_once(layer: Experts) -> list[str]:
     out = [f"out = {last_product}"]
     if Detail.BESIDE in layer.details:
         out += ["out = torch.cat([out[:, :5], x[:, 5:]], 1)"]
-    return [per, offs, "x = rows[perm]", *products, *out]
+    if Detail.BANK in layer.details:
+        looked_up = "looked = torch.bmm(x[:, None], self.w1[label])[:, 0]"
+        products = [looked_up, *products, "gate = gate + looked"]
+    ends, shift = [offs], []
+    if Detail.SUMS_WRITTEN in layer.details:
+        numbers = f"torch.arange({layer.local}){flip}"
+        ends = [
+            f"other = {numbers}.repeat_interleave(per, output_size=rows.shape[0])",
+            "per.copy_(per.cumsum(0))",
+            "offs = per.to(torch.int32)",
+        ]
+        shift = ["x = x + self.w2[other, 0]"]
+    return [per, *ends, "x = rows[perm]", *shift, *products, *out]
 
 
 def _stacked(layer: Experts) -> list[str]:

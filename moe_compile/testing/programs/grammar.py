@@ -39,8 +39,13 @@ WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE})
 WITHOUT_BACK: Final = WITHOUT_ORDER | {Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN}
 """Styles that put rows back as they run."""
 
-OF_SORTED_ROWS: Final[frozenset[enum.Enum]] = frozenset({Detail.LONGEST, Decoy.COUNTS_LIST})
-"""What says nothing in a layer that sorts no rows."""
+OF_STYLE: Final[dict[enum.Enum, Style]] = {
+    Detail.LONGEST: Style.SORTED_LOOP,
+    Detail.SUMS_WRITTEN: Style.GROUPED,
+    Detail.BANK: Style.GROUPED,
+    Decoy.COUNTS_LIST: Style.SORTED_LOOP,
+}
+"""What says nothing in the plainest style, and one in which it does."""
 
 SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Detail: "details",
@@ -139,8 +144,9 @@ def all_features() -> list[str]:
 def with_choice(layer: Experts, choice: enum.Enum) -> Experts:
     """Return `layer` with `choice`, alone of its kind, in a style that uses it."""
     kind = type(choice)
-    if kind in (Order, Back) or choice in OF_SORTED_ROWS:
+    if kind in (Order, Back):
         layer = replace(layer, style=Style.SORTED_LOOP)
+    layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
     return changed(layer, kind.__name__.lower(), choice)

@@ -63,6 +63,8 @@ SPLITS: Final = {
     Splits.TOLIST: "{list} = {name}.reshape(2, -1).sum(1).tolist()",
     Splits.ITEM: "{list} = [v.item() for v in {name}.reshape(2, -1).sum(1)]",
     Splits.UNBIND: "{list} = [v.sum().item() for v in {name}.reshape(2, -1).unbind(0)]",
+    Splits.RUNNING: "ends = {name}.reshape(2, -1).sum(1).cumsum(0)\n"
+    "first = ends[0].item()\nends.sub_(first)\n{list} = [first, ends[1].item()]",
     Splits.CPU: '{list} = {name}.reshape(2, -1).sum(1).to("cpu", non_blocking=True).tolist()',
 }
 
@@ -136,13 +138,14 @@ def _sent_lines(layer: Experts) -> list[str]:
     if layer.splits is Splits.SLICE_SUM:
         e = layer.local
         return ["left = counts.tolist()", f"sent = [sum(left[:{e}]), sum(left[{e}:])]"]
-    return [SPLITS[layer.splits].format(list="sent", name="counts")]
+    return SPLITS[layer.splits].format(list="sent", name="counts").splitlines()
 
 
 def _got_lines(layer: Experts) -> list[str]:
     e = layer.local
     if layer.splits is not Splits.SLICE_SUM and layer.style not in LISTED:
-        return [SPLITS[layer.splits].format(list="got", name="arrived"), "runs = None"]
+        got = SPLITS[layer.splits].format(list="got", name="arrived").splitlines()
+        return [*got, "runs = None"]
     runs = "runs = arrived.reshape(-1).tolist()"
     return [runs, f"got = [sum(runs[:{e}]), sum(runs[{e}:])]"]
 

@@ -164,6 +164,53 @@ FIXED: dict[Reader, Lines] = {
         between=("times = torch.vmap(lambda row: row * n)(x)",),
         after=("result = result + times * 0.125",),
     ),
+    Reader.EARLY_SET: Lines(
+        early=(
+            "half = torch.full((3,), 0.5)",
+            "noted.append(half.view(-1) * sent[0])",
+            "half.set_(torch.zeros(3))",
+            "noted.append(half)",
+        ),
+    ),
+    Reader.METRICS: Lines(
+        after=(
+            "found = result.detach().float()",
+            'total = wait_tensor(all_reduce(found.sum(), "sum", self.group))',
+            "spread = (found - total).square() if x.shape[0] > 1 else found * 2",
+            'extra.append(wait_tensor(all_reduce(spread.sum(), "sum", self.group)))',
+            'extra.append(wait_tensor(all_reduce(found.abs().sum(), "sum", self.group)))',
+        ),
+    ),
+    Reader.ROWS_SQUARED: Lines(
+        between=("squared = (routed * routed).float().sum()",),
+        after=("result = result + squared.to(result.dtype) * 0.0625",),
+    ),
+    Reader.ROWS_NORMALIZED: Lines(
+        between=("unit = F.normalize(routed)",), combined=("out = out + unit.sum(-1, True)",)
+    ),
+    Reader.ROWS_CHECKPOINTED: Lines(
+        between=("twice = checkpoint(lambda a: torch.tanh(a) * a, routed, use_reentrant=False)",),
+        combined=("out = out + twice",),
+    ),
+    Reader.ROWS_VIEWED: Lines(
+        before=("base = routed * 1.0", "routed = base.view(-1, WIDTH)", "base.mul_(0.5)"),
+        between=("side = base.float().sin().sum() + (base.float() * 0.3).cos().sum()",),
+        after=("result = result + side.to(result.dtype) * 0.0625",),
+    ),
+    Reader.ROWS_HANDED_BACK: Lines(
+        before=("source = routed", "routed = torch.atleast_2d(source, source.detach())[0]"),
+        between=("both = (source.float() * 0.3).cos().sum() + source.float().square().sum()",),
+        after=("result = result + both.to(result.dtype) * 0.0625",),
+    ),
+    Reader.WEIGHT_SQUARED: Lines(
+        between=("large = (self.w2 * self.w2).sum()",),
+        after=("result = result + large.to(result.dtype) * 0.0625",),
+    ),
+    Reader.SHIFT_WRITTEN: Lines(
+        between=("rows = rows + self.shift.to(rows.dtype)",),
+        later=("self.shift.mul_(0.5)",),
+        buffers=('self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))',),
+    ),
     Reader.EARLY_GAMMA: Lines(
         early=("noted.append(torch._standard_gamma(torch.ones(3)) * sent[0])",),
         after=("extra.append(torch.rand(2))",),

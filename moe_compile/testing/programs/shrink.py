@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from moe_compile.testing.programs.grammar import SEVERAL, Attention, Experts, Program, changed
-from moe_compile.testing.programs.strategy import legal
+from moe_compile.testing.programs.legal import legal
 
 CHOICES: Final = (
     "groups", "sharing", "wrapping", "rewrite", "backward", "routing", "dynamic", "chunks",

@@ -36,49 +36,26 @@ from moe_compile.testing.programs.choices import (
     Tally,
     Wrapping,
 )
-from moe_compile.testing.programs.expert_text import LISTED, LOOPS
+from moe_compile.testing.programs.expert_text import LISTED
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
-    GATHERING,
-    WITHOUT_BACK,
-    WITHOUT_ORDER,
     Attention,
     Experts,
     Program,
     with_choice,
 )
-from moe_compile.testing.programs.text import BOUNDS
+from moe_compile.testing.programs.legal import legal
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
 PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
 
-USED_BY: Final = {
-    Detail.DUMMY: LISTED - {Style.STACKED},
-    Detail.NESTED_CAT: frozenset({Style.LOOP}),
-    Detail.LONGEST: LOOPS - {Style.STACKED},
-    Detail.EMPTY_JOIN: frozenset({Style.LOOP, Style.SORTED_LOOP, Style.STACKED}),
-    Detail.BESIDE: frozenset(Style) - {Style.BATCHED, Style.STACKED},
-}
-"""Styles that a detail says something in; every other detail does in all of them."""
-
 LOOP_DETAILS: Final = (Detail.DUMMY, Detail.NESTED_CAT, Detail.EMPTY_JOIN) * 2
 
 ALIGNED: Final = 16
 """A width whose rows begin 64 bytes apart in 4 or 8 bytes a value: in other widths of these types
 a CPU's matrix products round by position, and layers are left whole."""
-
-WRITES: Final = frozenset(
-    {
-        Reader.STATISTICS, Reader.STATISTICS_VIEW, Reader.LATE_STATISTICS, Reader.HOST_RATIO,
-        Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
-        Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
-        Reader.EARLY_DATA,
-    }
-)  # fmt: skip
-"""What happens twice where a layer is recomputed."""
-
 
 LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
@@ -88,7 +65,9 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
         Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
         Detail.VIEW_WRITE, Detail.LISTS, Detail.STACKED_MEAN, Detail.TRANSPOSED, Detail.LONGEST,
         Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
-        Reader.ROWS_TWICE, Reader.ROWS_WRITTEN,
+        Reader.ROWS_TWICE, Reader.ROWS_WRITTEN, Reader.ROWS_SQUARED, Reader.ROWS_NORMALIZED,
+        Reader.ROWS_CHECKPOINTED, Reader.ROWS_VIEWED, Reader.ROWS_HANDED_BACK, Reader.EARLY_DATA,
+        Reader.EARLY_SET, Back.INVERSE_WRITTEN,
     }
 )  # fmt: skip
 """What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""
@@ -170,8 +149,6 @@ def programs(draw: st.DrawFn) -> Program:
     return legal(program)
 
 
-ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
-
 REWRITES_DRAWN: Final = (
     *[*Rewrite] * 3, *[Rewrite.FP8] * 14, *[Rewrite.TOKENS] * 16, Rewrite.GATHERED, Rewrite.PADDED,
 )  # fmt: skip
@@ -183,7 +160,17 @@ BESIDE: Final = ("nothing",) * 8 + ("whole",) * 20 + ("decoy",) * 9 + ("heads",)
 READERS_OF_ONE_LAYER: Final = (
     *[frozenset[Reader]()] * 4,
     *[frozenset({Reader.FAILING_CHECK})] * 4,
-    frozenset({Reader.ROWS_TWICE}),
+    *[
+        frozenset({reader})
+        for reader in (
+            Reader.ROWS_TWICE,
+            Reader.ROWS_SQUARED,
+            Reader.ROWS_NORMALIZED,
+            Reader.ROWS_CHECKPOINTED,
+            Reader.ROWS_VIEWED,
+            Reader.ROWS_HANDED_BACK,
+        )
+    ],
 )
 """What a program's only layer reads besides: a check fails in such programs alone, and a layer that
 gradients of three terms leave whole must have nothing else that does, or a fault is hidden."""
@@ -249,50 +236,6 @@ def _left_whole(draw: st.DrawFn) -> Experts:
 def _whole(kind: type[Choice]) -> list[Choice]:
     """Return the members of `kind` that leave a layer whole, in their order."""
     return [member for member in kind if member in LEAVES_WHOLE]
-
-
-def legal(program: Program) -> Program:
-    """Return `program` less what does not go together."""
-    recomputed = program.wrapping is Wrapping.CHECKPOINT
-    banned: set[Reader] = set(WRITES) if recomputed else set()
-    if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
-        banned.add(Reader.FAILING_CHECK)
-    layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
-    program = replace(program, layers=layers)
-    if program.rewrite is Rewrite.TOKENS:  # an update would carry roundings into the next step
-        program = replace(program, tokens=program.tokens[:1])
-    return program if _may_rewrite(program) else replace(program, rewrite=Rewrite.CHUNKS)
-
-
-def _may_rewrite(program: Program) -> bool:
-    """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
-    if program.rewrite in GATHERING:
-        return all(first == second for first, second in program.tokens)
-    alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
-    return program.rewrite not in ROUNDING or alone
-
-
-def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | Attention:
-    if isinstance(layer, Attention):
-        return layer
-    details = set(layer.details)
-    if Detail.CHECKPOINT in details:
-        details -= {Detail.IN_PLACE_ROWS}
-    details = {d for d in details if layer.style in USED_BY.get(d, Style)}
-    if Detail.NESTED_CAT in details:
-        details -= {Detail.EMPTY_JOIN}
-    if Detail.ONE_NUMBER in details:
-        banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
-    if layer.style in WITHOUT_ORDER:
-        layer = replace(layer, order=Order.ARGSORT)
-    if layer.style in WITHOUT_BACK:
-        layer = replace(layer, back=Back.INDEX_COPY)
-    return replace(
-        layer,
-        top_k=min(layer.top_k, 2 * layer.local),
-        readers=frozenset(layer.readers - banned),
-        details=frozenset(details),
-    )
 
 
 def _few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choice]]:

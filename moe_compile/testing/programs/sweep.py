@@ -22,7 +22,7 @@ from moe_compile.testing.programs.grammar import (
     changed,
     with_choice,
 )
-from moe_compile.testing.programs.strategy import legal
+from moe_compile.testing.programs.legal import legal
 
 
 def sweep() -> Iterator[Program]:

@@ -192,9 +192,11 @@ def _is_mirrored(program: Program) -> bool:
     """Whether one process can stand for both ranks: they have as many tokens in every step.
 
     Gathered tokens are those of all ranks, of which a rank takes its own rows. Another group is
-    made by both ranks.
+    made by both ranks, and a mirror has no sums over ranks.
     """
     if program.rewrite in GATHERING or program.groups is not Groups.WORLD:
+        return False
+    if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
         return False
     return all(first == second for first, second in program.tokens)
 
@@ -221,8 +223,11 @@ def _model(program: Program) -> list[str]:
         made += ["self.own = own_group()"]
         calls += ['extra.append(wait_tensor(all_reduce(x.detach() * 1.0, "sum", self.own)))']
     constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
-    for i, layer in enumerate(program.layers):
-        calls += _call(program, i, layer)
+    if program.sharing is Sharing.INSIDE:
+        calls += _one_inside(program)
+    else:
+        for i, layer in enumerate(program.layers):
+            calls += _call(program, i, layer)
     if program.sharing is Sharing.WEIGHTS:
         calls += _call(program, 0, program.layers[0])
     if program.sharing is Sharing.ROUTING:
@@ -232,11 +237,20 @@ def _model(program: Program) -> list[str]:
     return ["class Program(nn.Module):", *indented([*constructor, "", *forward])]
 
 
+def _one_inside(program: Program) -> list[str]:
+    """Return calls of all layers between routing and rows of the first, or of that one again."""
+    inside = list(enumerate(program.layers))[1:] or [(0, program.layers[0])]
+    calls = ["routing = self.layer0.route(x)"]
+    for i, layer in inside:
+        calls += [*_call(program, i, layer), "x = x * (1 + routing[4][0] * 0.125)"]
+    return [*calls, *_call(program, 0, program.layers[0], routing="routing")]
+
+
 def _call(program: Program, i: int, layer: Experts | Attention, routing: str = "") -> list[str]:
     before: list[str] = []
     if isinstance(layer, Attention):
         call = f"self.layer{i}"
-    elif program.sharing is Sharing.ROUTING and i == 0:
+    elif i == 0 and (routing or program.sharing is Sharing.ROUTING):
         before = [] if routing else ["routing = self.layer0.route(x)"]
         call = "lambda x: self.layer0(x, routing)"
     else:

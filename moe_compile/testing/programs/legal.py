@@ -1,0 +1,101 @@
+"""What of a drawn program goes together: the rest is taken out of it.
+
+Contract
+    Every legal program runs eagerly, but where a rank's rows have a size that torch infers only
+    from some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from moe_compile.testing.programs.choices import (
+    Back,
+    Detail,
+    Order,
+    Reader,
+    Rewrite,
+    Sharing,
+    Style,
+    Wrapping,
+)
+from moe_compile.testing.programs.expert_text import LISTED, LOOPS
+from moe_compile.testing.programs.grammar import (
+    GATHERING,
+    WITHOUT_BACK,
+    WITHOUT_ORDER,
+    Attention,
+    Experts,
+    Program,
+)
+from moe_compile.testing.programs.text import BOUNDS
+
+USED_BY: Final = {
+    Detail.DUMMY: LISTED - {Style.STACKED},
+    Detail.NESTED_CAT: frozenset({Style.LOOP}),
+    Detail.LONGEST: LOOPS - {Style.STACKED},
+    Detail.EMPTY_JOIN: frozenset({Style.LOOP, Style.SORTED_LOOP, Style.STACKED}),
+    Detail.SUMS_WRITTEN: frozenset({Style.GROUPED, Style.FUSED}),
+    Detail.BANK: frozenset({Style.GROUPED}),
+    Detail.BESIDE: frozenset(Style) - {Style.BATCHED, Style.STACKED},
+}
+"""Styles that a detail says something in; every other detail does in all of them."""
+
+WRITES: Final = frozenset(
+    {
+        Reader.STATISTICS, Reader.STATISTICS_VIEW, Reader.LATE_STATISTICS, Reader.HOST_RATIO,
+        Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
+        Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
+        Reader.EARLY_DATA, Reader.SHIFT_WRITTEN,
+    }
+)  # fmt: skip
+"""What happens twice where a layer is recomputed."""
+
+ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
+
+
+def legal(program: Program) -> Program:
+    """Return `program` less what does not go together."""
+    recomputed = program.wrapping is Wrapping.CHECKPOINT
+    banned: set[Reader] = set(WRITES) if recomputed else set()
+    if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
+        banned.add(Reader.FAILING_CHECK)
+    layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
+    program = replace(program, layers=layers)
+    if program.sharing is Sharing.INSIDE and isinstance(layers[0], Attention):
+        program = replace(program, sharing=Sharing.NOTHING)
+    if program.rewrite is Rewrite.TOKENS:  # an update would carry roundings into the next step
+        program = replace(program, tokens=program.tokens[:1])
+    return program if _may_rewrite(program) else replace(program, rewrite=Rewrite.CHUNKS)
+
+
+def _may_rewrite(program: Program) -> bool:
+    """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
+    if program.rewrite in GATHERING:
+        return all(first == second for first, second in program.tokens)
+    alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
+    return program.rewrite not in ROUNDING or alone
+
+
+def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | Attention:
+    if isinstance(layer, Attention):
+        return layer
+    details = set(layer.details)
+    if Detail.CHECKPOINT in details:
+        details -= {Detail.IN_PLACE_ROWS}
+    details = {d for d in details if layer.style in USED_BY.get(d, Style)}
+    if Detail.NESTED_CAT in details:
+        details -= {Detail.EMPTY_JOIN}
+    if Detail.ONE_NUMBER in details:
+        banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
+    if layer.style in WITHOUT_ORDER:
+        layer = replace(layer, order=Order.ARGSORT)
+    if layer.style in WITHOUT_BACK:
+        layer = replace(layer, back=Back.INDEX_COPY)
+    return replace(
+        layer,
+        top_k=min(layer.top_k, 2 * layer.local),
+        readers=frozenset(layer.readers - banned),
+        details=frozenset(details),
+    )
