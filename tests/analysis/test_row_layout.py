@@ -68,12 +68,16 @@ def test_rows_that_lie_apart_are_computed_as_one_such_row(name, dtype):
             assert torch.equal(whole[i : i + 1], one), name
 
 
-def test_rows_laid_out_channels_last_are_refused(fake_ranks):
+def through_channels(num_channels):
+    shape = (-1, num_channels, 2, 8 // num_channels)
+    channels_last = torch.channels_last
+    return lambda x: x.view(shape).contiguous(memory_format=channels_last).reshape(-1, 16)
+
+
+@pytest.mark.parametrize("num_channels", [2, 4])
+def test_rows_laid_out_channels_last_are_refused(fake_ranks, num_channels):
     """Without a row the layout is told for another, and sums run in another order."""
-    verdict = with_body(
-        fake_ranks,
-        lambda x: x.view(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last).reshape(-1, 16),
-    )
+    verdict = with_body(fake_ranks, through_channels(num_channels))
     assert getattr(verdict, "reason", verdict) is Refusal.UNKNOWN_OPERATOR, verdict
     assert "channels last" in verdict.detail
 

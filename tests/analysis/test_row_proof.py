@@ -41,6 +41,7 @@ def test_each_expert_of_a_loop_has_its_own_rows(fake_ranks):
         experts.setdefault(node.target, []).append(expert)
     assert experts[operator_of(proof, "matmul")] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert experts[torch.cat] == [0, 1, 2, 3]  # not the one that joins all experts
+    assert len(proof.joins) == 5  # with that one
 
 
 def operator_of(proof, name):

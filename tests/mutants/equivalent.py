@@ -37,6 +37,11 @@ EQUIVALENT: Final[dict[Key, str]] = {
         "2  ->  3",
     ): "a slice one longer reads one number more, and only the first two are kept",
     (
+        f"{ANALYSIS}repeated_elements.py",
+        "for tensor, result in zip(call.outputs, results, strict=True):",
+        "True  ->  False",
+    ): "a rule gives one result for each output, so neither list is longer",
+    (
         CHOICE,
         "is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best",
         "len(fitting) < len(candidates)  ->  len(fitting) <= len(candidates)",

@@ -405,6 +405,27 @@ def test_assertions_against_numbers_from_elsewhere_stay(fake_ranks):
     assert any(1000.5 in n.args for nodes in asserted for n in nodes)
 
 
+class SaysHowMany(KeepsSplits):
+    """Asserts of the rows sent what the dispatch demands anyway."""
+
+    relation = operator.le
+
+    def experts(self, rows, received):
+        torch._check(self.relation(sum(self.sent), 64))  # of 32 tokens, two experts each
+        return super().experts(rows, received)
+
+
+@pytest.mark.parametrize("relation", [operator.le, operator.ge, operator.eq])
+def test_what_the_dispatch_demands_need_not_be_asserted(fake_ranks, relation):
+    style = type("Says", (SaysHowMany,), {"relation": staticmethod(relation)})
+    num_assertions = []
+    for kind in (KeepsSplits, style):
+        graph, report = chunked(layer(kind, fake_ranks), 2)
+        assert report.applied == ("region 0",)
+        num_assertions.append(sum(map(is_assertion, graph.nodes)))
+    assert num_assertions[0] == num_assertions[1]
+
+
 class Frozen(LoopExperts):
     """The second expert computes without gradients."""
 
@@ -431,21 +452,22 @@ class WithFrozenWeights(LoopExperts):
 
 
 @pytest.mark.parametrize(
-    ("style", "chunks", "gradients", "reason"),
+    ("style", "chunks", "of_tokens", "of_weights", "reason"),
     [
-        (Frozen, 4, True, Refusal.NO_GRADIENT),
-        (OfDetachedRows, 4, True, Refusal.NO_GRADIENT),
-        (Frozen, 2, True, None),  # the first chunk has another expert
-        (Frozen, 4, False, None),
-        (WithFrozenWeights, 4, True, None),
+        (Frozen, 4, True, True, Refusal.NO_GRADIENT),
+        (Frozen, 4, False, True, Refusal.NO_GRADIENT),
+        (OfDetachedRows, 4, True, True, Refusal.NO_GRADIENT),
+        (Frozen, 2, True, True, None),  # the first chunk has another expert
+        (Frozen, 4, False, False, None),
+        (WithFrozenWeights, 4, True, True, None),
     ],
 )
 def test_gradients_reach_the_rows_of_every_chunk_or_of_none(
-    fake_ranks, style, chunks, gradients, reason
+    fake_ranks, style, chunks, of_tokens, of_weights, reason
 ):
     """The exchanges of the chunk left the backward pass, of the rank that detached it alone."""
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=gradients)
-    program = layer(style, fake_ranks).requires_grad_(gradients)
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=of_tokens)
+    program = layer(style, fake_ranks).requires_grad_(of_weights)
     (gm,) = dynamo_graphs(program, x)
     report = chunking(run_level(DYNAMO, gm.graph, state(chunks=chunks)))
     assert [v.reason for v in report.skipped] == ([reason] if reason else [])
