@@ -26,7 +26,7 @@ from moe_compile.analysis.move_arguments import moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import has_gradient
 from moe_compile.graph.query import is_launch, value_of
-from moe_compile.graph.same_tensor import origin, readers
+from moe_compile.graph.same_tensor import maker, readers
 
 
 def heads_read(
@@ -95,7 +95,7 @@ def _added_up_alone(source: fx.Node, by: Sequence[fx.Node], dependence: Dependen
     """Whether the gradient of `source` is the sum of what its readers in `by` give, from the last
     to the first, and only then of what other readers give."""
     position = dependence.position
-    others = [n for n in readers(origin(source)) if n not in by or source not in n.all_input_nodes]
+    others = [n for n in readers(maker(source)) if n not in by or source not in n.all_input_nodes]
     first = position[by[0]]
     late = any(position[n] > first and (value_of(n) is None or has_gradient(n)) for n in others)
     in_order = all(position[a] <= position[b] for a, b in itertools.pairwise(by))

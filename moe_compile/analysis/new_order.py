@@ -21,7 +21,7 @@ from moe_compile.analysis.rewrites import Rewrite
 from moe_compile.graph import gradient_order
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.query import value_of
-from moe_compile.graph.same_tensor import origin
+from moe_compile.graph.same_tensor import maker
 
 
 class Part(enum.IntEnum):
@@ -73,7 +73,7 @@ def order_of_gradients(
         if reader is region.dispatch:
             return -2
         weight = reader.args[1] if reader in rewrite.sliced else None
-        if isinstance(weight, fx.Node) and origin(weight) is source:
+        if isinstance(weight, fx.Node) and maker(weight) is source:
             return -1
         return part_of.get(reader, Part.FROM_ROWS)
 

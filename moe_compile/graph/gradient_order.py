@@ -28,7 +28,7 @@ from moe_compile.graph.dependence import Dependence, storages, written_arguments
 from moe_compile.graph.effects import has_gradient, is_assertion
 from moe_compile.graph.observation import call, fake_mode_of, running_on
 from moe_compile.graph.query import is_launch, is_wait, tensor_of, value_of
-from moe_compile.graph.same_tensor import origin, readers
+from moe_compile.graph.same_tensor import maker, readers
 
 Part = Callable[[fx.Node, fx.Node], int]
 """Reader and what it reads -> which of the parts that run one after another it belongs to."""
@@ -45,7 +45,7 @@ def find_reordered(
     `moved` would run just before `anchor`, part by part, each in the order of the graph.
     """
     together = set(moved)
-    for source in dict.fromkeys(origin(i) for node in moved for i in node.all_input_nodes):
+    for source in dict.fromkeys(maker(i) for node in moved for i in node.all_input_nodes):
         if not has_gradient(source):
             continue
         adding = [r for r in readers(source) if _adds_gradient(r)]
@@ -100,7 +100,7 @@ def _adds_gradient(reader: fx.Node) -> bool:
 def _adds_one_term(reader: fx.Node, source: fx.Node) -> bool:
     """Whether `reader` is seen to add one term to the gradient of `source`, not several."""
     arguments = pytree.tree_leaves((reader.args, reader.kwargs))
-    if sum(isinstance(a, fx.Node) and origin(a) is source for a in arguments) != 1:
+    if sum(isinstance(a, fx.Node) and maker(a) is source for a in arguments) != 1:
         return False
     if reader.op == "output" or is_launch(reader) or is_wait(reader):
         return True
@@ -118,7 +118,7 @@ def _num_edges(reader: fx.Node, source: fx.Node) -> int:
         given: dict[fx.Node, Any] = {}
         for node in inputs:
             value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value_of(node))
-            if isinstance(value, torch.Tensor) and origin(node) is source:
+            if isinstance(value, torch.Tensor) and maker(node) is source:
                 value = value.requires_grad_() * 1
                 edge = value.grad_fn
             given[node] = value

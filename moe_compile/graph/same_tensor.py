@@ -3,6 +3,8 @@
 Contract
     Such a node has no place in the graph of gradients: what reads it adds its term to the gradient
     of the tensor itself. The tracer kept one value for both.
+    What writes a tensor in place and gives it back, `x.mul_(2)`, makes another value of the same
+    tensor: whoever reads the tensor afterwards, by either name, adds to one gradient.
 """
 
 from __future__ import annotations
@@ -21,27 +23,37 @@ def origin(node: fx.Node) -> fx.Node:
     return node
 
 
+def maker(node: fx.Node) -> fx.Node:
+    """Return the node that made the tensor which `node` gives back, written since or not."""
+    while (given := _same(node)) is not None:
+        node = given
+    return node
+
+
 def readers(node: fx.Node) -> list[fx.Node]:
     """Return who reads the tensor that `node` made, by whatever node it was given back.
 
-    A node that gives it back among other tensors may read it for these.
+    A node that writes it, or gives it back among other tensors, may read it for these.
     """
     found: list[fx.Node] = []
     for user in node.users:
-        if _given_back(user) is node:
-            found += readers(user)
-        else:
+        if _given_back(user) is not node:
             found.append(user)
+        if _same(user) is node:
+            found += readers(user)
         for part in user.users if _is_several(user) else ():
-            found += readers(part) if _given_back(part) is node else []
+            found += readers(part) if _same(part) is node else []
     return found
 
 
 def _given_back(node: fx.Node) -> fx.Node | None:
+    return None if written_arguments(node) else _same(node)
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """Return what `node` reads and gives back, whether it writes it or not."""
     value = value_of(node)
-    if not isinstance(value, torch.Tensor):
-        return None
-    if is_launch(node) or is_wait(node) or written_arguments(node):
+    if not isinstance(value, torch.Tensor) or is_launch(node) or is_wait(node):
         return None
     given = node.all_input_nodes
     given += [i for several in given if _is_several(several) for i in several.all_input_nodes]

@@ -99,6 +99,28 @@ def two_other_readers_of_what_is_handed_back_among_others(x):
     return y.neg() + z
 
 
+def one_other_reader_of_what_was_written(x):
+    base = x * 2
+    y = base.mul_(0.5).sin()
+    z = base.cos()
+    return y.neg() + z
+
+
+def two_other_readers_of_what_was_written(x):
+    """The write gives back what it wrote: all three add to the gradient of one tensor."""
+    base = x * 2
+    y = base.mul_(0.5).sin()
+    z = base.cos() + base.exp()
+    return y.neg() + z
+
+
+def two_other_readers_of_what_was_filled(x):
+    base = torch.zeros_like(x)
+    y = base.copy_(x).sin()
+    z = base.cos() + base.exp()
+    return y.neg() + z
+
+
 def a_view_used_after_its_base_was_written(x):
     base = x * 2
     view = base.view(-1)
@@ -151,6 +173,9 @@ def view_among_the_outputs(x):
         (other_reader_of_two_terms_in_a_list, False),
         (other_reader_of_two_terms_inside_a_function, False),
         (other_reader_of_two_terms_inside_a_checkpoint, False),
+        (one_other_reader_of_what_was_written, True),
+        (two_other_readers_of_what_was_written, False),
+        (two_other_readers_of_what_was_filled, False),
         (a_view_used_after_its_base_was_written, False),
         (beside_a_view_used_after_its_base_was_written, False),
         (a_view_used_before_its_base_is_written, True),
