@@ -29,6 +29,13 @@ def test_a_write_through_a_view_reaches_later_readers_of_the_base():
     assert add in dependence.above([total])
 
 
+def test_a_method_that_is_not_run_writes_by_its_name():
+    """Inside `vmap` the tracer's tensors are wrapped, and nothing is run on them."""
+    graph = graph_of(torch.vmap(lambda row: (row * 2).add_(1)), torch.ones(2, 3))
+    (add,) = [n for n in graph.nodes if n.target == "add_"]
+    assert written_arguments(add) == (add.args[0],)
+
+
 def test_setitem_and_augmented_assignment_write_their_first_argument():
     def program(x):
         y = x.clone()

@@ -70,6 +70,14 @@ HARMLESS: Final[dict[Key, str]] = {
         "counts divided by several numbers, some of them not positive: the formula still rounds "
         "as the operator does, and by zero the program itself fails; not following is caution"
     ),
+    (
+        f"{ANALYSIS}position_rounding.py",
+        'mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1',
+        "1  ->  2",
+    ): (
+        "gradients between 2 and 3 instead of 1 and 2 are tried on every number of two bytes: as "
+        "many, with a bit less of mantissa"
+    ),
     (CHOICE, "SMALLEST_WINDOW: Final = 16", "16  ->  17"): (
         "the smallest look-ahead that is tried: either number gives schedules that keep every "
         "precedence and the memory allowed; which is better no test should pin"

@@ -60,7 +60,11 @@ GROUPS: Final = (
             "moe_compile/analysis/position_rounding.py",
             "moe_compile/analysis/repeated_elements.py",
         ),
-        (ROUNDING, "tests/analysis/test_row_refusals.py"),
+        (
+            ROUNDING,
+            "tests/analysis/test_row_refusals.py",
+            "tests/analysis/test_row_layout.py::test_rows_laid_out_channels_last_are_refused",
+        ),
     ),
     Group(
         "legality",
@@ -82,6 +86,7 @@ GROUPS: Final = (
             "tests/graph/test_legality.py",
             "tests/graph/test_gradient_order.py",
             "tests/graph/test_dependence.py",
+            "tests/analysis/test_never_negative.py",
             "tests/analysis/test_detect_moe.py",
             MIRRORED,
             "tests/passes/test_chunk_regions.py",

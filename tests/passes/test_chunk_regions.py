@@ -405,6 +405,25 @@ def test_assertions_against_numbers_from_elsewhere_stay(fake_ranks):
     assert any(1000.5 in n.args for nodes in asserted for n in nodes)
 
 
+class LooksUpWeights(GroupedExperts):
+    """One weight is looked up for each row, then read by two grouped products."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        x, label = rows[perm], self.expert_of_rows(rows, received)[perm]
+        looked_up = torch.bmm(x[:, None], self.w1[label])[:, 0]
+        gate, up = (torch._grouped_mm(y, self.w1, offs=offs) for y in (x, x.neg()))
+        out = torch._grouped_mm(gate * up + looked_up, self.w2, offs=offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+
+def test_three_terms_of_a_weight_are_added_in_their_order_or_not_at_all(fake_ranks):
+    """Weights of sliced products were cut first, and so read before what stood ahead of them."""
+    _, report = chunked(layer(LooksUpWeights, fake_ranks), 2)
+    assert [verdict.reason for verdict in report.skipped] == [Refusal.GRADIENT_ORDER]
+
+
 class SaysHowMany(KeepsSplits):
     """Asserts of the rows sent what the dispatch demands anyway."""
 
