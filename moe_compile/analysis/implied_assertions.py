@@ -18,7 +18,6 @@ import torch
 import torch.fx as fx
 
 from moe_compile.analysis.count_facts import CountFacts
-from moe_compile.analysis.never_negative import is_never_negative
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.query import tensor_of, value_of
 
@@ -43,7 +42,7 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
     condition = assertion.args[0]
     if assertion.target is torch._check_is_size:
         number = _formula(condition, facts)
-        return number is not None and is_never_negative(number)
+        return number is not None and bool(number.is_nonnegative)
     if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
         return False
     left, right = (_formula(argument, facts) for argument in condition.args)
@@ -90,4 +89,4 @@ def _is_at_least(high: sympy.Expr, low: sympy.Expr, region: MoERegion, facts: Co
     assert rows is not None
     spare = sympy.Add(*facts.sent) - facts.formula(rows.shape[0])  # zero where the dispatch runs
     difference = sympy.expand(high - low)
-    return any(is_never_negative(sympy.expand(difference + sign * spare)) for sign in (0, 1, -1))
+    return any(sympy.expand(difference + sign * spare).is_nonnegative for sign in (0, 1, -1))

@@ -17,7 +17,6 @@ import sympy
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.never_negative import is_never_negative
 from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.same_tensor import origin
@@ -176,7 +175,7 @@ def _take(order: Order, size: sympy.Expr) -> tuple[Order, Order] | None:
         if not rest:
             return None
         segment = rest.pop(0)
-        if is_never_negative(sympy.expand(size - segment.length)):
+        if sympy.expand(size - segment.length).is_nonnegative:
             head.append(segment)
             size = size - segment.length
         elif is_selected(segment) and not rest:

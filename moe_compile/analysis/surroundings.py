@@ -17,7 +17,6 @@ import torch.fx as fx
 
 from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.implied_assertions import is_implied
-from moe_compile.analysis.never_negative import is_never_negative
 from moe_compile.analysis.new_order import find_overtaken, order_of_gradients
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
@@ -242,7 +241,7 @@ def _never_negative(reads: list[fx.Node], proof: RowProof) -> frozenset[fx.Node]
     return frozenset(
         node
         for node, value in values
-        if isinstance(value, torch.SymInt) and is_never_negative(facts.formula(value))
+        if isinstance(value, torch.SymInt) and facts.formula(value).is_nonnegative
     )
 
 
