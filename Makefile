@@ -10,10 +10,9 @@ CONFIG := torchtitan_integration/configs/deepseek_v3_debug_cpu.toml
 # torch the environment holds; other versions get an environment of their own (make test-torch)
 TORCH := 2.13.0
 
-# tests run in so many processes at once, one more than two cores as tests of several ranks wait for
-# one another; 0: one after another. A file's tests stay in one process, which makes what they share
-# once, and files that take long come first (tests/conftest.py)
-WORKERS ?= 3
+# tests run in so many processes at once; 0: one after another. A file's tests stay in one process,
+# which makes what they share once, and files that take long come first (tests/conftest.py)
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ON_A_CPU := not gpu and not multigpu
 # least percentage of the product's lines that the tests of make test run

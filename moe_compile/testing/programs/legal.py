@@ -52,6 +52,14 @@ WRITES: Final = frozenset(
 )  # fmt: skip
 """What happens twice where a layer is recomputed."""
 
+SAVE_ROWS: Final = frozenset(
+    {
+        Reader.ROWS_SQUARED, Reader.ROWS_NORMALIZED, Reader.ROWS_CHECKPOINTED,
+        Reader.ROWS_HANDED_BACK,
+    }
+)  # fmt: skip
+"""What autograd keeps routed rows for, which must not be written then."""
+
 ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
 
@@ -89,6 +97,8 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
         details -= {Detail.EMPTY_JOIN}
     if Detail.ONE_NUMBER in details:
         banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
+    if layer.readers & SAVE_ROWS:
+        banned = {*banned, Reader.ROWS_WRITTEN}
     if layer.style in WITHOUT_ORDER:
         layer = replace(layer, order=Order.ARGSORT)
     if layer.style in WITHOUT_BACK:
