@@ -62,15 +62,6 @@ HARMLESS: Final[dict[Key, str]] = {
         "the changed source would refuse what the other proves"
     ),
     (
-        f"{ANALYSIS}count_rules.py",
-        'if call.name == "floor_divide" and any(not b.is_Integer or b <= 0 for b in operands[1]):',
-        "any((not b.is_Integer or b <= 0 for b in operands[1]))"
-        "  ->  all((not b.is_Integer or b <= 0 for b in operands[1]))",
-    ): (
-        "counts divided by several numbers, some of them not positive: the formula still rounds "
-        "as the operator does, and by zero the program itself fails; not following is caution"
-    ),
-    (
         f"{ANALYSIS}position_rounding.py",
         'mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1',
         "1  ->  2",
