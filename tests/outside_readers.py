@@ -128,19 +128,19 @@ class AlsoRead(GroupedExperts):
         sent, got = self.splits(counts, received)
         rows = x[order // self.top_k]
         arrived = all_to_all_single_autograd(rows, got, sent, self.group)
-        losses = self.losses(rows)
+        losses = self.losses(rows, got[0] + got[-1])
         out = all_to_all_single_autograd(self.experts(arrived, received), sent, got, self.group)
         out = out * scores.reshape(-1)[order][:, None].to(out.dtype)
         return torch.zeros_like(x).index_add(0, order // self.top_k, out) + losses
 
-    def losses(self, rows):
+    def losses(self, rows, n):
         return (rows * 0.37).mean() + (rows * rows).mean()
 
 
 class AlsoReadOnce(AlsoRead):
     """One loss reads the rows sent: two terms make their gradient, in either order the same."""
 
-    def losses(self, rows):
+    def losses(self, rows, n):
         return (rows * 0.37).mean()
 
 
@@ -224,9 +224,74 @@ class JoinedToAnEmptyVector(LoopExperts):
         return torch.cat(done)
 
 
+class HookWithCount(AlsoRead):
+    """A gradient passes a hook that divides it by a split size."""
+
+    def losses(self, rows, n):
+        doubled = self.router * 2
+        loss = doubled.sin().sum()
+        doubled.register_hook(lambda gradient: gradient / n)
+        return loss
+
+
+class HookOnRows(GroupedExperts):
+    """The gradient of the rows received passes a hook; the experts have read them by then."""
+
+    def experts(self, rows, received):
+        out = super().experts(rows, received)
+        rows.register_hook(lambda gradient: gradient * 2)
+        return out
+
+
+class ReadAcross(AlsoRead):
+    """One loss reads the rows sent across: its term lies in memory column by column."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.shift = nn.Parameter(rand(width))
+
+    def forward(self, x):
+        return super().forward(x.float() + self.shift.float())
+
+    def route(self, x):
+        return super().route(x.to(self.router.dtype))
+
+    def experts(self, rows, received):
+        return super().experts(rows.to(self.w1.dtype), received).float()
+
+    def losses(self, rows, n):
+        return (torch.sin(rows.t().contiguous()) * torch.linspace(0.1, 1, rows.shape[0])).sum()
+
+
+class WeightsGivenAcross(GroupedExperts):
+    """Weights of a grouped product are scaled, then transposed: their gradient lies so too."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.scale = nn.Parameter(torch.full((self.local, 1, 1), 0.7))
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        weights = (self.w1.float() * self.scale).to(rows.dtype).transpose(-2, -1)
+        hidden = F.silu(torch._grouped_mm(rows[perm], weights, offs=offs))
+        out = torch._grouped_mm(hidden, self.w2, offs=offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+
+class SwitchesAutocast(Between):
+    """Autocast is switched on and off by functions, not by `with`."""
+
+    def between(self, n):
+        torch.set_autocast_enabled("cpu", True)
+        product = (self.x.detach().float() * n) @ self.router.detach().float()
+        torch.set_autocast_enabled("cpu", False)
+        return product
+
+
 CHUNKED = (
     LegacyCounts, LegacyCountsInStatistics, LegacyCountsOnHost, WritesWhatWasRead,
     ReadsUnderAutocast, ReadsWithoutGradient, DrawsBetween, AlsoReadOnce, SharedRouting,
-    WeightReadTwiceAndOutside, JoinedToAnEmptyVector,
+    WeightReadTwiceAndOutside, JoinedToAnEmptyVector, HookWithCount, WeightsGivenAcross,
 )  # fmt: skip
-WHOLE = (AlsoRead, WrittenCounts, CountsInAView)
+WHOLE = (AlsoRead, WrittenCounts, CountsInAView, HookOnRows, ReadAcross, SwitchesAutocast)

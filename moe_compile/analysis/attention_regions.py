@@ -15,8 +15,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.head_factors import Factor
 from moe_compile.analysis.head_tracking import Tracker
-from moe_compile.graph.effects import has_gradient
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import has_gradient, tensor_of
 
 
 class AttentionRefusal(enum.Enum):

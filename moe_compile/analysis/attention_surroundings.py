@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from moe_compile.analysis.head_tracking import is_movement
-from moe_compile.graph.effects import chooses_attention
+from moe_compile.graph.modes import chooses_attention
 from moe_compile.graph.query import group_name, is_all_gather, is_launch, overload_name
 
 

@@ -24,8 +24,7 @@ from moe_compile.analysis.head_proof import Refuse
 from moe_compile.analysis.head_tracking import Tracker, is_form
 from moe_compile.analysis.move_arguments import moved
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.effects import has_gradient
-from moe_compile.graph.query import is_launch, value_of
+from moe_compile.graph.query import has_gradient, is_launch, value_of
 from moe_compile.graph.same_tensor import maker, readers
 
 

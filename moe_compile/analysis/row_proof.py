@@ -247,6 +247,9 @@ def _form(region: MoERegion, gemm: fx.Node) -> str | None:
     weight = gemm.args[1] if len(gemm.args) > 1 else None
     if weight not in region.others or gemm.kwargs.get("offs") not in region.count_side:
         return "its weight or offsets are not plain arguments"
+    tensor = tensor_of(weight)
+    if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
+        return "its weight does not lie in memory matrix by matrix"
     return None
 
 

@@ -1,7 +1,8 @@
 """A region's body as the aten operators it runs, each with the graph's node that runs it.
 
 Contract
-    The body runs once on fake tensors, under the autocast that the graph runs it under; writes in
+    The body runs once on fake tensors, under the grad mode and the autocast that the graph runs it
+    under, and they require gradients where the tracer's do: functions look at both. Writes in
     place are noted like any other operator. What it makes has the types that the tracer found.
     What the host reads is not read again: sizes stay the symbols the tracer gave them.
 """
@@ -22,8 +23,9 @@ from moe_compile.analysis.constant_nodes import constant_nodes
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import Unproven
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.modes import Mode, autocast_of, modes
-from moe_compile.graph.observation import running_on
+from moe_compile.graph.inner_graphs import is_higher_order
+from moe_compile.graph.modes import Mode, modes, running_under
+from moe_compile.graph.observation import alike, running_on
 from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
 
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
@@ -131,7 +133,7 @@ class _Runner:
         for node in nodes:
             self.recorder.node = node
             try:
-                with autocast_of(self.modes[node]):
+                with running_under(self.modes[node]):
                     self._step(node)
             except UNTRACEABLE as error:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
@@ -147,7 +149,7 @@ class _Runner:
         elif node.op == "call_method" and node.target == "item":
             steps.append(HostRead(node, self._value(node.args[0])))
             self.env[node] = value_of(node)
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        elif is_higher_order(node):
             self._not_followed(node)
         else:
             made = self.env[node] = self._call(node)
@@ -219,7 +221,7 @@ def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node])
     given = [value_of(node) for node in sources]
     fake = next(t for t in given if isinstance(t, FakeTensor)).fake_mode
     with running_on(fake) as stack:
-        tensors = tuple(t.detach() for t in given)  # whatever the body does to their form
+        tensors = tuple(map(alike, given))  # whatever the body does to their form
         stack.enter_context(runner.recorder)
         runner.run(sources, nodes, tensors)
 

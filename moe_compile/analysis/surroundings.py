@@ -21,9 +21,9 @@ from moe_compile.analysis.new_order import find_overtaken, order_of_gradients
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.effects import is_assertion, is_host_arithmetic, is_pure, is_size_query
+from moe_compile.graph.effects import is_host_arithmetic, is_pure, is_size_query, may_draw
 from moe_compile.graph.legality import Hazard, Legality
-from moe_compile.graph.query import value_of
+from moe_compile.graph.query import is_assertion, value_of
 
 REFUSALS: Final = {
     Hazard.WRITTEN_MEANWHILE: Refusal.MUTATED_MEANWHILE,
@@ -221,7 +221,7 @@ class _Together:
             for user in self._readers(number):
                 if user in dead or user in found or place[user] > place[read_at]:
                     continue
-                if not (is_host_arithmetic(user) or is_pure(user)):
+                if may_draw(user) or not (is_host_arithmetic(user) or is_pure(user)):
                     return None
                 found.add(user)
                 todo.append(user)

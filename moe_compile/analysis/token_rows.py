@@ -29,8 +29,8 @@ from moe_compile.analysis.token_index import TokenIndex, is_same_value, mean_row
 from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
 from moe_compile.analysis.token_sums import find_token_sum
 from moe_compile.graph.dependence import Dependence, storages
-from moe_compile.graph.effects import changes_mode
 from moe_compile.graph.legality import Legality
+from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of
 

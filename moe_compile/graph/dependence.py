@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.inner_graphs import bodies, is_higher_order, is_opaque
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import observed, written_by_schema
 from moe_compile.graph.query import is_wait, value_of
@@ -36,7 +37,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
         if is_wait(node):
             return ()  # declared as writing its input; it only makes the launched value readable
         return _nodes(written_by_schema(target, node.args, node.kwargs))
-    if node.op == "call_function" and isinstance(target, torch._ops.HigherOrderOperator):
+    if is_higher_order(node):
         return _written_by_operator(node, target.name())
     seen = observed(node)
     by_name = _written_by_name(node)
@@ -64,7 +65,8 @@ def _written_by_name(node: fx.Node) -> tuple[fx.Node, ...]:
 def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     """Return what a higher-order operator writes; of a Triton kernel, what its code stores to."""
     if "mutation" not in name:
-        return _nodes([node.args, node.kwargs]) if _body_writes_inputs(node) else ()
+        writes = is_opaque(node) or any(_writes_inputs(body.graph) for body in bodies(node))
+        return _nodes([node.args, node.kwargs]) if writes else ()
     tensors = node.kwargs.get("kwargs")
     if name != "triton_kernel_wrapper_mutation" or not isinstance(tensors, dict):
         return _nodes([node.args, node.kwargs])
@@ -79,14 +81,6 @@ def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     except (AssertionError, KeyError):  # a kernel torch does not know: it may write anything
         written = list(tensors)
     return _nodes([tensors[key] for key in written])
-
-
-def _body_writes_inputs(node: fx.Node) -> bool:
-    """Whether a graph that the operator runs writes what it was given, as a buffer."""
-    owner = node.graph.owning_module
-    names = [str(i.target) for i in node.all_input_nodes if i.op == "get_attr"]
-    bodies = [getattr(owner, name, None) for name in names]
-    return any(_writes_inputs(body.graph) for body in bodies if isinstance(body, fx.GraphModule))
 
 
 def _writes_inputs(graph: fx.Graph) -> bool:

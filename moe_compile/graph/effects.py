@@ -17,18 +17,18 @@ from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.inner_graphs import inside, is_higher_order, is_opaque, registers_hook
+from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.observation import MOVES_MEMORY, draws_by_schema, observed
 from moe_compile.graph.query import (
     argument_of,
     called_name,
+    is_assertion,
     is_launch,
     is_wait,
     overload_name,
     value_of,
 )
-
-ASSERTIONS: Final = (torch.ops.aten._assert_scalar.default, torch._check, torch._check_is_size)
-"""What stops a program whose host integers are not what it says: the tracer's and the user's."""
 
 HOST_ARITHMETIC: Final = frozenset(
     {
@@ -57,46 +57,25 @@ RANDOM_NAMES: Final = frozenset(
 """Functions and methods of a Dynamo graph that may move a generator's state."""
 
 
-MODE_SWITCHES: Final = (
-    "_set_", "set_grad_enabled", "set_inplace_requires_grad_allowed", "_enter_", "_exit_",
-    "_exchange_", "_maybe_exchange_", "_saved_tensors_hooks_", "push_dynamic_layer_stack",
-    "pop_dynamic_layer_stack",
+OWN_NAMESPACES: Final = frozenset(
+    {
+        "aten", "prims", "inductor_prims", "rngprims", "_c10d_functional", "c10d_functional",
+        "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor", "fsdp", "inductor", "streams",
+        "quantized", "quantized_decomposed", "mkldnn", "mkl", "profiler", "megamoe",
+    }
 )  # fmt: skip
-"""How the functions begin by which Dynamo enters and leaves what a program writes with `with`."""
-
-
-def changes_mode(node: fx.Node) -> bool:
-    """Whether the node switches a mode of the interpreter: grad mode, autocast, `vmap`, ..."""
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    return name.startswith(MODE_SWITCHES) or name.endswith("_nesting") or chooses_attention(node)
-
-
-def chooses_attention(node: fx.Node) -> bool:
-    """Whether the node enters or leaves `torch.nn.attention.sdpa_kernel`."""
-    return node.op == "call_function" and called_name(node) == "_sdpa_kernel"
+"""Where operators of torch and of ours are registered."""
 
 
 def may_attend(node: fx.Node) -> bool:
     """Whether the node may run attention, by one of torch's functions or by anybody's own."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return any(map(may_attend, inside(node)))
+    if is_higher_order(node):
+        return is_opaque(node) or any(map(may_attend, inside(node)))
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     module = str(getattr(node.target, "__module__", ""))
     of_torch = module.startswith(("torch", operator.add.__module__))
     return not of_torch or "attention" in called_name(node)
-
-
-def changes_grad_mode(node: fx.Node) -> bool:
-    """Whether the node switches gradients on or off."""
-    return changes_mode(node) and "grad_enabled" in getattr(node.target, "__name__", "")
-
-
-def changes_autocast(node: fx.Node) -> bool:
-    """Whether the node enters or leaves autocast."""
-    return changes_mode(node) and "autocast" in getattr(node.target, "__name__", "")
 
 
 def draws_random(node: fx.Node) -> bool:
@@ -108,11 +87,20 @@ def draws_random(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = (getattr(target, name) for name in target.overloads())
         return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return "rng" in target.name() or any(map(draws_random, inside(node)))
+    if is_higher_order(node):
+        return is_opaque(node) or any(map(draws_random, inside(node)))
     seen = observed(node)
     by_name = called_name(node) in RANDOM_NAMES and not _is_switched_off(node)
     return by_name or (seen is not None and seen.draws)
+
+
+def may_draw(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, or runs an operator that may without saying so.
+
+    Torch's own operators say it by a tag; those that others register often forget it.
+    """
+    namespace = overload_name(node).partition("::")[0]
+    return draws_random(node) or (bool(namespace) and namespace not in OWN_NAMESPACES)
 
 
 def _is_switched_off(node: fx.Node) -> bool:
@@ -120,19 +108,6 @@ def _is_switched_off(node: fx.Node) -> bool:
     if called_name(node) == "scaled_dot_product_attention":
         return argument_of(node, 4, "dropout_p", 0.0) == 0.0
     return called_name(node) == "dropout" and argument_of(node, 2, "training", True) is False
-
-
-def inside(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the graphs that a higher-order operator runs, [] for any other node."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return []
-    owner = node.graph.owning_module
-    bodies = [getattr(owner, str(i.target), None) for i in node.all_input_nodes if _is_body(i)]
-    return [n for body in bodies if isinstance(body, fx.GraphModule) for n in body.graph.nodes]
-
-
-def _is_body(node: fx.Node) -> bool:
-    return node.op == "get_attr"
 
 
 def moves_memory(node: fx.Node) -> bool:
@@ -152,11 +127,6 @@ def is_size_query(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in ASKS_A_SIZE
     return overload_name(node).startswith("aten::sym_")
-
-
-def is_assertion(node: fx.Node) -> bool:
-    """Whether the node stops the program unless a number of the host is as it says."""
-    return node.op == "call_function" and node.target in ASSERTIONS
 
 
 def is_host_arithmetic(node: fx.Node) -> bool:
@@ -194,6 +164,8 @@ def _is_noticed(inner: fx.Node) -> bool:
 def _has_effect(node: fx.Node) -> bool:
     """Whether torch was told that the operator has an effect: its calls stay, and in order."""
     target: Any = node.target
+    if is_higher_order(node):
+        return is_opaque(node) or registers_hook(node) or has_effects(target)
     if isinstance(target, torch._ops.OpOverloadPacket):
         return any(has_effects(getattr(target, name)) for name in target.overloads())
     return isinstance(target, torch._ops.OpOverload) and has_effects(target)
@@ -209,9 +181,3 @@ def makes_a_value(node: fx.Node) -> bool:
     kinds = (torch.Tensor, torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool)
     leaves = pytree.tree_leaves(value_of(node))
     return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
-
-
-def has_gradient(node: fx.Node) -> bool:
-    """Whether a gradient flows through the node's value, as far as the tracer's values tell."""
-    leaves = pytree.tree_leaves(value_of(node))
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

@@ -4,7 +4,7 @@ Autograd runs the nodes of a backward pass in the reverse order of their creatio
 numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gradient is added up
 from its last reader to its first, and running a reader later moves its term to the front. The first
 two terms may change places, adding two numbers commutes, if they are terms of two readers that add
-one each: `x * x` adds two.
+one each, `x * x` adds two, and lie in memory alike (gradient_layout.py).
 
 Contract
     A reader is known to add one term only where running it on the tracer's values shows one edge
@@ -25,9 +25,17 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
-from moe_compile.graph.effects import has_gradient, is_assertion
+from moe_compile.graph.gradient_layout import lies_by_rows
+from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, fake_mode_of, running_on
-from moe_compile.graph.query import is_launch, is_wait, tensor_of, value_of
+from moe_compile.graph.query import (
+    has_gradient,
+    is_assertion,
+    is_launch,
+    is_wait,
+    tensor_of,
+    value_of,
+)
 from moe_compile.graph.same_tensor import maker, readers
 
 Part = Callable[[fx.Node, fx.Node], int]
@@ -84,7 +92,9 @@ def _is_same_sum(before: list[fx.Node], after: list[fx.Node], source: fx.Node) -
     if before == after:
         return True
     swapped = [*before[1::-1], *before[2:]]
-    return after == swapped and all(_adds_one_term(r, source) for r in before[:2])
+    if after != swapped or not all(_adds_one_term(r, source) for r in before[:2]):
+        return False
+    return all(lies_by_rows(r, source) for r in before[:2])
 
 
 def _adds_gradient(reader: fx.Node) -> bool:
@@ -104,8 +114,7 @@ def _adds_one_term(reader: fx.Node, source: fx.Node) -> bool:
         return False
     if reader.op == "output" or is_launch(reader) or is_wait(reader):
         return True
-    runs_a_graph = isinstance(reader.target, torch._ops.HigherOrderOperator)
-    return not runs_a_graph and _num_edges(reader, source) == 1
+    return not is_higher_order(reader) and _num_edges(reader, source) == 1
 
 
 def _num_edges(reader: fx.Node, source: fx.Node) -> int:

@@ -21,19 +21,10 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence, storages
-from moe_compile.graph.effects import (
-    changes_autocast,
-    changes_mode,
-    chooses_attention,
-    draws_random,
-    has_gradient,
-    is_pure,
-    may_attend,
-    moves_memory,
-)
+from moe_compile.graph.effects import draws_random, is_pure, may_attend, moves_memory
 from moe_compile.graph.gradient_order import Part, find_reordered
-from moe_compile.graph.modes import Mode, modes
-from moe_compile.graph.query import is_launch, is_wait, value_of
+from moe_compile.graph.modes import Mode, changes_autocast, changes_mode, chooses_attention, modes
+from moe_compile.graph.query import has_gradient, is_launch, is_wait, value_of
 
 
 class Hazard(enum.Enum):

@@ -9,20 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.effects import (
-    changes_autocast,
-    changes_grad_mode,
-    changes_mode,
-    has_gradient,
-)
+from moe_compile.graph.query import called_name, has_gradient, is_assertion, value_of
 
 Mode: TypeAlias = tuple[object, tuple[fx.Node, ...]]
-"""Grad mode as last set, None for as it was at the start; every other switch still thrown."""
+"""Whether gradients are on, None where unknown; every other switch still thrown."""
+
+
+MODE_SWITCHES: Final = (
+    "_set_", "set_grad_enabled", "set_inplace_requires_grad_allowed", "_enter_", "_exit_",
+    "_exchange_", "_maybe_exchange_", "_saved_tensors_hooks_", "push_dynamic_layer_stack",
+    "pop_dynamic_layer_stack",
+)  # fmt: skip
+"""How the functions begin by which Dynamo enters and leaves what a program writes with `with`."""
+
+
+def changes_mode(node: fx.Node) -> bool:
+    """Whether the node switches a mode of the interpreter: grad mode, autocast, `vmap`, ..."""
+    if node.op != "call_function":
+        return False
+    name = called_name(node)
+    by_name = name.startswith(MODE_SWITCHES) or name.endswith("_nesting")
+    return by_name or chooses_attention(node) or _sets_state(node)
+
+
+def _sets_state(node: fx.Node) -> bool:
+    """Whether a function of torch is called for what it sets: nothing goes in, nothing comes out.
+
+    Such as `torch.set_autocast_enabled` or `torch.set_default_dtype`.
+    """
+    of_torch = str(getattr(node.target, "__module__", None)).partition(".")[0] == "torch"
+    is_function = of_torch and not isinstance(node.target, torch._ops.OperatorBase)
+    makes_nothing = not (node.all_input_nodes or node.users) and value_of(node) is None
+    return is_function and makes_nothing and not is_assertion(node)
+
+
+def chooses_attention(node: fx.Node) -> bool:
+    """Whether the node enters or leaves `torch.nn.attention.sdpa_kernel`."""
+    return node.op == "call_function" and called_name(node) == "_sdpa_kernel"
+
+
+def changes_grad_mode(node: fx.Node) -> bool:
+    """Whether the node switches gradients on or off."""
+    return changes_mode(node) and "grad_enabled" in called_name(node)
+
+
+def changes_autocast(node: fx.Node) -> bool:
+    """Whether the node enters or leaves autocast."""
+    return node.op == "call_function" and called_name(node) in ("_enter_autocast", "_exit_autocast")
 
 
 def modes(graph: fx.Graph) -> dict[fx.Node, Mode]:
@@ -31,9 +69,10 @@ def modes(graph: fx.Graph) -> dict[fx.Node, Mode]:
 
 
 @contextmanager
-def autocast_of(mode: Mode) -> Iterator[None]:
-    """Run functions of torch under the autocast that `mode` has switched on."""
+def running_under(mode: Mode) -> Iterator[None]:
+    """Run functions of torch with gradients and autocast switched as `mode` has them."""
     with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(mode[0] is not False))
         for switch in filter(changes_autocast, mode[1]):
             stack.enter_context(torch.autocast(*switch.args, **switch.kwargs))
         yield
@@ -41,7 +80,7 @@ def autocast_of(mode: Mode) -> Iterator[None]:
 
 def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:
     """Yield every node with its modes."""
-    grad_mode = _first_grad_mode(graph)
+    grad_mode: object = _first_grad_mode(graph)
     thrown: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
         yield node, (grad_mode, thrown)
@@ -55,11 +94,11 @@ def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:
                 thrown = (*thrown, node)
 
 
-def _first_grad_mode(graph: fx.Graph) -> object:
-    """Return True where a gradient is seen to flow before the first switch, else None: unknown."""
+def _first_grad_mode(graph: fx.Graph) -> bool:
+    """Return what is in force now, but True where a gradient flows before the first switch."""
     for node in graph.nodes:
         if changes_grad_mode(node):
-            return None
+            break
         if node.op not in ("placeholder", "get_attr") and has_gradient(node):
             return True
-    return None
+    return torch.is_grad_enabled()

@@ -5,6 +5,8 @@ Contract
     random numbers on its way. It is run once on the values that the tracer stored, under a mode
     that sees every operator of torch it calls; those say in their schemas what they do. Nothing is
     computed, and what the tracer stored stays as it is.
+    A function that is not torch's may do other things where gradients or autocast are on: it runs
+    under the node's own modes, on tensors that require gradients where the tracer's do.
     What fails so is taken to write whatever it reads and to draw.
 """
 
@@ -24,8 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.memory import plain_tensors, storages_of
-from moe_compile.graph.query import is_launch, is_wait, value_of
+from moe_compile.graph.modes import modes, running_under
+from moe_compile.graph.query import expression_of, is_launch, is_wait, value_of
 
 OBSERVED: Final = "megamoe_observed"
 """Key of a node's metadata under which what was seen is kept."""
@@ -128,10 +132,13 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
     fake = fake_mode_of([*values, value_of(node)])
     if fake is None or any(value is None for value in values):
         return None
-    watch = _Watch()
+    watch, of_torch = _Watch(), _is_of_torch(node)
+    mode = None if of_torch else modes(node.graph)[node]
+    copy = torch.Tensor.detach if of_torch else alike
     with running_on(fake) as stack:
-        detached = [pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, v) for v in values]
-        given = dict(zip(inputs, detached, strict=True))
+        if mode is not None:
+            stack.enter_context(running_under(mode))
+        given = {i: pytree.tree_map_only(torch.Tensor, copy, value_of(i)) for i in inputs}
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         stack.enter_context(watch)
         try:
@@ -155,14 +162,33 @@ def running_on(fake: FakeTensorMode) -> Iterator[ExitStack]:
         yield stack
 
 
+def alike(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same form, which requires a gradient where this one does.
+
+    One that requires none, or that no operator made, has the memory of this one.
+    """
+    copy = tensor.detach()
+    if not tensor.requires_grad or tensor.is_leaf:
+        return copy.requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        made = copy.requires_grad_() * 1
+        strides = [[expression_of(s) for s in t.stride()] for t in (made, tensor)]
+        return made if strides[0] == strides[1] else copy.view_as(copy)
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    module = str(getattr(node.target, "__module__", None))
+    return node.op == "call_method" or module.partition(".")[0] == "torch"
+
+
 def _calls_python(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target not in ONLY_READS
     if node.op != "call_function" or is_launch(node) or is_wait(node):
         return False
-    of_torch = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     by_operator = getattr(node.target, "__module__", "") == operator.add.__module__
-    return not (by_operator or isinstance(node.target, of_torch))
+    is_operator = isinstance(node.target, torch._ops.OpOverload) or is_higher_order(node)
+    return not (by_operator or is_operator)
 
 
 def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.effects import draws_random
+from moe_compile.graph.effects import may_draw
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
 
 HOST_READ: Final = "aten::_local_scalar_dense"
@@ -150,7 +150,7 @@ class _Chains:
             yield from self._drain(self.waits)
 
     def _after_own_kind(self, node: fx.Node) -> Iterator[fx.Node]:
-        if draws_random(node):
+        if may_draw(node):
             yield from self._link("random", node)
         if is_host_read(node):
             yield from self._link("host read", node)

@@ -13,9 +13,13 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 C10D: Final = torch.ops._c10d_functional
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+ASSERTIONS: Final = (torch.ops.aten._assert_scalar.default, torch._check, torch._check_is_size)
+"""What stops a program whose host integers are not what it says: the tracer's and the user's."""
+
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -121,10 +125,21 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def has_gradient(node: fx.Node) -> bool:
+    """Whether a gradient flows through the node's value, as far as the tracer's values tell."""
+    leaves = pytree.tree_leaves(value_of(node))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+
 def known_rows(node: fx.Node) -> int:
     """Return the length of the first dimension where it is known when compiling, else 0."""
     tensor = tensor_of(node)
     return tensor.shape[0] if tensor is not None and type(tensor.shape[0]) is int else 0
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether the node stops the program unless a number of the host is as it says."""
+    return node.op == "call_function" and node.target in ASSERTIONS
 
 
 def is_integer(node: fx.Node) -> bool:

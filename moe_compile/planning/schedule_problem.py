@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.graph.effects import draws_random
+from moe_compile.graph.effects import may_draw
 from moe_compile.graph.launch_order import plan_launch_order
 from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
 from moe_compile.graph.query import group_name, is_launch, is_wait
@@ -104,7 +104,7 @@ def _followers(nodes: Sequence[fx.Node]) -> tuple[bool, ...]:
 def _is_follower(node: fx.Node, *, is_returned: bool) -> bool:
     if node.op != "call_function" or not node.users:
         return False
-    if is_launch(node) or is_wait(node) or is_host_read(node) or draws_random(node):
+    if is_launch(node) or is_wait(node) or is_host_read(node) or may_draw(node):
         return False
     if is_free(node):
         return True

@@ -14,8 +14,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.effects import has_gradient
-from moe_compile.graph.query import called_name, overload_name, value_of, waits_on
+from moe_compile.graph.query import called_name, has_gradient, overload_name, value_of, waits_on
 from passes.replay.prune import Pruned, prune_other_experts
 
 

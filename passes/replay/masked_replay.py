@@ -164,12 +164,18 @@ def _split_weights(
     """Emit the weight of each sliceable grouped GEMM in one piece per chunk.
 
     One split per GEMM: what the weight receives as its gradient from there is one concatenation,
-    not a sum of padded pieces, and still a term of its own, added where the GEMM's was.
+    not a sum of padded pieces, and still a term of its own, added where the GEMM's was. It lies in
+    memory as the weight does, as the GEMM's would: a weight given transposed is split as it lies.
     """
     pieces: dict[fx.Node, list[fx.Node]] = {}
     for gemm in sliceable:
-        parts = emit.call(torch.split, gemm.args[1], [len(b) for b in bounds])
-        pieces[gemm] = [emit.call(operator.getitem, parts, c) for c in range(len(bounds))]
+        weight, tensor = gemm.args[1], tensor_of(gemm.args[1])
+        assert tensor is not None
+        crossed = not tensor.is_contiguous()
+        along = emit.method("transpose", weight, -2, -1) if crossed else weight
+        parts = emit.call(torch.split, along, [len(b) for b in bounds])
+        each = [emit.call(operator.getitem, parts, c) for c in range(len(bounds))]
+        pieces[gemm] = [emit.method("transpose", p, -2, -1) for p in each] if crossed else each
     return pieces
 
 

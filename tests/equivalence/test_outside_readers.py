@@ -11,12 +11,17 @@ from tests.outside_readers import (
     WHOLE,
     ChecksCounts,
     DrawsBetween,
+    HookOnRows,
+    HookWithCount,
     JoinedToAnEmptyVector,
     LegacyCountsInStatistics,
     LegacyCountsOnHost,
+    ReadAcross,
     ReadsWithoutGradient,
     SharedRouting,
+    SwitchesAutocast,
     WeightReadTwiceAndOutside,
+    WeightsGivenAcross,
     WritesWhatWasRead,
 )
 from tests.slow_parameters import slow_but
@@ -59,7 +64,7 @@ def differing(rank, style, steps, **more):
 
 QUICK = (
     LegacyCountsInStatistics, LegacyCountsOnHost, WritesWhatWasRead, DrawsBetween, SharedRouting,
-    WeightReadTwiceAndOutside, JoinedToAnEmptyVector,
+    WeightReadTwiceAndOutside, JoinedToAnEmptyVector, HookWithCount, WeightsGivenAcross,
 )  # fmt: skip
 
 
@@ -106,7 +111,9 @@ def test_what_the_user_demands_of_counts_is_still_demanded(two_ranks):
         assert len(found) == 2 and "Runtime assertion failed" in found[1]
 
 
-@pytest.mark.parametrize("style", slow_but(WHOLE[:1], WHOLE))
+@pytest.mark.parametrize(
+    "style", slow_but([*WHOLE[:1], HookOnRows, ReadAcross, SwitchesAutocast], WHOLE)
+)
 def test_a_region_whose_motion_would_tell_is_left_whole(mirrored_ranks, style):
     for found, verdicts in mirrored_ranks.run(differing, style, ((12, 7),)):
         assert found == []

@@ -63,6 +63,32 @@ def other_reader_by_one_function_of_torch(x):
     return y.neg() + z
 
 
+def other_reader_across(x):
+    """What comes back through the transposition lies in memory column by column."""
+    y = x.sin()
+    z = x.t().contiguous()
+    return y.neg() + z.t()
+
+
+def other_reader_that_may_hand_it_on_across(x):
+    y = x.sin()
+    z = x.cos()
+    return y.neg().t().contiguous() + z.t().contiguous().exp()
+
+
+def other_reader_by_a_product(x):
+    """What comes back through a product lies row by row, whatever follows."""
+    y = x.sin()
+    z = x @ torch.ones(8, 8)
+    return y.neg() + z.t().contiguous().t()
+
+
+def other_reader_that_sums(x):
+    y = x.sin()
+    z = (x * 0.5).sum()
+    return y.neg() + z
+
+
 def other_reader_of_two_terms(x):
     y = x.sin()
     z = x * x
@@ -169,6 +195,10 @@ def view_among_the_outputs(x):
         (other_reader_and_returned, False),
         (readers_without_gradient, True),
         (other_reader_by_one_function_of_torch, True),
+        (other_reader_across, False),
+        (other_reader_that_may_hand_it_on_across, False),
+        (other_reader_by_a_product, True),
+        (other_reader_that_sums, True),
         (other_reader_of_two_terms, False),
         (other_reader_of_two_terms_in_a_list, False),
         (other_reader_of_two_terms_inside_a_function, False),

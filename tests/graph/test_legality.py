@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_unused
-from moe_compile.graph.effects import changes_mode, draws_random, is_pure
+from moe_compile.graph.effects import draws_random, is_pure
 from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.modes import changes_mode
 from tests.capture import dynamo_graphs
 
 
@@ -172,6 +173,7 @@ def test_attention_alone_does_not_leave_the_choice_of_its_backend():
 
 MODES = {
     "hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "forward gradients": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
 }
 
@@ -182,6 +184,20 @@ def test_what_with_enters_and_leaves_is_a_mode(mode):
         with MODES[mode]():
             return x.sin()
 
+    assert sum(map(changes_mode, graph_of(program).nodes)) == 2
+
+
+def test_what_a_function_of_torch_sets_is_a_mode():
+    """Autocast switched by functions was not seen, and readers left it."""
+
+    def program(x):
+        y = x.sin()
+        torch.set_autocast_enabled("cpu", True)
+        z = x.cos()
+        torch.set_autocast_enabled("cpu", False)
+        return y.neg() + z
+
+    assert hazard(program) is Hazard.MODE_CHANGES
     assert sum(map(changes_mode, graph_of(program).nodes)) == 2
 
 

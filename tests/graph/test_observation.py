@@ -9,13 +9,15 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
-from moe_compile.graph.effects import draws_random, is_assertion, is_pure
+from moe_compile.graph.effects import draws_random, is_pure, may_draw
+from moe_compile.graph.inner_graphs import is_opaque, registers_hook
 from moe_compile.graph.observation import observed
+from moe_compile.graph.query import called_name, is_assertion
 from tests.capture import dynamo_graphs
 
 
 def graph_of(program, *inputs):
-    (gm,) = dynamo_graphs(program, *inputs)
+    gm, *_ = dynamo_graphs(program, *inputs)
     return gm.graph
 
 
@@ -142,3 +144,68 @@ def test_what_vmap_runs_is_followed_and_its_levels_stay():
     assert levels and not any(map(is_pure, levels))
     (product,) = graph.find_nodes(op="call_function", target=operator.mul)
     assert dependence.reads(product) & storages(graph.find_nodes(op="placeholder")[0])
+
+
+@torch._dynamo.allow_in_graph
+def noisy_where_gradients_are(x, y):
+    return y + torch.rand_like(y) if torch.is_grad_enabled() and x.requires_grad else y * 1
+
+
+@torch._dynamo.allow_in_graph
+def writes_where_gradients_are(x, y):
+    if x.requires_grad:
+        y.add_(1)
+    return y * 1
+
+
+def in_a_program(function, has_gradients):
+    def program(x, y):
+        with torch.set_grad_enabled(has_gradients):
+            return function(x * 2, y) + 1
+
+    return program
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_functions_that_are_not_torchs_run_under_the_modes_of_their_nodes(has_gradients):
+    """They were run without gradients, and did other things than in the program."""
+    inputs = torch.ones(2, requires_grad=True), torch.ones(2)
+    for function in (noisy_where_gradients_are, writes_where_gradients_are):
+        graph = graph_of(in_a_program(function, has_gradients), *inputs)
+        (node,) = [n for n in graph.nodes if called_name(n) == function.__name__]
+        assert (draws_random(node) or bool(written_arguments(node))) is has_gradients
+
+
+def hooked(x, y):
+    x = x * 2
+    x.register_hook(lambda gradient: gradient * y)
+    return x.sin()
+
+
+def test_a_hook_stays_though_nobody_reads_what_it_hooks():
+    """It was taken for an operator that computes, and erased with what it read."""
+    graph = graph_of(hooked, torch.ones(2, requires_grad=True), torch.ones(2))
+    (hook,) = [n for n in graph.nodes if registers_hook(n)]
+    assert not is_pure(hook) and not written_arguments(hook)
+
+
+def test_what_runs_code_of_no_graph_may_write_and_draw_and_stays():
+    leaf_function = getattr(torch._dynamo.decorators, "leaf_function", None)
+    if leaf_function is None:
+        pytest.skip("this torch has no leaf functions")
+
+    @leaf_function
+    def leaf(x):
+        return (x * 2,)
+
+    leaf.register_fake(lambda x: (x * 2,))
+    graph = graph_of(lambda x: leaf(x)[0] + 1, torch.ones(2))
+    (node,) = [n for n in graph.nodes if is_opaque(n)]
+    assert draws_random(node) and written_arguments(node) and not is_pure(node)
+
+
+def test_operators_of_others_may_draw_without_saying_so():
+    graph = graph_of(lambda x, y: torch.ops.megamoe_tests.bump(x, y) + x.sin(), *torch.ones(2, 3))
+    may = [n for n in graph.nodes if may_draw(n)]
+    assert [called_name(n) for n in may] == ["bump"]
+    assert not any(map(draws_random, may))

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.effects import is_assertion
-from moe_compile.graph.query import called_name, is_all_to_all, is_integer
+from moe_compile.graph.query import called_name, is_all_to_all, is_assertion, is_integer
 from passes.chunk_regions import ChunkRegions
 from passes.pipeline import DYNAMO, run_level
 from passes.replay.masked_replay import chunk_bounds

@@ -1,0 +1,57 @@
+"""Higher-order operators: the graphs that they run, and those whose code no graph shows.
+
+Contract
+    What an operator of the second kind reads, it may write; it may draw random numbers, and its
+    call may be noticed: such calls stay, where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+
+KNOWN: Final = frozenset(
+    {
+        "triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional",
+        "auto_functionalized", "auto_functionalized_v2", "control_deps", "out_dtype",
+        "flex_attention", "flex_attention_backward",
+    }
+)  # fmt: skip
+"""Operators of torch that do no more than compute, or write what they say, without such a graph."""
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether the node calls a higher-order operator."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a higher-order operator runs, [] for any other node."""
+    if not is_higher_order(node):
+        return []
+    owner = node.graph.owning_module
+    named = [
+        getattr(owner, str(i.target), None) for i in node.all_input_nodes if i.op == "get_attr"
+    ]
+    return [body for body in named if isinstance(body, fx.GraphModule)]
+
+
+def inside(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of the graphs that a higher-order operator runs, [] for any other node."""
+    return [inner for body in bodies(node) for inner in body.graph.nodes]
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether the node runs code that is in no graph: a function that is not traced, say."""
+    if not is_higher_order(node):
+        return False
+    target: Any = node.target
+    return target.name() not in KNOWN and not bodies(node)
+
+
+def registers_hook(node: fx.Node) -> bool:
+    """Whether the node has a graph run on a gradient, whoever reads what it returns."""
+    target: Any = node.target
+    return is_higher_order(node) and target.name() == "register_hook"
