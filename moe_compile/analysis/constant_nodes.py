@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.effects import may_draw
 from moe_compile.graph.query import is_launch, tensor_of
 
 
@@ -31,7 +32,9 @@ def constant_nodes(region: MoERegion) -> list[fx.Node]:
 
 
 def _is_call(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not is_launch(node)
+    """Whether the node is a call that makes the same each time: others' operators may not."""
+    is_call = node.op in ("call_function", "call_method") and not is_launch(node)
+    return is_call and not may_draw(node)
 
 
 def _above(constant: set[fx.Node], starts: Iterable[fx.Node]) -> set[fx.Node]:

@@ -85,6 +85,16 @@ class CountFacts:
             return written
         return _expression(size).xreplace(self._formula)
 
+    def formula_written(self, size: Any) -> sympy.Expr | None:
+        """Return the formula of a size as the program computed it; None where it is not followed.
+
+        What tracing learnt of it, from an assertion of the program perhaps, is not used.
+        """
+        formula = _written(size).xreplace(self._formula) if isinstance(size, torch.SymInt) else None
+        known = self._outside.union(self._expert)
+        followed = formula is not None and formula.free_symbols and formula.free_symbols <= known
+        return formula if followed else None
+
     def formula_read(self, size: Any) -> sympy.Expr | None:
         """Return the formula of a size the host read; None where it is not followed."""
         return self._formula.get(_written(size))
@@ -223,6 +233,18 @@ def _written(size: Any) -> sympy.Expr:
     """Return a size as it was computed, without what was learnt of its symbols later."""
     symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
     return size.node._expr if symbolic else sympy.sympify(size)
+
+
+def said_to_be(size: Any) -> sympy.Expr | None:
+    """Return what tracing replaced a number that the host read by, None where it did not.
+
+    What is computed from it afterwards is computed from that. A rank without tokens is told so, by
+    0, that it has none; a chunk has other counts than any other assertion says.
+    """
+    if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    found = size.node.expr
+    return found if found not in (size.node._expr, 0) else None
 
 
 def _is_at_least(size: sympy.Expr, rows: sympy.Expr) -> bool:

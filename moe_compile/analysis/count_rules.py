@@ -43,6 +43,9 @@ MOVES: Final = frozenset(
 EXACT: Final = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 """Types that hold any count this project will see."""
 
+LARGEST_NUMBER: Final = {torch.int32: 1 << 10, torch.float32: 1 << 4}
+"""Largest number in a formula of which these types hold the value for counts of a million rows."""
+
 WHOLE: Final = frozenset({torch.int32, torch.int64})
 """Types that hold any index."""
 
@@ -51,9 +54,9 @@ def from_counts(call: Call) -> Value | list[Value]:
     """Return what an operator makes of counts, constants and tensors from outside."""
     values = [call.value(t) for t in call.inputs]
     if call.name in SAME_VALUES and (kept := _kept(call)) is not None:
-        return kept
+        return _as_held(call, kept)
     if (result := _formulas(call, values)) is not None:
-        return result
+        return _as_held(call, result)
     if (labels := _labels(call, values)) is not None:
         return labels
     outside = [v for v in values if isinstance(v, Outside)]
@@ -61,6 +64,20 @@ def from_counts(call: Call) -> Value | list[Value]:
         raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
     tainted = bool(outside) or any(isinstance(v, Opaque) and v.reads_outside for v in values)
     return [Opaque(reads_outside=tainted) for _ in call.outputs]
+
+
+def _as_held(call: Call, result: Value | list[Value]) -> list[Value]:
+    """Return formulas whose numbers the type may not hold as what is not followed."""
+    each = result if isinstance(result, list) else [result] * len(call.outputs)
+    held = [_is_held(v, t.dtype) for v, t in zip(each, call.outputs, strict=True)]
+    return [value if kept else Opaque() for value, kept in zip(each, held, strict=True)]
+
+
+def _is_held(value: Value, dtype: torch.dtype) -> bool:
+    if not isinstance(value, Formulas) or dtype not in LARGEST_NUMBER:
+        return True
+    numbers = (n for cell in value.cells for n in cell.atoms(sympy.Integer))
+    return all(abs(n) <= LARGEST_NUMBER[dtype] for n in numbers)
 
 
 def _kept(call: Call) -> Value | None:

@@ -98,15 +98,28 @@ class CountRun:
         """Whether operators of torch alone have to be run."""
 
     def on(
-        self, sample: Sample, given: dict[fx.Node, torch.Tensor]
+        self,
+        sample: Sample,
+        given: dict[fx.Node, torch.Tensor],
+        run: OneRun | None = None,
+        *,
+        skips: bool = False,
     ) -> Iterator[tuple[int, Step, OneRun]]:
-        """Run the steps on `given` counts; yield after each, with what there is then."""
-        run = OneRun(self.facts, sample)
+        """Run the steps on `given` counts; yield after each, with what there is then.
+
+        With `skips`, what needs values from outside the region is left out, and what reads that.
+        """
+        run = run or OneRun(self.facts, sample)
         for key, node in self.inputs.items():
             if node in given:
                 run.tensors[key] = given[node]
         for moment, step in self.steps:
-            run.step(step)
+            try:
+                run.step(step)
+            except Unevaluable:
+                if not skips or _writes(step):
+                    raise
+                continue
             yield moment, step, run
 
 
@@ -116,6 +129,12 @@ def _made(step: Step) -> list[torch.Tensor]:
     if not isinstance(step, Operator):
         return []
     return _tensors(step.out) + written_tensors(step.func, step.args, step.kwargs)
+
+
+def _writes(step: Step) -> bool:
+    return isinstance(step, NotFollowed) or (
+        isinstance(step, Operator) and step.func._schema.is_mutable
+    )
 
 
 def _read(step: Step) -> list[torch.Tensor]:

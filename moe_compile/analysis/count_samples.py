@@ -22,8 +22,9 @@ MOST_ENUMERATED = 4
 SMALL = range(4)
 SKEWED = 70
 """Most rows of a run where few runs hold most rows: beyond twice the alignments in use, 8 to 32."""
-LARGE = (300, 5_000, 70_000)
-"""Rows, beyond what bfloat16 (256), float16 (2048; infinite from 65520) and int16 hold exactly."""
+LARGE = (300, 5_000, 70_000, 300_000)
+"""Rows, beyond what bfloat16 (256), float16 (2048; infinite from 65520) and int16 hold exactly, and
+as many as a rank receives of 8 sequences of 4,096 tokens for 8 experts each."""
 
 Sample = dict[sympy.Symbol, int]
 
@@ -40,13 +41,15 @@ def draw_samples(facts: CountFacts, num_drawn: int = NUM_DRAWN) -> Iterator[Samp
 
 
 def single_samples(facts: CountFacts) -> Iterator[Sample]:
-    """Yield no rows, then rows of each local expert alone: a chunk may have no others."""
+    """Yield no rows, then one row, and some, of each local expert alone, as a chunk may have."""
     own = [segment.length for segment in facts.root]
     source = random.Random(SEED)
     yield _filled(facts, dict.fromkeys(own, 0), source)
     for expert in range(facts.num_local_experts):
-        alone = {s: source.choice(SMALL[1:]) if facts.expert_with(s) == expert else 0 for s in own}
-        yield _filled(facts, alone, source)
+        mine = [s for s in own if facts.expert_with(s) == expert]
+        for values in ([1], [source.choice(SMALL[1:]) for _ in mine]):
+            alone = dict(zip(mine, values, strict=False))
+            yield _filled(facts, {s: alone.get(s, 0) for s in own}, source)
 
 
 def large_samples(facts: CountFacts, *, spread: bool = True) -> Iterator[Sample]:

@@ -63,16 +63,16 @@ def _strict(left: sympy.Expr, right: sympy.Expr, relation: object) -> tuple[symp
 
 
 def _formula(argument: Any, facts: CountFacts) -> sympy.Expr | None:
-    """Return a number of the host as a formula in the counts, or None."""
+    """Return a number of the host as a formula in the counts, or None.
+
+    As the program computes it: what an assertion says of it would make that assertion true.
+    """
     if isinstance(argument, int):
         return sympy.Integer(argument)
     if not isinstance(argument, fx.Node):
         return None
-    value = value_of(argument)
-    if isinstance(value, torch.SymInt):
-        return facts.formula(value)
     if argument.target not in ARITHMETIC or argument.kwargs:
-        return None
+        return facts.formula_written(value_of(argument))
     operands = [
         [_formula(a, facts) for a in given] if isinstance(given, list | tuple) else given
         for given in argument.args

@@ -102,7 +102,8 @@ def _permuted(base: Value, index: Permutation) -> Value | None:
         return Permutation(base.source, index.target)
     if isinstance(base, Labels) and base.order == index.source:
         of_segment = dict(zip(base.order, base.values, strict=True))
-        if all(segment in of_segment for segment in index.target):
+        once = len(of_segment) == len(base.order)  # a run that stands twice has labels of its own
+        if once and all(segment in of_segment for segment in index.target):
             return Labels(index.target, tuple(of_segment[s] for s in index.target))
     return None
 

@@ -110,15 +110,15 @@ def check_rounding(call: Call) -> None:
         raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
 
 
-def rounds_by_place(tensor: torch.Tensor, row_dim: int) -> bool:
-    """Whether another dimension lies outside that of the rows, on a CPU.
+def sums_by_place(tensor: torch.Tensor) -> bool:
+    """Whether sums round otherwise where another dimension lies outside that of the rows.
 
-    Sums over such a dimension, in an operator or in its gradient, run over several rows at once in
-    vectors, and over the last rows by other code (`vectorized_outer_sum` in
+    On a CPU sums over such a dimension, in an operator or in its gradient, run over several rows
+    at once in vectors, and over the last rows by other code (`vectorized_outer_sum` in
     ATen/native/cpu/SumKernel.cpp).
     """
     number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return number and not on_cuda(tensor) and any(s != 1 for s in tensor.shape[:row_dim])
+    return number and not on_cuda(tensor)
 
 
 def is_channels_last(rows: torch.Tensor) -> bool:

@@ -23,9 +23,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.count_facts import CountFacts
+from moe_compile.analysis.count_facts import CountFacts, said_to_be
 from moe_compile.analysis.operator_call import Call, Knowledge, functional, written_tensors
-from moe_compile.analysis.position_rounding import is_channels_last, rounds_by_place
+from moe_compile.analysis.position_rounding import is_channels_last, sums_by_place
 from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.repeated_elements import Repeated
 from moe_compile.analysis.row_domain import (
@@ -143,8 +143,14 @@ class _Proof:
             self.known.forget_aliases(tensor)
         for tensor, value in zip(outputs, each, strict=True):
             self.known.set(tensor, self._checked(tensor, value))
-            if isinstance(value, Rows) and rounds_by_place(tensor, value.dim):
+            if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
                 self.inner_rows.append((step.node, tensor))
+
+    def _lie_inside(self, rows: torch.Tensor, row_dim: int) -> bool:
+        """Whether another dimension lies outside that of the rows, in shape or in memory."""
+        others = [d for d, size in enumerate(rows.shape) if d != row_dim and size != 1]
+        far = any(d < row_dim or self.facts.depends_on_counts(rows.stride(d)) for d in others)
+        return far and sums_by_place(rows)
 
     def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
         """Return `value` when the sizes agree with it: all known, one of them that of the order."""
@@ -180,6 +186,8 @@ class _Proof:
         value = self.known.value(step.tensor)
         if isinstance(value, Rows):
             raise Unproven(Refusal.HOST_READ_OF_ROWS)
+        if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
+            raise Unproven(Refusal.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
 

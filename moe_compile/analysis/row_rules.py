@@ -11,7 +11,7 @@ Rounded alike, by kind of operator:
                   element, wide loads or not
     within rows   reductions, softmax and norms compute each row by itself. On a CPU this is
                   relied on with one thread, where no row is cut between threads, and where rows
-                  are the outermost dimension (`rounds_by_place`, repeated_elements.py). A GPU
+                  are the outermost dimension (`sums_by_place`, repeated_elements.py). A GPU
                   may share out a sum by the number of rows as well: not checked there
     products      of rows of one expert only, padded at most by its own count: a chunk has all of
                   them, so their number is the same
@@ -42,10 +42,12 @@ from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
+    Order,
     Outside,
     Rows,
     Unproven,
     Value,
+    length,
 )
 from moe_compile.analysis.understood_arguments import check_arguments
 
@@ -60,6 +62,8 @@ def pointwise(call: Call) -> Value:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
     ((from_right, order),) = seats
     for tensor, value in parts:
+        if isinstance(value, Fixed):
+            _check_sizes(call, tensor, tensor.dim() - from_right, order)
         uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
         if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
             raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
@@ -67,6 +71,15 @@ def pointwise(call: Call) -> Value:
             call.note_read(value, None, order)
     check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
+
+
+def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order) -> None:
+    """Refuse a constant beside rows that is as long as a chunk's rows, or counts, are not."""
+    for dim, size in enumerate(call.shape(constant)):
+        if dim == row_dim and size not in (1, length(order)):
+            raise Unproven(Refusal.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
+        if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
+            raise Unproven(Refusal.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
 
 
 def reduction(call: Call) -> Value | list[Value]:

@@ -28,6 +28,7 @@ from moe_compile.analysis.count_samples import (
     large_samples,
     single_samples,
 )
+from moe_compile.analysis.host_run import run_host
 from moe_compile.analysis.operator_call import Claim
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import (
@@ -93,17 +94,19 @@ def check_single_experts(
     """Raise Unproven where what is computed from counts fails for rows of one expert, or of none.
 
     A chunk may have no others, though this rank's experts together have. Operators that are not
-    torch's are tried where a premise needs them; values from outside the region are not there.
+    torch's are tried where a premise needs them; values from outside the region are not there, and
+    what needs them is not tried.
     """
     known = [
         c.tensor for c in claims if not (isinstance(c.value, Opaque) and c.value.reads_outside)
     ]
     run = CountRun(trace, facts, known)
-    for sample in single_samples(facts) if run.is_plain else ():
+    for sample in single_samples(facts):
+        one = OneRun(facts, sample)
         try:
-            _check(region, run, sample, {}, ())
-        except Unevaluable:
-            return
+            if run.is_plain:
+                _check(region, run, sample, {}, (), one)
+            run_host(region, trace, one)
         except Differs as error:
             raise Unproven(Refusal.PREMISE_FALSE, str(error)) from error
         except FAILURES as error:
@@ -128,14 +131,16 @@ def _check(
     sample: Sample,
     claims: dict[int, list[Claim]],
     premises: tuple[Premise, ...],
+    alone: OneRun | None = None,
 ) -> None:
+    """Run on one sample; `alone` is that run where values from outside may be missing."""
     with torch.no_grad():
         rows = SampledRows(run.facts, sample)
         given = {
             region.received_counts: _counts(region.received_counts, run.facts.received, sample),
             region.counts: _counts(region.counts, run.facts.sent, sample),
         }
-        for moment, step, one in run.on(sample, given):
+        for moment, step, one in run.on(sample, given, alone, skips=alone is not None):
             _check_read(run.facts, step, one)
             for claim in claims.get(moment, ()):
                 if id(claim.tensor) in one.tensors:

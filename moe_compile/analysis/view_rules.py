@@ -89,11 +89,12 @@ def moved(call: Call) -> Value:
 def squeezed(call: Call) -> Value:
     """Follow the row dimension when others of size 1 go."""
     tensor, rows = the_rows(call)
-    gone = call.argument("dim")
-    dims = [gone] if isinstance(gone, int) else list(gone or range(tensor.dim()))
-    ones = [d for d in (dim_of(d, tensor.dim()) for d in dims) if call.shape(tensor)[d] == 1]
-    if rows.dim in ones:
+    given = call.argument("dim")
+    dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dims = [dim_of(d, tensor.dim()) for d in dims]
+    if rows.dim in dims:  # it would go where there is one row
         raise call.unknown()
+    ones = [d for d in dims if call.shape(tensor)[d] == 1]
     return Rows(rows.dim - sum(d < rows.dim for d in ones), rows.order)
 
 
@@ -183,7 +184,7 @@ def joined(call: Call) -> Value:
     if any(not isinstance(v, Rows | Fixed) for _, v in parts):
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
-        return _side_by_side(call, [v for _, v in parts], row_dim)
+        return _side_by_side(call, parts, row_dim)
     in_graph = (tensor_of(node) for node in call.node.all_input_nodes)
     given = [t for t in in_graph if t is not None]  # autocast gives them one type behind the node
     if all(len({(t.dtype, t.dim()) for t in ts}) == 1 for ts in ([t for t, _ in parts], given)):
@@ -223,13 +224,17 @@ def padded(call: Call) -> Value:
     return Rows(rows.dim, join([rows.order, (padding(behind),)]))
 
 
-def _side_by_side(call: Call, parts: list[Value], row_dim: int) -> Value:
-    orders = {v.order for v in parts if isinstance(v, Rows)}
+def _side_by_side(call: Call, parts: list[tuple[torch.Tensor, Value]], row_dim: int) -> Value:
+    orders = {v.order for _, v in parts if isinstance(v, Rows)}
     if len(orders) != 1:
         raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
-    if any(isinstance(v, Fixed) and not v.is_uniform for v in parts):
+    (order,) = orders
+    constants = [(t, v) for t, v in parts if isinstance(v, Fixed)]
+    if any(not v.is_uniform or call.shape(t)[row_dim] != length(order) for t, v in constants):
         raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
     dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
+    if any(call.facts.depends_on_counts(t.shape[dim]) for t in call.inputs):
+        raise Unproven(Refusal.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
     sizes = [int(t.shape[dim]) for t in call.inputs]
     check_parts_rounding(call, row_dim, dim, [sum(sizes[:i]) for i in range(len(sizes))])
-    return Rows(row_dim, orders.pop())
+    return Rows(row_dim, order)
