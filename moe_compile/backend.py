@@ -206,7 +206,7 @@ def _log(compilation: Compilation) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "megamoe_report", "encoding": "json"},
-        payload_fn=lambda: json.dumps(dataclasses.asdict(compilation)),
+        payload_fn=lambda: json.dumps(dataclasses.asdict(compilation), default=str),
     )
 
 

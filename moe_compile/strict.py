@@ -2,8 +2,7 @@
 
 Contract
     Nothing is raised for what is no region, for what is done already, or for what does not pay.
-    A graph that dispatches rows by sizes known only at run time, and has no region, is one where a
-    region was meant to be.
+    Where rows are dispatched by sizes known only at run time, a region was meant to be.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from moe_compile.report.compilations import Compilation
 
 
 def refuse_unmatched(config: MegaMoEConfig, compilation: Compilation) -> None:
-    """Raise RegionRefused for a graph that dispatches rows and has no region at all."""
-    if not config.strict or config.chunks == 1 or compilation.has_regions:
+    """Raise RegionRefused for a graph that dispatches rows by an exchange of no region."""
+    if not config.strict or config.chunks == 1:
         return
-    for left in compilation.unmatched:
-        if left.is_dispatch:
-            raise RegionRefused(
-                f"{compilation.place_of_exchange}: no MoE region was found: {left}. To do: "
-                f"{left.remedy}. Set megamoe.strict = False to run it as it is"
-            )
+    matched = [] if compilation.has_regions else [u for u in compilation.unmatched if u.is_region]
+    for left in (*matched, *compilation.unmatched_dispatches):
+        raise RegionRefused(
+            f"{compilation.place_of_exchange}: no MoE region was found: {left}. To do: "
+            f"{left.remedy}. Set megamoe.strict = False to run it as it is"
+        )
 
 
 def refuse_unmet(config: MegaMoEConfig, state: CompileState) -> None:

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter, erase_dead, erase_unused, substitute
-from moe_compile.graph.query import C10D, is_launch, overload_name
+from moe_compile.graph.inner_graphs import bodies
+from moe_compile.graph.modes import changes_mode
+from moe_compile.graph.query import C10D, called_name, is_launch, is_wait, overload_name
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
+
+HAND_ON: Final = frozenset({"view_as", "alias", "detach"})
+"""Functions and methods that give a tensor's values on."""
 
 
 class Left(enum.Enum):
@@ -78,9 +83,23 @@ def _arguments_in_place(launch: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _hides_wait(launch: fx.Node) -> fx.Node | None:
-    """Return the operator that waits for `launch` inside its body, when nothing else reads it."""
+    """Return the operator that does no more than wait for `launch`, when nothing else reads it."""
     readers = [u for u in launch.users if "autograd_function_apply" in str(u.target)]
-    return readers[0] if len(readers) == 1 and len(launch.users) == 1 else None
+    alone = len(readers) == 1 and len(launch.users) == 1
+    return readers[0] if alone and _only_waits(readers[0]) else None
+
+
+def _only_waits(hiding: fx.Node) -> bool:
+    """Whether the operator's forward waits and its backward hands the gradient through."""
+    graphs = bodies(hiding)
+    if len(graphs) != 2:
+        return False
+    forward, backward = (
+        [n for n in body.graph.nodes if n.op not in ("placeholder", "output")] for body in graphs
+    )
+    waits = [n for n in forward if is_wait(n)]
+    others = {*forward, *backward} - {*waits}
+    return bool(waits) and all(called_name(n) in HAND_ON or changes_mode(n) for n in others)
 
 
 def _drop_unread_bodies(graph: fx.Graph) -> None:

@@ -82,7 +82,9 @@ def _match(
     if not is_all_to_all(dispatch):
         return Refused(candidate=dispatch.name, reason=Refusal.NOT_ALL_TO_ALL)
     if not has_dynamic_splits(dispatch):
-        return Refused(candidate=dispatch.name, reason=Refusal.EVEN_SPLITS)
+        sizes = {*output_splits(dispatch), *input_splits(dispatch)}
+        reason = Refusal.EVEN_SPLITS if len(sizes) <= 1 else Refusal.NO_COUNT_EXCHANGE
+        return Refused(candidate=dispatch.name, reason=reason)
     if is_integer(dispatch):
         return Refused(candidate=dispatch.name, reason=Refusal.INTEGER_PAYLOAD)
     below = dependence.below([dispatch])
@@ -94,6 +96,7 @@ def _match(
     above = dependence.above(s for s in splits if isinstance(s, fx.Node))
     counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
     if not counts:
+        used.add(combines[0])  # what is wrong is said of the dispatch
         return Refused(candidate=dispatch.name, reason=Refusal.NO_COUNT_EXCHANGE)
     return _Pair(dispatch, combines[0], results[0], counts[-1])
 

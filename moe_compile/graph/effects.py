@@ -66,6 +66,9 @@ OWN_NAMESPACES: Final = frozenset(
 )  # fmt: skip
 """Where operators of torch and of ours are registered."""
 
+COMMUNICATING: Final = frozenset({"c10d", "symm_mem", "_dtensor"})
+"""Of these, where operators are registered that communicate as a part of what they do."""
+
 
 def may_attend(node: fx.Node) -> bool:
     """Whether the node may run attention, by one of torch's functions or by anybody's own."""
@@ -101,6 +104,18 @@ def may_draw(node: fx.Node) -> bool:
     """
     namespace = overload_name(node).partition("::")[0]
     return draws_random(node) or (bool(namespace) and namespace not in OWN_NAMESPACES)
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether the node runs a graph that launches collectives."""
+    return any(is_launch(inner) or communicates(inner) for inner in inside(node))
+
+
+def may_communicate(node: fx.Node) -> bool:
+    """Whether the node may launch collectives besides its own: others' operators may."""
+    namespace = overload_name(node).partition("::")[0]
+    is_others = bool(namespace) and namespace not in OWN_NAMESPACES - COMMUNICATING
+    return communicates(node) or is_opaque(node) or is_others
 
 
 def _is_switched_off(node: fx.Node) -> bool:

@@ -6,7 +6,8 @@ Contract
     Edges: data; writes in place against reads and writes of the same storage; random ops among
     themselves; nodes without users among themselves; copies into inputs after earlier waits; a
     sent tensor is not overwritten before its wait; and launches never cross a host read, nor an
-    assertion: where it fails, every rank has launched the same collectives.
+    assertion: where it fails, every rank has launched the same collectives; nor what launches
+    collectives of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.fx as fx
 
 from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.effects import may_draw
+from moe_compile.graph.effects import communicates, may_communicate, may_draw
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
 
 HOST_READ: Final = "aten::_local_scalar_dense"
@@ -57,11 +58,17 @@ def is_host_read(node: fx.Node) -> bool:
     return any(t.device.type not in ("cpu", "meta") for t in inputs) and not is_wait(node)
 
 
-def find_predecessors(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Return, for each node, the nodes that must come before it, in graph order."""
+def find_predecessors(
+    graph: fx.Graph, *, keeps_program: bool = False
+) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Return, for each node, the nodes that must come before it, in graph order.
+
+    With `keeps_program` ranks may run other compute for as long: launches stay on their side of
+    operators that may communicate without saying so.
+    """
     position = {node: i for i, node in enumerate(graph.nodes)}
     hazards = _Hazards.of(graph)
-    chains = _Chains()
+    chains = _Chains(keeps_program)
     return {
         node: tuple(
             sorted(
@@ -121,6 +128,8 @@ class _Hazards:
 class _Chains:
     """Kinds of nodes that keep their order among themselves."""
 
+    keeps_program: bool = False
+
     last: dict[str, fx.Node] = field(default_factory=dict)
     launches: list[fx.Node] = field(default_factory=list)
     """Since the last host read."""
@@ -152,7 +161,8 @@ class _Chains:
     def _after_own_kind(self, node: fx.Node) -> Iterator[fx.Node]:
         if may_draw(node):
             yield from self._link("random", node)
-        if is_host_read(node):
+        hides_launches = may_communicate if self.keeps_program else communicates
+        if is_host_read(node) or (hides_launches(node) and not (is_launch(node) or is_wait(node))):
             yield from self._link("host read", node)
             yield from self._drain(self.launches)
         if overload_name(node) in RUNTIME_ASSERTIONS:

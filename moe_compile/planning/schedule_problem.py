@@ -64,7 +64,7 @@ class ScheduleProblem:
         """Read one graph; `keeps_program` as in `plan_launch_order`."""
         nodes = tuple(graph.nodes)
         index = {node: i for i, node in enumerate(nodes)}
-        predecessors = find_predecessors(graph)
+        predecessors = find_predecessors(graph, keeps_program=keeps_program)
         before = tuple(tuple(index[p] for p in predecessors[n]) for n in nodes)
         after = _reversed(before)
         planned = plan_launch_order(nodes, predecessors, keeps_program=keeps_program)

@@ -117,12 +117,25 @@ class Compilation:
         self.dropped.append(line)
         self.has_failures |= is_failure
 
+    @property
+    def unmatched_dispatches(self) -> list[Unmatched]:
+        """Exchanges that dispatch rows as those of experts do, and were not matched."""
+        return [left for left in self.unmatched if left.is_dispatch and not left.is_region]
+
     def warning(self) -> str:
-        """Return what to warn of: exchanges in a graph without a region; "" where there is none."""
-        if self.has_regions or not self.unmatched:
+        """Return what to warn of, "" where there is nothing.
+
+        That is exchanges in a graph without a region, and beside regions those that dispatch rows.
+        """
+        left = self.unmatched_dispatches if self.has_regions else self.unmatched
+        if not left:
             return ""
-        first = self.unmatched[0]
-        others = f"; so are {len(self.unmatched) - 1} others" if len(self.unmatched) > 1 else ""
+        first, others = left[0], f"; so are {len(left) - 1} others" if len(left) > 1 else ""
+        if self.has_regions:
+            return (
+                f"megamoe: an exchange beside the MoE regions at {self.family} is left as it is"
+                f"{others}. {first}. To do: {first.remedy}"
+            )
         attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
         return (
             f"megamoe: the exchange at {self.place_of_exchange} is left as it is{others}: no MoE "

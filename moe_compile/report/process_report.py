@@ -2,13 +2,15 @@
 
 Contract
     `as_dict` is plain JSON data; times are predicted from the hardware profile, never measured.
-    The file is replaced whole, so that a reader never sees half of it. Rank 0 writes.
+    The file is replaced whole, so that a reader never sees half of it. Rank 0 writes; where it
+    cannot, it warns once, and nothing else ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +21,8 @@ import torch.distributed as dist
 
 from moe_compile.ops.launch_records import executed_records, on_first_execution
 from moe_compile.report.compilations import Compilation
+
+LOG: Final = logging.getLogger(__name__)
 
 FIGURES: Final = (
     "compute_us",
@@ -46,6 +50,7 @@ class ProcessReport:
         self.warnings: dict[str, None] = {}
         """Of graphs with exchanges and no region; each once, in order."""
         self.paths: set[Path] = set()
+        self._unwritable: set[Path] = set()
         self._hardware = ""
 
     def add(self, compilation: Compilation, path: str, hardware: str) -> None:
@@ -54,7 +59,7 @@ class ProcessReport:
         The file is written in any case: a report that finds nothing says so.
         """
         self._keep(compilation)
-        if not compilation.has_regions and (warning := compilation.warning()):
+        if warning := compilation.warning():
             self.warnings[warning] = None
         self._hardware = hardware
         if path:
@@ -107,10 +112,21 @@ class ProcessReport:
         if _rank() != 0:
             return
         for path in self.paths:
+            try:
+                self._write_to(path)
+            except OSError as error:  # training goes on without a report
+                if path not in self._unwritable:
+                    LOG.warning("megamoe: the report cannot be written to %s: %s", path, error)
+                self._unwritable.add(path)
+
+    def _write_to(self, path: Path) -> None:
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
             partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
             partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def figures(record: Any) -> dict[str, float]:

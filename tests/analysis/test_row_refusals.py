@@ -42,6 +42,19 @@ def kept_rows(layer, rows, received):
     return torch.zeros_like(rows).index_copy(0, keep, rows[keep])
 
 
+def labels_of_rows_twice(layer, rows, received):
+    """Rows stand twice, each time with another label; only the last was remembered."""
+    first, again = torch.zeros_like(received), torch.ones_like(received)
+    labels = torch.cat([first, again + (torch.arange(received.numel()) % 2)])
+    labels = labels.repeat_interleave(received.repeat(2), output_size=2 * rows.shape[0])
+    key = (torch.arange(2 * received.numel()) // received.numel()).repeat_interleave(
+        received.repeat(2), output_size=2 * rows.shape[0]
+    )
+    perm = torch.argsort(key, stable=True)
+    both = torch.cat([rows, rows])[perm] + layer.w1[:, :, 0][labels[perm]]
+    return both[: rows.shape[0]] + both[rows.shape[0] :]
+
+
 REFUSED = {
     "mean over all rows": (lambda m, x, c: x - x.mean(0), Refusal.ROWS_MIXED),
     "running sum over rows": (lambda m, x, c: torch.cumsum(x, 0), Refusal.ROWS_MIXED),
@@ -72,6 +85,14 @@ REFUSED = {
         lambda m, x, c: x * x.index_select(1, c.max().view(1) % 4),
         Refusal.VALUE_FROM_COUNTS,
     ),
+    "rows behind one another in memory": (
+        lambda m, x, c: x * (x.new_zeros(WIDTH, x.shape[0]).t() + x).sum(1, keepdim=True),
+        Refusal.ROUNDED_BY_POSITION,
+    ),
+    "every dimension of size one": (
+        lambda m, x, c: (x[:, None] * 0.5).squeeze(), Refusal.UNKNOWN_OPERATOR,
+    ),
+    "labels of rows that stand twice": (labels_of_rows_twice, Refusal.ROWS_FROM_OUTSIDE),
     "capacity by index": (kept_rows, Refusal.ROWS_OUT_OF_ORDER),
     "dropout": (lambda m, x, c: F.dropout(x, 0.1), Refusal.RANDOM),
     "noise": (lambda m, x, c: x + torch.randn_like(x), Refusal.RANDOM),

@@ -25,6 +25,11 @@ def one_way(x, group):
     return collectives.all_to_all_single(x, sizes, sizes, group) * 2
 
 
+def by_sizes_read_before(x, group):
+    """Sends rows by sizes that are integers of Python already, as behind a graph break."""
+    return collectives.all_to_all_single(x, [20, 12], [20, 12], group) * 2
+
+
 def in_equal_parts(x, group):
     return collectives.all_to_all_single(x, None, None, group) * 2
 
@@ -48,6 +53,7 @@ def warnings_of(caplog):
     ("program", "reason", "remedy"),
     [
         (one_way, "no exchange with the split lists swapped", "send the rows back"),
+        (by_sizes_read_before, "its split sizes do not come from", "take the split sizes from"),
         (in_equal_parts, "its split sizes are static", "nothing if it dispatches no tokens"),
     ],
 )
@@ -81,6 +87,34 @@ def test_gathers_and_regions_are_no_reason_to_warn(fake_ranks, caplog, tmp_path)
         compile_program(lambda x, _: layer(x.bfloat16()), fake_ranks)
     assert warnings_of(caplog) == []
     assert report.exists()  # of a run that has nothing to report too
+
+
+def test_rows_dispatched_beside_a_region_are_not_silent(fake_ranks, caplog):
+    layer = GroupedExperts(16, 24, 8, 2, fake_ranks)
+
+    def program(x, group):
+        return layer(x.bfloat16()), one_way(x, group)
+
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
+        compile_program(program, fake_ranks)
+    (warning,) = warnings_of(caplog)
+    assert "beside the MoE regions" in warning and "send the rows back" in warning
+    with pytest.raises(RegionRefused, match=r"To do: send the rows"):
+        compile_program(program, fake_ranks, **{"megamoe.strict": True})
+
+
+def test_a_report_that_cannot_be_written_is_warned_of_and_ends_nothing(
+    fake_ranks, caplog, tmp_path
+):
+    """The job ended on the rank that writes, and hung on the others."""
+    (tmp_path / "folder").mkdir()
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
+        for _ in range(2):
+            report = {"megamoe.report": str(tmp_path / "folder")}
+            compile_program(gathered, fake_ranks, **report)
+    (warning,) = warnings_of(caplog)
+    assert "the report cannot be written to" in warning
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_strict_raises_for_rows_that_are_sent_and_never_for_equal_parts(fake_ranks):

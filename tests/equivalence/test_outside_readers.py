@@ -9,6 +9,7 @@ from moe_compile.report.process_report import REPORT
 from tests.outside_readers import (
     CHUNKED,
     WHOLE,
+    ChecksANumber,
     ChecksCounts,
     DrawsBetween,
     HookOnRows,
@@ -90,10 +91,10 @@ def test_so_does_a_region_whose_tokens_are_gathered(two_ranks, style):
         assert set(verdicts) == {"all-gathered"}
 
 
-def complaint(rank):
+def complaint(rank, style):
     """Return what eager and the compiled layer raise for counts that the user forbids."""
     torch._dynamo.reset()
-    layer = ChecksCounts(64, 64, 8, 2, dist.group.WORLD)
+    layer = style(64, 64, 8, 2, dist.group.WORLD)
     options = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
     compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
     found = []
@@ -105,9 +106,10 @@ def complaint(rank):
     return found
 
 
-def test_what_the_user_demands_of_counts_is_still_demanded(two_ranks):
+@pytest.mark.parametrize("style", [ChecksCounts, ChecksANumber])
+def test_what_the_user_demands_of_counts_is_still_demanded(two_ranks, style):
     """It was taken for one of the tracer's own assertions, and dropped with the old body."""
-    for found in two_ranks.run(complaint):
+    for found in two_ranks.run(complaint, style):
         assert len(found) == 2 and "Runtime assertion failed" in found[1]
 
 

@@ -200,3 +200,30 @@ def test_an_assertion_stays_between_the_launches_around_it():
 
 def launches(calls):
     return [node for node in calls if is_launch(node)]
+
+
+@torch.library.custom_op("megamoe_tests::sums_over_ranks", mutates_args=())
+def sums_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@sums_over_ranks.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("keeps_program", [True, False])
+def test_launches_stay_on_their_side_of_what_may_communicate(keeps_program):
+    """A collective inside another operator was run under an exchange, on one rank only."""
+
+    def program(x):
+        early = c10d.wait_tensor(send(x))
+        y = torch.ops.megamoe_tests.sums_over_ranks(x + 1)
+        return early, y, c10d.wait_tensor(send(x * 2))
+
+    graph = graph_of(program)
+    (inside,) = named(graph.nodes, "megamoe_tests::sums_over_ranks")
+    first, second = filter(is_launch, graph.nodes)
+    before = find_predecessors(graph, keeps_program=keeps_program)
+    assert (first in before[inside]) is keeps_program
+    assert (inside in before[second]) is keeps_program

@@ -1,9 +1,10 @@
 """Collectives in the form the passes know: arguments by position, but for those by name alone."""
 
+import pytest
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from moe_compile.graph.query import is_launch
+from moe_compile.graph.query import is_launch, overload_name
 from tests.capture import dynamo_graphs
 
 C10D = torch.ops._c10d_functional
@@ -39,3 +40,43 @@ def test_what_is_taken_by_name_alone_stays_so(fake_ranks):
     (launch,) = launches_of(program)
     assert launch.args[1:] == (2, fake_ranks.group_name)
     assert [*launch.kwargs] == ["out"]
+
+
+class WaitsAndDoubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return C10D.wait_tensor(x) * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return C10D.wait_tensor(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class WaitsAndHalvesTheGradient(Waits):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 0.5
+
+
+@pytest.mark.parametrize("function", [Waits, WaitsAndDoubles, WaitsAndHalvesTheGradient])
+def test_only_a_function_that_waits_and_no_more_is_a_wait(fake_ranks, function):
+    """Any function of the program that read such a launch was replaced by a wait."""
+
+    def program(x):
+        launch = torch.ops._c10d_functional_autograd.all_to_all_single
+        return function.apply(launch(x, [2, 2], [2, 2], fake_ranks.group_name))
+
+    gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
+    (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
+    is_plain = overload_name(launch).startswith("_c10d_functional::")
+    assert is_plain is (function is Waits)

@@ -80,12 +80,14 @@ def test_a_launch_nobody_waits_for_is_a_violation():
         verify(graph)
 
 
-def test_two_waits_for_one_launch_are_a_violation():
+def test_two_waits_for_one_launch_are_one_too_many_and_no_harm():
+    """Without gradients nothing merges what a program waits for twice: the job was ended."""
+
     def program(x):
         flying = send(x)
         return c10d.wait_tensor(flying) + c10d.wait_tensor(flying)
 
-    assert "waited for 2 times" in violation(program)
+    verify(traced(program))
 
 
 def test_reading_what_is_in_flight_is_a_violation():
