@@ -133,6 +133,7 @@ class Detail(enum.Enum):
     INFERRED = "rows get a size that torch infers"
     OWN_NORM = "rows are divided each by its own norm, in their own type"
     SUMS_WRITTEN = "sums of counts become running sums in place, once labels are made of them"
+    CROSSED = "a weight of grouped products is scaled, then transposed"
     BANK = "rows are multiplied by a weight looked up by label too, one row at a time"
 
 
@@ -154,6 +155,7 @@ class Decoy(enum.Enum):
     OUTER = "product of rows with all rows"
     COUNTS_LIST = "counts of two experts change places, written by an operator on lists"
     HALF = "half of the rows scaled, in an order that is not followed"
+    BY_COLUMNS = "rows lie behind one another in memory, and are summed"
     GIVEN_BACK = "one gain for all experts, by an operator that gives it back to each"
 
 
@@ -205,6 +207,11 @@ class Reader(enum.Enum):
     ROWS_VIEWED = "routed rows are a view, its base is written, then read"
     ROWS_HANDED_BACK = "routed rows are handed back by an operator among others, their source read"
     WEIGHT_SQUARED = "a weight is multiplied by itself between the exchanges"
+    HOOK_COUNT = "a gradient passes a hook that scales it by n, on a tensor nobody reads after"
+    HOOK_ROWS = "the gradient of the received rows passes a hook, set behind the experts"
+    ROWS_ACROSS = "routed rows are read across: what comes back lies in memory by columns"
+    AUTOCAST_SET = "x times a size under autocast that functions switch on and off"
+    CHECK_EQUAL = "torch._check that a number of the host equals another, which holds"
     SHIFT_WRITTEN = "a buffer is added to the received rows, then written"
 
 

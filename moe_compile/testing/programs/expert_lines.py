@@ -50,6 +50,10 @@ DECOYS: Final = {
         "head, tail = torch.split(rows[spot], [half, rows.shape[0] - half])",
         "rows = torch.zeros_like(rows).index_copy(0, spot, torch.cat([head * 2, tail]))",
     ],
+    Decoy.BY_COLUMNS: [
+        "behind = rows.new_zeros(WIDTH, rows.shape[0]).t() + rows",
+        "rows = rows * behind.sum(1, keepdim=True)",
+    ],
     Decoy.GIVEN_BACK: [],
     Decoy.OUTER: ["rows = rows + rows @ (rows.t() @ rows) * 0.125"],
 }

@@ -225,6 +225,9 @@ def _at_once(layer: Experts) -> list[str]:
     out = [f"out = {last_product}"]
     if Detail.BESIDE in layer.details:
         out += ["out = torch.cat([out[:, :5], x[:, 5:]], 1)"]
+    if Detail.CROSSED in layer.details:
+        weight = "(self.wt.float() * 0.75).to(x.dtype).transpose(-2, -1)"
+        products += [f"gate = gate + torch._grouped_mm(x, {weight}{flip}, offs=offs)"]
     if Detail.BANK in layer.details:
         looked_up = "looked = torch.bmm(x[:, None], self.w1[label])[:, 0]"
         products = [looked_up, *products, "gate = gate + looked"]

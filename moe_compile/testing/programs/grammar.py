@@ -43,6 +43,7 @@ OF_STYLE: Final[dict[enum.Enum, Style]] = {
     Detail.LONGEST: Style.SORTED_LOOP,
     Detail.SUMS_WRITTEN: Style.GROUPED,
     Detail.BANK: Style.GROUPED,
+    Detail.CROSSED: Style.GROUPED,
     Decoy.COUNTS_LIST: Style.SORTED_LOOP,
 }
 """What says nothing in the plainest style, and one in which it does."""

@@ -99,6 +99,8 @@ def _constructor(layer: Experts, number: int) -> list[str]:
     ]
     if Detail.BIAS in layer.details:
         body += [f"self.b1 = parameter(own, {e}, HIDDEN)", f"self.b2 = parameter(own, {e}, WIDTH)"]
+    if Detail.CROSSED in layer.details:
+        body += [f"self.wt = parameter(own, {e}, HIDDEN, WIDTH)"]
     if {Decoy.SHARED_WEIGHT, Decoy.GIVEN_BACK} & layer.decoys:
         body += ["self.gain = parameter(own, WIDTH)"]
     return ["def __init__(self):", *indented([*body, *lines_at(layer, "buffers")])]

@@ -38,6 +38,7 @@ USED_BY: Final = {
     Detail.EMPTY_JOIN: frozenset({Style.LOOP, Style.SORTED_LOOP, Style.STACKED}),
     Detail.SUMS_WRITTEN: frozenset({Style.GROUPED, Style.FUSED}),
     Detail.BANK: frozenset({Style.GROUPED}),
+    Detail.CROSSED: frozenset({Style.GROUPED, Style.FUSED}),
     Detail.BESIDE: frozenset(Style) - {Style.BATCHED, Style.STACKED},
 }
 """Styles that a detail says something in; every other detail does in all of them."""
@@ -47,7 +48,8 @@ WRITES: Final = frozenset(
         Reader.STATISTICS, Reader.STATISTICS_VIEW, Reader.LATE_STATISTICS, Reader.HOST_RATIO,
         Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
         Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
-        Reader.EARLY_DATA, Reader.SHIFT_WRITTEN,
+        Reader.EARLY_DATA, Reader.SHIFT_WRITTEN, Reader.HOOK_COUNT, Reader.HOOK_ROWS,
+        Reader.AUTOCAST_SET,
     }
 )  # fmt: skip
 """What happens twice where a layer is recomputed."""

@@ -206,6 +206,45 @@ FIXED: dict[Reader, Lines] = {
         between=("large = (self.w2 * self.w2).sum()",),
         after=("result = result + large.to(result.dtype) * 0.0625",),
     ),
+    Reader.HOOK_COUNT: Lines(
+        between=(
+            "hooked = self.w2 * 2",
+            "scaled = hooked.sin().sum()",
+            "if hooked.requires_grad:",
+            "    hooked.register_hook(lambda gradient: gradient * n)",
+        ),
+        after=("result = result + scaled.to(result.dtype) * 0.0625",),
+    ),
+    Reader.HOOK_ROWS: Lines(
+        later=(
+            "if rows.requires_grad:",
+            "    rows.register_hook(lambda gradient: gradient * 2)",
+        ),
+    ),
+    Reader.ROWS_ACROSS: Lines(
+        before=("routed = routed + self.offset",),
+        between=(
+            "across = torch.sin(routed.t().contiguous().float())",
+            "across = (across * torch.linspace(0.1, 1.0, routed.shape[0])).sum()",
+        ),
+        after=("result = result + across.to(result.dtype) * 0.0625",),
+        buffers=("self.offset = parameter(shared, WIDTH)",),
+    ),
+    Reader.AUTOCAST_SET: Lines(
+        early=(
+            "was = torch.is_autocast_enabled('cpu')",
+            "torch.set_autocast_enabled('cpu', True)",
+            "noted.append((x.detach().float() * sent[0]) @ self.router.detach().float())",
+            "torch.set_autocast_enabled('cpu', was)",
+        ),
+    ),
+    Reader.CHECK_EQUAL: Lines(
+        early=(
+            "whole = (x.detach() == x.detach()).sum().item()",
+            "torch._check(whole == x.shape[0] * WIDTH)",
+            "noted.append(whole)",
+        ),
+    ),
     Reader.SHIFT_WRITTEN: Lines(
         between=("rows = rows + self.shift.to(rows.dtype)",),
         later=("self.shift.mul_(0.5)",),

@@ -53,8 +53,8 @@ PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 
 DETAILS_OF: Final[dict[Style, tuple[Detail, ...]]] = {
     **dict.fromkeys(LISTED, (Detail.DUMMY, Detail.NESTED_CAT, Detail.EMPTY_JOIN) * 2),
-    Style.GROUPED: (*(Detail.SUMS_WRITTEN,) * 8, *(Detail.BANK,) * 24),
-    Style.FUSED: (Detail.SUMS_WRITTEN,) * 8,
+    Style.GROUPED: (*(Detail.SUMS_WRITTEN,) * 8, *(Detail.BANK,) * 24, *(Detail.CROSSED,) * 12),
+    Style.FUSED: (Detail.SUMS_WRITTEN, Detail.CROSSED) * 8,
 }
 """What says something in these styles alone, and is drawn more often in them."""
 
@@ -81,7 +81,8 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
         Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
         Reader.ROWS_TWICE, Reader.ROWS_WRITTEN, Reader.ROWS_SQUARED, Reader.ROWS_NORMALIZED,
         Reader.ROWS_CHECKPOINTED, Reader.ROWS_VIEWED, Reader.ROWS_HANDED_BACK, Reader.EARLY_DATA,
-        Reader.EARLY_SET, Back.INVERSE_WRITTEN,
+        Reader.EARLY_SET, Back.INVERSE_WRITTEN, Reader.HOOK_ROWS, Reader.ROWS_ACROSS,
+        Reader.AUTOCAST_SET,
     }
 )  # fmt: skip
 """What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""
