@@ -6,6 +6,7 @@ Contract
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,36 +21,36 @@ from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import is_assertion, value_of
 
 
-def run_host(region: MoERegion, trace: Trace, run: OneRun) -> None:
-    """Compute every number of the host and every size, with the integers that `run` has read.
+class HostRun:
+    """The host's arithmetic in one region, and the sizes of its tensors."""
 
-    Raises what the host's arithmetic raises, ValueError for a negative size.
-    """
-    numbers: dict[fx.Node, Any] = {}
+    def __init__(self, region: MoERegion, trace: Trace) -> None:
+        """Find what is to be computed; equal sizes are looked at once."""
+        found = (node for node in region.body if is_host_arithmetic(node))
+        self._nodes = [node for node in found if not is_assertion(node)]
+        made = pytree.tree_leaves([s.out for s in trace.steps if isinstance(s, Operator)])
+        sizes = [size for leaf in made if isinstance(leaf, torch.Tensor) for size in leaf.shape]
+        symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+        self._sizes = list({size.node._expr: size for size in symbolic}.values())
 
-    def number(leaf: Any) -> Any:
-        if leaf in numbers:
-            return numbers[leaf]
-        value = value_of(leaf)
-        return run.size(value) if isinstance(value, SYMBOLIC) else value
+    def on(self, run: OneRun) -> None:
+        """Compute every number and every size, with the integers that `run` has read.
 
-    for node in region.body:
-        if is_host_arithmetic(node) and not is_assertion(node):
-            try:
+        Raises what the host's arithmetic raises, ValueError for a negative size.
+        """
+        numbers: dict[fx.Node, Any] = {}
+
+        def number(node: fx.Node) -> Any:
+            value = value_of(node)
+            known = numbers.get(node, value)
+            return run.size(value) if known is value and isinstance(value, SYMBOLIC) else known
+
+        for node in self._nodes:
+            with suppress(Unevaluable):
                 args = fx.node.map_arg(node.args, number)
-            except Unevaluable:
-                continue
-            assert callable(node.target)
-            numbers[node] = node.target(*args)
-    for step in trace.steps:
-        for tensor in pytree.tree_leaves(step.out) if isinstance(step, Operator) else ():
-            _check_sizes(tensor, run)
-
-
-def _check_sizes(tensor: Any, run: OneRun) -> None:
-    for size in tensor.shape if isinstance(tensor, torch.Tensor) else ():
-        try:
-            if isinstance(size, torch.SymInt) and run.size(size) < 0:
-                raise ValueError(f"a tensor of {run.size(size)} rows")
-        except Unevaluable:
-            continue
+                assert callable(node.target)
+                numbers[node] = node.target(*args)
+        for size in self._sizes:
+            with suppress(Unevaluable):
+                if (length := run.size(size)) < 0:
+                    raise ValueError(f"a tensor of {length} rows")

@@ -29,7 +29,7 @@ from moe_compile.analysis.count_samples import (
     large_samples,
     single_samples,
 )
-from moe_compile.analysis.host_run import run_host
+from moe_compile.analysis.host_run import HostRun
 from moe_compile.analysis.operator_call import Claim
 from moe_compile.analysis.regions import MoERegion, Refusal
 from moe_compile.analysis.row_domain import (
@@ -101,14 +101,14 @@ def check_single_experts(
     known = [
         c.tensor for c in claims if not (isinstance(c.value, Opaque) and c.value.reads_outside)
     ]
-    run = CountRun(trace, facts, known)
+    run, host = CountRun(trace, facts, known), HostRun(region, trace)
     for sample in single_samples(facts):
         one = OneRun(facts, sample)
         try:
             if run.is_plain:
                 with suppress(Unevaluable):
                     _check(region, run, sample, {}, (), one)
-            run_host(region, trace, one)
+            host.on(one)
         except Differs as error:
             raise Unproven(Refusal.PREMISE_FALSE, str(error)) from error
         except FAILURES as error:

@@ -12,6 +12,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.graph.same_tensor import maker, readers
+
+Lay = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a tensor of the same shape, laid out in some order."""
 
 
 def lies_by_rows(reader: fx.Node, source: fx.Node) -> bool:
@@ -57,10 +61,10 @@ class _Terms:
             return _by_rows(tensor)
         if is_wait(reader):
             return self._all_readers(reader)
-        terms = _terms(reader, source)
-        if terms is None or not all(map(_by_rows, terms[:1])):
+        plain, reverse = (_term(reader, source, lay) for lay in (_row_by_row, _in_reverse))
+        if plain is None or not _by_rows(plain):
             return False
-        return all(map(_by_rows, terms)) or self._all_readers(reader)
+        return (reverse is not None and _by_rows(reverse)) or self._all_readers(reader)
 
     def _all_readers(self, node: fx.Node) -> bool:
         adding = [r for r in readers(node) if r.op == "output" or has_gradient(r)]
@@ -73,8 +77,8 @@ def _by_rows(tensor: torch.Tensor) -> bool:
     return all(expression_of(a) in (0, expression_of(b)) for a, b in pairs)
 
 
-def _terms(reader: fx.Node, source: fx.Node) -> list[torch.Tensor] | None:
-    """Return what `reader` adds of gradients laid out row by row and in reverse, None: unknown."""
+def _term(reader: fx.Node, source: fx.Node, lay: Lay) -> torch.Tensor | None:
+    """Return what `reader` adds, given gradients as `lay` lays them out; None: it is not known."""
     inputs = reader.all_input_nodes
     fake = fake_mode_of([*map(value_of, inputs), value_of(reader)])
     if fake is None or is_higher_order(reader) or any(value_of(i) is None for i in inputs):
@@ -90,10 +94,7 @@ def _terms(reader: fx.Node, source: fx.Node) -> list[torch.Tensor] | None:
         try:
             made = pytree.tree_leaves(call(reader, args, kwargs))
             made = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
-            return [
-                torch.autograd.grad(made, read, list(map(lay, made)), retain_graph=True)[0]
-                for lay in (_row_by_row, _in_reverse)
-            ]
+            return torch.autograd.grad(made, read, list(map(lay, made)))[0]
         except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
             return None
 

@@ -107,7 +107,7 @@ def test_an_index_that_leaves_rows_out_is_refused(fake_ranks):
 def test_a_true_premise_is_proven_and_said_to_be_sampled(fake_ranks):
     proof = verdict_on(sorted_by(lambda m, r, c: r % m.local), fake_ranks)
     assert isinstance(proof, RowProof), proof
-    assert proof.sampled == 206
+    assert proof.sampled == 208
 
 
 def test_what_is_followed_is_not_sampled(fake_ranks):

@@ -49,14 +49,12 @@ PROOF: Final = "moe_compile/analysis/row_proof.py"
 ROUNDING: Final = "moe_compile/analysis/position_rounding.py"
 FIRST_RUN: Final = "moe_compile/first_run.py"
 SPLIT: Final = """    for gemm in sliceable:
-        parts = emit.call(torch.split, gemm.args[1], [len(b) for b in bounds])
-"""
+        weight, tensor"""
 SPLIT_ONCE: Final = """    for gemm in sliceable:
         if same := [other for other in pieces if other.args[1] is gemm.args[1]]:
             pieces[gemm] = pieces[same[0]]
             continue
-        parts = emit.call(torch.split, gemm.args[1], [len(b) for b in bounds])
-"""
+        weight, tensor"""
 
 DEFECTS: Final = (
     Defect(
@@ -194,9 +192,7 @@ DEFECTS: Final = (
     Defect(
         "sums over several rows at once are taken to round alike for any number of rows",
         (
-            Change(
-                ROUNDING, "return number and not on_cuda(tensor) and any(", "return False and any("
-            ),
+            Change(PROOF, "return far and sums_by_place(rows)", "return False"),
             Change("moe_compile/analysis/repeated_elements.py", "id(t) in marked and", "False and"),
         ),
     ),
@@ -242,6 +238,44 @@ DEFECTS: Final = (
                 "moe_compile/analysis/row_domain.py",
                 "for node in sorted(set(map(origin, outside.nodes))):",
                 "for node in sorted(outside.nodes):",
+            ),
+        ),
+    ),
+    Defect(
+        "a hook that nobody reads is erased",
+        (
+            Change(
+                "moe_compile/graph/effects.py",
+                "is_opaque(node) or registers_hook(node) or has_effects(target)",
+                "is_opaque(node) or has_effects(target)",
+            ),
+        ),
+    ),
+    Defect(
+        "a gradient's terms may lie in memory in any way",
+        (
+            Change(
+                GRADIENTS, "return all(lies_by_rows(r, source) for r in before[:2])", "return True"
+            ),
+        ),
+    ),
+    Defect(
+        "what functions of torch set is no mode",
+        (
+            Change(
+                "moe_compile/graph/modes.py",
+                "return by_name or chooses_attention(node) or _sets_state(node)",
+                "return by_name or chooses_attention(node)",
+            ),
+        ),
+    ),
+    Defect(
+        "rows that lie by columns are taken to lie by rows",
+        (
+            Change(
+                PROOF,
+                "d < row_dim or self.facts.depends_on_counts(rows.stride(d))",
+                "d < row_dim",
             ),
         ),
     ),
