@@ -39,7 +39,7 @@ from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
-from moe_compile.planning.plan_value import level_value, plan_digest
+from moe_compile.planning.plan_value import groups_rewritten, level_value, plan_digest
 from moe_compile.planning.state import CompileState
 from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
@@ -91,7 +91,13 @@ def megamoe(
     again = functools.partial(_compile, state=whole, patches=patches)
     compile_whole = functools.partial(written.compile, again) if plan else None
     family = f"{compilation.family} {config.digest_text()} {weights}"
-    programs = programs_of(order, plan, family=family, is_promised=config.equal_tokens)
+    programs = programs_of(
+        order,
+        plan,
+        rewritten=groups_rewritten(state, {g: user.collectives for g, user in order.items()}),
+        family=family,
+        is_promised=config.equal_tokens,
+    )
     return agreed_callable(compiled, programs, compile_whole)
 
 
@@ -145,7 +151,7 @@ def _run_dynamo_level(
     reports = [r for r in results if isinstance(r, PassReport)]
     chunked = {name for r in reports if r.pass_name == "chunk_regions" for name in r.applied}
     dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
-    levels.append(level_value(state, chunked=chunked, dropped=dropped))
+    levels.append(level_value(gm.graph, state, chunked=chunked, dropped=dropped))
     compilation.add_level(results, state)
     gm.recompile()
     for body in gm.children():

@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -78,16 +78,22 @@ class AsWritten:
 
 
 def programs_of(
-    order: Mapping[str, UserOrder], plan: str, *, family: str = "", is_promised: bool = False
+    order: Mapping[str, UserOrder],
+    plan: str,
+    *,
+    rewritten: Collection[str] = (),
+    family: str = "",
+    is_promised: bool = False,
 ) -> dict[str, Program]:
     """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
 
+    On groups that are not among `rewritten` it launches what the user wrote, whatever the plan.
     `family` and `is_promised` as in `Program`.
     """
     return {
         group: Program(
             order=user.digest,
-            plan=plan,
+            plan=plan if group in rewritten else "",
             collectives=user.collectives,
             places=user.places,
             family=family,

@@ -45,6 +45,8 @@ class ChunkAttention(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replay each region whose heads the option splits; note all of them."""
         regions, refused = find_attention(graph)
+        for region in regions:
+            state.tell_apart(region.launches)
         decisions = [state.attention_decisions.get(region.name) for region in regions]
         pairs = list(zip(regions, decisions, strict=True))
         plans = [(r, *plan_head_groups(state.config, r, decision)) for r, decision in pairs]

@@ -3,7 +3,7 @@
 Contract
     Requires  WAITS_VISIBLE.
     Provides  REGIONS_FOUND.
-    Keeps     the graph.
+    Keeps     the graph; notes on the exchanges of each region that they are of one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class DetectRegions(GraphPass):
             for region in regions
         ]
         state.decoys = decoys
+        for region in regions:
+            state.tell_apart((region.dispatch, region.combine))
         refused = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
         names = {r.candidate for r in refused}
         return PassReport(

@@ -54,6 +54,7 @@ def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
     order = collective_order(graph)
     return {
         "family": state.family,
+        "plan": state.plan_digest,
         "phase": "backward" if state.is_backward else "forward",
         "launches": {group: list(launches) for group, launches in sorted(order.items())},
         "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},

@@ -5,7 +5,7 @@ Contract
     Provides  SCHEDULED.
     Keeps     every node and edge; whatever must precede what (`graph/precedence.py`).
     The order of collectives depends on the graph's structure alone, the same on every rank. Without
-    the promise of `equal_tokens` ranks may have other dependences: only all-to-alls over one group,
+    the promise of `equal_tokens` ranks may have other dependences: only all-to-alls of one region,
     one after another, then change places (`graph/launch_order.py`).
     Which compute fills the time between is chosen by estimated time, within `max_memory_increase`.
 

@@ -21,7 +21,7 @@ from moe_compile.graph.effects import is_host_arithmetic, is_pure
 from moe_compile.graph.precedence import find_predecessors
 from moe_compile.graph.query import is_launch, is_wait
 
-CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack")
+CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 """Meta keys that tell where a node comes from; all others are facts about one value."""
 
 

@@ -4,8 +4,9 @@ Contract
     `plan_launch_order` reads dependences and positions only, never sizes, costs or ranks: graphs
     with the same dependences give the same order.
     Where ranks may have graphs of other dependences, as for no token or one, collectives keep the
-    order of the user's program, but for all-to-alls over one group that no other collective parts:
-    chunks of the same regions on every rank.
+    order of the user's program, but for all-to-alls of one region that no other collective parts:
+    what they need of one another is our doing, and alike on every rank. Whether one region needs
+    another is the user's, and may differ by rank.
     The order extends the dependences, so some schedule keeps both.
 
 Pseudo-code
@@ -13,7 +14,8 @@ Pseudo-code
     a reduction that no launch needs (gradients) goes one level later: it can wait
     a launch tied to no other stays at the level of the launch before it
     within a level: what is there to send first goes first, then graph order
-    (kept) graph order; each run of all-to-alls over one group in the order found so
+    (kept) graph order; each run of all-to-alls of one region in the order found so, as if there
+    were nothing but what stands between the first of them and the last
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ from moe_compile.graph.query import (
 
 LAUNCH_RANK: Final = "megamoe_launch_rank"
 """Key in `node.meta` of a launch: its place in the planned order, for later verification."""
+REGION: Final = "megamoe_region"
+"""Key of a launch's region in `node.meta[ANNOTATIONS]`."""
+ANNOTATIONS: Final = "custom"
+"""Key in `node.meta` of what tracers carry to copies, and from forward nodes to backward ones."""
 REDUCTIONS: Final = ("::reduce_scatter", "::all_reduce")
 
 Predecessors = Mapping[fx.Node, Sequence[fx.Node]]
@@ -47,16 +53,34 @@ def plan_launch_order(
 ) -> list[fx.Node]:
     """Return the launches among `nodes` (in graph order) in the order they are to run.
 
-    With `keeps_program` only all-to-alls over one group pass one another, and no other collective.
+    With `keeps_program` only all-to-alls of one region pass one another, and no other collective.
     """
     nodes = list(nodes)
-    order = _by_level(nodes, predecessors)
     if not keeps_program:
-        return order
-    place = {launch: i for i, launch in enumerate(order)}
-    launches = [node for node in nodes if node in place]
-    runs = itertools.groupby(launches, key=lambda n: group_name(n) if is_all_to_all(n) else n)
-    return [launch for _, run in runs for launch in sorted(run, key=place.__getitem__)]
+        return _by_level(nodes, predecessors)
+    place = {node: i for i, node in enumerate(nodes)}
+    runs = itertools.groupby(filter(is_launch, nodes), key=lambda n: _region(n) or n)
+    order: list[fx.Node] = []
+    for _, run in runs:
+        launches = list(run)
+        between = nodes[place[launches[0]] : place[launches[-1]] + 1]
+        first = place[launches[0]]
+        needed = {n: [p for p in predecessors[n] if place[p] >= first] for n in between}
+        order += _by_level(between, needed)
+    return order
+
+
+def mark_region(launches: Iterable[fx.Node], region: str) -> None:
+    """Note on `launches` that they are of `region`; what is derived from them has the note too."""
+    for launch in launches:
+        known = launch.meta.get(ANNOTATIONS) or {}
+        launch.meta[ANNOTATIONS] = {**known, REGION: region}
+
+
+def _region(launch: fx.Node) -> tuple[str, str] | None:
+    """Return the region of an all-to-all, and the group; None for other launches."""
+    region = (launch.meta.get(ANNOTATIONS) or {}).get(REGION)
+    return (group_name(launch), region) if region and is_all_to_all(launch) else None
 
 
 def _by_level(nodes: Sequence[fx.Node], predecessors: Predecessors) -> list[fx.Node]:
@@ -131,6 +155,23 @@ def _reach(
         highest = max((reach[p] for p in predecessors[node]), default=-math.inf)
         reach[node] = levels.get(node, highest)
     return reach
+
+
+def dependences(graph: fx.Graph) -> list[str]:
+    """Return, for each launch, which launches its input comes from: one bit each, in hexadecimal.
+
+    With these, other ranks' graphs have the same planned order, forward and backward.
+    """
+    needed: dict[fx.Node, int] = {}
+    found: list[str] = []
+    for node in graph.nodes:
+        needed[node] = 0
+        for p in node.all_input_nodes:
+            needed[node] |= needed[p]
+        if is_launch(node):
+            found.append(f"{needed[node]:x}")
+            needed[node] |= 1 << (len(found) - 1)
+    return found
 
 
 def record_launch_order(order: Iterable[fx.Node]) -> None:

@@ -22,11 +22,14 @@ Why rewritten collectives meet their like
     promise to have equal ones, such programs have one plan: where a second one is met, or one that
     is left whole, all of them run as the user wrote them from then on.
 Why it cannot deadlock
-    A rank that waits has launched all calls before this one in full, so nobody needs it to get
+    Only ranks of groups on which something is rewritten are asked, one another's partners in an
+    exchange that only all of them can launch; on other groups the program runs as written, whatever
+    the plan, and says so without a question: their ranks may need what follows this call.
+    A rank that waits has launched all calls before this one in full, so no partner needs it to get
     here. Each other rank gets here and publishes; or has run this position without publishing,
     as it needed no consent, and then its watcher thread answers for it; or never gets here:
     its program differs, which is noticed, or it is gone, which is the launcher's to notice. Ranks
-    of several groups wait for all ranks that groups connect, so that all decide from one set of
+    of several such groups wait for all ranks that these connect, so that all decide from one set of
     answers: who waits has launched nothing, and can always leave the program whole.
 What a rank may see
     Only what others published. Sizes, caches and clocks decide when it looks, never what it does.
@@ -124,9 +127,9 @@ class Agreement:
         if any(journal.is_second(program) for journal, program in calls):
             LOG.warning("megamoe: %s", SECOND_PLAN.format(place=calls[0][1].places[0]))
             calls = whole
-        must = any(journal.must_ask(program) for journal, program in calls)
-        self._publish(calls, asks=must)
-        if must and not self._ask(calls):
+        asked = tuple(call for call in calls if call[0].must_ask(call[1]))
+        self._publish(calls, asked)
+        if asked and not self._ask(asked):
             calls = whole
         for journal, program in calls:
             journal.agree(program)
@@ -178,8 +181,9 @@ class Agreement:
                 self._watcher.start()
         return self.journals[group]
 
-    def _publish(self, calls: Calls, *, asks: bool) -> None:
-        """Publish what is about to run, and whether it waits for others to consent."""
+    def _publish(self, calls: Calls, asked: Calls) -> None:
+        """Publish what is about to run; of `asked`, that it waits for others to consent."""
+        asks = bool(asked)
         for journal, program in calls:
             position = journal.num_calls + 1
             mine = entry(self.rank, position, program, is_launched=not asks)
@@ -189,13 +193,13 @@ class Agreement:
                 self.store.append(f"{journal.key}/log", mine)
             elif conflict := conflict_of(journal, first, {**mine, "is_launched": False}):
                 self.end(conflict)
-        at = {j.key: [j.num_calls + 1, len(j.ranks)] for j, _ in calls}
+        at = {j.key: [j.num_calls + 1, len(j.ranks)] for j, _ in asked}
         for journal, program in calls:
             answer = {"rank": self.rank, "plan": program.plan, "is_launched": not asks, "at": at}
             self.store.append(answers_key(journal.key, journal.num_calls + 1), answer)
 
     def _ask(self, calls: Calls) -> bool:
-        """Wait for all ranks that groups connect with this one; return whether plans are alike."""
+        """Wait for all ranks that asked groups connect; return whether plans are alike."""
         open_ = {(j.key, j.num_calls + 1): len(j.ranks) for j, _ in calls}
         limit_s = max(timeout_s(journal.group) for journal, _ in calls)
         answers = Answers(self.store, open_)
@@ -213,8 +217,7 @@ class Agreement:
                 LOG.warning("megamoe: waits on: %s", answers.silence(waited_s))
             time.sleep(pause)
             pause = min(2 * pause, SLOWEST_POLL_S)
-        plans = answers.ranks_by_plan()
-        if len(plans) == 1:
+        if answers.are_alike():
             return True
         if running := answers.ranks_that_run_rewritten():
             self.end(

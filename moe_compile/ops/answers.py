@@ -87,6 +87,10 @@ class Answers:
                         self._open[other, call] = ranks
         return not self._open
 
+    def are_alike(self) -> bool:
+        """Return whether all ranks of each call have one plan for it."""
+        return all(len({a["plan"] for a in found}) == 1 for found in self._answers.values())
+
     def ranks_by_plan(self) -> dict[str, list[int]]:
         """Return plan -> the ranks that have it."""
         found: dict[str, set[int]] = {}

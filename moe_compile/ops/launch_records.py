@@ -8,7 +8,8 @@ Contract
     need gradients, ends all ranks with RankDisagreement. Nobody is waited for: what ranks must
     agree on before they run is said in `moe_compile.ops.agreement`.
 
-A family is one place in the user's source and one direction. The i-th different order a rank
+A family is one place in the user's source, one direction and one plan: ranks of a group on which
+nothing is rewritten may have other plans. The i-th different order a rank
 meets in a family must be the i-th of every other rank: a rank that recompiles alone, for another
 number of tokens, meets no new order, because orders speak neither of local sizes nor, unless ranks
 promise to have as many tokens, of dependences that such sizes change (`graph/launch_order.py`).
@@ -49,7 +50,7 @@ class _Records:
         content = json.loads(record)
         agreement = current_agreement()
         if agreement is not None:
-            family = f"{agreement.prefix} {content['family']} {content['phase']}"
+            family = f"{agreement.prefix} {content['plan']} {content['family']} {content['phase']}"
             for group, launches in sorted(content["launches"].items()):
                 self._compare(agreement, family, group, launches)
         self.records[record] = content
@@ -74,7 +75,7 @@ def _conflict(family: str, first: tuple[int, int] | None) -> str:
         return ""
     return (
         f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph "
-        f"at {family.partition(' ')[2]}, though what they planned is alike: a pass failed on some "
+        f"at {family.split(' ', 2)[2]}, though what they planned is alike: a pass failed on some "
         f"ranks only, or other values need gradients there. {REMEDY}"
     )
 

@@ -14,9 +14,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
+import torch.fx as fx
+
 from moe_compile.analysis.attention_regions import UNPROVEN
 from moe_compile.analysis.regions import Refused
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.launch_order import dependences
 from moe_compile.planning.async_tp import AsyncTP
 from moe_compile.planning.state import AttentionVerdict, CompileState, RegionPlan
 
@@ -26,17 +29,19 @@ What is decided by price is among the decisions themselves."""
 
 
 def level_value(
-    state: CompileState, *, chunked: Collection[str], dropped: Iterable[str]
+    graph: fx.Graph, state: CompileState, *, chunked: Collection[str], dropped: Iterable[str]
 ) -> dict[str, Any]:
-    """Return what one graph's Dynamo-level passes decided.
+    """Return what one graph's Dynamo-level passes decided, and how they left `graph`.
 
     `chunked` has the names of regions that were replayed, `dropped` those of passes left out.
+    Where ranks promise equal sizes the order of launches follows from all dependences between them.
     """
     return {
         "regions": [_region(p, is_chunked=p.region.name in chunked) for p in state.plans],
         "refused": [d.reason.name for d in state.decoys if d.is_region],
         "attention": [_attention(verdict) for verdict in state.attention],
         "dropped": sorted(dropped),
+        "dependences": dependences(graph) if state.config.equal_tokens else [],
     }
 
 
@@ -54,6 +59,22 @@ def plan_digest(
     found = [_by_number(level, number) for level in levels]
     text = json.dumps([options, found, list(collectives.values())], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the process groups on which a rewritten program may launch anything but as written.
+
+    Those of exchanges, which are chunked, reordered or saved; and those whose collectives may pass
+    one another, or have their gradients sent otherwise, or are handed to Inductor.
+    """
+    if state.config.gradient_wire != "same" or state.async_tp:
+        return set(collectives)
+    may_pass = state.config.equal_tokens and state.config.schedule
+    return {
+        group
+        for group, launched in collectives.items()
+        if any("all_to_all" in one for one in launched) or (may_pass and len(launched) > 1)
+    }
 
 
 def _by_number(level: dict[str, Any], number: Mapping[str, int]) -> dict[str, Any]:

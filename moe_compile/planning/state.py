@@ -7,7 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.launch_order import mark_region
 from moe_compile.hardware import HardwareProfile
 from moe_compile.planning.choose_plan import Decision
 from moe_compile.planning.dispatch_rules import DispatchCosts, Rounding
@@ -138,6 +139,8 @@ class CompileState:
     """Whether some region of the compilation, attention too, runs in more than one chunk."""
     async_tp: bool = False
     """Whether some attention is handed to Inductor's async TP."""
+    num_marked: int = 0
+    """Regions whose exchanges were told from those of others, in all Dynamo graphs so far."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     dropped: list[str] = field(default_factory=list)
@@ -153,3 +156,8 @@ class CompileState:
     """Which AOTAutograd graph is at hand."""
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
+
+    def tell_apart(self, launches: Iterable[fx.Node]) -> None:
+        """Note on the exchanges of one region that they are of one."""
+        self.num_marked += 1
+        mark_region(launches, str(self.num_marked))

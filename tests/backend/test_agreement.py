@@ -167,6 +167,31 @@ def test_a_rank_whose_graph_depends_otherwise_launches_in_the_same_order(two_ran
         assert records
 
 
+class TwoLayers(torch.nn.Module):
+    """The second reads the mean of the first one's result, on rank 0 alone."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.first, self.second = GroupedExperts(*sizes), GroupedExperts(*sizes)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y + self.second(x + y.mean() if dist.get_rank() == 0 else x * 2)
+
+
+def run_two_layers(rank, promised):
+    return run_steps(rank, TwoLayers, (8,), equal_tokens=promised)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("promised", [False, True])
+def test_regions_that_need_one_another_on_one_rank_only_stop_nobody(two_ranks, promised):
+    """Orders followed from what the user's code needs there; promised they do: as written."""
+    for alike, records in two_ranks.run(run_two_layers, promised):
+        assert alike == [True]
+        assert bool(records) is not promised
+
+
 class CentredBySize(CentredExperts):
     """Mixes rows unless there are five tokens."""
 
@@ -331,9 +356,68 @@ class SummedOver(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_ranks_that_groups_connect_decide_together(four_ranks):
-    """Ranks 0 and 1 see no difference in their own exchanges, yet must not stay rewritten."""
-    assert four_ranks.run(four_with_two_axes, 3) == [(True, 0)] * 4
+def test_ranks_decide_with_those_they_exchange_with_only(four_ranks):
+    """Ranks 0 and 1 see no difference in their exchanges; sums with 2 and 3 are as written."""
+    found = four_ranks.run(four_with_two_axes, 3)
+    assert [is_alike for is_alike, _ in found] == [True] * 4
+    assert [num_records > 0 for _, num_records in found] == [True, True, False, False]
+
+
+def four_with_experts_on_two_axes(rank, other):
+    """Each rank exchanges with two others in turn; a body of rank `other` differs."""
+    torch._dynamo.reset()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    style = CentredExperts if rank == other else GroupedExperts
+    layer = torch.nn.Sequential(
+        style(WIDTH, 24, 8, 2, rows[rank // 2]),
+        GroupedExperts(WIDTH, 24, 8, 2, columns[rank % 2]),
+    )
+    x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    before = len(executed_records())
+    pairs = zip(step(compiled(layer), x), step(layer, x), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs), len(executed_records()) - before
+
+
+@pytest.mark.slow
+def test_ranks_that_exchanges_connect_decide_together(four_ranks):
+    """Rank 0 exchanges with neither 3 nor what differs there, yet must not stay rewritten."""
+    assert four_ranks.run(four_with_experts_on_two_axes, 3) == [(True, 0)] * 4
+
+
+class SumsOneNumber(SummedOver):
+    def forward(self, x):
+        out = self.experts(x)
+        return out + WAIT(all_reduce(out.float().sum().reshape(1), "sum", self.group))
+
+
+def one_sums_with_a_third(rank, is_compiled):
+    """Ranks 0 and 1 exchange; 0 sums with 2, who needs before what 1 sends after its layer."""
+    torch._dynamo.reset()
+    limit = timedelta(seconds=TIMEOUT_S)
+    pair, others = dist.new_group([0, 1], timeout=limit), dist.new_group([0, 2], timeout=limit)
+    number = torch.zeros(1)
+    if rank == 2:
+        dist.recv(number, 1)
+        summed = SumsOneNumber(torch.nn.Identity(), others)
+        return (compiled(summed) if is_compiled else summed)(number).isfinite().item()
+    if rank == 3:
+        return True
+    layer = GroupedExperts(WIDTH, 24, 8, 2, pair)
+    if rank == 0:
+        layer = SumsOneNumber(layer, others)
+    with torch.no_grad():
+        out = compiled(layer)(torch.randn(8, WIDTH, dtype=torch.bfloat16))
+    if rank == 1:
+        dist.send(number, 2)
+    return out.isfinite().all().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_ranks_with_nothing_rewritten_are_not_waited_for(four_ranks, is_compiled):
+    """Rank 0 waited for 2, who waited for what 1 sends once 0 has exchanged with it."""
+    assert four_ranks.run(one_sums_with_a_third, is_compiled) == [True] * 4
 
 
 @pytest.mark.slow

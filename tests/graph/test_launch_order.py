@@ -1,10 +1,14 @@
 """The structural order of collectives, rule by rule."""
 
+from functools import partial
+from types import MappingProxyType
+
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_compile.graph.launch_order import collective_order, plan_launch_order
+from moe_compile.graph.launch_order import collective_order, mark_region, plan_launch_order
 from moe_compile.graph.precedence import find_predecessors
+from moe_compile.graph.query import is_launch
 from tests.scheduled_layers import c10d, one_rank_group
 
 ROWS = [8]
@@ -26,10 +30,14 @@ def add_up(x):
     return c10d.wait_tensor(c10d.all_reduce(x, "sum", one_rank_group()))
 
 
-def order(program, *inputs, **how):
-    """Return the planned order as indices into the order of the program."""
+def order(program, *inputs, regions=MappingProxyType({}), **how):
+    """Return the planned order as indices into the order of the program, and so are `regions`."""
     one_rank_group()
     graph = make_fx(program, tracing_mode="fake")(*inputs).graph
+    for region, launches in regions.items():
+        mark_region(
+            [n for i, n in enumerate(filter(is_launch, graph.nodes)) if i in launches], region
+        )
     planned = plan_launch_order(graph.nodes, find_predecessors(graph), **how)
     position = {node: i for i, node in enumerate(graph.nodes)}
     traced = sorted(planned, key=position.__getitem__)
@@ -46,14 +54,36 @@ def test_all_dispatches_come_before_all_combines():
     assert order(program, X) == [0, 2, 4, 1, 3, 5]
 
 
-def test_where_dependences_may_differ_only_all_to_alls_pass_one_another():
+def test_where_dependences_may_differ_only_all_to_alls_of_one_region_pass_one_another():
     def program(x, early):
         chunks = sum(exchange(exchange(x + c) @ x) for c in range(2))
         figures = add_up(chunks.sum()), add_up(early.sum())
         return (chunks, *figures, exchange(exchange(x * 2) @ x) + exchange(x * 3))
 
     assert order(program, X, X)[:4] == [0, 2, 6, 8]  # past the sums 4 and 5
-    assert order(program, X, X, keeps_program=True) == [0, 2, 1, 3, 4, 5, 6, 8, 7]
+    regions = {"first": range(4), "second": (6, 7, 8)}
+    kept = order(program, X, X, regions=regions, keeps_program=True)
+    assert kept == [0, 2, 1, 3, 4, 5, 6, 8, 7]
+    assert order(program, X, X, keeps_program=True) == list(range(9))
+
+
+def test_whether_one_region_needs_another_changes_no_kept_order():
+    """A rank whose second region reads the first one's result stopped all ranks."""
+
+    def chunks(x):
+        return sum(exchange(exchange(x + c) @ x) for c in range(2))
+
+    def program(needs, x):
+        first = chunks(x)
+        return first + chunks(x + first.mean() if needs else x * 2)
+
+    regions = {"first": range(4), "second": range(4, 8)}
+    kept = [
+        order(partial(program, needs), X, regions=regions, keeps_program=True)
+        for needs in (False, True)
+    ]
+    assert kept == [[0, 2, 1, 3, 4, 6, 5, 7]] * 2
+    assert order(partial(program, False), X) != kept[0]
 
 
 def test_combines_follow_the_order_of_what_they_wait_for():

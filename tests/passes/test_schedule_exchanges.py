@@ -37,7 +37,9 @@ def group():
 
 
 def state(hardware=CPU, **options):
-    return CompileState(config=MegaMoEConfig(**options), hardware=hardware)
+    """Return a state with the promise that lets launches pass one another across regions."""
+    config = MegaMoEConfig(**{"equal_tokens": True, **options})
+    return CompileState(config=config, hardware=hardware)
 
 
 def schedule(graph, compile_state=None):
