@@ -3,19 +3,21 @@
 Contract
     Two digests stand for a callable: of the user's collectives before any pass, per process group,
     and of our plan, "" where nothing is rewritten. At its first run a callable publishes both, with
-    its position: the how manieth call of compiled callables with collectives on that group it is.
+    its position: how many of the user's collectives compiled callables launched there before.
     The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
     its main thread waits in a collective, with a message and a status of its own, ten seconds
     at most after the second of them was published.
-    Only plans differ: all ranks run the user's order.
+    Only plans differ, or one rank launches in two calls what another launches in one: all ranks
+    run the user's order. A cut through what runs rewritten on some rank ends every rank.
     A rank waits for others only before the first run of what is rewritten, or of what was left
     whole though other ranks may run it rewritten, and no longer than the process group's own
     timeout. A rank that is late or was killed is waited for.
 
 Why rewritten collectives meet their like
-    All ranks of a group run one sequence of compiled calls on it; where they do not, the user's
-    digests differ at some position, which is an error. A rank launches a callable's first rewritten
-    call only if it knows that all ranks of the group publish, or run, that plan at this position.
+    Compiled calls of all ranks of a group launch one sequence of the user's collectives on it;
+    where they do not, these differ at some position, which is an error. A rank launches a
+    callable's first rewritten call only if it knows that all ranks of the group publish, or run,
+    that plan at this position: a plan speaks of all collectives of its program, so they end alike.
     Later calls ask nobody. A rank that compiles the program anew, and otherwise, while others run
     what was agreed on finds that they cannot change it any more, and stops the job.
     Which of several programs of one place runs may follow from a rank's own sizes. Unless ranks
@@ -41,7 +43,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
@@ -50,6 +52,7 @@ from moe_compile.ops.answers import REMEDY, Answers, answers_key, conflict_of, e
 from moe_compile.ops.journal import Journal, Program
 from moe_compile.ops.rank_store import (
     UNCOMPARED,
+    NewEntries,
     RankStore,
     default_store,
     open_prefix,
@@ -98,6 +101,9 @@ class Agreement:
         self.prefix = open_prefix(store, self.rank)
         self.store = RankStore(store, self.prefix)
         self.journals: dict[str, Journal] = {}
+        self._entries = NewEntries(self.store)
+        self._ahead: dict[str, list[dict[str, Any]]] = {}
+        """What was published that goes beyond this rank's calls, by journal."""
         self.stopped = ""
         """Why all ranks end; "" while they need not."""
         self.has_raised = False
@@ -185,22 +191,34 @@ class Agreement:
         """Publish what is about to run; of `asked`, that it waits for others to consent."""
         asks = bool(asked)
         for journal, program in calls:
-            position = journal.num_calls + 1
-            mine = entry(self.rank, position, program, is_launched=not asks)
-            journal.published.add(position)
-            first = self.store.first(f"{journal.key}/{position}", mine)
-            if first["rank"] == self.rank:
-                self.store.append(f"{journal.key}/log", mine)
-            elif conflict := conflict_of(journal, first, {**mine, "is_launched": False}):
+            mine = entry(self.rank, journal.publish(program), program, is_launched=not asks)
+            if conflict := self._log(journal, mine):
                 self.end(conflict)
-        at = {j.key: [j.num_calls + 1, len(j.ranks)] for j, _ in asked}
+        at = {j.key: [j.end, len(j.ranks)] for j, _ in asked}
         for journal, program in calls:
             answer = {"rank": self.rank, "plan": program.plan, "is_launched": not asks, "at": at}
-            self.store.append(answers_key(journal.key, journal.num_calls + 1), answer)
+            self.store.append(answers_key(journal.key, journal.end), answer)
+
+    def _log(self, journal: Journal, mine: dict[str, Any]) -> str:
+        """Put an entry where others find it if it is the first of its kind; return conflicts.
+
+        Another kind begins elsewhere, or has more collectives, or fewer.
+        """
+        waiting = {**mine, "is_launched": False}
+        key = f"{journal.key}/{mine['start']}"
+        first = self.store.first(key, mine)
+        if conflict := conflict_of(journal, first, waiting):
+            return conflict
+        if self.store.first(f"{key}/{mine['order']}", self.rank) == self.rank:
+            self.store.append(f"{journal.key}/log", mine)
+        known = self._ahead.get(journal.key, []) + self._entries.of(f"{journal.key}/log")
+        ahead = [e for e in known if e["start"] + len(e["collectives"]) > mine["start"]]
+        self._ahead[journal.key] = ahead
+        return next(filter(None, (conflict_of(journal, e, waiting) for e in ahead)), "")
 
     def _ask(self, calls: Calls) -> bool:
         """Wait for all ranks that asked groups connect; return whether plans are alike."""
-        open_ = {(j.key, j.num_calls + 1): len(j.ranks) for j, _ in calls}
+        open_ = {(j.key, j.end): len(j.ranks) for j, _ in calls}
         limit_s = max(timeout_s(journal.group) for journal, _ in calls)
         answers = Answers(self.store, open_)
         began, pause = time.monotonic(), POLL_S

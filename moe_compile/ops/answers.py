@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from moe_compile.ops.journal import Journal, Program
@@ -14,49 +14,54 @@ REMEDY: Final = (
     "torch versions (TORCH_LOGS=+moe_compile)."
 )
 Position = tuple[str, int]
-"""Key of a journal, and which call."""
+"""Key of a journal, and where a call begins."""
 
 
-def entry(rank: int, position: int, program: Program, *, is_launched: bool) -> dict[str, Any]:
+def entry(rank: int, start: int, program: Program, *, is_launched: bool) -> dict[str, Any]:
     """Return what a rank publishes of a call; `is_launched` where it does not wait for others."""
-    return {"rank": rank, "position": position, "is_launched": is_launched, **program.as_json()}
+    return {"rank": rank, "start": start, "is_launched": is_launched, **program.as_json()}
 
 
-def answers_key(journal: str, position: int) -> str:
-    """Return the list where ranks say by which plan they run a call."""
-    return f"{journal}/{position}/answers"
+def answers_key(journal: str, start: int) -> str:
+    """Return the list where ranks say by which plan they run what begins, or goes on, there."""
+    return f"{journal}/{start}/answers"
 
 
 def conflict_of(journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """Return why the ranks of two entries for one call must end; "" where they need not."""
-    call = f"call {mine['position']} of compiled code on process group {journal.group!r}"
+    """Return why the ranks of two entries must end; "" where they need not.
+
+    They may cut the user's collectives into other calls, as long as nothing rewritten is cut.
+    """
+    where = f"in compiled code on process group {journal.group!r}"
     who = f"ranks {theirs['rank']} and {mine['rank']} (of ranks {journal.ranks})"
-    if theirs["order"] != mine["order"]:
-        return (
-            f"{who} launch different collectives in {call}; the first difference is "
-            f"{_first_difference(theirs, mine)}. {REMEDY}"
-        )
+    for position, their, our in _common(theirs, mine):
+        if theirs["collectives"][their] != mine["collectives"][our]:
+            return (
+                f"{who} launch different collectives {where}; the first difference is collective "
+                f"{position + 1}: {_said(theirs, their)}, {_said(mine, our)}. Where a rank ran "
+                f"some eagerly, these were not counted. {REMEDY}"
+            )
     is_running = any(e["is_launched"] and e["plan"] for e in (theirs, mine))
-    if theirs["plan"] != mine["plan"] and is_running:
+    is_cut = (theirs["start"], theirs["order"]) != (mine["start"], mine["order"])
+    if is_running and (is_cut or theirs["plan"] != mine["plan"]):
         return (
-            f"{who} launch the same collectives in {call}, but rewrote them differently, and "
-            f"one runs already what was agreed before. {REMEDY}"
+            f"{who} launch the same collectives {where} from collective "
+            f"{max(theirs['start'], mine['start']) + 1} on, but rewrote them differently"
+            f"{', in other graphs' if is_cut else ''}, and one runs already what was agreed "
+            f"before. {REMEDY}"
         )
     return ""
 
 
-def _first_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    pairs = itertools.zip_longest(theirs["collectives"], mine["collectives"])
-    for index, (their, our) in enumerate(pairs):
-        if their != our:
-            said = (_said(theirs, index), _said(mine, index))
-            return f"collective {index + 1}: {said[0]}, {said[1]}"
-    return "unknown"
+def _common(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield the positions that two entries have in common, and the place in each of them."""
+    starts = theirs["start"], mine["start"]
+    end = min(e["start"] + len(e["collectives"]) for e in (theirs, mine))
+    for position in range(max(starts), end):
+        yield position, position - starts[0], position - starts[1]
 
 
 def _said(one: Mapping[str, Any], index: int) -> str:
-    if index >= len(one["collectives"]):
-        return f"rank {one['rank']} launches none"
     place = f" at {one['places'][index]}" if one["places"][index] else ""
     return f"rank {one['rank']} launches {one['collectives'][index]}{place}"
 
@@ -112,7 +117,7 @@ class Answers:
 
     def silence(self, waited_s: float) -> str:
         """Return what to say when some have not answered for so long."""
-        groups = sorted(f"call {call} of compiled code on {key}" for key, call in self._open)
+        groups = sorted(f"collective {at + 1} of compiled code on {key}" for key, at in self._open)
         return (
             f"some ranks did not reach {'; '.join(groups)} (group/ranks) within {waited_s:.0f} s: "
             "they are late, run something else, as a program that is not compiled, or have ended"

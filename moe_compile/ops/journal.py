@@ -1,14 +1,17 @@
 """What this rank ran on one process group, call by call, as far as it was compiled by us.
 
 Contract
+    Positions count the user's collectives, not calls: one rank may launch in two calls, as a
+    `print` breaks its graph, what others launch in one.
     Noting a call takes a fraction of a microsecond and talks to nobody. The newest `REMEMBERED`
     calls can be looked up from another thread while the main thread goes on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 REMEMBERED: Final = 4096
 """Calls; no rank can be so far ahead of another one that it exchanges with."""
@@ -40,6 +43,20 @@ class Program:
         }
 
 
+class Call(NamedTuple):
+    """A program, and where it begins."""
+
+    number: int
+    start: int
+    """How many of the user's collectives were launched on the group before."""
+    program: Program
+
+    @property
+    def end(self) -> int:
+        """Return where the next call begins."""
+        return self.start + len(self.program.collectives)
+
+
 class Journal:
     """The calls of one group, and the plans its ranks agreed on."""
 
@@ -49,34 +66,53 @@ class Journal:
         self.group = group
         self.ranks = ranks
         self.num_calls = 0
-        self.agreed: dict[str, set[str]] = {}
-        """Digest of the user's collectives -> plans that all ranks ran them by."""
+        self.end = 0
+        """How many of the user's collectives these calls launch."""
+        self._rewritten: set[tuple[str, ...]] = set()
+        """The user's collectives that all ranks ran by some plan."""
         self._plans: dict[tuple[str, str], set[str]] = {}
         """The same by place too, of programs that ranks may choose between apart."""
         self.published: set[int] = set()
-        """Positions this rank published before it ran them."""
-        self._recent: list[tuple[int, Program] | None] = [None] * REMEMBERED
-        """Position, the first being 1, and what ran there; one object, as another thread reads."""
+        """Where calls begin that this rank published before it ran them."""
+        self.newest: Call | None = None
+        """The last of these, which may still wait."""
+        self._recent: list[Call | None] = [None] * REMEMBERED
+        """What ran; each one object, as another thread reads."""
 
     def note(self, program: Program) -> None:
         """Take down that the next call runs `program`; said before it launches anything."""
-        position = self.num_calls + 1
-        self._recent[position % REMEMBERED] = (position, program)
-        self.num_calls = position
+        number = self.num_calls + 1
+        call = Call(number, self.end, program)
+        self._recent[number % REMEMBERED] = call
+        self.end = call.end
+        self.num_calls = number  # last: what another thread finds by it is there
 
-    def at(self, position: int) -> Program | None:
-        """Return what ran at `position`; None if that is forgotten."""
-        call = self._recent[position % REMEMBERED]
-        return call[1] if call is not None and call[0] == position else None
+    def publish(self, program: Program) -> int:
+        """Take down that `program` is about to be published; return where it begins."""
+        self.newest = Call(self.num_calls + 1, self.end, program)
+        self.published.add(self.end)
+        return self.end
+
+    def between(self, start: int, end: int) -> Iterator[Call]:
+        """Yield the remembered calls that launch one of the collectives [start, end)."""
+        for number in range(self.num_calls, 0, -1):
+            call = self._recent[number % REMEMBERED]
+            if call is None or call.number != number or call.end <= start:
+                return
+            if call.start < end:
+                yield call
 
     def must_ask(self, program: Program) -> bool:
         """Whether others may not launch what `program` launches, for all that this rank knows.
 
         What is rewritten always: another rank may run these collectives anew too, and otherwise.
-        The user's own order needs no consent as long as ranks never ran these collectives in
-        another one.
+        The user's own order needs no consent as long as ranks never ran these collectives, or the
+        first of them, in another one.
         """
-        return bool(program.plan) or any(self.agreed.get(program.order, ()))
+        mine = program.collectives
+        return bool(program.plan) or any(
+            all(a == b for a, b in zip(mine, known, strict=False)) for known in self._rewritten
+        )
 
     def is_second(self, program: Program) -> bool:
         """Whether all ranks ran the like of `program` by another plan, or by none, before.
@@ -91,7 +127,8 @@ class Journal:
 
     def agree(self, program: Program) -> None:
         """All ranks run `program`."""
-        self.agreed.setdefault(program.order, set()).add(program.plan)
+        if program.plan:
+            self._rewritten.add(program.collectives)
         if not program.is_promised:
             key = program.order, program.family
             self._plans.setdefault(key, set()).add(program.plan)

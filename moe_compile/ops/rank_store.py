@@ -52,6 +52,26 @@ class RankStore:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
+class NewEntries:
+    """What ranks append to lists, once each; for one thread."""
+
+    def __init__(self, store: RankStore) -> None:
+        """Read through `store`."""
+        self._store = store
+        self._read: dict[str, int] = {}
+
+    def of(self, key: str) -> list[Any]:
+        """Return what was appended to the list `key` since the last call."""
+        found: list[Any] = []
+        for place in range(self._read.get(key, 0) + 1, self._store.length(key) + 1):
+            values = self._store.read(key, [place])
+            if values is None:
+                break  # its writer is about to
+            self._read[key] = place
+            found += values
+        return found
+
+
 def default_store() -> dist.Store | None:
     """Return the store of the default process group; None without one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None

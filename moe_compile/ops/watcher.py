@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from moe_compile.ops.answers import answers_key, conflict_of, entry
-from moe_compile.ops.journal import Journal, Program
-from moe_compile.ops.rank_store import RankStore, default_store
+from moe_compile.ops.journal import Call, Journal, Program
+from moe_compile.ops.rank_store import NewEntries, RankStore, default_store
 
 if TYPE_CHECKING:
     from moe_compile.ops.agreement import Agreement
@@ -46,7 +46,8 @@ class Watcher(threading.Thread):
         self._agreement = agreement
         self._store = RankStore(agreement.default_store, agreement.prefix)
         self._ended = threading.Event()
-        self._read: dict[str, int] = {}
+        self._entries = NewEntries(self._store)
+        self._answered: set[tuple[str, int]] = set()
         self._pending: list[tuple[Journal, dict[str, Any]]] = []
         self._store.append("watching", agreement.rank)
         atexit.register(self.end)  # a thread that runs on would abort the interpreter's shutdown
@@ -74,41 +75,44 @@ class Watcher(threading.Thread):
             self._end_process(stopped)
         before = len(self._pending)
         for journal in list(self._agreement.journals.values()):
-            self._read_log(journal)
+            self._pending += [(journal, e) for e in self._entries.of(f"{journal.key}/log")]
         has_news = len(self._pending) > before
         self._pending = [(j, e) for j, e in self._pending if not self._compare(j, e)]
         return has_news or bool(self._pending)
 
-    def _read_log(self, journal: Journal) -> None:
-        key, begin = f"{journal.key}/log", self._read.get(journal.key, 0)
-        for place in range(begin + 1, self._store.length(key) + 1):
-            values = self._store.read(key, [place])
-            if values is None:
-                return  # its writer is about to
-            self._read[journal.key] = place
-            self._pending += [(journal, value) for value in values]
-
     def _compare(self, journal: Journal, theirs: dict[str, Any]) -> bool:
-        """Return whether the entry is dealt with: this rank has come as far, or published too."""
-        position = theirs["position"]
-        if position in journal.published:
+        """Return whether the entry is dealt with: this rank has come as far as its end."""
+        rank, start = self._agreement.rank, theirs["start"]
+        end = start + len(theirs["collectives"])
+        has_passed = journal.end >= end  # before looking: what comes meanwhile is looked at next
+        if theirs["rank"] == rank:
             return True
-        if position > journal.num_calls:
-            return False
-        program = journal.at(position)
-        if program is not None:
-            self._answer(journal, theirs, program)
-        return True
+        waiting = journal.newest
+        if waiting is not None and waiting.number > journal.num_calls:
+            self._check(journal, theirs, waiting, is_launched=False)
+        for call in journal.between(start, end):
+            self._check(journal, theirs, call, is_launched=True)
+            if call.start <= start:
+                self._answer(journal, start, call.program)
+        return has_passed
 
-    def _answer(self, journal: Journal, theirs: dict[str, Any], program: Program) -> None:
-        """Say what the main thread ran at a position that another rank runs anew."""
-        rank, position = self._agreement.rank, theirs["position"]
-        mine = entry(rank, position, program, is_launched=True)
+    def _check(
+        self, journal: Journal, theirs: dict[str, Any], call: Call, *, is_launched: bool
+    ) -> None:
+        mine = entry(self._agreement.rank, call.start, call.program, is_launched=is_launched)
         if conflict := conflict_of(journal, theirs, mine):
             self._end_process(self._agreement.stop(conflict, self._store))
-        at = {journal.key: [position, len(journal.ranks)]}
-        answer = {"rank": rank, "plan": program.plan, "is_launched": True, "at": at}
-        self._store.append(answers_key(journal.key, position), answer)
+
+    def _answer(self, journal: Journal, start: int, program: Program) -> None:
+        """Say what the main thread ran at a position that another rank runs anew."""
+        if start in journal.published or (journal.key, start) in self._answered:
+            return
+        self._answered.add((journal.key, start))
+        at = {journal.key: [start, len(journal.ranks)]}
+        answer = {
+            "rank": self._agreement.rank, "plan": program.plan, "is_launched": True, "at": at,
+        }  # fmt: skip
+        self._store.append(answers_key(journal.key, start), answer)
 
     def _end_process(self, message: str) -> None:
         """Say why, and end the process unless its main thread is about to end it itself."""

@@ -192,6 +192,40 @@ def test_regions_that_need_one_another_on_one_rank_only_stop_nobody(two_ranks, p
         assert bool(records) is not promised
 
 
+class Breaking(torch.nn.Module):
+    """Two layers and a sum, in two graphs on ranks where `breaks` says so."""
+
+    def __init__(self, make, group, breaks):
+        super().__init__()
+        self.first, self.second, self.group, self.breaks = make(), make(), group, breaks
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        total = WAIT(all_reduce(y.detach().float().sum(), "sum", self.group))
+        return self.second(y) + total.to(y.dtype)
+
+
+def break_on_rank_zero(rank, has_experts):
+    torch._dynamo.reset()
+    group = dist.new_group()
+    make = (lambda: GroupedExperts(WIDTH, 24, 8, 2, group)) if has_experts else torch.nn.Identity
+    layer, alike = Breaking(make, group, rank == 0), []
+    ours = torch.compile(layer, backend="megamoe", options=OPTIONS)
+    for tokens in (8, 8, 9 + rank):
+        x = torch.randn(tokens, WIDTH, dtype=torch.bfloat16)
+        pairs = zip(step(ours, x), step(layer, x), strict=True)
+        alike.append(all(torch.equal(a, b) for a, b in pairs))
+    return alike
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_ranks_may_launch_in_two_calls_what_others_launch_in_one(two_ranks, has_experts):
+    """They were stopped as if they launched different collectives, for a `print` on one rank."""
+    assert two_ranks.run(break_on_rank_zero, has_experts) == [[True] * 3] * 2
+
+
 class CentredBySize(CentredExperts):
     """Mixes rows unless there are five tokens."""
 
@@ -284,7 +318,7 @@ def test_a_rank_that_waits_long_says_for_what(two_ranks):
     """A rank that runs the layer eagerly answers never; nothing was said for half an hour."""
     waiting, late_one = two_ranks.run(late_beyond_patience, 3)
     (text,) = waiting
-    assert "some ranks did not reach call 1 of compiled code" in text
+    assert "some ranks did not reach collective 1 of compiled code" in text
     assert not late_one
 
 

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as collectives
 from moe_compile.errors import RankDisagreement
 from moe_compile.ops.watcher import EXIT_STATUS
 from moe_compile.testing.rank_pool import RankFailure, RankPool
-from tests.backend.test_agreement import CentredExperts, compiled
+from tests.backend.test_agreement import OPTIONS, CentredExperts, compiled
 from tests.layers import GroupedExperts
 
 NOTICED_S = 10
@@ -103,8 +103,63 @@ def test_a_graph_new_on_one_rank_only_ends_every_rank(tmp_path):
     assert max(times) - min(times) < NOTICED_S
     for rank in (0, 1):
         assert f"rank {rank}: RankDisagreement: ranks" in printed
-    assert "in call 2 of compiled code" in printed
+    assert "the first difference is collective 2: rank " in printed
     assert "rank 1 launches all_gather_into_tensor(float32)" in printed
+
+
+def exchange_and_gather(x, group):
+    return gather(exchange(x, group), group)
+
+
+def exchange_and_exchange(x, group):
+    return exchange(exchange(x, group), group)
+
+
+def test_a_difference_in_what_one_rank_launches_in_one_call_ends_every_rank(tmp_path):
+    """The first of two calls is as the other rank's one begins; the second does not go on so."""
+    programs = [[exchange_and_gather], [exchange, exchange_and_exchange]]
+    statuses, times, printed = outcome(tmp_path, programs)
+    assert EXIT_STATUS in statuses
+    assert max(times) - min(times) < NOTICED_S
+    for rank in (0, 1):
+        assert f"rank {rank}: RankDisagreement: ranks" in printed
+    assert "the first difference is collective 2: rank " in printed
+
+
+class Breaking(GroupedExperts):
+    """Two layers of the same weights, in two graphs where `breaks` says so."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return y + super().forward(y)
+
+
+def cut_what_runs(rank, path):
+    """Both agree on two regions in one graph; then rank 1 runs them in two, alone."""
+    write_down_the_end(path, rank)
+    layer = Breaking(16, 24, 8, 2, dist.group.WORLD)
+    layer.breaks = False
+    x = torch.randn(8, 16, dtype=torch.bfloat16)
+    ours = torch.compile(layer, backend="megamoe", options=OPTIONS)
+    ours(x)
+    layer.breaks = rank == 1
+    try:
+        ours(x)
+    except RankDisagreement as error:
+        write_at_once(path / "raised", str(error))
+        raise
+
+
+@pytest.mark.slow
+def test_a_cut_through_what_others_run_rewritten_ends_every_rank(tmp_path):
+    with RankPool(2, timeout_s=180) as pool:
+        with pytest.raises(RankFailure):
+            pool.run(cut_what_runs, tmp_path)
+        wait_for(tmp_path / "rank0", tmp_path / "raised")
+    assert (tmp_path / "rank0").read_text().startswith(f"{EXIT_STATUS} ")
+    assert "rewrote them differently, in other graphs" in (tmp_path / "stderr0").read_text()
 
 
 def change_the_body_alone(rank, path):
