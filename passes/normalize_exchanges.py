@@ -25,8 +25,8 @@ from moe_compile.graph.query import C10D, called_name, is_launch, is_wait, overl
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
-HAND_ON: Final = frozenset({"view_as", "alias", "detach"})
-"""Functions and methods that give a tensor's values on."""
+HAND_ON: Final = frozenset({"view_as", "alias", "detach", "getitem"})
+"""Functions and methods that give values on as they are."""
 
 
 class Left(enum.Enum):
