@@ -22,9 +22,8 @@ class Scheduling(CustomGraphPass):
 
     def __init__(self, pin):
         self.pin, self.orders = pin, []
-        self.state = CompileState(
-            config=MegaMoEConfig(max_memory_increase=9.0), hardware=load_profile("cpu")
-        )
+        config = MegaMoEConfig(max_memory_increase=9.0, equal_tokens=True)
+        self.state = CompileState(config=config, hardware=load_profile("cpu"))
 
     def __call__(self, graph):
         ScheduleExchanges().run(graph, self.state)
