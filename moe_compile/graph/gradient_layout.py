@@ -13,7 +13,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -31,6 +31,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.graph.same_tensor import maker, readers
 
+Found = TypeVar("Found")
 Lay = Callable[[torch.Tensor], torch.Tensor]
 """Returns a tensor of the same shape, laid out in some order."""
 
@@ -79,6 +80,23 @@ def _by_rows(tensor: torch.Tensor) -> bool:
 
 def _term(reader: fx.Node, source: fx.Node, lay: Lay) -> torch.Tensor | None:
     """Return what `reader` adds, given gradients as `lay` lays them out; None: it is not known."""
+
+    def term(made: Any, read: torch.Tensor) -> torch.Tensor:
+        leaves = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        each = [t for t in leaves if t.requires_grad]
+        return torch.autograd.grad(each, read, list(map(lay, each)))[0]
+
+    return on_gradient(reader, source, term)
+
+
+def on_gradient(
+    reader: fx.Node, source: fx.Node, look: Callable[[Any, torch.Tensor], Found]
+) -> Found | None:
+    """Run `reader` on fake tensors of which `source` needs a gradient.
+
+    Returns what `look` finds in what was made, and in what was read of `source`; None where the
+    node cannot be run.
+    """
     inputs = reader.all_input_nodes
     fake = fake_mode_of([*map(value_of, inputs), value_of(reader)])
     if fake is None or is_higher_order(reader) or any(value_of(i) is None for i in inputs):
@@ -92,9 +110,7 @@ def _term(reader: fx.Node, source: fx.Node, lay: Lay) -> torch.Tensor | None:
             given[node] = value
         args, kwargs = fx.node.map_arg((reader.args, reader.kwargs), given.__getitem__)
         try:
-            made = pytree.tree_leaves(call(reader, args, kwargs))
-            made = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
-            return torch.autograd.grad(made, read, list(map(lay, made)))[0]
+            return look(call(reader, args, kwargs), read)
         except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
             return None
 

@@ -25,9 +25,8 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
-from moe_compile.graph.gradient_layout import lies_by_rows
+from moe_compile.graph.gradient_layout import lies_by_rows, on_gradient
 from moe_compile.graph.inner_graphs import is_higher_order
-from moe_compile.graph.observation import call, fake_mode_of, running_on
 from moe_compile.graph.query import (
     has_gradient,
     is_assertion,
@@ -119,24 +118,11 @@ def _adds_one_term(reader: fx.Node, source: fx.Node) -> bool:
 
 def _num_edges(reader: fx.Node, source: fx.Node) -> int:
     """Return how many edges of the graph of gradients lead to `source`; 0: it could not be run."""
-    inputs = reader.all_input_nodes
-    fake = fake_mode_of([*map(value_of, inputs), value_of(reader)])
-    if fake is None or any(value_of(i) is None for i in inputs):
-        return 0
-    with running_on(fake), torch.enable_grad():
-        given: dict[fx.Node, Any] = {}
-        for node in inputs:
-            value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value_of(node))
-            if isinstance(value, torch.Tensor) and maker(node) is source:
-                value = value.requires_grad_() * 1
-                edge = value.grad_fn
-            given[node] = value
-        args, kwargs = fx.node.map_arg((reader.args, reader.kwargs), given.__getitem__)
-        try:
-            made = call(reader, args, kwargs)
-        except Exception:  # noqa: BLE001  (whatever a function raises: it is not followed)
-            return 0
-        return sum(found is edge for found in _edges(made))
+
+    def count(made: Any, read: torch.Tensor) -> int:
+        return sum(found is read.grad_fn for found in _edges(made))
+
+    return on_gradient(reader, source, count) or 0
 
 
 def _edges(made: Any) -> Iterator[Any]:
