@@ -25,8 +25,8 @@ from moe_compile.graph.query import C10D, called_name, is_launch, is_wait, overl
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
-HAND_ON: Final = frozenset({"view_as", "alias", "detach", "getitem"})
-"""Functions and methods that give values on as they are."""
+HAND_ON: Final = frozenset({"view_as", "alias", "detach"})
+"""Functions and methods that return the values of their first argument as they are."""
 
 
 class Left(enum.Enum):
@@ -90,16 +90,30 @@ def _hides_wait(launch: fx.Node) -> fx.Node | None:
 
 
 def _only_waits(hiding: fx.Node) -> bool:
-    """Whether the operator's forward waits and its backward hands the gradient through."""
-    graphs = bodies(hiding)
-    if len(graphs) != 2:
+    """Whether the operator takes one tensor, returns it awaited, and its gradient unchanged."""
+    graphs = [body.graph for body in bodies(hiding)]
+    given = [node for node in hiding.all_input_nodes if node.op != "get_attr"]
+    if len(graphs) != 2 or len(given) != 1 or hiding.kwargs.get("non_differentiable_idx"):
         return False
-    forward, backward = (
-        [n for n in body.graph.nodes if n.op not in ("placeholder", "output")] for body in graphs
-    )
-    waits = [n for n in forward if is_wait(n)]
-    others = {*forward, *backward} - {*waits}
-    return bool(waits) and all(called_name(n) in HAND_ON or changes_mode(n) for n in others)
+    forward, backward = graphs
+    (results, *_), gradients = forward.output_node().args[0], backward.output_node().args[0]
+    waits = any(is_wait(node) for node in forward.nodes)
+    return waits and _hands_on(forward, results) and _hands_on(backward, gradients)
+
+
+def _hands_on(body: fx.Graph, results: Any) -> bool:
+    """Whether the only result of a body is the only tensor that it is given, and it does no more
+    than wait for it."""
+    inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
+    passing = [node for node in inner if is_wait(node) or called_name(node) in HAND_ON]
+    if not isinstance(results, list | tuple) or len(results) != 1:
+        return False
+    if not all(node in passing or changes_mode(node) for node in inner):
+        return False
+    (node,) = results
+    while node in passing:
+        node = node.args[0]
+    return body.find_nodes(op="placeholder") == [node]
 
 
 def _drop_unread_bodies(graph: fx.Graph) -> None:
@@ -110,10 +124,10 @@ def _drop_unread_bodies(graph: fx.Graph) -> None:
 
 
 def _rewrite(launch: fx.Node, hiding: fx.Node) -> None:
-    emit = Emitter(hiding)
+    """Launch where `launch` stands and wait where `hiding` does: each under its own grad mode."""
     op = overload_name(launch).partition("::")[2]
-    plain = emit.call(getattr(C10D, op), *launch.args, **launch.kwargs)
-    wait = emit.call(C10D.wait_tensor, plain)
+    plain = Emitter(launch).call(getattr(C10D, op), *launch.args, **launch.kwargs)
+    wait = Emitter(hiding).call(C10D.wait_tensor, plain)
     value = launch.meta.get("example_value")
     if isinstance(value, torch.Tensor):
         plain.meta["example_value"] = wait.meta["example_value"] = value

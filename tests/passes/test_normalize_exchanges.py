@@ -68,7 +68,28 @@ class WaitsAndHalvesTheGradient(Waits):
         return gradient * 0.5
 
 
-@pytest.mark.parametrize("function", [Waits, WaitsAndDoubles, WaitsAndHalvesTheGradient])
+class WaitsAndKeepsTheGradient(Waits):
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class WaitsForARow(Waits):
+    @staticmethod
+    def forward(ctx, x):
+        return C10D.wait_tensor(x)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(4, 4)
+
+
+FUNCTIONS = [
+    Waits, WaitsAndDoubles, WaitsAndHalvesTheGradient, WaitsAndKeepsTheGradient, WaitsForARow
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_only_a_function_that_waits_and_no_more_is_a_wait(fake_ranks, function):
     """Any function of the program that read such a launch was replaced by a wait."""
 
@@ -80,3 +101,36 @@ def test_only_a_function_that_waits_and_no_more_is_a_wait(fake_ranks, function):
     (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
     is_plain = overload_name(launch).startswith("_c10d_functional::")
     assert is_plain is (function is Waits)
+
+
+class WaitsBesideAnother(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, other):
+        return C10D.wait_tensor(x), other.view_as(other)
+
+    @staticmethod
+    def backward(ctx, gradient, of_other):
+        return gradient, of_other
+
+
+class SendsTheGradientElsewhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, other):
+        return C10D.wait_tensor(x), other.sum()
+
+    @staticmethod
+    def backward(ctx, gradient, of_sum):
+        return None, gradient
+
+
+@pytest.mark.parametrize("function", [WaitsBesideAnother, SendsTheGradientElsewhere])
+def test_a_function_of_two_tensors_is_no_wait(fake_ranks, function):
+    """Every tensor that it returned became the awaited one."""
+
+    def program(x):
+        launch = torch.ops._c10d_functional_autograd.all_to_all_single
+        return function.apply(launch(x, [2, 2], [2, 2], fake_ranks.group_name), x)
+
+    gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
+    (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
+    assert not overload_name(launch).startswith("_c10d_functional::")
