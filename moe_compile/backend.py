@@ -19,6 +19,7 @@ import functools
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -51,6 +52,7 @@ from passes.pipeline import DYNAMO, NAMES, Dropped, check_names, run_level
 LOG: Final = logging.getLogger(__name__)
 
 torch._dynamo.config.capture_scalar_outputs = True
+IMPORTING_THREAD: Final = threading.get_ident()
 count_grouped_products()
 
 
@@ -68,6 +70,7 @@ def megamoe(
     Raises InvalidConfig for an unknown option or value; RegionRefused when `strict` and a region
     could not be transformed.
     """
+    _capture_host_reads()
     ours, inductor = split_options(options or {})
     config = from_sources(options=ours, environment=os.environ)
     check_names(config.disable_passes)
@@ -99,6 +102,23 @@ def megamoe(
         is_promised=config.equal_tokens,
     )
     return agreed_callable(compiled, programs, compile_whole)
+
+
+def _capture_host_reads() -> None:
+    """Switch on in every thread that compiles what this module's import switched on in its own.
+
+    Newer releases of torch keep settings of Dynamo per thread. What a user switched off stays off.
+    """
+    config = torch._dynamo.config
+    if config.capture_scalar_outputs or threading.get_ident() == IMPORTING_THREAD:
+        return
+    config.capture_scalar_outputs = True
+    LOG.warning(
+        "megamoe: torch._dynamo.config.capture_scalar_outputs was off in thread %r, so that the "
+        "graph which is compiled now ends at the first host read. It is on from here on. To do: "
+        "set it to True where the thread begins",
+        threading.current_thread().name,
+    )
 
 
 def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:

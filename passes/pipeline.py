@@ -17,6 +17,7 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
+from moe_compile.graph.modes import without_saved_tensors_hooks
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.planning.state import CompileState
 from passes.chunk_attention import ChunkAttention
@@ -132,7 +133,8 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
 def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport | Dropped:
     before = Snapshot(graph)
     try:
-        report = p.run(graph, state)
+        with without_saved_tensors_hooks():
+            report = p.run(graph, state)
         graph.lint()
     except Exception as error:
         if state.config.strict or p.is_check:

@@ -8,11 +8,12 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, TypeAlias
 
 import torch
 import torch.fx as fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from moe_compile.graph.query import called_name, has_gradient, is_assertion, value_of
 
@@ -102,3 +103,20 @@ def _first_grad_mode(graph: fx.Graph) -> bool:
         if node.op not in ("placeholder", "get_attr") and has_gradient(node):
             return True
     return torch.is_grad_enabled()
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Keep what runs inside from the hooks of `torch.autograd.graph.saved_tensors_hooks` in force.
+
+    Activation checkpointing counts by them what a program saves for its backward, and ends a
+    recomputation from inside them.
+    """
+    with ExitStack() as stack:
+        with suppress(RuntimeError):  # `disable_saved_tensors_hooks`: there are none
+            stack.enter_context(saved_tensors_hooks(_same, _same))
+        yield
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
