@@ -158,14 +158,15 @@ def _permuted(unpack: fx.Node) -> fx.Node | None:
 
 
 def _parts(joined: fx.Node) -> list[fx.Node] | None:
-    """Return what `joined` joins: unpacked rows of one kind, read by it alone, and zeros."""
+    """Return what `joined` joins: unpacked rows of one kind, read by it alone, and such zeros."""
     parts = rows_joined(joined) or []
     unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
     zeros = {p: made for p in parts if p not in unpacks and (made := zero_rows(p)) is not None}
     makers = {made[-1] for made in zeros.values()}
     if not unpacks or len(unpacks) + len(zeros) != len(parts):
         return None
-    alike = all(part.args[1:] == unpacks[0].args[1:] for part in unpacks)
+    types = {value.dtype for part in parts if (value := tensor_of(part)) is not None}
+    alike = len(types) == 1 and all(part.args[1:] == unpacks[0].args[1:] for part in unpacks)
     alone = all(set(part.users) <= {joined, *makers} for part in unpacks)
     return parts if alike and alone else None
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import expression_of, tensor_of
 
 ATEN: Final = torch.ops.aten
 SPLIT: Final = ATEN.split_with_sizes.default
@@ -36,7 +36,7 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     elif node.target is ATEN.index_select.default and node.args[1] == 0:
         source, index = node.args[0], node.args[2]
     elif node.target is ATEN.gather.default and node.args[1] == 0:
-        source, index = node.args[0], _row_of_index(node.args[2])
+        source, index = node.args[0], _row_of_index(node.args[2], node.args[0])
     else:
         return None
     if not isinstance(index, fx.Node) or not isinstance(source, fx.Node):
@@ -48,11 +48,13 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (source, index) if is_integer else None
 
 
-def _row_of_index(index: Any) -> Any:
-    """Return the `[R]` index behind one that names the same row for every column, or None."""
+def _row_of_index(index: Any, source: Any) -> Any:
+    """Return the `[R]` index behind one that names the same row for every column of `source`."""
     expanded = isinstance(index, fx.Node) and index.target is ATEN.expand.default
-    whole = tensor_of(index) if expanded else None
-    if whole is None or whole.stride(1) != 0:
+    whole, chosen_from = tensor_of(index) if expanded else None, tensor_of(source)
+    if whole is None or chosen_from is None or whole.stride(1) != 0:
+        return None
+    if expression_of(whole.shape[1]) != expression_of(chosen_from.shape[1]):
         return None
     node = index
     while isinstance(node, fx.Node) and node.target in SHAPING:

@@ -1,8 +1,9 @@
 """Rows to messages and back in plain PyTorch: the specification, and the CPU path.
 
 Contract
-    Bytes and values are those of `moe_compile.ops.wire_format`. Compilers fuse what is here:
-    there is nothing but elementwise operators, one reduction per block and one concatenation.
+    Bytes and values are those of `moe_compile.ops.wire_format`. Compilers fuse what is here: there
+    is nothing but elementwise operators, one reduction per block, one concatenation, and a choice
+    of columns where blocks do not fill a row.
 
 Shapes: S rows to choose from, R rows of a message, D columns, B blocks, M = row_bytes(D).
 """
@@ -44,9 +45,9 @@ def unpack_rows(message_RM: torch.Tensor, width: int, dtype: torch.dtype) -> tor
     payload_RD = message_RM[:, :width].view(torch.float8_e4m3fn).float()
     scales = message_RM[:, payload_bytes(width) :].reshape(-1).view(torch.float32)
     scales_RB = scales.reshape(message_RM.shape[0], num_blocks(width))
-    if width % BLOCK:
-        scales_RD = scales_RB.repeat_interleave(BLOCK, dim=1)[:, :width]
-        return (payload_RD * scales_RD).to(dtype)
+    if width % BLOCK:  # by an index: Inductor miscompiles slices of repeated or expanded columns
+        block_D = torch.arange(width, device=message_RM.device) // BLOCK
+        return (payload_RD * scales_RB[:, block_D]).to(dtype)
     blocked = payload_RD.reshape(-1, num_blocks(width), BLOCK) * scales_RB.unsqueeze(-1)
     return blocked.reshape(-1, width).to(dtype)
 

@@ -102,11 +102,26 @@ SOME = torch.tensor([3, 1, 1])
         (lambda x, i: [PACK(x[i] * 2)], SOME),
         (lambda x, i: [PACK(x[i])], MASK),
         (lambda x, i: [PACK(torch.gather(x, 0, i[:, None] + torch.arange(WIDTH) % 2))], SOME),
+        (
+            lambda x, i: [
+                PACK(torch.gather(torch.cat([x, x], 1), 0, i[:, None].expand(-1, WIDTH)))
+            ],
+            SOME,
+        ),
         (lambda x, i: [PACK((parts := torch.split(x[i], [1, 2]))[0]), parts[1]], SOME),
         (lambda x, i: [PACK(torch.split(x[i], [100, 28], 1)[0])], SOME),
         (lambda x, i: [PACK(torch.split(x, [5, 7])[0]), i], SOME),
     ],
-    ids=["read", "computed", "mask", "columns", "piece read", "split columns", "no gather"],
+    ids=[
+        "read",
+        "computed",
+        "mask",
+        "columns",
+        "first columns",
+        "piece read",
+        "split columns",
+        "no gather",
+    ],
 )
 def test_what_is_no_gather_of_whole_rows_for_the_pack_alone_stays(program, index):
     graph, report = folded(program, ROWS, index)
@@ -156,6 +171,15 @@ def test_unpacked_rows_joined_with_others_are_permuted_apart():
         return [torch.cat([UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16), x])[i]]
 
     _, report = folded(program, PACK(ROWS), ROWS, SOME)
+    assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
+
+
+def test_unpacked_rows_joined_with_zeros_of_another_type_are_permuted_apart():
+    def program(m, i):
+        rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
+        return [torch.cat([rows, torch.zeros(1, WIDTH)])[i]]
+
+    _, report = folded(program, PACK(ROWS), SOME)
     assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
 
 
