@@ -8,6 +8,8 @@ Contract
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -132,6 +134,10 @@ class MegaMoEConfig:
             value = getattr(self, name)
             if type(value) is not kind:
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what}")
+        if self.step_peak_bytes < 0:
+            raise InvalidConfig(
+                f"megamoe.step_peak_bytes is {self.step_peak_bytes}; write 0 or more bytes"
+            )
         if not all(isinstance(name, str) for name in self.disable_passes):
             raise InvalidConfig(
                 f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
@@ -204,7 +210,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name in ("chunks", "attention_chunks", "step_peak_bytes"):
-        return int(text) if text.lstrip("-").isdigit() else text
+        return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
     if isinstance(default, float):
         try:
             return float(text)
@@ -229,8 +235,9 @@ def _check_chunks(name: str, chunks: object) -> None:
         )
 
 
-def _check_share(share: object) -> None:
-    if isinstance(share, bool) or not isinstance(share, int | float) or share < 0:
+def _check_share(share: Any) -> None:
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not is_number or not math.isfinite(share) or share < 0:
         raise InvalidConfig(
             f"megamoe.max_memory_increase is {share!r}; write a fraction of at least 0, as 0.05"
         )

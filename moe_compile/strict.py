@@ -14,6 +14,7 @@ from moe_compile.analysis.attention_regions import UNPROVEN
 from moe_compile.analysis.regions import Refused
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
+from moe_compile.planning.dispatch_rules import quantises_rows
 from moe_compile.planning.state import CompileState
 from moe_compile.report.compilations import Compilation
 
@@ -46,6 +47,12 @@ def _unquantised(state: CompileState) -> Iterator[str]:
                     f"the {exchange.name} of {plan.region.name} is not quantised: "
                     f"{exchange.refusal}. Set megamoe.{exchange.name}_wire = 'same'"
                 )
+    if state.config.chunks == 1 and quantises_rows(state.config):  # else `_unchunked` says so
+        for refused in (decoy for decoy in state.decoys if decoy.is_region):
+            yield (
+                f"{refused.candidate} is not quantised: {refused.reason.value} ({refused.detail}). "
+                "Set megamoe.dispatch_wire = megamoe.combine_wire = 'same'"
+            )
 
 
 def _unswitched(state: CompileState) -> Iterator[str]:

@@ -21,9 +21,18 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.regions import Refusal, Refused
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.edit import Emitter, replace_uses, substitute
-from moe_compile.graph.query import group_name, input_splits, is_wait, output_splits
+from moe_compile.graph.modes import Mode, modes
+from moe_compile.graph.query import (
+    group_name,
+    input_splits,
+    is_integer,
+    is_wait,
+    output_splits,
+    tensor_of,
+)
 from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from moe_compile.ops.wire_format import row_bytes
@@ -43,6 +52,9 @@ class Left(enum.Enum):
         "tokens are gathered, and sums of them travel back: no message of eight bits for these"
     )
     UNKNOWN_FORM = "its launch is read by something else than one wait"
+    MODES = "gradients or autocast are switched between its launch and its wait"
+    INTEGERS = "integers are made of its rows: positions or bits, which eight bits do not hold"
+    COMMUNICATES = "the experts communicate between dispatch and combine: it may carry no rows"
 
 
 NOT_OWED: Final = (Left.SAME, Left.NARROW)
@@ -58,7 +70,7 @@ class QuantizeExchanges(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Rewrite the dispatches and combines that the options name, chunked or not."""
-        del graph  # the plans name its nodes
+        in_force = modes(graph)
         chosen: list[tuple[Exchange, str, int]] = []
         applied: list[str] = []
         skipped: list[Verdict] = []
@@ -66,7 +78,7 @@ class QuantizeExchanges(GraphPass):
             for exchange in (plan.dispatch, plan.combine):
                 candidate = f"{exchange.name} of {plan.region.name}"
                 wire = wire_of(exchange, plan, state.config)
-                decided = _decide(exchange, wire, gathered=plan.switch.is_switched)
+                decided = _decide(exchange, wire, plan, in_force)
                 if isinstance(decided, Left):
                     exchange.refusal = "" if decided in NOT_OWED else decided.value
                     skipped.append(Verdict(candidate=candidate, reason=decided))
@@ -93,11 +105,13 @@ def wire_of(exchange: Exchange, plan: RegionPlan, config: MegaMoEConfig) -> str:
     return chosen.dispatch_wire if is_dispatch else chosen.combine_wire
 
 
-def _decide(exchange: Exchange, wire: str, *, gathered: bool) -> int | Left:
+def _decide(
+    exchange: Exchange, wire: str, plan: RegionPlan, in_force: dict[fx.Node, Mode]
+) -> int | Left:
     """Return the width of the rows to quantise, or why they travel as they are."""
     if wire not in QUANTIZED:
         return Left.SAME
-    if gathered:
+    if plan.switch.is_switched:
         return Left.GATHERED
     rows = exchange.rows
     if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
@@ -107,9 +121,33 @@ def _decide(exchange: Exchange, wire: str, *, gathered: bool) -> int | Left:
         return Left.NOT_A_MATRIX
     if row_bytes(width) >= exchange.row_bytes_before:
         return Left.NARROW
+    return _needs_its_rows(exchange, plan, in_force) or int(width)
+
+
+def _needs_its_rows(
+    exchange: Exchange, plan: RegionPlan, in_force: dict[fx.Node, Mode]
+) -> Left | None:
+    """Return what of the program around an exchange would not be right of rounded rows."""
+    if isinstance(plan.proof, Refused) and plan.proof.reason is Refusal.COMMUNICATES:
+        return Left.COMMUNICATES
     if any(len(launch.users) != 1 or not _waits(launch) for launch in exchange.launches):
         return Left.UNKNOWN_FORM
-    return int(width)
+    if any(in_force[n] != in_force[wait] for n in exchange.launches for wait in _waits(n)):
+        return Left.MODES
+    return Left.INTEGERS if _makes_integers(plan) else None
+
+
+def _makes_integers(plan: RegionPlan) -> bool:
+    """Whether integers are made of the rows of activations between dispatch and combine."""
+    seen, todo = set(plan.combine.launches), list(plan.dispatch.launches)
+    while todo:
+        node = todo.pop()
+        if is_integer(node):
+            return True
+        new = [user for user in node.users if user not in seen and tensor_of(user) is not None]
+        seen.update(new)
+        todo.extend(new)
+    return False
 
 
 def _waits(launch: fx.Node) -> list[fx.Node]:

@@ -44,6 +44,8 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"dispatch": "all_gathr"}, "Did you mean 'all_gather'?"),
         ({"dispatch_padding": "most"}, "write one of exact, worst"),
         ({"max_memory_increase": -0.1}, "fraction of at least 0"),
+        ({"max_memory_increase": float("nan")}, "fraction of at least 0"),
+        ({"step_peak_bytes": -5}, "write 0 or more bytes"),
         ({"disable_passes": "chunk_regions"}, "write a list of pass names"),
     ],
 )
@@ -59,6 +61,7 @@ def test_a_wrong_option_says_what_to_write_instead(options, message):
         ("MEGAMOE_CHUNKZ", "2", "MEGAMOE_CHUNKZ: megamoe has no option 'chunkz'"),
         ("MEGAMOE_STRICT", "maybe", "write 1 or 0"),
         ("MEGAMOE_CHUNKS", "two", "megamoe.chunks is 'two'"),
+        ("MEGAMOE_CHUNKS", "\u00b2", "megamoe.chunks is"),
         ("MEGAMOE_MAX_MEMORY_INCREASE", "much", "write a number"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 
 from moe_compile.backend import rewrite
 from moe_compile.errors import RegionRefused
@@ -14,6 +14,7 @@ from passes.quantize_exchanges import Left, QuantizeExchanges
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts, LoopExperts
 
+C10D = torch.ops._c10d_functional
 WIDTH, HIDDEN, EXPERTS, TOP_K = 128, 24, 8, 2
 
 
@@ -107,7 +108,10 @@ class HeadsOfRows(GroupedExperts):
         received = self.exchange_counts(counts)
         sent, got = self.splits(counts, received)
         rows = exchange(x[order // self.top_k], got, sent, self.group)
-        return exchange(rows * 2, sent, got, self.group)
+        return exchange(self.between(rows), sent, got, self.group)
+
+    def between(self, rows):
+        return rows * 2
 
 
 def test_rows_that_are_no_matrix_travel_as_they_are_unless_strict(fake_ranks):
@@ -132,3 +136,66 @@ def test_a_row_that_would_not_get_shorter_is_no_reason_to_raise(fake_ranks):
     gm, report = quantized(program, chunks=1, dispatch_wire="fp8", strict=True)
     assert [v.reason for v in report.skipped] == [Left.NARROW, Left.SAME]
     assert not messages(gm.graph)
+
+
+class Plain(HeadsOfRows):
+    def forward(self, x):
+        return self.with_exchange(x, all_to_all_single_autograd)
+
+
+class BitsInRows(Plain):
+    """Its first two columns are the bits of an integer."""
+
+    def between(self, rows):
+        return rows * rows[:, :2].contiguous().view(torch.int32)
+
+
+class LaunchesWithoutGradient(HeadsOfRows):
+    def forward(self, x):
+        return self.with_exchange(x, self.exchange)
+
+    @staticmethod
+    def exchange(rows, got, sent, group):
+        with torch.no_grad():
+            launched = C10D.all_to_all_single(rows, got, sent, group.group_name)
+        return C10D.wait_tensor(launched)
+
+
+class ScoresFirst(Plain):
+    """Sends what is as wide as a narrow layer's rows, before the rows and by the same sizes."""
+
+    def with_exchange(self, x, exchange):
+        def both(rows, *splits):
+            if rows.dtype is torch.float32:
+                return exchange(rows, *splits)
+            scores = exchange(rows[:, :32].float(), *splits)
+            return exchange(rows, *splits).float() * scores.sum(1, keepdim=True)
+
+        return super().with_exchange(x, both)
+
+
+@pytest.mark.parametrize(
+    ("style", "reason"),
+    [
+        (Plain, None),
+        (BitsInRows, Left.INTEGERS),
+        (LaunchesWithoutGradient, Left.MODES),
+        (ScoresFirst, Left.COMMUNICATES),
+    ],
+)
+def test_what_eight_bits_would_falsify_travels_as_it_is(fake_ranks, style, reason):
+    gm, report = quantized(layer(style, fake_ranks), chunks=1, dispatch_wire="fp8")
+    assert [v.reason for v in report.skipped] == [r for r in (reason, Left.SAME) if r]
+    assert len(messages(gm.graph)) == (reason is None)
+
+
+class Communicates(Plain):
+    def between(self, rows):
+        return all_reduce(rows, "sum", self.group)
+
+
+def test_strict_says_what_a_region_that_communicates_keeps(fake_ranks):
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(layer(Communicates, fake_ranks), x)
+    with pytest.raises(RegionRefused, match=r"is not quantised: the experts communicate"):
+        rewrite(gm, state(chunks=1, dispatch_wire="fp8", strict=True).config)
