@@ -92,7 +92,11 @@ def megamoe(
         forbid_eager_beyond_limit(compilation.family)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
-    compile_whole = functools.partial(written.compile, again) if plan else None
+
+    def compile_whole() -> Callable[..., Any]:
+        REPORT.add_as_written(compilation)
+        return written.compile(again)
+
     family = f"{compilation.family} {config.digest_text()} {weights}"
     programs = programs_of(
         order,
@@ -101,7 +105,7 @@ def megamoe(
         family=family,
         is_promised=config.equal_tokens,
     )
-    return agreed_callable(compiled, programs, compile_whole)
+    return agreed_callable(compiled, programs, compile_whole if plan else None)
 
 
 def _capture_host_reads() -> None:

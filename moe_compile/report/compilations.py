@@ -7,7 +7,8 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch.fx as fx
 
@@ -20,6 +21,9 @@ from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from moe_compile.report.unmatched import Unmatched, unmatched
 from passes.contract import PassReport, verdict
 from passes.pipeline import Dropped
+
+AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
+"""The verdict on all regions of a program that the ranks do not agree to run rewritten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +116,14 @@ class Compilation:
         self.attention += [_attention_report(verdict) for verdict in state.attention]
         state.plans, state.decoys, state.attention = [], [], []
 
+    def run_as_written(self) -> None:
+        """Take in that the ranks agreed to run the program as it was written."""
+        self.regions = [_as_written(region) for region in self.regions]
+        self.attention = [
+            replace(a, num_chunks=1, verdict=AS_WRITTEN) if a.is_region else a
+            for a in self.attention
+        ]
+
     def add_dropped(self, line: str, is_failure: bool) -> None:
         """Take in a pass left out of some graph, and whether it raised."""
         self.dropped.append(line)
@@ -153,6 +165,13 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
         family="; ".join(places[:1]),
         settings=state.config.digest_text(),
         place_of_exchange="; ".join(exchanges[:1]),
+    )
+
+
+def _as_written(region: RegionReport) -> RegionReport:
+    wires = {name: ("same", before, before) for name, (_, before, _) in region.wires.items()}
+    return replace(
+        region, num_chunks=1, verdict=AS_WRITTEN, dispatch="all_to_all", num_tokens=0, wires=wires
     )
 
 

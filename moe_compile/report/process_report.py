@@ -72,6 +72,11 @@ class ProcessReport:
         self._keep(compilation)
         self.write()
 
+    def add_as_written(self, compilation: Compilation) -> None:
+        """Take in that a program runs as it was written, which was taken in as it was compiled."""
+        compilation.run_as_written()
+        self.write()
+
     def _keep(self, compilation: Compilation) -> None:
         """Keep a compilation that there is something to say of, once."""
         says = compilation.has_regions or compilation.attention or compilation.has_failures

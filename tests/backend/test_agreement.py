@@ -21,6 +21,8 @@ from moe_compile.errors import RankDisagreement
 from moe_compile.hardware.detect import agree_on_profile, detected_profile
 from moe_compile.ops import agreement
 from moe_compile.ops.launch_records import executed_records
+from moe_compile.report.compilations import AS_WRITTEN
+from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.chunk_regions import ChunkRegions
 from tests.layers import WAIT, GroupedExperts
@@ -68,16 +70,19 @@ def run_steps(rank, style, tokens, **more):
 
 
 def bodies_differ(rank, codegen):
-    style = (GroupedExperts, CentredExperts)[rank]
-    return run_steps(rank, style, (8, 12 + rank, 9), codegen=codegen)
+    style, before = (GroupedExperts, CentredExperts)[rank], len(REPORT.compilations)
+    ran = run_steps(rank, style, (8, 12 + rank, 9), codegen=codegen)
+    regions = [region for c in REPORT.compilations[before:] for region in c.regions]
+    return *ran, {(region.verdict, region.num_chunks) for region in regions}
 
 
 @pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks, codegen):
     """Ranks were stopped, though the program is right and only our rewrites did not fit."""
-    for alike, records in two_ranks.run(bodies_differ, codegen):
+    for alike, records, reported in two_ranks.run(bodies_differ, codegen):
         assert alike == [True] * 3
         assert records == []  # no pass of ours is in any graph
+        assert reported == {(AS_WRITTEN, 1)}
 
 
 def second_layers_differ(rank, late):
