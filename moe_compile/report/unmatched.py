@@ -12,11 +12,15 @@ from typing import Final
 
 from moe_compile.analysis.regions import Refusal, Refused
 
+SAME_GRAPH: Final = (
+    "in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks; around "
+    "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
+)
 REMEDIES: Final = {
     Refusal.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
-    ", in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks",
+    f", {SAME_GRAPH}",
     Refusal.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
-    "all-to-all or an all-gather of integers, in the same graph",
+    f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
     Refusal.UNEVEN_EXPERTS: "give every rank the same number of experts",
     Refusal.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
     "parts, is not rewritten in this version",
