@@ -29,6 +29,8 @@ class Rewrite:
     not_served: frozenset[fx.Node] = frozenset()
     """Host reads that must stay where they are if anybody else needs them."""
 
+    read_once: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
+    """Tensors of which one read of the new form serves several nodes, each with these nodes."""
     counts_first: bool = False
     """Whether all that is computed from counts runs before what is computed from rows."""
     sliced: tuple[fx.Node, ...] = ()

@@ -22,6 +22,7 @@ from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_host_arithmetic, is_pure, is_size_query, may_draw
+from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_assertion, value_of
 
@@ -65,6 +66,10 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
         if (obstacle := legality.obstacle(moved, anchor, part)) is not None:
             reason = REFUSALS[obstacle.hazard]
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
+    for source, served in rewrite.read_once:
+        if (other := find_later_reader(served, source, legality.dependence)) is not None:
+            detail = f"{source.name} is read by {other.name} too"
+            return Refused(candidate=region.name, reason=Refusal.GRADIENT_ORDER, detail=detail)
     if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
         writer, reader = overtaken
         detail = f"{writer.name} would run before {reader.name}"

@@ -85,6 +85,11 @@ class TokenRows:
     is_chosen_once: bool
     """Whether no token is proven to have two rows for one expert."""
 
+    def readers(self, factor: fx.Node) -> frozenset[fx.Node]:
+        """Return which of `before` and `after` read the factor."""
+        chain = (*self.before, *self.after)
+        return frozenset(node for node in chain if factor in node.all_input_nodes)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFound:

@@ -69,6 +69,26 @@ def find_reordered(
     return None
 
 
+def find_later_reader(
+    together: Collection[fx.Node], source: fx.Node, dependence: Dependence
+) -> fx.Node | None:
+    """Return what keeps the nodes `together` from reading `source` once for all of them.
+
+    Their terms would then be added up before any other is added to them: the order of autograd only
+    where all other readers run before the first of them.
+    """
+    if not has_gradient(source):
+        return None
+    source, place = maker(source), dependence.position
+    adding = [r for r in readers(source) if _adds_gradient(r)]
+    joined = [r for r in adding if r in together]
+    if len(joined) < 2:
+        return None
+    first, last = min(place[r] for r in joined), _views_among_outputs(source, adding)
+    others = (r for r in adding if r not in together)
+    return next((r for r in others if place[r] > first or r in last), None)
+
+
 class _Order:
     """When readers run, as keys to sort them by."""
 

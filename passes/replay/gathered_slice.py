@@ -128,7 +128,7 @@ class SliceWriter:
         part.target = emit.call(operator.add, token, ahead)
 
     def gather_factors(self, slices: list[Slice], readers: Iterable[fx.Node]) -> None:
-        """Emit, for this rank's rows, each factor that `readers` read."""
+        """Emit, for this rank's rows, each factor that `readers` read, once for all its readers."""
         read = [i for node in readers for i in node.all_input_nodes if i in self._found.factors]
         for factor in dict.fromkeys(read):
             if factor in slices[0].factors:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.gradient_order import find_reordered
+from moe_compile.graph.gradient_order import find_later_reader, find_reordered
 from moe_compile.graph.legality import Hazard
 from tests.graph.test_legality import called, graph_of, hazard
 
@@ -240,6 +240,28 @@ def test_parts_that_run_one_after_another_keep_the_order_or_are_told(last, keeps
 
     found = find_reordered(moved, called(graph, "neg")[0], Dependence(graph), part)
     assert (found is None) is keeps_order
+
+
+@pytest.mark.parametrize(
+    ("program", "of", "later"),
+    [
+        (lambda x: x.sin() + x.cos(), "sin cos", None),
+        (lambda x: x.exp() + x.sin() + x.cos(), "sin cos", None),
+        (lambda x: x.sin() + x.exp() + x.cos(), "sin cos", "exp"),
+        (lambda x: x.sin() + x.cos() + x.contiguous().exp(), "sin cos", "exp"),
+        (lambda x: x.sin() + x.exp(), "sin", None),
+        (lambda x: x.sin() + x.cos() + x.detach().exp(), "sin cos", None),
+        (lambda x: ((a := x * 2).view(-1), a.sin() + a.cos()), "sin cos", "view"),
+    ],
+)
+def test_several_nodes_read_a_tensor_at_once_where_no_other_reads_it_behind_them(
+    program, of, later
+):
+    graph = graph_of(program)
+    together = {node for name in of.split() for node in called(graph, name)}
+    (source,) = {node.args[0] for node in together}
+    found = find_later_reader(together, source, Dependence(graph))
+    assert found is (called(graph, later)[0] if later else None)
 
 
 def test_the_order_of_gradients_that_is_kept_is_the_one_autograd_adds_in():

@@ -373,6 +373,37 @@ class ReadsSent(Around):
         return super().experts(rows, received + 0 * self.counts)
 
 
+class FactorTwice(Around):
+    """Multiplies rows by one tensor before they are sent and behind the experts."""
+
+    def route(self, x):
+        scores, chosen = super().route(x)
+        return scores.reshape(-1, 1).to(x.dtype), chosen
+
+    def gather(self, x, order, scores):
+        return super().gather(x * scores.sum(), order, scores) * scores
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out * scores)
+
+
+class FactorReadBetween(FactorTwice):
+    def total(self, x, order, out, scores):
+        between = scores.square().sum()
+        return super().total(x, order, out, scores) + between
+
+
+class FactorReadBehind(FactorTwice):
+    """Reads the factor twice before rows are sent: both reads become one."""
+
+    def gather(self, x, order, scores):
+        return super().gather(x, order, scores) * scores
+
+    def total(self, x, order, out, scores):
+        summed = torch.zeros_like(x).index_add(0, order // self.top_k, out)
+        return summed + scores.sum()
+
+
 class HandedIn(Around):
     """Its index is made before its graph begins, of as many rows as came to be."""
 
@@ -404,13 +435,15 @@ class HandedIn(Around):
         (ReadsSent, Unswitched.SENT_SIZES),
         (OtherOrder, Unswitched.OTHER_INDEX),
         (AcrossTokens, Unswitched.NO_SUM),
+        (FactorReadBetween, Unswitched.NOT_PROVEN),
+        (FactorReadBehind, Unswitched.NOT_PROVEN),
     ],
 )
 def test_each_reason_leaves_the_graph_as_it_was(fake_ranks, style, expected):
     assert reason(layer(style, fake_ranks)) is expected
 
 
-@pytest.mark.parametrize("style", [Around, InOrder, InOrderWeighted])
+@pytest.mark.parametrize("style", [Around, InOrder, InOrderWeighted, FactorTwice])
 def test_what_these_are_made_of_is_switched(fake_ranks, style):
     gm, report = switched(layer(style, fake_ranks), strict=True)
     assert report.applied == ("region 0",)
