@@ -86,8 +86,9 @@ class MegaMoEConfig:
     """Number format of the combine exchange, in the same words."""
     dispatch: str = "all_to_all"
     """What moves tokens to experts: "all_to_all"; "all_gather", then a reduce-scatter back, which
-    rounds sums of more than two rows otherwise; "auto": that where it is predicted to pay and its
-    bound is known, which needs static sizes; else where k > 0.75 n and no bit changes."""
+    rounds sums of more than two rows otherwise, and weighted sums with their gradients; "auto":
+    that where it is predicted to pay and its bound is known, which needs static sizes; else where
+    k > 0.75 n and no bit changes."""
     dispatch_padding: str = "exact"
     """Rows an all-gathered region has room for: "exact", those that came, read by the host once;
     "worst", all that may come, the rest zeros: static shapes, no host read, more memory."""

@@ -4,7 +4,8 @@ Contract
     Requires  REGIONS_FOUND.
     Keeps     the rows, their order and the counts that the experts see; every value bit for bit
               where a token's sum has at most two addends, else each sum to one rounding of the
-              wire's type per addend and rank.
+              wire's type per addend and rank; gradients of a weighted sum's weights, which are sums
+              over the width, to one of their type per column.
     Decides   with the planner, for every region that could be switched, chunks and wires too:
               `dispatch = "auto"` switches where that is its decision, and where it has none by
               the rule of bytes and only where no bit changes.

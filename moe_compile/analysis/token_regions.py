@@ -34,7 +34,9 @@ class Unswitched(enum.Enum):
     STATE_CHANGES = "grad mode or autocast changes between the gather and the sum"
     SENT_SIZES = "the experts read how many rows this rank sends"
     NOT_WORTHWHILE = "all-to-all moves less: k is at most 0.75 n"
-    LOSSY = "auto has no times to go by, and sums of more than two rows would be rounded otherwise"
+    LOSSY = (
+        "auto has no times to go by, and sums per token or their gradients would round otherwise"
+    )
     BY_PRICE = "another way is predicted to be faster, or not surely slower"
     UNBOUNDED = "how many rows a token has is not proven: no bound of how its sums round is known"
     QUANTISED = "a wire option asks for rows of eight bits, which gathered tokens are not sent in"

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.analysis.regions import MoERegion
-from moe_compile.analysis.token_regions import TokenRows
+from moe_compile.analysis.token_regions import TokenRows, TokenSum
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import has_gradient, tensor_of
 
 MEASURED_SHARE: Final = 0.75
 """Of n, k beyond which gathering was faster: Mixtral-8x7B shapes, 8 GPUs (figure 7 there)."""
@@ -83,30 +83,33 @@ def dispatch_costs(region: MoERegion, found: TokenRows) -> DispatchCosts | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounding:
-    """How far a token's sums, forward and backward, may be from the model's.
+    """How far a token's sums, forward and backward, and gradients of weights may be from eager's.
 
     With a unit roundoff of eps / 2, a sum of m numbers in any order is off by at most
     (m - 1) eps / 2 of the sum of their magnitudes, to first order (Higham, section 4.2), and two
     orders differ by at most twice that. A weighted sum adds products before it rounds: each rank's
-    share of it is rounded once more, at most m shares.
+    share of it is rounded once more, at most m shares. The gradient of a weight is a product of
+    two vectors of D numbers, off by at most D eps / 2 in whatever order (section 3.1 there).
     """
 
     num_addends: int | None
     """Numbers that each sum adds; None where they are not proven to be one number."""
     is_weighted: bool
+    gradient_bound_eps: int | None = 0
+    """Largest difference of a weight's gradient, as `bound_eps`; 0 where weights have none."""
 
     @property
     def is_bitwise(self) -> bool:
         """Whether nothing differs."""
-        most = 1 if self.is_weighted else EXACT_ADDENDS
-        return self.num_addends is not None and self.num_addends <= most
+        return self.bound_eps == 0 == self.gradient_bound_eps
 
     @property
     def bound_eps(self) -> int | None:
-        """Largest difference, in eps times the sum of magnitudes; None where not known."""
+        """Largest difference of a sum, in eps times the sum of magnitudes; None where not known."""
         if self.num_addends is None:
             return None
-        return 0 if self.is_bitwise else self.num_addends - (not self.is_weighted)
+        most = 1 if self.is_weighted else EXACT_ADDENDS
+        return 0 if self.num_addends <= most else self.num_addends - (not self.is_weighted)
 
 
 def quantises_rows(config: MegaMoEConfig) -> bool:
@@ -119,4 +122,17 @@ def rounding_of(found: TokenRows) -> Rounding:
     addends = found.rows_per_token
     if addends is not None and found.sums.base is not None:
         addends += 1
-    return Rounding(num_addends=addends, is_weighted=found.sums.weights is not None)
+    return Rounding(
+        num_addends=addends,
+        is_weighted=found.sums.weights is not None,
+        gradient_bound_eps=_num_products(found.sums),
+    )
+
+
+def _num_products(sums: TokenSum) -> int | None:
+    """Return how many products the gradient of a weight of `sums` adds; None: not known."""
+    if sums.weights is None or not (has_gradient(sums.weights) and has_gradient(sums.total)):
+        return 0
+    total = tensor_of(sums.total)
+    assert total is not None
+    return total.shape[1] if type(total.shape[1]) is int else None

@@ -60,15 +60,31 @@ def _switched(switch: SwitchVerdict) -> list[str]:
             "" if switch.costs is None else f", {switch.costs.padding:g} times the balanced ones"
         )
         room = f"room for all rows that may come{times}"
-    return [room] if switch.rounding is None else [room, _equality(switch.rounding)]
+    return [room] if switch.rounding is None else [room, *_equality(switch.rounding)]
 
 
-def _equality(rounding: Rounding) -> str:
+def _equality(rounding: Rounding) -> list[str]:
     if rounding.bound_eps is None:
-        return "sums per token round in another order: how many rows a token has is not proven"
-    if rounding.is_bitwise:
-        return f"no bit changes: sums per token have at most {EXACT_ADDENDS} addends"
-    return (
-        f"sums of {rounding.num_addends} per token round otherwise: off by at most "
-        f"{rounding.bound_eps} eps times the sum of their magnitudes"
-    )
+        sums = "sums per token round in another order: how many rows a token has is not proven"
+    elif rounding.bound_eps:
+        sums = (
+            f"sums of {rounding.num_addends} per token round otherwise: off by at most "
+            f"{rounding.bound_eps} eps times the sum of their magnitudes"
+        )
+    else:
+        most = "one product" if rounding.is_weighted else f"at most {EXACT_ADDENDS} addends"
+        kept = "no bit changes" if rounding.is_bitwise else "no bit of a sum changes"
+        sums = f"{kept}: sums per token have {most}"
+    return [sums, *_gradients(rounding)]
+
+
+def _gradients(rounding: Rounding) -> list[str]:
+    if rounding.gradient_bound_eps == 0:
+        return []
+    said = "gradients of the weights of rows are added up in another order"
+    if rounding.gradient_bound_eps is None:
+        return [said]
+    return [
+        f"{said}: off by at most {rounding.gradient_bound_eps} eps times the sum of the "
+        "magnitudes of their products"
+    ]

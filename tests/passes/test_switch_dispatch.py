@@ -201,6 +201,22 @@ def test_the_report_bounds_sums_of_more_rows(fake_ranks):
     assert any("off by at most 3 eps times the sum" in remark for remark in region.remarks)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_report_bounds_gradients_of_the_weights_of_a_batched_product(fake_ranks, trained):
+    """They are added up over the width in another order, of a single row a token too."""
+
+    class Weighted(InOrderWeighted):
+        def summed(self, by_token, scores):
+            return super().summed(by_token, scores if trained else scores.detach())
+
+    (gm,) = dynamo_graphs(layer(Weighted, fake_ranks, top_k=1), tokens())
+    _, compilation = rewrite(gm, state(chunks=1, **ASKED).config)
+    (region,) = compilation.regions
+    said = "; ".join(region.remarks)
+    assert ("no bit changes" in said) is not trained
+    assert (f"off by at most {WIDTH} eps times the sum" in said) is trained
+
+
 def test_one_rank_has_room_for_every_row_its_experts_can_get(fake_ranks):
     """Two local experts: of a token's four rows at most two come to one rank."""
     program = GroupedExperts(WIDTH, HIDDEN, 4, 4, fake_ranks)
