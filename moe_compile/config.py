@@ -68,7 +68,8 @@ class MegaMoEConfig:
     `equal_tokens` is promised and sizes are static, else min(2, local experts)."""
     chunk_by: str = "auto"
     """The axis a region is chunked along: "auto" takes experts, which changes no bit; "tokens", a
-    share of every expert's rows, is for few local experts, and sums weight gradients by chunk."""
+    share of every expert's rows, is for few local experts, and sums weight gradients by chunk;
+    products of four and eight bytes, whose rows a CPU rounds by their number, round otherwise."""
     attention_chunks: int | str = 1
     """Groups of heads that attention between exchanges runs in, a divisor of the local KV heads;
     "auto": as for `chunks`, else 2 where it divides them. 1: no figure on GPUs says more pay."""

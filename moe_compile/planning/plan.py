@@ -36,7 +36,8 @@ class Remark(enum.Enum):
     )
     BY_TOKENS = (
         "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
-        "chunks * eps / 2 of the sum of their magnitudes"
+        "chunks * eps / 2 of the sum of their magnitudes; in four and eight bytes, whose products "
+        "a CPU rounds by their number of rows, outputs and all gradients may round otherwise"
     )
 
 

@@ -158,6 +158,14 @@ def test_slices_of_tokens_share_the_exchange_of_routing(fake_ranks, slices):
     assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
 
 
+def test_slices_of_tokens_are_reported_with_all_that_rounds(fake_ranks):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
+    _, compilation = rewrite(gm, state(chunk_by="tokens", chunks=2, **ASKED).config)
+    said = "; ".join(compilation.regions[0].remarks)
+    assert "a weight's gradient is summed over chunks" in said
+    assert "in four and eight bytes" in said and "outputs and all gradients" in said
+
+
 def test_a_region_may_gather_the_sums_of_another(fake_ranks):
     first, second = (layer(GroupedExperts, fake_ranks) for _ in range(2))
     gm, report = switched(lambda x: second(first(x)), strict=True)
