@@ -26,6 +26,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pin_order, pinning_patches
+from moe_compile.graph.query import is_tangent
 from moe_compile.planning.state import CompileState
 from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, Dropped, Level, run_level
 
@@ -96,8 +97,7 @@ def _identity(state: CompileState) -> str:
 
 def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None:
     """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
-    inputs = graph.find_nodes(op="placeholder")
-    state.is_backward = any(node.name.startswith("tangents") for node in inputs)
+    state.is_backward = any(map(is_tangent, graph.nodes))
     if level is not POST_GRAD:  # it comes second on its graph
         state.measures = {}
     results = run_level(level, graph, state)

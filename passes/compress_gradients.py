@@ -10,12 +10,13 @@ Contract
 
 Off unless `gradient_wire = "bf16_fp32_sum"`. A gradient of a parameter is told from one of an
 activation, as tensor parallelism reduces it, by where it goes: the graph returns it, and on the way
-its values are at most cast, scaled or added to (MegaScale-MoE, section 5).
+its values are at most cast, scaled or added to, or summed over replicas (MegaScale-MoE, section 5).
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -23,13 +24,23 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter, erase_unused, substitute
-from moe_compile.graph.query import C10D, group_name, is_reduce_scatter, is_wait, tensor_of
+from moe_compile.graph.linear import is_linear
+from moe_compile.graph.query import (
+    C10D,
+    argument_of,
+    group_name,
+    is_reduce_scatter,
+    is_tangent,
+    is_wait,
+    tensor_of,
+    waits_on,
+)
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
 ATEN: Final = torch.ops.aten
-UNCHANGED: Final = (ATEN._to_copy.default, ATEN.clone.default)
-"""Operators that compute nothing, and which torch marks neither as pointwise nor as views."""
+SUMMED: Final = ("sum", "avg")
+"""Reductions that are sums, but for a factor."""
 
 
 class Left(enum.Enum):
@@ -37,11 +48,12 @@ class Left(enum.Enum):
 
     NOT_ASKED = "gradient_wire leaves gradients in the type they have"
     FORWARD = "in a forward graph: no gradient"
+    RECOMPUTED = "of what the forward computes, once more: no gradient"
     COALESCED = "several tensors in one launch, or into a given output"
     DTYPE = "it does not reduce float32"
     OPERATION = "it neither sums nor averages"
     ONE_RANK = "a group of one rank sends nothing"
-    SIZE = "dim 0 is symbolic, or the ranks do not divide it"
+    SIZE = "a size is symbolic, or the ranks do not divide dim 0"
     READERS = "its result is not read by one wait alone"
     GATHERED = "over a group whose tokens are gathered: it may be a gradient of these"
     ACTIVATION = "the graph computes with its result: the gradient of an activation"
@@ -52,7 +64,8 @@ class GradientReduction:
     """A reduce-scatter whose contributions can travel as bfloat16."""
 
     launch: fx.Node
-    wait: fx.Node
+    waits: Sequence[fx.Node]
+    """The wait on the launch, then those on that wait."""
     source: fx.Node
     """What is reduced, float32 `[n K, ...]`, or the bfloat16 that it was cast from."""
     ranks: int
@@ -78,8 +91,9 @@ class CompressGradients(GraphPass):
         """Decide for every reduce-scatter, then replace those of parameters' gradients."""
         found: list[GradientReduction] = []
         skipped: list[Verdict] = []
+        gradients = _gradients(graph)
         for launch in [node for node in graph.nodes if is_reduce_scatter(node)]:
-            seen = _match(launch, state)
+            seen = _match(launch, state, gradients)
             if isinstance(seen, Left):
                 skipped.append(Verdict(candidate=launch.name, reason=seen))
             else:
@@ -97,15 +111,17 @@ class CompressGradients(GraphPass):
         )
 
 
-def _match(launch: fx.Node, state: CompileState) -> GradientReduction | Left:
-    if left := _not_asked(launch, state) or _not_a_sum(launch):
+def _match(
+    launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]
+) -> GradientReduction | Left:
+    if left := _not_asked(launch, state, gradients) or _not_a_sum(launch):
         return left
-    (source,), (wait,) = launch.all_input_nodes, launch.users
+    (source,) = launch.all_input_nodes
     before = source.all_input_nodes[0] if _is_cast_up(source) else source
     given = _arguments(launch)
     return GradientReduction(
         launch=launch,
-        wait=wait,
+        waits=waits_on(launch),
         source=before,
         ranks=given["group_size"],
         group=given["group_name"],
@@ -113,11 +129,13 @@ def _match(launch: fx.Node, state: CompileState) -> GradientReduction | Left:
     )
 
 
-def _not_asked(launch: fx.Node, state: CompileState) -> Left | None:
+def _not_asked(launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]) -> Left | None:
     if state.config.gradient_wire == "same":
         return Left.NOT_ASKED
     if not state.is_backward:
         return Left.FORWARD
+    if launch not in gradients:
+        return Left.RECOMPUTED
     if launch.target is not C10D.reduce_scatter_tensor.default:
         return Left.COALESCED
     return Left.GATHERED if group_name(launch) in state.gathered_groups else None
@@ -128,15 +146,17 @@ def _not_a_sum(launch: fx.Node) -> Left | None:
     whole = tensor_of(given["input"])
     if whole is None or whole.dtype is not torch.float32:
         return Left.DTYPE
-    if given["reduce_op"] not in ("sum", "avg"):
+    if given["reduce_op"] not in SUMMED:
         return Left.OPERATION
     if given["group_size"] == 1:
         return Left.ONE_RANK
-    if not isinstance(whole.shape[0], int) or whole.shape[0] % given["group_size"]:
+    if not all(isinstance(size, int) for size in whole.shape):
         return Left.SIZE
-    if len(launch.users) != 1 or not is_wait(wait := next(iter(launch.users))):
+    if whole.shape[0] % given["group_size"]:
+        return Left.SIZE
+    if len(launch.users) != 1 or not is_wait(next(iter(launch.users))):
         return Left.READERS
-    return None if _is_returned(wait) else Left.ACTIVATION
+    return None if _is_returned(waits_on(launch)) else Left.ACTIVATION
 
 
 def _arguments(launch: fx.Node) -> dict[str, Any]:
@@ -145,25 +165,35 @@ def _arguments(launch: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, launch.args, strict=False)), **launch.kwargs}
 
 
-def _is_returned(value: fx.Node) -> bool:
-    """Whether outputs are all that `value` reaches, and only element by element."""
-    reached, todo = {value}, [value]
+def _gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Return what is computed from gradients of the forward's results."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_returned(waits: Sequence[fx.Node]) -> bool:
+    """Whether outputs are all that what is waited for reaches, and only linearly."""
+    reached, todo = set(waits), list(waits)
     while todo:
-        for user in todo.pop().users:
+        value = todo.pop()
+        for user in value.users:
             if user.op == "output" or user in reached:
                 continue
-            if not _is_element_by_element(user):
+            if not _hands_on(user, {value}):
                 return False
             reached.add(user)
             todo.append(user)
-    return True
+    return all(_hands_on(node, reached) for node in reached)
 
 
-def _is_element_by_element(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.is_view or torch.Tag.pointwise in target.tags or target in UNCHANGED
+def _hands_on(node: fx.Node, varying: Collection[fx.Node]) -> bool:
+    """Whether `node` is linear in what is `varying`; so is a sum over replicas, and its wait."""
+    if node.target is C10D.all_reduce.default:
+        return argument_of(node, 1, "reduce_op") in SUMMED
+    return is_wait(node) or is_linear(node, varying)
 
 
 def _is_cast_up(node: fx.Node) -> bool:
@@ -181,7 +211,7 @@ def _is_cast_up(node: fx.Node) -> bool:
 
 def _replace(reduction: GradientReduction) -> None:
     ranks, sent = reduction.ranks, reduction.source
-    early, late = Emitter(reduction.launch), Emitter(reduction.wait)
+    early, late = Emitter(reduction.launch), Emitter(reduction.waits[0])
     if _value(sent).dtype is not torch.bfloat16:
         cast = torch.ops.prims.convert_element_type.default
         sent = _emit(early, cast, sent, torch.bfloat16)
@@ -195,7 +225,8 @@ def _replace(reduction: GradientReduction) -> None:
     total = _emit(late, ATEN.sum.dim_IntList, by_rank, [0], dtype=torch.float32)
     if reduction.is_mean:
         total = _emit(late, ATEN.div.Tensor, total, ranks)
-    substitute(reduction.wait, total)
+    for wait in reversed(reduction.waits):
+        substitute(wait, total)
     erase_unused([reduction.launch])
 
 

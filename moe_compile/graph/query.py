@@ -125,6 +125,14 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the node of AOTAutograd's graph is an input that brings a gradient of a result.
+
+    It is told by its name, as torch's own partitioner tells it.
+    """
+    return node.op == "placeholder" and node.name.startswith("tangents")
+
+
 def has_gradient(node: fx.Node) -> bool:
     """Whether a gradient flows through the node's value, as far as the tracer's values tell."""
     leaves = pytree.tree_leaves(value_of(node))

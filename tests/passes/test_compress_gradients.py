@@ -27,8 +27,11 @@ def reduce_scatter(x, op="sum"):
     return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, op, group.size(), group.group_name))
 
 
-def traced(program, *inputs):
-    return make_fx(program, tracing_mode="fake")(*inputs)
+def traced(program, *inputs, symbolic=False):
+    """Return the graph of `program`, whose first input is named as gradients of results are."""
+    gm = make_fx(program, tracing_mode="symbolic" if symbolic else "fake")(*inputs)
+    gm.graph.find_nodes(op="placeholder")[0].name = "tangents_1"
+    return gm
 
 
 def compress(gm, given_state=None):
@@ -91,6 +94,14 @@ def alone(x):
     return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD.group_name))
 
 
+def squared(gradient):
+    return (gradient * 2) * (gradient + 1)
+
+
+def over_replicas(gradient, op="sum"):
+    return C10D.wait_tensor(C10D.all_reduce(gradient, op, dist.group.WORLD.group_name))
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
@@ -103,6 +114,13 @@ def alone(x):
         (in_flight_and_awaited, Left.READERS),
         (lambda x: reduce_scatter(x) @ x.t(), Left.ACTIVATION),
         (lambda x: (reduce_scatter(x) * 2).sum(), Left.ACTIVATION),
+        (lambda x: (reduce_scatter(x) * 1e6).floor() % 2, Left.ACTIVATION),
+        (lambda x: squared(reduce_scatter(x)), Left.ACTIVATION),
+        (lambda x: 2 / reduce_scatter(x), Left.ACTIVATION),
+        (lambda x: reduce_scatter(x).to(torch.int32).float(), Left.ACTIVATION),
+        (lambda x: reduce_scatter(x).view(torch.int32), Left.ACTIVATION),
+        (lambda x: over_replicas(reduce_scatter(x), "max"), Left.ACTIVATION),
+        (lambda x: reduce_scatter(torch.ones(4, 3)) + x[:2], Left.RECOMPUTED),
     ],
 )
 def test_what_is_no_sum_of_float32_gradients_stays(fake_ranks, program, reason):
@@ -123,13 +141,35 @@ def test_off_unless_asked_and_never_in_a_forward_graph(fake_ranks):
     assert compress(gm).changed
 
 
-def test_a_gradient_may_be_cast_scaled_and_added_to_on_its_way_out(fake_ranks):
-    def program(x, accumulated):
-        mean = reduce_scatter(x) / 8
-        return (accumulated + mean.view(-1)).to(torch.bfloat16), mean.clone()
+def test_what_has_a_symbolic_size_stays_and_is_not_specialised(fake_ranks):
+    """Sizes were read to be reported, and code was compiled for each of them."""
+    gm = traced(lambda x: reduce_scatter(x[0].expand(4, -1)), torch.ones(4, 3), symbolic=True)
+    columns = tensor_of(gm.graph.find_nodes(op="placeholder")[0]).shape[1].node
+    before = len(columns.shape_env.guards)
+    assert [left.reason for left in compress(gm).skipped] == [Left.SIZE]
+    assert len(columns.shape_env.guards) == before
 
-    gm = traced(program, torch.ones(4, 3), torch.ones(6))
+
+def test_a_gradient_may_be_cast_scaled_and_added_to_on_its_way_out(fake_ranks):
+    def program(x, accumulated, mask):
+        mean = -reduce_scatter(x) / 8
+        return (accumulated + mean.view(-1)).to(torch.bfloat16), mean.clone() * mask
+
+    gm = traced(program, torch.ones(4, 3), torch.ones(6), torch.ones(2, 3))
     assert compress(gm).changed
+
+
+def test_a_gradient_may_be_summed_over_replicas_on_its_way_out(fake_ranks):
+    gm = traced(lambda x: over_replicas(reduce_scatter(x)) / 2, torch.ones(4, 3))
+    assert compress(gm).changed
+
+
+def test_a_gradient_may_be_waited_for_twice(fake_ranks):
+    gm = traced(lambda x: C10D.wait_tensor(reduce_scatter(x)) * 2, torch.ones(4, 3))
+    assert compress(gm).changed
+    assert calls(gm.graph) == [
+        "convert_element_type", "all_to_all_single", "wait_tensor", "view", "sum", "mul",
+    ]  # fmt: skip
 
 
 def reduce_both_ways(rank, op, shape, is_cast_up, is_transposed, seed):
