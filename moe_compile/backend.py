@@ -2,7 +2,8 @@
 
 Contract
     Without a MoE region, or attention between exchanges, the graph goes to Inductor as it came:
-    same code, same cache keys. Only `gradient_wire` concerns such graphs too.
+    same code, same cache keys. Only `gradient_wire` concerns such graphs too, which
+    then say what they launch, as those with regions do.
     What launches collectives first runs once all ranks may: see `moe_compile.ops.agreement`.
     A graph with an all-to-all and no region is warned of, with the reason, once per place.
     torch's configuration is changed only inside our own compilations, with two exceptions: at
@@ -145,6 +146,7 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     nums += [a.num_chunks for a in compilation.attention]
     state.is_chunked = any(num > 1 for num in nums)
     collectives = {group: order.collectives for group, order in user_order(gm).items()}
+    state.is_compared = bool(collectives)
     state.plan_digest = plan_digest(config, levels, collectives)
     return state, compilation
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.graph.query import is_tangent
 from moe_compile.planning.state import CompileState
-from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, Dropped, Level, run_level
+from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD, Dropped, Level, run_level
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCES: Final = tuple(
@@ -40,24 +41,26 @@ SOURCES: Final = tuple(
 """Every file whose change may change compiled code."""
 
 HOOKS: Final = {
-    "joint_custom_post_pass": JOINT,
-    "post_grad_custom_pre_pass": POST_GRAD_EARLY,
-    "post_grad_custom_post_pass": POST_GRAD,
+    "joint_custom_post_pass": (JOINT,),
+    "post_grad_custom_pre_pass": (POST_GRAD_EARLY,),
+    "post_grad_custom_post_pass": (POST_GRAD, RECORD),
 }
 
 AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
 """As Inductor asks for it: writes into inputs stay in the graph, `x.data = y` among them."""
 
-AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD)
+AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD, RECORD)
 """What runs on the forward and the backward graph apart, in order."""
 
 
 class LevelPass(CustomGraphPass):
-    """One level of our pipeline on one of Inductor's hooks, after what stood there."""
+    """Levels of our pipeline on one of Inductor's hooks, after what stood there."""
 
-    def __init__(self, level: Level, state: CompileState, before: CustomGraphPass | None) -> None:
-        """Run `before` first, then `level` with `state`."""
-        self._level = level
+    def __init__(
+        self, levels: Sequence[Level], state: CompileState, before: CustomGraphPass | None
+    ) -> None:
+        """Run `before` first, then `levels` in order with `state`."""
+        self._levels = levels
         self._state = state
         self._before = before
 
@@ -65,10 +68,11 @@ class LevelPass(CustomGraphPass):
         """Run on `graph` in place."""
         if self._before is not None:
             self._before(graph)
-        if self._level is JOINT:  # Inductor's own joint patterns leave the sorting for later
+        if JOINT in self._levels:  # Inductor's own joint patterns leave the sorting for later
             stable_topological_sort(graph)
-        run_on_aot_graph(self._level, graph, self._state)
-        if self._level is POST_GRAD and self._state.config.schedule:
+        for level in self._levels:
+            run_on_aot_graph(level, graph, self._state)
+        if POST_GRAD in self._levels and self._state.config.schedule:
             pin_order(graph)  # last: it hides launches and waits inside a higher-order operator
 
     def uuid(self) -> Any:
@@ -98,7 +102,7 @@ def _identity(state: CompileState) -> str:
 def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None:
     """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
     state.is_backward = any(map(is_tangent, graph.nodes))
-    if level is not POST_GRAD:  # it comes second on its graph
+    if level not in (POST_GRAD, RECORD):  # these come later on their graph
         state.measures = {}
     results = run_level(level, graph, state)
     direction = "backward" if state.is_backward else "forward"
@@ -123,8 +127,10 @@ def plan_of(state: CompileState, *, has_regions: bool) -> str:
 def _levels(state: CompileState, *, has_regions: bool) -> tuple[Level, ...]:
     """Return the levels that run on a graph; none leaves it to Inductor as it came."""
     if has_regions:
-        return tuple(HOOKS.values())
-    return (POST_GRAD_EARLY,) if state.config.gradient_wire != "same" else ()
+        return tuple(itertools.chain.from_iterable(HOOKS.values()))
+    if state.config.gradient_wire == "same":
+        return ()
+    return (POST_GRAD_EARLY, RECORD) if state.is_compared else (POST_GRAD_EARLY,)
 
 
 def compile_with_inductor(
@@ -140,10 +146,10 @@ def compile_with_inductor(
     ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
     if POST_GRAD in levels and state.config.schedule:
         ours.update(pinning_patches())
-    for hook, level in HOOKS.items():
-        if level in levels:
+    for hook, all_levels in HOOKS.items():
+        if here := tuple(level for level in all_levels if level in levels):
             before = patches.get(hook, getattr(inductor_config, hook))
-            ours[hook] = LevelPass(level, state, before)
+            ours[hook] = LevelPass(here, state, before)
     return compile_fx(gm, list(example_inputs), config_patches={**patches, **ours})
 
 

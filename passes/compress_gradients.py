@@ -11,6 +11,8 @@ Contract
 Off unless `gradient_wire = "bf16_fp32_sum"`. A gradient of a parameter is told from one of an
 activation, as tensor parallelism reduces it, by where it goes: the graph returns it, and on the way
 its values are at most cast, scaled or added to, or summed over replicas (MegaScale-MoE, section 5).
+Each rank decides by its own backward graph. What that follows from in the forward is part of the
+plan that ranks agree on; where they decide apart all the same, the orders they record differ.
 """
 
 from __future__ import annotations

@@ -74,12 +74,14 @@ POST_GRAD_EARLY: Final = Level(
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(
-    (VerifyAsyncTP(), ScheduleExchanges(), VerifySchedule(), RecordOrder()),
-    frozenset({Fact.FUNCTIONAL}),
+    (VerifyAsyncTP(), ScheduleExchanges(), VerifySchedule()), frozenset({Fact.FUNCTIONAL})
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""
 
-LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD)
+RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
+"""On the same graphs next, whatever order they have."""
+
+LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD)
 NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
 
 

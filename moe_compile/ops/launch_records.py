@@ -76,7 +76,7 @@ def _conflict(family: str, first: tuple[int, int] | None) -> str:
     return (
         f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph "
         f"at {family.split(' ', 2)[2]}, though what they planned is alike: a pass failed on some "
-        f"ranks only, or other values need gradients there. {REMEDY}"
+        f"ranks only, or other values need gradients, or gradients go elsewhere there. {REMEDY}"
     )
 
 

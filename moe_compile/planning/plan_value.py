@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch.fx as fx
 
 from moe_compile.analysis.attention_regions import UNPROVEN
+from moe_compile.analysis.gradient_sources import send_one_input
 from moe_compile.analysis.regions import Refused
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import dependences
@@ -35,13 +36,17 @@ def level_value(
 
     `chunked` has the names of regions that were replayed, `dropped` those of passes left out.
     Where ranks promise equal sizes the order of launches follows from all dependences between them.
+    Which gradients are sent otherwise is decided in the backward graph, which comes later: by
+    where these go, which follows from what the collectives send.
     """
+    are_gradients_sent_otherwise = state.config.gradient_wire != "same"
     return {
         "regions": [_region(p, is_chunked=p.region.name in chunked) for p in state.plans],
         "refused": [d.reason.name for d in state.decoys if d.is_region],
         "attention": [_attention(verdict) for verdict in state.attention],
         "dropped": sorted(dropped),
         "dependences": dependences(graph) if state.config.equal_tokens else [],
+        "one_input": send_one_input(graph) if are_gradients_sent_otherwise else [],
     }
 
 

@@ -141,6 +141,8 @@ class CompileState:
     """Whether some attention is handed to Inductor's async TP."""
     num_marked: int = 0
     """Regions whose exchanges were told from those of others, in all Dynamo graphs so far."""
+    is_compared: bool = False
+    """Whether ranks compare what the program launches: Dynamo saw a collective in it."""
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     dropped: list[str] = field(default_factory=list)

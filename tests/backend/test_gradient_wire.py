@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
+from moe_compile.ops.launch_records import executed_records
 from tests.gradient_sums import check_rounded_once
 from tests.layers import GroupedExperts
 
@@ -29,6 +30,17 @@ class ShardedLinear(nn.Module):
 
     def forward(self, x):
         weight = all_gather_tensor_autograd(self.shard, 0, self.group)
+        return x @ weight.to(torch.bfloat16)
+
+
+class AdaptedOnRankZero(ShardedLinear):
+    """Rank 0 gathers the sum of its shard and a product: the graph computes with its gradient."""
+
+    def forward(self, x):
+        shard = self.shard
+        if dist.get_rank(self.group) == 0:
+            shard = shard + shard[:, :2] @ shard[:2]
+        weight = all_gather_tensor_autograd(shard, 0, self.group)
         return x @ weight.to(torch.bfloat16)
 
 
@@ -80,6 +92,33 @@ def test_a_graph_without_regions_gets_the_pass(two_ranks, codegen):
     for ours, parts, ran in two_ranks.run(one_layer, {**WIRE, "megamoe.codegen": codegen}):
         check_rounded_once(ours, parts)
         assert ran == ["all_gather_into_tensor", "all_to_all_single"]
+
+
+def recorded(rank):
+    gradient(ShardedLinear, rank, {**FX, **WIRE})
+    launches = [(r["phase"], list(r["launches"].values())) for r in executed_records()]
+    return [(phase, each[0][0]) for phase, each in launches if list(map(len, each)) == [1]]
+
+
+def test_a_graph_without_regions_says_what_it_launches(two_ranks):
+    """Ranks that decided differently waited for one another for ever, as nothing was compared."""
+    for found in two_ranks.run(recorded):
+        operators = [(phase, one.split("(")[0].rpartition("::")[2]) for phase, one in found]
+        assert ("forward", "all_gather_into_tensor") in operators
+        assert ("backward", "all_to_all_single") in operators
+
+
+def adapted(rank):
+    (plain, _), (ours, ran) = (
+        gradient(AdaptedOnRankZero, rank, {**FX, **wire}) for wire in ({}, WIRE)
+    )
+    return torch.equal(ours, plain), ran
+
+
+def test_ranks_of_which_one_computes_with_the_gradient_leave_it_as_it_is_on_all(two_ranks):
+    """One sent an all-to-all, the other a reduce-scatter."""
+    for is_same, ran in two_ranks.run(adapted):
+        assert is_same and ran == ["all_gather_into_tensor", "reduce_scatter_tensor"]
 
 
 def test_it_is_off_unless_asked(two_ranks):

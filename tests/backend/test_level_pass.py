@@ -24,7 +24,7 @@ def test_a_joint_graph_that_is_not_sorted_yet_is_no_obstacle():
     add, sin, _cos = (n for n in gm.graph.nodes if n.op == "call_function")
     sin.append(add)
     state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
-    LevelPass(JOINT, state, None)(gm.graph)
+    LevelPass((JOINT,), state, None)(gm.graph)
     gm.graph.lint()
     gm.recompile()
     x = torch.randn(3)
@@ -33,7 +33,7 @@ def test_a_joint_graph_that_is_not_sorted_yet_is_no_obstacle():
 
 def uuid(hardware="cpu", **options):
     state = CompileState(config=MegaMoEConfig(**options), hardware=load_profile(hardware))
-    return LevelPass(JOINT, state, None).uuid()
+    return LevelPass((JOINT,), state, None).uuid()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ for folder in sys.argv[1:]:
         from moe_compile.planning.state import CompileState
         from passes.pipeline import JOINT
         state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
-        print("UUID", LevelPass(JOINT, state, None).uuid(), flush=True)
+        print("UUID", LevelPass((JOINT,), state, None).uuid(), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """
