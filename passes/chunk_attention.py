@@ -4,8 +4,8 @@ under another group's attention.
 Contract
     Requires  WAITS_VISIBLE.
     Provides  ATTENTION_FOUND.
-    Keeps     every value and gradient bit for bit, unless keys and values differ in head size
-              (see `AttentionRegion.may_round`) or `attention_split` asks for projections
+    Keeps     every value and gradient bit for bit, unless torch rounds by how many heads there
+              are (see `AttentionRegion.may_round`) or `attention_split` asks for projections
               to be cut too; the selection of an attention backend.
     Every attention of the graph is noted in the state with its verdict, split or not.
 """
@@ -29,8 +29,8 @@ from passes.contract import Fact, GraphPass, PassReport, Verdict
 from passes.replay.head_groups import emit_head_groups
 
 ROUNDING: Final = (
-    "keys and values differ in head size, or no exchange brings them: where torch multiplies "
-    "matrices for these, or sums over their gradients, last bits may differ by group"
+    "last bits may differ by group: of torch's kernel for these sizes, layouts, masks and "
+    "backends, or of the gradient of what no exchange brings"
 )
 
 
@@ -104,7 +104,7 @@ def _verdict(
         num_heads=region.num_heads,
         num_kv_heads=region.num_kv_heads,
         num_chunks=num_groups,
-        rounding=ROUNDING if split and region.may_round else "",
+        rounding=ROUNDING if split and region.may_round(num_groups) else "",
         projections_cut=tuple(_cut_projections(split)) if split else (),
         projections_whole=split.kept_whole if split else (),
     )

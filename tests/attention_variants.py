@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.attention_layers import SplitAttention, swap, to_positions
+from tests.attention_layers import SplitAttention, swap, to_heads, to_positions
 
 
 class NamedArguments(SplitAttention):
@@ -90,3 +90,56 @@ class ProjectedAsIntegers(SplitAttention):
 
 
 VARIANTS = (NamedArguments, NamedExchange, SlopesInFeatures, SlopesBesideResult, FixedMask)
+
+
+class HeadsOfFive(SplitAttention):
+    """Rows of a head begin between boundaries of 16 bytes."""
+
+    def __init__(self, width, heads, kv_heads, _, group, dtype=torch.float32, seed=0):
+        super().__init__(width, heads, kv_heads, 5, group, dtype, seed)
+
+
+class MaskOfThree(SplitAttention):
+    """The mask has three dimensions, which the fused kernel of a CPU does not take."""
+
+    def attend(self, q, k, v):
+        mask = torch.ones(1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+class Interleaved(SplitAttention):
+    """The features of q, k and v alternate in memory."""
+
+    def __init__(self, width, heads, kv_heads, head_width, group, dtype=torch.float32, seed=0):
+        super().__init__(width, heads, heads, head_width, group, dtype, seed)
+
+    def exchange(self, q, k, v):
+        x = to_heads(torch.stack((q, k, v), -1).flatten(-2), self.group)
+        x = x.reshape(*x.shape[:-1], self.d, 3)
+        return tuple(piece.squeeze(-1) for piece in x.chunk(3, -1))
+
+
+class FlashOff(SplitAttention):
+    """The program itself forbids the fused kernel."""
+
+    def forward(self, x):
+        torch.backends.cuda.enable_flash_sdp(False)
+        return super().forward(x)
+
+
+class UnevenRows(SplitAttention):
+    """A number travels behind every row of a head, so that rows begin between boundaries."""
+
+    def exchange(self, *operands):
+        longer = (F.pad(t, (0, 1)) for t in operands)
+        return tuple(torch.split(to_heads(t, self.group), [self.d, 1], -1)[0] for t in longer)
+
+
+ROUNDED_BY_GROUP = (
+    HeadsOfFive,
+    MaskOfThree,
+    Interleaved,
+    FlashOff,
+    UnevenRows,
+)
+"""Regions as well, whose last bits may differ by group."""

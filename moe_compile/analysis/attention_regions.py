@@ -7,15 +7,14 @@ Contract
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch.fx as fx
 
 from moe_compile.analysis.head_factors import Factor
+from moe_compile.analysis.head_rounding import rounds_alone
 from moe_compile.analysis.head_tracking import Tracker
-from moe_compile.graph.query import has_gradient, tensor_of
 
 
 class AttentionRefusal(enum.Enum):
@@ -48,8 +47,8 @@ class AttentionRefusal(enum.Enum):
     ONE_GROUP = "one group of heads asked for"
     BY_PRICE = "left in one group by the planner"
     MAY_ROUND = (
-        "keys and values differ in head size, or no exchange brings them: groups may round "
-        "otherwise, ask for a number"
+        "torch's kernel or the gradient of what no exchange brings may round otherwise by group: "
+        "ask for a number"
     )
     ONE_KV_HEAD = "one local KV head: nothing to split by"
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
@@ -69,22 +68,6 @@ UNPROVEN: Final = frozenset(
 )
 """Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
 All others say that there is no region, or that nothing is to be split."""
-
-
-def head_sizes_differ(operands: Sequence[fx.Node]) -> bool:
-    """Whether the keys and values of query, key and value differ in head size."""
-    sizes = [tensor.shape[-1] for o in operands[1:] if (tensor := tensor_of(o)) is not None]
-    return len(set(sizes)) > 1
-
-
-def has_local_gradient(operands: Sequence[fx.Node], sources: Sequence[fx.Node | None]) -> bool:
-    """Whether a gradient flows into an operand that no exchange brings.
-
-    Attention gives it a memory layout by how many heads there are, and sums over it round by that.
-    An exchange gives gradients one layout.
-    """
-    pairs = zip(operands, sources, strict=True)
-    return any(source is None and has_gradient(operand) for operand, source in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +101,8 @@ class AttentionRegion:
     """Query heads of this rank."""
     num_kv_heads: int
     """Those of this rank, repetitions not counted where they can be told."""
+    rounds: bool
+    """Whether groups of any number may differ from the whole in the last bits."""
     group: str
     num_ranks: int
 
@@ -126,15 +111,10 @@ class AttentionRegion:
         """The last wait of the exchange back."""
         return self.outward[-1]
 
-    @property
-    def may_round(self) -> bool:
-        """Whether groups may differ in the last bits.
-
-        Keys and values differ in head size: where torch has no fused kernel for these (a CPU), it
-        multiplies matrices, which rounds by how many heads there are and how they lie in memory. Or
-        they have a gradient and no exchange brings them.
-        """
-        return head_sizes_differ(self.operands) or has_local_gradient(self.operands, self.sources)
+    def may_round(self, num_groups: int) -> bool:
+        """Whether `num_groups` groups may differ from the whole in the last bits."""
+        alone = self.num_heads == num_groups and rounds_alone(self.operands)
+        return num_groups > 1 and (self.rounds or alone)
 
     @property
     def local_operands(self) -> tuple[fx.Node, ...]:

@@ -25,8 +25,6 @@ from moe_compile.analysis.attention_regions import (
     AttentionRefusal,
     AttentionRefused,
     AttentionRegion,
-    has_local_gradient,
-    head_sizes_differ,
 )
 from moe_compile.analysis.attention_surroundings import (
     backend_choices,
@@ -44,6 +42,7 @@ from moe_compile.analysis.head_proof import (
     find_heads,
     track,
 )
+from moe_compile.analysis.head_rounding import has_local_gradient, rounds_by_group
 from moe_compile.analysis.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import (
@@ -106,8 +105,10 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     body = (*exchanges, *inward, core, *outward)
     if head is not None:
         check_heads_stay(tracker, (*inward, *outward), head)
-    may_round = head_sizes_differ(operands) or has_local_gradient(operands, sources)
-    cut = heads_read(tracker, head, body, core, dependence, may_round=may_round) if head else []
+    num_kv_heads = head.size if head else 1
+    rounds = rounds_by_group(core, operands, num_kv_heads)
+    rounds = rounds or has_local_gradient(operands, sources)
+    cut = heads_read(tracker, head, body, core, dependence, may_round=rounds) if head else []
     region = AttentionRegion(
         name=core.name,
         core=core,
@@ -121,7 +122,8 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
         tracker=tracker,
         head=head,
         num_heads=size_of(tracker.dims(operands[0])[-3]),
-        num_kv_heads=head.size if head else 1,
+        num_kv_heads=num_kv_heads,
+        rounds=rounds,
         group=group_name(exchanges[0]),
         num_ranks=len(output_splits(exchanges[0])),
     )

@@ -112,7 +112,7 @@ def plan_head_groups(
         return 1, AttentionRefusal.ONE_GROUP
     if region.head is None:
         return 1, AttentionRefusal.ONE_KV_HEAD
-    if asked == "auto" and region.may_round:
+    if asked == "auto" and region.rounds:
         return 1, AttentionRefusal.MAY_ROUND
     if asked == "auto" and decision is not None:
         num_groups = decision.chosen.candidate.num_chunks
@@ -120,4 +120,6 @@ def plan_head_groups(
     num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
     if region.head.size % num_groups:
         return 1, AttentionRefusal.NOT_DIVISIBLE
+    if asked == "auto" and region.may_round(num_groups):
+        return 1, AttentionRefusal.MAY_ROUND
     return num_groups, None

@@ -58,12 +58,16 @@ def decide_attention(
     hardware: HardwareProfile,
 ) -> Decision | None:
     """Return the decision for an attention region; `others` are those of its graph."""
-    if config.attention_chunks != "auto" or not config.equal_tokens or region.may_round:
+    if config.attention_chunks != "auto" or not config.equal_tokens or region.rounds:
         return None
     work = work_of_attention(region, others)
     if work is None:
         return None
-    return _choose(work, ("heads",), lambda _: True, config, hardware)
+
+    def is_allowed(candidate: Candidate) -> bool:
+        return not region.may_round(candidate.num_chunks)
+
+    return _choose(work, ("heads",), is_allowed, config, hardware)
 
 
 def experts_rule(

@@ -2,8 +2,8 @@
 
 Contract
     The groups partition the heads, along KV heads; joined, their results are the region's, bit
-    for bit, since attention treats heads apart and everything else moves data; where keys and
-    values differ in head size, but for how matrix products and sums over heads round.
+    for bit, since attention treats heads apart and everything else moves data; where
+    `AttentionRegion.may_round`, but for how matrix products and sums over heads round.
     All groups' exchanges are launched before the first attention; gradients of what is cut in
     groups are concatenated, never summed.
     Projections cut by heads are no more bit for bit: gradients of what all groups read, and the

@@ -19,6 +19,7 @@ from tests.attention_layers import (
     HeadMixing,
     LatentAttention,
     LateRepeatAttention,
+    NormedAttention,
     RecipesAttention,
     RepeatedKVAttention,
     TitanAttention,
@@ -57,12 +58,12 @@ def cases(draw, num_ranks):
 
 
 def even_cases(num_ranks, style):
-    """Cases whose bits groups keep: several heads a group where values have another size than keys.
+    """Cases whose bits groups keep: several heads a group where torch has no fused kernel.
 
-    torch multiplies matrices there, on a CPU; `test_values_of_another_size` has the others.
+    It multiplies matrices there, on a CPU; `test_values_of_another_size` has the others.
     """
     drawn = cases(num_ranks).filter(lambda case: case.positions > 1)
-    if style is LatentAttention:
+    if style in (LatentAttention, NormedAttention):
         drawn = drawn.filter(
             lambda case: case.dtype is not torch.float64 and case.heads > num_ranks * case.groups
         )

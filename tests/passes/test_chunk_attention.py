@@ -14,18 +14,25 @@ from moe_compile.graph.query import is_launch, tensor_of
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
 from passes.chunk_attention import ROUNDING
-from tests.attention_layers import LatentAttention, SplitAttention, TensorParallel
+from tests.attention_layers import (
+    LatentAttention,
+    NormedAttention,
+    SplitAttention,
+    TensorParallel,
+)
 from tests.attention_refusals import LocalKeys
+from tests.attention_variants import ROUNDED_BY_GROUP, FlashOff
 from tests.capture import dynamo_graphs
 from tests.projection_refusals import REFUSED
 
+ROUNDED = [LatentAttention, LocalKeys, NormedAttention, *ROUNDED_BY_GROUP]
 NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
 
 
-def compiled(style, group, kv_heads=8, **options):
+def compiled(style, group, kv_heads=8, *, heads=24, batch=4, **options):
     """Return the rewritten graph of a layer with `kv_heads / 2` local KV heads, and its report."""
-    x = torch.randn(4, 6, 16, requires_grad=True)
-    (gm,) = dynamo_graphs(style(16, 24, kv_heads, 8, group), x)
+    x = torch.randn(batch, 6, 16, requires_grad=True)
+    (gm,) = dynamo_graphs(style(16, heads, kv_heads, 8, group), x)
     _, compilation = rewrite(gm, MegaMoEConfig(hardware="cpu", **options))
     return gm, compilation
 
@@ -54,7 +61,7 @@ def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_head
     [(2, 2, "chunked"), ("auto", 1, AttentionRefusal.MAY_ROUND.value)],
 )
 @pytest.mark.parametrize("equal_tokens", [False, True])
-@pytest.mark.parametrize("style", [LatentAttention, LocalKeys])
+@pytest.mark.parametrize("style", [style for style in ROUNDED if style is not FlashOff])
 def test_where_groups_may_round_they_are_asked_for_by_number(
     fake_ranks, style, asked, groups, verdict, equal_tokens
 ):
@@ -63,6 +70,21 @@ def test_where_groups_may_round_they_are_asked_for_by_number(
     (found,) = compilation.attention
     assert (found.num_chunks, found.verdict) == (groups, verdict)
     assert (ROUNDING in found.remarks) == (groups > 1)
+
+
+@pytest.mark.parametrize(("heads", "batch"), [(4, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize("asked", [2, "auto"])
+@pytest.mark.parametrize("equal_tokens", [False, True])
+def test_a_head_is_alone_in_a_batch_of_one_only_where_a_number_asks_for_it(
+    fake_ranks, heads, batch, asked, equal_tokens
+):
+    options = {"attention_chunks": asked, "equal_tokens": equal_tokens, "heads": heads}
+    _, compilation = compiled(SplitAttention, fake_ranks, 4, batch=batch, **options)
+    (found,) = compilation.attention
+    alone = (heads, batch) == (4, 1)
+    assert (ROUNDING in found.remarks) == (alone and asked == 2)
+    if alone and asked == "auto":
+        assert found.num_chunks == 1
 
 
 @pytest.mark.parametrize(
