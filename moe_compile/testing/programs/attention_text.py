@@ -10,14 +10,24 @@ from moe_compile.testing.programs.grammar import NUM_RANKS, Attention
 
 HEADS: Final = 2 * NUM_RANKS * NUM_RANKS
 HEAD_WIDTH: Final = 4
+WIDTHS: Final = {Heads.OF_FIVE: 5, Heads.OF_EIGHTEEN: 18}
+"""Head sizes other than `HEAD_WIDTH`."""
 
-MOVES: Final = [
+TO_HEADS: Final = [
     "def to_heads(self, x):",
     "    b, h, s, d = x.shape",
     "    x = x.reshape(b, 2, -1, s, d).permute(1, 0, 2, 3, 4).contiguous()",
     "    x = all_to_all_single_autograd(x, None, None, self.group)",
     "    return x.permute(1, 2, 0, 3, 4).reshape(b, -1, 2 * s, d)",
-    "",
+]
+TO_HEADS_BY_POSITION: Final = [
+    "def to_heads(self, x):",
+    "    b, h, s, d = x.shape",
+    "    x = x.transpose(1, 2).reshape(b, s, 2, -1, d).permute(2, 0, 1, 3, 4).contiguous()",
+    "    x = all_to_all_single_autograd(x, None, None, self.group)",
+    "    return x.permute(1, 0, 2, 3, 4).reshape(b, 2 * s, -1, d).transpose(1, 2)",
+]
+TO_POSITIONS: Final = [
     "def to_positions(self, x):",
     "    b, h, s, d = x.shape",
     "    x = x.reshape(b, h, 2, s // 2, d).permute(2, 0, 1, 3, 4).contiguous()",
@@ -38,18 +48,31 @@ TIMES: Final = 2
 REPEATED: Final = (
     f"k, v = (t.unsqueeze(2).expand(-1, -1, {TIMES}, -1, -1).flatten(1, 2) for t in (k, v))"
 )
+MASKS: Final = {
+    Heads.MASKED: "mask = torch.ones(2 * s, 2 * s, dtype=torch.bool).tril()",
+    Heads.MASK_OF_THREE: "mask = torch.ones(1, 2 * s, 2 * s, dtype=torch.bool).tril()",
+}
 ATTEND: Final = {
     Heads.GQA: "o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)",
     Heads.DROPPED: "o = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)",
-    Heads.MASKED: "o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)",
+    **dict.fromkeys(MASKS, "o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"),
 }
+
+
+def may_round(heads: Heads, dtype: str) -> bool:
+    """Whether groups of such heads may differ in the last bits."""
+    if heads in WIDTHS:
+        size = {"float32": 4, "float64": 8}.get(dtype, 0)
+        return size * WIDTHS[heads] % 16 != 0
+    return heads in (Heads.LATENT, Heads.MULTIPLIED, Heads.MASK_OF_THREE)
 
 
 def attention_class(layer: Attention, number: int) -> list[str]:
     """Return the source of class `Layer<number>`; its input is `[T, D]`, equal T on all ranks."""
     shared_kv = layer.heads in (Heads.GQA, Heads.REPEATED)
     kv = HEADS // TIMES if shared_kv else HEADS
-    key = 2 * HEAD_WIDTH if layer.heads is Heads.LATENT else HEAD_WIDTH
+    width = WIDTHS.get(layer.heads, HEAD_WIDTH)
+    key = 2 * width if layer.heads is Heads.LATENT else width
     own = HEADS if layer.heads is Heads.LATENT else kv
     constructor = [
         "super().__init__()",
@@ -57,28 +80,37 @@ def attention_class(layer: Attention, number: int) -> list[str]:
         f"shared = torch.Generator().manual_seed(SEED + {10 * number})",
         f"self.wq = parameter(shared, WIDTH, {HEADS * key})",
         f"self.wk = parameter(shared, WIDTH, {own * key})",
-        f"self.wv = parameter(shared, WIDTH, {own * HEAD_WIDTH})",
-        f"self.wo = parameter(shared, {HEADS * HEAD_WIDTH}, WIDTH)",
+        f"self.wv = parameter(shared, WIDTH, {own * width})",
+        f"self.wo = parameter(shared, {HEADS * width}, WIDTH)",
     ]
     moves = ["q, k, v = (self.to_heads(t) for t in (q, k, v))"]
     if layer.heads is Heads.FUSED:
         moves = FUSED
     elif layer.heads is Heads.REPEATED:
         moves = [*moves, REPEATED]
-    elif layer.heads is Heads.MASKED:
-        moves = [*moves, "mask = torch.ones(2 * s, 2 * s, dtype=torch.bool).tril()"]
-    plain = "o = F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+    elif layer.heads in MASKS:
+        moves = [*moves, MASKS[layer.heads]]
+    by_position = layer.heads is Heads.BY_POSITION
     forward = [
-        "s = x.shape[0]",
-        f"q = (x @ self.wq).view(1, s, -1, {key}).transpose(1, 2)",
-        f"k = (x @ self.wk).view(1, s, -1, {key}).transpose(1, 2)",
-        f"v = (x @ self.wv).view(1, s, -1, {HEAD_WIDTH}).transpose(1, 2)",
+        f"b = {'2 - x.shape[0] % 2' if by_position else 1}",
+        "s = x.shape[0] // b",
+        f"q = (x @ self.wq).view(b, s, -1, {key}).transpose(1, 2)",
+        f"k = (x @ self.wk).view(b, s, -1, {key}).transpose(1, 2)",
+        f"v = (x @ self.wv).view(b, s, -1, {width}).transpose(1, 2)",
         *moves,
-        ATTEND.get(layer.heads, plain),
+        *_attend(layer.heads),
         *(["o = o + o.flip(1)"] if layer.heads is Heads.MIXED else []),
         "o = self.to_positions(o)",
-        "return o.transpose(1, 2).flatten(2)[0] @ self.wo, []",
+        "return o.transpose(1, 2).flatten(2).flatten(0, 1) @ self.wo, []",
     ]
-    body = ["def __init__(self):", *indented(constructor), "", *MOVES, ""]
+    to_heads = TO_HEADS_BY_POSITION if by_position else TO_HEADS
+    body = ["def __init__(self):", *indented(constructor), "", *to_heads, "", *TO_POSITIONS, ""]
     body += ["def forward(self, x):", *indented(forward)]
     return [f"class Layer{number}(nn.Module):", *indented(body)]
+
+
+def _attend(heads: Heads) -> list[str]:
+    plain = "o = F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+    if heads is Heads.MULTIPLIED:
+        return ["with sdpa_kernel(SDPBackend.MATH):", *indented([plain])]
+    return [ATTEND.get(heads, plain)]

@@ -224,6 +224,11 @@ class Heads(enum.Enum):
     FUSED = "q, k and v in one exchange"
     LATENT = "keys wider than values"
     MASKED = "a causal mask written out"
+    BY_POSITION = "positions before heads in memory, two sequences where tokens are even in number"
+    OF_FIVE = "head size 5: no row ends on a boundary of 16 bytes"
+    OF_EIGHTEEN = "head size 18: rows in float64 do, in float32 not"
+    MULTIPLIED = "without a fused kernel, by sdpa_kernel"
+    MASK_OF_THREE = "a causal mask of three dimensions"
     MIXED = "decoy: heads are mixed"
     DROPPED = "decoy: dropout in the attention"
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from moe_compile.testing.programs.attention_text import attention_class
+from moe_compile.testing.programs.attention_text import attention_class, may_round
 from moe_compile.testing.programs.choices import (
     Backward,
     Groups,
-    Heads,
     Reader,
     Rewrite,
     Routing,
@@ -41,6 +40,7 @@ from torch.distributed._functional_collectives import (
     all_to_all_single,
     all_to_all_single_autograd,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -133,8 +133,8 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
 BOUNDS: Final[Mapping[Rewrite, float]] = {Rewrite.TOKENS: 0.05}
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients."""
 
-BOUND_OF_LATENT: Final = 0.05
-"""Relative error of attention whose keys are wider than its values, in groups of heads."""
+BOUND_OF_HEADS: Final = 0.05
+"""Relative error of attention that rounds otherwise in groups of heads."""
 
 
 def source_of(program: Program) -> str:
@@ -166,8 +166,9 @@ def options_of(program: Program) -> dict[str, Any]:
 
 
 def _settings(program: Program) -> str:
-    rounds = any(isinstance(a, Attention) and a.heads is Heads.LATENT for a in program.layers)
-    bound = BOUNDS.get(program.rewrite, BOUND_OF_LATENT if rounds else 0.0)
+    heads = [layer.heads for layer in program.layers if isinstance(layer, Attention)]
+    rounds = any(may_round(kind, program.dtype) for kind in heads)
+    bound = BOUNDS.get(program.rewrite, BOUND_OF_HEADS if rounds else 0.0)
     rows = max(sum(step) for step in program.tokens)
     top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
     raises = any(
