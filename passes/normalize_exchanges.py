@@ -21,7 +21,14 @@ import torch.fx as fx
 from moe_compile.graph.edit import Emitter, erase_dead, erase_unused, substitute
 from moe_compile.graph.inner_graphs import bodies
 from moe_compile.graph.modes import changes_mode
-from moe_compile.graph.query import C10D, called_name, is_launch, is_wait, overload_name
+from moe_compile.graph.query import (
+    C10D,
+    called_name,
+    is_launch,
+    is_wait,
+    overload_name,
+    tensor_of,
+)
 from moe_compile.planning.state import CompileState
 from passes.contract import Fact, GraphPass, PassReport, Verdict
 
@@ -86,34 +93,44 @@ def _hides_wait(launch: fx.Node) -> fx.Node | None:
     """Return the operator that does no more than wait for `launch`, when nothing else reads it."""
     readers = [u for u in launch.users if "autograd_function_apply" in str(u.target)]
     alone = len(readers) == 1 and len(launch.users) == 1
-    return readers[0] if alone and _only_waits(readers[0]) else None
+    return readers[0] if alone and _only_waits(launch, readers[0]) else None
 
 
-def _only_waits(hiding: fx.Node) -> bool:
-    """Whether the operator takes one tensor, returns it awaited, and its gradient unchanged."""
+def _only_waits(launch: fx.Node, hiding: fx.Node) -> bool:
+    """Whether the operator returns `launch` awaited, and hands back its gradient unchanged.
+
+    It may be given sizes beside, which older torch gives it, and no other tensor.
+    """
+    given = [i for i in hiding.args if not (isinstance(i, fx.Node) and i.op == "get_attr")]
+    tensors = [i for i in given if isinstance(i, fx.Node) and tensor_of(i) is not None]
     graphs = [body.graph for body in bodies(hiding)]
-    given = [node for node in hiding.all_input_nodes if node.op != "get_attr"]
-    if len(graphs) != 2 or len(given) != 1 or hiding.kwargs.get("non_differentiable_idx"):
+    if tensors != [launch] or len(graphs) != 2 or hiding.kwargs.get("non_differentiable_idx"):
         return False
     forward, backward = graphs
     (results, *_), gradients = forward.output_node().args[0], backward.output_node().args[0]
-    waits = any(is_wait(node) for node in forward.nodes)
-    return waits and _hands_on(forward, results) and _hands_on(backward, gradients)
+    place = given.index(launch)
+    wanted = [None] * len(given)
+    return (
+        any(is_wait(node) for node in forward.nodes)
+        and _handed_on(forward, results) == [forward.find_nodes(op="placeholder")[place]]
+        and _handed_on(backward, gradients)
+        == [*wanted[:place], backward.find_nodes(op="placeholder")[0], *wanted[place + 1 :]]
+    )
 
 
-def _hands_on(body: fx.Graph, results: Any) -> bool:
-    """Whether the only result of a body is the only tensor that it is given, and it does no more
-    than wait for it."""
+def _handed_on(body: fx.Graph, results: Any) -> list[Any]:
+    """Return the inputs of a body that its results are, [] if it does more than wait for them."""
     inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
     passing = [node for node in inner if is_wait(node) or called_name(node) in HAND_ON]
-    if not isinstance(results, list | tuple) or len(results) != 1:
-        return False
     if not all(node in passing or changes_mode(node) for node in inner):
-        return False
-    (node,) = results
-    while node in passing:
-        node = node.args[0]
-    return body.find_nodes(op="placeholder") == [node]
+        return []
+    found = []
+    for result in results if isinstance(results, list | tuple) else ():
+        node = result
+        while node in passing:
+            node = node.args[0]
+        found.append(node)
+    return found
 
 
 def _drop_unread_bodies(graph: fx.Graph) -> None:
