@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from tests.layers import WAIT, GroupedExperts, LoopExperts, all_to_all_single
+from tests.this_torch import has_autocast_by_functions, has_hooks
 
 
 class LegacyCounts(GroupedExperts):
@@ -303,3 +304,9 @@ CHUNKED = (
     WeightReadTwiceAndOutside, JoinedToAnEmptyVector, HookWithCount, WeightsGivenAcross,
 )  # fmt: skip
 WHOLE = (AlsoRead, WrittenCounts, CountsInAView, HookOnRows, ReadAcross, SwitchesAutocast)
+NEEDED = {
+    HookWithCount: has_hooks,
+    HookOnRows: has_hooks,
+    SwitchesAutocast: has_autocast_by_functions,
+}
+"""What a torch must capture for some of them."""

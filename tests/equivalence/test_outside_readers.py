@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 from moe_compile.report.process_report import REPORT
 from tests.outside_readers import (
     CHUNKED,
+    NEEDED,
     WHOLE,
     ChecksANumber,
     ChecksCounts,
@@ -26,6 +27,7 @@ from tests.outside_readers import (
     WritesWhatWasRead,
 )
 from tests.slow_parameters import slow_but
+from tests.this_torch import need
 
 
 def step(function, layer, x):
@@ -71,6 +73,7 @@ QUICK = (
 
 @pytest.mark.parametrize("style", slow_but(QUICK, CHUNKED))
 def test_a_chunked_region_leaves_what_is_around_it_as_it_was(mirrored_ranks, style):
+    need(*filter(None, [NEEDED.get(style)]))
     for found, verdicts in mirrored_ranks.run(differing, style, ((12, 7),)):
         assert found == []
         assert set(verdicts) == {"chunked"}
@@ -117,6 +120,7 @@ def test_what_the_user_demands_of_counts_is_still_demanded(two_ranks, style):
     "style", slow_but([*WHOLE[:1], HookOnRows, ReadAcross, SwitchesAutocast], WHOLE)
 )
 def test_a_region_whose_motion_would_tell_is_left_whole(mirrored_ranks, style):
+    need(*filter(None, [NEEDED.get(style)]))
     for found, verdicts in mirrored_ranks.run(differing, style, ((12, 7),)):
         assert found == []
         assert "chunked" not in verdicts

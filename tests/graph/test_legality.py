@@ -20,6 +20,7 @@ from moe_compile.graph.effects import draws_random, is_pure
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.modes import changes_mode
 from tests.capture import dynamo_graphs
+from tests.this_torch import has_autocast_by_functions, need
 
 
 def graph_of(program, *more):
@@ -189,6 +190,7 @@ def test_what_with_enters_and_leaves_is_a_mode(mode):
 
 def test_what_a_function_of_torch_sets_is_a_mode():
     """Autocast switched by functions was not seen, and readers left it."""
+    need(has_autocast_by_functions)
 
     def program(x):
         y = x.sin()

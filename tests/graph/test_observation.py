@@ -14,6 +14,7 @@ from moe_compile.graph.inner_graphs import is_opaque, registers_hook
 from moe_compile.graph.observation import observed
 from moe_compile.graph.query import called_name, is_assertion
 from tests.capture import dynamo_graphs
+from tests.this_torch import has_hooks, need
 
 
 def graph_of(program, *inputs):
@@ -184,6 +185,7 @@ def hooked(x, y):
 
 def test_a_hook_stays_though_nobody_reads_what_it_hooks():
     """It was taken for an operator that computes, and erased with what it read."""
+    need(has_hooks)
     graph = graph_of(hooked, torch.ones(2, requires_grad=True), torch.ones(2))
     (hook,) = [n for n in graph.nodes if registers_hook(n)]
     assert not is_pure(hook) and not written_arguments(hook)
