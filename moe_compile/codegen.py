@@ -19,7 +19,11 @@ from typing import Any, Final
 import torch
 import torch._inductor.config as inductor_config
 import torch.fx as fx
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import (
+    default_partition,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -173,9 +177,7 @@ def compile_with_fx(
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
-    partition = (
-        partition_with_passes(state) if JOINT in levels else min_cut_rematerialization_partition
-    )
+    partition = partition_with_passes(state) if JOINT in levels else default_partition
     aot = AOT(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
     return aot(gm, list(example_inputs))
 

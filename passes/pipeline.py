@@ -33,6 +33,7 @@ from passes.plan_chunks import PlanChunks
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
 from passes.save_exchanges import SaveExchanges
+from passes.save_overwritten import SaveOverwritten
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.sizes_from_splits import SizesFromSplits
 from passes.switch_dispatch import SwitchDispatch
@@ -65,7 +66,9 @@ DYNAMO: Final = Level(
 )
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
-JOINT: Final = Level((SizesFromSplits(), SaveExchanges()), frozenset({Fact.FUNCTIONAL}))
+JOINT: Final = Level(
+    (SizesFromSplits(), SaveExchanges(), SaveOverwritten()), frozenset({Fact.FUNCTIONAL})
+)
 """On the joint graph, before it is partitioned."""
 
 POST_GRAD_EARLY: Final = Level(

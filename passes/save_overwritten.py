@@ -1,0 +1,64 @@
+"""Save what is computed from an input that the program overwrites, if the backward needs it.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     values: the choice between saving and recomputing is written, as `recompute`.
+
+Torch's partitioner may keep an input in place of what was computed from it, and compute that again
+in the backward: from what the input holds by then (torch 2.11 and 2.13, `rows + buffer.to(dtype)`
+before `buffer.mul_(0.5)`). What stands inside a checkpointed function keeps its policy: there eager
+reads the input anew as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass, PassReport
+
+
+@dataclass(frozen=True)
+class SaveOverwritten(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "save_overwritten"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Write the policy on the first operators, past views, that read such an input."""
+        del state
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        inputs = [node for node in graph.find_nodes(op="placeholder") if _is_written(node, copies)]
+        readers = [r for node in inputs for r in _readers(node) if "recompute" not in r.meta]
+        for reader in readers:
+            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return PassReport(pass_name=self.name, applied=tuple(reader.name for reader in readers))
+
+
+def _is_written(node: fx.Node, copies: Iterable[fx.Node]) -> bool:
+    return any(copy.args[0] is node for copy in copies)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads the tensor or a view of it, and is in the forward."""
+    found: list[fx.Node] = []
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
+                todo.append(user)
+            elif user.op == "call_function" and not _writes_or_is_backward(user):
+                found.append(user)
+    return list(dict.fromkeys(found))
+
+
+def _writes_or_is_backward(node: fx.Node) -> bool:
+    is_write = node.target is torch.ops.aten.copy_.default
+    return is_write or node.meta.get("partitioner_tag") == "is_backward"
