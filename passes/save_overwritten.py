@@ -5,14 +5,13 @@ Contract
     Keeps     values: the choice between saving and recomputing is written, as `recompute`.
 
 Torch's partitioner may keep an input in place of what was computed from it, and compute that again
-in the backward: from what the input holds by then (torch 2.11 and 2.13, `rows + buffer.to(dtype)`
+in the backward: from what the input holds by then (seen on torch 2.13, by `rows + buffer.to(dtype)`
 before `buffer.mul_(0.5)`). What stands inside a checkpointed function keeps its policy: there eager
 reads the input anew as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,15 +34,12 @@ class SaveOverwritten(GraphPass):
         """Write the policy on the first operators, past views, that read such an input."""
         del state
         copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        inputs = [node for node in graph.find_nodes(op="placeholder") if _is_written(node, copies)]
+        written = {copy.args[0] for copy in copies}
+        inputs = [node for node in graph.find_nodes(op="placeholder") if node in written]
         readers = [r for node in inputs for r in _readers(node) if "recompute" not in r.meta]
         for reader in readers:
             reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return PassReport(pass_name=self.name, applied=tuple(reader.name for reader in readers))
-
-
-def _is_written(node: fx.Node, copies: Iterable[fx.Node]) -> bool:
-    return any(copy.args[0] is node for copy in copies)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
