@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
-from moe_compile.graph.inner_graphs import bodies, is_higher_order, is_opaque
+from moe_compile.graph.inner_graphs import bodies, is_higher_order, is_opaque, seeded_call
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import observed, written_by_schema
 from moe_compile.graph.query import is_wait, value_of
@@ -64,6 +64,8 @@ def _written_by_name(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     """Return what a higher-order operator writes; of a Triton kernel, what its code stores to."""
+    if (seeded := seeded_call(node)) is not None:
+        return _nodes(written_by_schema(*seeded))
     if "mutation" not in name:
         writes = is_opaque(node) or any(_writes_inputs(body.graph) for body in bodies(node))
         return _nodes([node.args, node.kwargs]) if writes else ()

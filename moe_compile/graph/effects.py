@@ -17,7 +17,13 @@ from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.inner_graphs import inside, is_higher_order, is_opaque, registers_hook
+from moe_compile.graph.inner_graphs import (
+    inside,
+    is_higher_order,
+    is_opaque,
+    registers_hook,
+    seeded_call,
+)
 from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.observation import MOVES_MEMORY, draws_by_schema, observed
 from moe_compile.graph.query import (
@@ -91,7 +97,9 @@ def draws_random(node: fx.Node) -> bool:
         overloads = (getattr(target, name) for name in target.overloads())
         return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     if is_higher_order(node):
-        return is_opaque(node) or any(map(draws_random, inside(node)))
+        if is_opaque(node) or seeded_call(node) is not None:
+            return True
+        return any(map(draws_random, inside(node)))
     seen = observed(node)
     by_name = called_name(node) in RANDOM_NAMES and not _is_switched_off(node)
     return by_name or (seen is not None and seen.draws)

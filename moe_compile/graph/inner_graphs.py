@@ -20,6 +20,10 @@ KNOWN: Final = frozenset(
     }
 )  # fmt: skip
 """Operators of torch that do no more than compute, or write what they say, without such a graph."""
+SEEDED: Final = frozenset(
+    {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"}
+)
+"""Operators that run one of torch's, and save or set the state of a generator before it."""
 
 
 def is_higher_order(node: fx.Node) -> bool:
@@ -48,7 +52,21 @@ def is_opaque(node: fx.Node) -> bool:
     if not is_higher_order(node):
         return False
     target: Any = node.target
-    return target.name() not in KNOWN and not bodies(node)
+    return target.name() not in KNOWN | SEEDED and not bodies(node)
+
+
+def seeded_call(node: fx.Node) -> tuple[torch._ops.OpOverload, list[Any], dict[str, Any]] | None:
+    """Return the operator that `node` runs with a generator's state, and what it is given.
+
+    None for any other node.
+    """
+    target: Any = node.target
+    if not is_higher_order(node) or target.name() not in SEEDED:
+        return None
+    called = next(i for i, a in enumerate(node.args) if isinstance(a, torch._ops.OpOverload))
+    operator: Any = node.args[called]
+    given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return operator, list(node.args[called + 1 :]), given
 
 
 def registers_hook(node: fx.Node) -> bool:

@@ -4,8 +4,14 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence, written_arguments
+from moe_compile.graph.effects import draws_random, is_pure
+from moe_compile.graph.inner_graphs import seeded_call
 from tests.capture import dynamo_graphs
 
 
@@ -59,6 +65,31 @@ def test_operators_named_like_keywords_write_nothing():
 def test_a_pure_operator_writes_nothing():
     graph = graph_of(lambda x: torch.relu(x) + x.t(), torch.ones(2, 2))
     assert not any(written_arguments(n) for n in graph.nodes)
+
+
+def seeded(graph):
+    return [n for n in graph.nodes if seeded_call(n) is not None]
+
+
+def test_dropout_recomputed_with_its_state_writes_nothing_and_draws():
+    """AOTAutograd runs it by an operator that saves the state, and by one that sets it again."""
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    def program(x):
+        return checkpoint(lambda x: (F.dropout(x, 0.5) * x).sin(), x, use_reentrant=False)
+
+    compiler = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    x = torch.ones(64, requires_grad=True)
+    torch.compile(program, backend=compiler)(x).sum().backward()
+    assert [len(seeded(graph)) for graph in graphs] == [1, 1]
+    for graph in graphs:
+        (node,) = seeded(graph)
+        assert written_arguments(node) == ()
+        assert draws_random(node) and not is_pure(node)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.config import MegaMoEConfig
@@ -115,6 +116,27 @@ def test_writing_what_is_being_sent_is_a_violation():
         return c10d.wait_tensor(flying), sent
 
     assert "zero_: writes" in violation(program)
+
+
+def test_dropout_with_its_state_saved_may_read_what_is_being_sent():
+    """As inside a checkpointed function: an operator runs another, and writes no input."""
+
+    def program(x):
+        launch = c10d.all_to_all_single(x, [4], [4], one_rank_group())
+        _, noisy = run_and_save_rng_state(torch.ops.aten.bernoulli.p, x, 0.5)
+        return c10d.wait_tensor(launch), noisy
+
+    verify(traced(program))
+
+
+def test_writing_with_its_state_saved_what_is_being_sent_is_a_violation():
+    def program(x):
+        x = x.clone()
+        launch = c10d.all_to_all_single(x, [4], [4], one_rank_group())
+        run_and_save_rng_state(torch.ops.aten.bernoulli_.float, x, 0.5)
+        return c10d.wait_tensor(launch)
+
+    assert "while all_to_all_single" in violation(program)
 
 
 def test_writing_after_the_wait_is_accepted():
