@@ -13,6 +13,7 @@ from moe_compile.testing.programs.choices import (
     Counts,
     Decoy,
     Detail,
+    Move,
     Order,
     Reader,
     Rewrite,
@@ -109,6 +110,22 @@ def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.SAME, judgement.detail
     assert judgement.is_chunked == (program in CHUNKED), judgement.verdicts
+
+
+QUANTISED_ONCE = Program(
+    layers=(Experts(move=Move.FUNCTION),),
+    wrapping=Wrapping.NO_GRAD_HALF, rewrite=Rewrite.FP8, dtype="bfloat16",
+)  # fmt: skip
+"""Found where no gradient is taken; else its exchange is inside a Function of the program."""
+
+
+def test_rows_of_one_call_may_travel_in_eight_bits_and_those_of_another_not(judge):
+    """The whole program was held to rounding everywhere, or nowhere."""
+    text = source_of(QUANTISED_ONCE)
+    judgement = judge.judge(text)
+    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    not_rounded = text.replace("pack_rows(rows, None)", "pack_rows(rows * 1.125, None)")
+    assert judge.judge(not_rounded).kind is Kind.WRONG
 
 
 def with_line(line):

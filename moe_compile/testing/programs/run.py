@@ -5,13 +5,16 @@ Contract
     besides, gradients of the input and of every parameter, buffers, integers kept in modules and
     the state of the random generator, after every step, by `torch.equal`; where the text states a
     bound, floating-point tensors by the norm of their difference. What megamoe may send in eight
-    bits the eager program either leaves or rounds so too, row by row, forward and backward.
+    bits the eager program either leaves or rounds so too, row by row, forward and backward: in all
+    its layers or in some, since a layer that is left as it is rounds nothing.
     A program that raises eagerly must raise compiled too, in the same step.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import itertools
 import linecache
 import time
 import warnings
@@ -84,8 +87,8 @@ def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:
     expected, found.eager_error = _steps(module, rank, reference)
     actual, found.compiled_error = _steps(module, rank, backend)
     found.differences = _all_differences(expected, actual, module.BOUND)
-    if "fp8" in module.OPTIONS.values():  # on both ranks, whatever this one found
-        module.__dict__["ROUNDS_ROWS"] = True
+    for rounding in _roundings(module, text):  # all, on both ranks, whatever this one found
+        module.__dict__.update(rounding)
         rounded, _ = _steps(module, rank, reference)
         if found.differences:
             found.differences = _all_differences(rounded, actual, module.BOUND)
@@ -99,6 +102,26 @@ def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:
         found.dropped += compilation.dropped
     found.cpu_s = time.process_time() - began
     return found
+
+
+def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:
+    """Return in which layers, and with or without gradients, rows may travel in eight bits.
+
+    A layer that is left as it is, or called twice and found once, rounds where others do not.
+    """
+    if "fp8" not in module.OPTIONS.values():
+        return []
+    layers = [name for name, code in _classes(text).items() if "rounded(" in code]
+    some = [c for n in range(len(layers), 0, -1) for c in itertools.combinations(layers, n)]
+    modes = [(True, False), (True,), (False,)] if "no_grad" in text else [(True, False)]
+    return [{"ROUNDED_LAYERS": names, "ROUNDED_MODES": m} for names in some for m in modes]
+
+
+def _classes(text: str) -> dict[str, str]:
+    """Return the source of each class of a program."""
+    tree = ast.parse(text)
+    found = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    return {node.name: ast.get_source_segment(text, node) or "" for node in found}
 
 
 def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], str]:

@@ -80,7 +80,8 @@ def exchange(rows, got, sent, group):
 ROUNDED: Final = """\
 from moe_compile.ops.quantize import pack_rows, unpack_rows
 
-ROUNDS_ROWS = False  # whether rows are rounded as those that travel in eight bits
+ROUNDED_LAYERS = ()  # whose rows are rounded as those that travel in eight bits
+ROUNDED_MODES = (True, False)  # where they are: with gradients, without
 
 
 class RoundedRows(torch.autograd.Function):
@@ -93,8 +94,9 @@ class RoundedRows(torch.autograd.Function):
         return unpack_rows(pack_rows(gradient, None), gradient.shape[1], gradient.dtype)
 
 
-def rounded(rows):
-    return RoundedRows.apply(rows) if ROUNDS_ROWS else rows
+def rounded(rows, layer):
+    rounds = layer in ROUNDED_LAYERS and torch.is_grad_enabled() in ROUNDED_MODES
+    return RoundedRows.apply(rows) if rounds else rows
 """
 
 ACTIVATION: Final = """\
@@ -145,7 +147,9 @@ def source_of(program: Program) -> str:
         blocks.append(f"def favour(experts):\n    {FAVOUR[program.routing]}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
     if program.rewrite is Rewrite.FP8:
-        written = written.replace("(routed, got, sent", "(rounded(routed), got, sent")
+        written = written.replace(
+            "(routed, got, sent", "(rounded(routed, type(self).__name__), got, sent"
+        )
     for name, block in (
         ("exchange(", EXCHANGE), ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
     ):  # fmt: skip
