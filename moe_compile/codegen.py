@@ -20,7 +20,6 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.fx as fx
 from functorch.compile import (
-    default_partition,
     make_boxed_func,
     min_cut_rematerialization_partition,
 )
@@ -34,6 +33,7 @@ from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.graph.query import is_tangent
 from moe_compile.planning.state import CompileState
 from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD, Dropped, Level, run_level
+from passes.save_overwritten import mark_overwritten
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCES: Final = tuple(
@@ -177,9 +177,20 @@ def compile_with_fx(
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
-    partition = partition_with_passes(state) if JOINT in levels else default_partition
+    has_passes = JOINT in levels
+    partition = partition_with_passes(state) if has_passes else _partition_as_written
     aot = AOT(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
     return aot(gm, list(example_inputs))
+
+
+def _partition_as_written(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
+    """Partition a graph that no pass rewrites so that what runs has eager's bits.
+
+    The min-cut partitioner may compute from an input what a write has changed since; AOTAutograd's
+    default one may leave a dropout of the forward in the backward graph, which draws once more.
+    """
+    mark_overwritten(joint.graph)
+    return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
 
 
 def partition_with_passes(state: CompileState) -> Callable[..., Any]:

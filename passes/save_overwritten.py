@@ -33,13 +33,18 @@ class SaveOverwritten(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write the policy on the first operators, past views, that read such an input."""
         del state
-        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        written = {copy.args[0] for copy in copies}
-        inputs = [node for node in graph.find_nodes(op="placeholder") if node in written]
-        readers = [r for node in inputs for r in _readers(node) if "recompute" not in r.meta]
-        for reader in readers:
-            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return PassReport(pass_name=self.name, applied=tuple(reader.name for reader in readers))
+        return PassReport(pass_name=self.name, applied=mark_overwritten(graph))
+
+
+def mark_overwritten(graph: fx.Graph) -> tuple[str, ...]:
+    """Have the first readers of inputs that are overwritten saved; return their names."""
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = {copy.args[0] for copy in copies}
+    inputs = [node for node in graph.find_nodes(op="placeholder") if node in written]
+    readers = [r for node in inputs for r in _readers(node) if "recompute" not in r.meta]
+    for reader in readers:
+        reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return tuple(reader.name for reader in readers)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

@@ -82,12 +82,17 @@ FIXED = (
         ),
         tokens=((5, 5),),
     ),
+    Program(
+        layers=(Experts(top_k=2, readers=frozenset({Reader.DROPOUT, Reader.EARLY_DATA})),),
+        dtype="float64",
+    ),
 )  # fmt: skip
 """Programs whose regions run in chunks, the first beside one that must not; the rest whole."""
 CHUNKED = FIXED[:5]
 NAMES = (
     "grouped", "loop", "one number", "hidden writes", "one inside another", "batched",
     "rows normalised", "rows of a written base", "rows handed back", "weight in three terms",
+    "dropout without a region",
 )  # fmt: skip
 
 COMPILED_ALONE = "if torch.compiler.is_compiling():\n            "
