@@ -63,6 +63,8 @@ SELDOM: Final[frozenset[enum.Enum]] = frozenset(
         Detail.NAMED, Detail.BIAS, Style.ASSIGN, Style.INDEX_COPY,
         Reader.ROWS_WRITTEN, Reader.EARLY_SET, Reader.EARLY_DATA, Reader.COUNTS_WRITTEN,
         Reader.ARRIVED_WRITTEN, Reader.HOST_VMAP, Reader.BREAK, Reader.ROWS_HANDED_BACK,
+        Reader.AUTOCAST_SET, Reader.HOOK_ROWS, Reader.ROWS_ACROSS, Reader.ROWS_NORMALIZED,
+        Reader.ROWS_VIEWED, Reader.ROWS_SQUARED, Detail.BANK, Detail.SUMS_WRITTEN,
     }
 )  # fmt: skip
 """What would occur in fewer than fifty of 2,000 programs that are chunked, and is drawn thrice."""
