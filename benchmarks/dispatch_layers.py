@@ -14,11 +14,12 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.choose_plan import Decision
+from moe_compile.planning.decide import decide_experts
 from moe_compile.planning.gathered_sizes import GatheredWay
-from moe_compile.planning.plan_regions import decide_experts
+from moe_compile.planning.planned import FoundExperts
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_work import RegionWork
-from moe_compile.planning.state import CompileState, RegionPlan
+from moe_compile.planning.state import CompileState
 from passes.detect_regions import DetectRegions
 
 GATHERED: Final = Candidate(dispatch="all_gather")
@@ -28,7 +29,7 @@ GATHERED: Final = Candidate(dispatch="all_gather")
 class GatherableLayer:
     """The one region of a graph."""
 
-    plan: RegionPlan
+    found: FoundExperts
     way: GatheredWay
 
     @classmethod
@@ -36,21 +37,21 @@ class GatherableLayer:
         """Find the region of `graph`."""
         state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
         DetectRegions().run(graph, state)
-        (plan,) = state.plans
-        found = find_token_rows(plan.region)
-        assert isinstance(found, TokenRows), found
-        return cls(plan=plan, way=GatheredWay(region=plan.region, found=found))
+        (found,) = state.found.experts
+        rows = find_token_rows(found.region)
+        assert isinstance(rows, TokenRows), rows
+        return cls(found=found, way=GatheredWay(region=found.region, found=rows))
 
     def decide(self, hardware: HardwareProfile, **options: Any) -> Decision:
         """Return the decision under `dispatch = "auto"` and other `options`."""
         config = MegaMoEConfig(dispatch="auto", equal_tokens=True, **options)
-        decision = decide_experts(self.plan, [], config, hardware, self.way)
+        decision = decide_experts(self.found, [], config, hardware, self.way)
         assert decision is not None
         return decision
 
     def work(self) -> RegionWork:
         """Return the work of either dispatch."""
-        assert not isinstance(self.plan.proof, Refused)
-        work = work_of_experts(self.plan.region, self.plan.proof, [], self.way)
+        assert not isinstance(self.found.proof, Refused)
+        work = work_of_experts(self.found.region, self.found.proof, [], self.way)
         assert work is not None
         return work

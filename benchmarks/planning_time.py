@@ -30,9 +30,8 @@ from rich.table import Table
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-import passes.plan_attention
-import passes.plan_chunks
-import passes.switch_dispatch
+import passes.planned.attention
+import passes.planned.experts
 from benchmarks.block import Block
 from benchmarks.cases import BlockCase, Plan
 from benchmarks.planned_models import CapturedError, fake_group
@@ -51,9 +50,8 @@ OPTIONS: Final = {
     "megamoe.hardware": "h100",
 }
 DECIDERS: Final = (
-    (passes.plan_chunks, "decide_experts"),
-    (passes.switch_dispatch, "decide_experts"),
-    (passes.plan_attention, "decide_attention"),
+    (passes.planned.experts, "decide_experts"),
+    (passes.planned.attention, "decide_attention"),
 )
 
 

@@ -14,12 +14,13 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.choose_plan import Decision
-from moe_compile.planning.plan_regions import decide_experts
+from moe_compile.planning.decide import decide_experts
+from moe_compile.planning.planned import FoundExperts
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork
-from moe_compile.planning.state import CompileState, RegionPlan
+from moe_compile.planning.state import CompileState
 from passes.detect_regions import DetectRegions
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import Level, run_level
@@ -37,7 +38,7 @@ PLANNED: Final = MegaMoEConfig(equal_tokens=True, strict=True, step_peak_bytes=S
 class PredictedLayer:
     """The one region of a layer, and its work."""
 
-    plan: RegionPlan
+    found: FoundExperts
     work: RegionWork
 
     def rated(self, hardware: HardwareProfile, ratio: float) -> HardwareProfile:
@@ -57,7 +58,7 @@ class PredictedLayer:
 
     def decide(self, hardware: HardwareProfile) -> Decision:
         """Return the planner's decision."""
-        decision = decide_experts(self.plan, (self.plan.region,), PLANNED, hardware)
+        decision = decide_experts(self.found, (self.found.region,), PLANNED, hardware)
         assert decision is not None
         return decision
 
@@ -71,8 +72,8 @@ def predict_layer(
     """
     state = CompileState(config=PLANNED, hardware=load_profile(PLANNED.hardware))
     run_level(FOUND, capture(module, tokens), state)
-    (plan,) = state.plans
-    assert not isinstance(plan.proof, Refused), plan.proof
-    work = work_of_experts(plan.region, plan.proof)
+    (found,) = state.found.experts
+    assert not isinstance(found.proof, Refused), found.proof
+    work = work_of_experts(found.region, found.proof)
     assert work is not None
-    return PredictedLayer(plan=plan, work=replace(work, imbalance=imbalance))
+    return PredictedLayer(found=found, work=replace(work, imbalance=imbalance))

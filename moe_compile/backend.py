@@ -36,19 +36,17 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.frame_space import with_frame_space
-from moe_compile.graph.async_tp import probe_means
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
+from moe_compile.journal.entries import Dropped
 from moe_compile.ops.product_counts import count_grouped_products
-from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
-from moe_compile.planning.plan_value import groups_rewritten, level_value, plan_digest
+from moe_compile.planning.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.planning.state import CompileState
 from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
-from moe_compile.strict import refuse_unmatched, refuse_unmet
-from passes.contract import PassReport
-from passes.pipeline import DYNAMO, NAMES, Dropped, check_names, run_level
+from moe_compile.strict import refuse_unmet
+from passes.pipeline import DYNAMO, NAMES, check_names, run_level
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -83,12 +81,11 @@ def megamoe(
     REPORT.add(compilation, config.report, state.hardware.name)
     state.tell_dropped = functools.partial(REPORT.add_dropped, compilation)
     _log(compilation)
-    has_regions = compilation.has_regions
-    compiled = _compile(gm, example_inputs, state, patches, has_regions=has_regions)
+    compiled = _compile(gm, example_inputs, state, patches)
     if written is None:
         return compiled
     written.learn_guards()
-    plan = plan_of(state, has_regions=has_regions)
+    plan = plan_of(state)
     if plan:
         forbid_eager_beyond_limit(compilation.family)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
@@ -137,14 +134,9 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
     state = CompileState(config=config, hardware=load_profile(config.hardware))
     compilation = describe(gm, state)
-    state.tell_dropped = compilation.add_dropped
     levels: list[dict[str, Any]] = []
     _run_dynamo_level(gm, state, compilation, levels)
-    refuse_unmatched(config, compilation)
     state.family = compilation.family
-    nums = [r.num_chunks for r in compilation.regions]
-    nums += [a.num_chunks for a in compilation.attention]
-    state.is_chunked = any(num > 1 for num in nums)
     collectives = {group: order.collectives for group, order in user_order(gm).items()}
     state.is_compared = bool(collectives)
     state.plan_digest = plan_digest(config, levels, collectives)
@@ -156,11 +148,9 @@ def _compile(
     example_inputs: Sequence[Any],
     state: CompileState,
     patches: Mapping[str, Any],
-    *,
-    has_regions: bool = False,
 ) -> Callable[..., Any]:
     generate = compile_with_fx if state.config.codegen == "fx" else compile_with_inductor
-    return generate(gm, example_inputs, state, patches, has_regions=has_regions)
+    return generate(gm, example_inputs, state, patches)
 
 
 def _run_dynamo_level(
@@ -168,31 +158,22 @@ def _run_dynamo_level(
     state: CompileState,
     compilation: Compilation,
     levels: list[dict[str, Any]],
+    name: str = "dynamo",
 ) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
+    state.begin_graph(name)
     results = run_level(DYNAMO, gm.graph, state)
-    _hand_over_tensor_parallelism(state)
+    state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
-    refuse_unmet(state.config, state)
-    reports = [r for r in results if isinstance(r, PassReport)]
-    chunked = {name for r in reports if r.pass_name == "chunk_regions" for name in r.applied}
+    if state.config.strict:
+        refuse_unmet(state.journal, compilation.family)
     dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
-    levels.append(level_value(gm.graph, state, chunked=chunked, dropped=dropped))
-    compilation.add_level(results, state)
+    levels.append(level_value(gm.graph, state, dropped=dropped))
+    compilation.add_level(state)
     gm.recompile()
-    for body in gm.children():
+    for child, body in gm.named_children():
         if isinstance(body, fx.GraphModule):
-            _run_dynamo_level(body, state, compilation, levels)
-
-
-def _hand_over_tensor_parallelism(state: CompileState) -> None:
-    """Decide which attention Inductor's async TP gets, from what this process has for it."""
-    means = probe_means({group for a in state.attention for group in a.tp_groups})
-    for i, attention in enumerate(state.attention):
-        if attention.tp_groups:
-            decision = decide_async_tp(state.config, attention, means)
-            state.attention[i] = dataclasses.replace(attention, async_tp=decision.value)
-            state.async_tp |= decision is AsyncTP.HANDED
+            _run_dynamo_level(body, state, compilation, levels, f"{name}/{child}")
 
 
 def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:
@@ -211,8 +192,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
 def _check_groups(state: CompileState) -> None:
     """Raise InvalidConfig when a region exchanges over a process group that does not exist."""
-    found = [(plan.where, plan.region.group) for plan in state.plans]
-    found += [(a.where, a.group) for a in state.attention if a.is_region]
+    found = [(one.found.where, one.plan.group) for one in state.regions if one.plan.group]
     for where, group in found:
         try:
             dist.distributed_c10d._resolve_process_group(group)

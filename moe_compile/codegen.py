@@ -26,13 +26,13 @@ from functorch.compile import (
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.pattern_matcher import stable_topological_sort
 
 from moe_compile.graph.async_tp import SETTING
-from moe_compile.graph.pinning import pin_order, pinning_patches
+from moe_compile.graph.pinning import pinning_patches
 from moe_compile.graph.query import is_tangent
+from moe_compile.journal.entries import Dropped
 from moe_compile.planning.state import CompileState
-from passes.pipeline import JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD, Dropped, Level, run_level
+from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
 
 ROOT: Final = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ SOURCES: Final = tuple(
 HOOKS: Final = {
     "joint_custom_post_pass": (JOINT,),
     "post_grad_custom_pre_pass": (POST_GRAD_EARLY,),
-    "post_grad_custom_post_pass": (POST_GRAD, RECORD),
+    "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
 
 AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
@@ -72,12 +72,8 @@ class LevelPass(CustomGraphPass):
         """Run on `graph` in place."""
         if self._before is not None:
             self._before(graph)
-        if JOINT in self._levels:  # Inductor's own joint patterns leave the sorting for later
-            stable_topological_sort(graph)
         for level in self._levels:
             run_on_aot_graph(level, graph, self._state)
-        if POST_GRAD in self._levels and self._state.config.schedule:
-            pin_order(graph)  # last: it hides launches and waits inside a higher-order operator
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
@@ -106,31 +102,30 @@ def _identity(state: CompileState) -> str:
 def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None:
     """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
     state.is_backward = any(map(is_tangent, graph.nodes))
-    if level not in (POST_GRAD, RECORD):  # these come later on their graph
+    if level not in (POST_GRAD, RECORD, PIN):  # these come later on their graph
         state.measures = {}
-    results = run_level(level, graph, state)
     direction = "backward" if state.is_backward else "forward"
-    for dropped in (r for r in results if isinstance(r, Dropped)):
-        name = f"{dropped.pass_name} {direction}"
-        state.dropped.append(name)
+    state.graph_name = "joint" if level is JOINT else direction
+    for dropped in (r for r in run_level(level, graph, state) if isinstance(r, Dropped)):
+        state.dropped.append(f"{dropped.pass_name} {direction}")
         if state.tell_dropped is not None:
-            state.tell_dropped(f"{name}: {dropped.reason}", dropped.is_failure)
+            state.tell_dropped()
 
 
-def plan_of(state: CompileState, *, has_regions: bool) -> str:
+def plan_of(state: CompileState) -> str:
     """Return a digest of what was made of a compiled program; "" where it runs as written.
 
     Passes that failed on the graphs compiled so far are part of it: other ranks may have none.
     """
-    if not _levels(state, has_regions=has_regions):
+    if not _levels(state):
         return ""
     made = (state.plan_digest, _hash_of_sources(), torch.__version__, *sorted(state.dropped))
     return hashlib.sha256(" ".join(made).encode()).hexdigest()[:32]
 
 
-def _levels(state: CompileState, *, has_regions: bool) -> tuple[Level, ...]:
+def _levels(state: CompileState) -> tuple[Level, ...]:
     """Return the levels that run on a graph; none leaves it to Inductor as it came."""
-    if has_regions:
+    if state.has_regions:
         return tuple(itertools.chain.from_iterable(HOOKS.values()))
     if state.config.gradient_wire == "same":
         return ()
@@ -142,11 +137,9 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     state: CompileState,
     patches: Mapping[str, Any],
-    *,
-    has_regions: bool,
 ) -> Callable[..., Any]:
     """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does."""
-    levels = _levels(state, has_regions=has_regions)
+    levels = _levels(state)
     ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
     if POST_GRAD in levels and state.config.schedule:
         ours.update(pinning_patches())
@@ -162,12 +155,10 @@ def compile_with_fx(
     example_inputs: Sequence[Any],
     state: CompileState,
     patches: Mapping[str, Any],
-    *,
-    has_regions: bool,
 ) -> Callable[..., Any]:
     """Run AOTAutograd's graphs node by node in our order: eager's bits, for tests."""
     del patches  # Inductor's: nothing of it runs
-    levels = _levels(state, has_regions=has_regions)
+    levels = _levels(state)
 
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         del inputs

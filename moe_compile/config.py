@@ -37,6 +37,16 @@ NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Documented values whose pass this version does not have."""
 
+OFF: Final[Mapping[str, tuple[object, ...]]] = {
+    "chunks": (1,),
+    "dispatch": ("all_to_all", "auto"),
+    "dispatch_wire": ("same", "auto"),
+    "combine_wire": ("same", "auto"),
+    "attention_chunks": (1,),
+    "attention_split": ("none",),
+}
+"""Values of options that ask for no rewrite, the one that leaves the model as it is first."""
+
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": ("auto", "tensor", "ulysses"),
 }
@@ -144,6 +154,10 @@ class MegaMoEConfig:
             raise InvalidConfig(
                 f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
             )
+
+    def asks_for(self, option: str) -> bool:
+        """Whether `option` asks for a rewrite, so that `strict` holds us to it."""
+        return getattr(self, option) not in OFF.get(option, (getattr(self, option),))
 
     def digest_text(self) -> str:
         """Return what this configuration contributes to cache keys: all but the report's path."""

@@ -22,7 +22,7 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
 from moe_compile.ops.agreement import Agreement, Calls, Turn, current_agreement
-from moe_compile.ops.journal import Program
+from moe_compile.ops.call_log import Program
 
 LOG: Final = logging.getLogger(__name__)
 

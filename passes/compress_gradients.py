@@ -17,7 +17,6 @@ plan that ranks agree on; where they decide apart all the same, the orders they 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -37,28 +36,14 @@ from moe_compile.graph.query import (
     tensor_of,
     waits_on,
 )
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
+from passes.contract import Fact, GraphPass
 
 ATEN: Final = torch.ops.aten
 SUMMED: Final = ("sum", "avg")
 """Reductions that are sums, but for a factor."""
-
-
-class Left(enum.Enum):
-    """Why a reduce-scatter stays. Values are what reports print."""
-
-    NOT_ASKED = "gradient_wire leaves gradients in the type they have"
-    FORWARD = "in a forward graph: no gradient"
-    RECOMPUTED = "of what the forward computes, once more: no gradient"
-    COALESCED = "several tensors in one launch, or into a given output"
-    DTYPE = "it does not reduce float32"
-    OPERATION = "it neither sums nor averages"
-    ONE_RANK = "a group of one rank sends nothing"
-    SIZE = "a size is symbolic, or the ranks do not divide dim 0"
-    READERS = "its result is not read by one wait alone"
-    GATHERED = "over a group whose tokens are gathered: it may be a gradient of these"
-    ACTIVATION = "the graph computes with its result: the gradient of an activation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +73,7 @@ class CompressGradients(GraphPass):
 
     name: ClassVar[str] = "compress_gradients"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"lower_row_ops"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Decide for every reduce-scatter, then replace those of parameters' gradients."""
@@ -96,7 +82,7 @@ class CompressGradients(GraphPass):
         gradients = _gradients(graph)
         for launch in [node for node in graph.nodes if is_reduce_scatter(node)]:
             seen = _match(launch, state, gradients)
-            if isinstance(seen, Left):
+            if isinstance(seen, Reason):
                 skipped.append(Verdict(candidate=launch.name, reason=seen))
             else:
                 found.append(seen)
@@ -115,7 +101,7 @@ class CompressGradients(GraphPass):
 
 def _match(
     launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]
-) -> GradientReduction | Left:
+) -> GradientReduction | Reason:
     if left := _not_asked(launch, state, gradients) or _not_a_sum(launch):
         return left
     (source,) = launch.all_input_nodes
@@ -131,34 +117,36 @@ def _match(
     )
 
 
-def _not_asked(launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]) -> Left | None:
+def _not_asked(
+    launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]
+) -> Reason | None:
     if state.config.gradient_wire == "same":
-        return Left.NOT_ASKED
+        return Reason.NOT_ASKED
     if not state.is_backward:
-        return Left.FORWARD
+        return Reason.FORWARD
     if launch not in gradients:
-        return Left.RECOMPUTED
+        return Reason.RECOMPUTED
     if launch.target is not C10D.reduce_scatter_tensor.default:
-        return Left.COALESCED
-    return Left.GATHERED if group_name(launch) in state.gathered_groups else None
+        return Reason.COALESCED
+    return Reason.MAY_BE_ACTIVATION if group_name(launch) in state.gathered_groups else None
 
 
-def _not_a_sum(launch: fx.Node) -> Left | None:
+def _not_a_sum(launch: fx.Node) -> Reason | None:
     given = _arguments(launch)
     whole = tensor_of(given["input"])
     if whole is None or whole.dtype is not torch.float32:
-        return Left.DTYPE
+        return Reason.DTYPE
     if given["reduce_op"] not in SUMMED:
-        return Left.OPERATION
+        return Reason.OPERATION
     if given["group_size"] == 1:
-        return Left.ONE_RANK
+        return Reason.ONE_RANK
     if not all(isinstance(size, int) for size in whole.shape):
-        return Left.SIZE
+        return Reason.SIZE
     if whole.shape[0] % given["group_size"]:
-        return Left.SIZE
+        return Reason.SIZE
     if len(launch.users) != 1 or not is_wait(next(iter(launch.users))):
-        return Left.READERS
-    return None if _is_returned(waits_on(launch)) else Left.ACTIVATION
+        return Reason.READERS
+    return None if _is_returned(waits_on(launch)) else Reason.ACTIVATION
 
 
 def _arguments(launch: fx.Node) -> dict[str, Any]:

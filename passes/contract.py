@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import Refused
+from moe_compile.journal.entries import PassReport
 from moe_compile.planning.state import CompileState
 
 
@@ -23,49 +22,10 @@ class Fact(enum.Enum):
     """Something later passes may rely on. Values are what reports print."""
 
     WAITS_VISIBLE = "every exchange is a launch and a wait of `_c10d_functional`"
-    REGIONS_FOUND = "every MoE region of the graph is known, with its proof or its refusal"
-    ATTENTION_FOUND = "every attention of the graph is known, split in groups or left"
-    PLANNED = "every region has a number of chunks"
-    CHUNKED = "every chosen region runs as chunks"
+    REGIONS_FOUND = "every MoE region and attention is known, with its proof or its refusal"
+    PLANNED = "it is decided how every region runs"
+    REWRITTEN = "every region has the form it was planned to have"
     FUNCTIONAL = "no op writes its inputs, but for copies back into graph inputs"
-    SCHEDULED = "launches, waits and compute stand in the order that runs"
-    VERIFIED = "each launch has one wait, and the order of collectives is the planned one"
-    RECORDED = "the graph carries its order of collectives, for reports and for other ranks"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What became of one candidate that was not applied."""
-
-    candidate: str
-    reason: enum.Enum
-    detail: str = ""
-
-    def __str__(self) -> str:
-        """Return `candidate: reason (detail)`."""
-        extra = f" ({self.detail})" if self.detail else ""
-        return f"{self.candidate}: {self.reason.value}{extra}"
-
-
-def verdict(refused: Refused) -> Verdict:
-    """Return a refusal of the analysis as a pass's verdict."""
-    return Verdict(candidate=refused.candidate, reason=refused.reason, detail=refused.detail)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassReport:
-    """What one pass did to one graph: `applied` and `skipped` together are its candidates."""
-
-    pass_name: str
-    applied: tuple[str, ...] = ()
-    skipped: tuple[Verdict, ...] = ()
-    measures: dict[str, float] = field(default_factory=dict)
-    """Figures; each key ends in its unit: `exposed_us`, `num_host_reads`."""
-
-    @property
-    def changed(self) -> bool:
-        """Whether the graph was edited."""
-        return bool(self.applied)
 
 
 class GraphPass(ABC):
@@ -75,6 +35,10 @@ class GraphPass(ABC):
     requires: ClassVar[frozenset[Fact]] = frozenset()
     provides: ClassVar[frozenset[Fact]] = frozenset()
     invalidates: ClassVar[frozenset[Fact]] = frozenset()
+    after: ClassVar[frozenset[str]] = frozenset()
+    """Names of passes of the same level that must come before, though no fact says so."""
+    commutes_with: ClassVar[frozenset[str]] = frozenset()
+    """Names of passes of the same level that may come before or after, with the same result."""
     is_check: ClassVar[bool] = False
     """Whether the pass only looks: its failure is never passed over, since the graph is wrong."""
 

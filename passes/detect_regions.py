@@ -1,4 +1,4 @@
-"""Find the MoE regions of a graph and prove which may be replayed.
+"""Find the MoE regions and the attention of a graph, and prove which may be replayed.
 
 Contract
     Requires  WAITS_VISIBLE.
@@ -9,19 +9,26 @@ Contract
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.fx as fx
 
+from moe_compile.analysis.attention_regions import AttentionRefused, AttentionRegion
+from moe_compile.analysis.detect_attention import find_attention
 from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.analysis.host_reads import count_host_reads
-from moe_compile.analysis.regions import Refused
+from moe_compile.analysis.regions import MoERegion, Refused
 from moe_compile.analysis.row_proof import prove_rows_independent
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
-from moe_compile.planning.state import CompileState, Exchange, RegionPlan
-from passes.contract import Fact, GraphPass, PassReport, verdict
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.planning.planned import Findings, FoundAttention, FoundExperts
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -33,39 +40,70 @@ class DetectRegions(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Fill `state.plans` with a plan of one chunk per region, `state.decoys` with the rest."""
-        regions, decoys = find_moe_regions(graph)
-        state.plans = [
-            RegionPlan(
-                region=region,
-                proof=prove_rows_independent(region),
-                where=source_place(region.dispatch),
-                num_host_reads=count_host_reads(region),
-                dispatch=_exchange("dispatch", region.dispatch),
-                combine=_exchange("combine", region.combine),
-            )
-            for region in regions
-        ]
-        state.decoys = decoys
-        for region in regions:
-            state.tell_apart((region.dispatch, region.combine))
-        refused = [plan.proof for plan in state.plans if isinstance(plan.proof, Refused)]
-        names = {r.candidate for r in refused}
+        """Fill `state.found`; a region that a proof refuses is found all the same."""
+        regions, others = find_moe_regions(graph)
+        attention, without = find_attention(graph)
+        launches = {launch.name for region in attention for launch in region.launches}
+        state.found = Findings(
+            experts=tuple(map(_experts, regions)),
+            attention=(*map(_attention, attention), *map(_attention, without)),
+            others=tuple(other for other in others if other.candidate not in launches),
+        )
+        for marked in (
+            *((r.dispatch, r.combine) for r in regions),
+            *(a.launches for a in attention),
+        ):
+            state.num_marked += 1
+            mark_region(marked, str(state.num_marked))
         return PassReport(
             pass_name=self.name,
-            applied=tuple(r.name for r in regions if r.name not in names),
-            skipped=tuple(verdict(r) for r in (*refused, *decoys)),
+            applied=(*_names(regions), *_names(attention)),
+            skipped=(
+                *(_verdict(graph, other, state.config) for other in state.found.others),
+                *(Verdict(candidate=a.name, reason=a.reason, detail=a.detail) for a in without),
+            ),
         )
 
 
-def _exchange(name: str, launch: fx.Node) -> Exchange:
-    payload = launch.args[0]
-    assert isinstance(payload, fx.Node)
-    rows = tensor_of(payload)
-    before = _bytes_of_row(rows)
-    return Exchange(
-        name=name, launches=(launch,), rows=rows, row_bytes=before, row_bytes_before=before
+def _names(regions: Iterable[MoERegion | AttentionRegion]) -> list[str]:
+    return [region.name for region in regions]
+
+
+def _verdict(graph: fx.Graph, other: Refused, config: MegaMoEConfig) -> Verdict:
+    """Say of an exchange why it is of no region: one that dispatches rows was meant to be."""
+    options = ("chunks", "dispatch", "dispatch_wire", "combine_wire") if other.is_region else ()
+    option = next(filter(config.asks_for, options or ("chunks",)), "")
+    return Verdict(
+        candidate=other.candidate,
+        reason=other.reason,
+        detail=other.detail,
+        option=option,
+        is_asked=bool(option),
+        where=next((source_place(n) for n in graph.nodes if n.name == other.candidate), ""),
     )
+
+
+def _experts(region: MoERegion) -> FoundExperts:
+    rows = {"dispatch": _payload(region.dispatch), "combine": _payload(region.combine)}
+    return FoundExperts(
+        region=region,
+        proof=prove_rows_independent(region),
+        where=source_place(region.dispatch),
+        num_host_reads=count_host_reads(region),
+        rows=rows,
+        row_bytes={name: _bytes_of_row(tensor) for name, tensor in rows.items()},
+    )
+
+
+def _attention(region: AttentionRegion | AttentionRefused) -> FoundAttention:
+    result = tensor_of(region.core)
+    device = result.device.type if result is not None else ""
+    return FoundAttention(region=region, where=source_place(region.core), device=device)
+
+
+def _payload(launch: fx.Node) -> torch.Tensor | None:
+    (payload, *_) = launch.all_input_nodes
+    return tensor_of(payload)
 
 
 def _bytes_of_row(rows: torch.Tensor | None) -> int:

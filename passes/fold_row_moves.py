@@ -14,7 +14,6 @@ Only what nothing else reads is folded, so that no gather runs in vain.
 
 from __future__ import annotations
 
-import enum
 import operator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -33,22 +32,17 @@ from moe_compile.graph.row_moves import (
     run_of_rows,
     zero_rows,
 )
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
+from passes.contract import Fact, GraphPass
 
 SIZE: Final = torch.ops.aten.sym_size.int
-
-
-class Left(enum.Enum):
-    """Why a pack or unpack stays as it is."""
-
-    NOT_GATHERED = "no gather of whole rows, read by it alone, makes its rows"
-    NOT_PERMUTED = "no gather of whole rows is all that reads its rows"
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class FoldRowMoves(GraphPass):
         applied = tuple(n.name for n, found in (*packs, *unpacks) if found)
         skipped = tuple(
             Verdict(candidate=n.name, reason=reason)
-            for nodes, reason in ((packs, Left.NOT_GATHERED), (unpacks, Left.NOT_PERMUTED))
+            for nodes, reason in ((packs, Reason.NOT_GATHERED), (unpacks, Reason.NOT_PERMUTED))
             for n, found in nodes
             if not found
         )

@@ -11,7 +11,6 @@ with what stands around it. With `codegen = "fx"` they run as they are.
 from __future__ import annotations
 
 import contextlib
-import enum
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,16 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.graph.edit import Emitter, substitute
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.ops.quantized_rows import REFERENCES, has_kernel
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
-
-
-class Left(enum.Enum):
-    """Why an operator stays as it is."""
-
-    HAS_KERNEL = "a kernel of ours runs it"
-    RUN_AS_IT_IS = "codegen = 'fx' runs operators one by one"
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,7 @@ class LowerRowOps(GraphPass):
 
     name: ClassVar[str] = "lower_row_ops"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    after: ClassVar[frozenset[str]] = frozenset({"fold_row_moves"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write out every operator of the wire that Inductor can fuse."""
@@ -58,12 +53,12 @@ class LowerRowOps(GraphPass):
         )
 
 
-def _left(node: fx.Node, state: CompileState) -> Left | None:
+def _left(node: fx.Node, state: CompileState) -> Reason | None:
     if state.config.codegen == "fx":
-        return Left.RUN_AS_IT_IS
+        return Reason.RUN_AS_IT_IS
     value = tensor_of(node)
     assert value is not None
-    return Left.HAS_KERNEL if has_kernel(value.device) else None
+    return Reason.HAS_KERNEL if has_kernel(value.device) else None
 
 
 def _write_out(node: fx.Node) -> None:

@@ -11,7 +11,6 @@ whose wait hides in the body of an `autograd_function_apply` operator.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -29,18 +28,13 @@ from moe_compile.graph.query import (
     overload_name,
     tensor_of,
 )
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
+from passes.contract import Fact, GraphPass
 
 HAND_ON: Final = frozenset({"view_as", "alias", "detach"})
 """Functions and methods that return the values of their first argument as they are."""
-
-
-class Left(enum.Enum):
-    """Why a launch keeps its form."""
-
-    ALREADY_DONE = "already in the wanted form"
-    UNKNOWN_FORM = "its wait is in no form this version knows"
 
 
 @dataclass(frozen=True)
@@ -59,9 +53,9 @@ class NormalizeExchanges(GraphPass):
         placed = {launch: _arguments_in_place(launch) for launch in launches}
         for launch in launches:
             if not overload_name(launch).startswith("_c10d_functional_autograd::"):
-                skipped.append(Verdict(candidate=launch.name, reason=Left.ALREADY_DONE))
+                skipped.append(Verdict(candidate=launch.name, reason=Reason.ALREADY_DONE))
             elif (hiding := _hides_wait(launch)) is None:
-                skipped.append(Verdict(candidate=launch.name, reason=Left.UNKNOWN_FORM))
+                skipped.append(Verdict(candidate=launch.name, reason=Reason.UNKNOWN_FORM))
             else:
                 found.append((launch, hiding))
         applied = tuple(launch.name for launch, _ in found)

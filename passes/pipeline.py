@@ -19,24 +19,25 @@ import torch.fx as fx
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
 from moe_compile.graph.modes import without_saved_tensors_hooks
 from moe_compile.graph.snapshot import Snapshot
+from moe_compile.journal.entries import Dropped, PassReport
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
-from passes.chunk_attention import ChunkAttention
-from passes.chunk_regions import ChunkRegions
 from passes.compress_gradients import CompressGradients
-from passes.contract import Fact, GraphPass, PassReport
+from passes.contract import Fact, GraphPass
 from passes.detect_regions import DetectRegions
 from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from passes.normalize_exchanges import NormalizeExchanges
-from passes.plan_attention import PlanAttention
-from passes.plan_chunks import PlanChunks
+from passes.pin_order import PinOrder
+from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
+from passes.rewrite_regions import RewriteRegions
 from passes.save_exchanges import SaveExchanges
 from passes.save_overwritten import SaveOverwritten
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.sizes_from_splits import SizesFromSplits
-from passes.switch_dispatch import SwitchDispatch
+from passes.sort_nodes import SortNodes
 from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
 
@@ -56,18 +57,16 @@ DYNAMO: Final = Level(
     (
         NormalizeExchanges(),
         DetectRegions(),
-        PlanAttention(),
-        SwitchDispatch(),
-        PlanChunks(),
-        ChunkRegions(),
+        PlanRegions(),
+        RewriteRegions(),
         QuantizeExchanges(),
-        ChunkAttention(),
     )
 )
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level(
-    (SizesFromSplits(), SaveExchanges(), SaveOverwritten()), frozenset({Fact.FUNCTIONAL})
+    (SortNodes(), SizesFromSplits(), SaveExchanges(), SaveOverwritten()),
+    frozenset({Fact.FUNCTIONAL}),
 )
 """On the joint graph, before it is partitioned."""
 
@@ -84,18 +83,11 @@ POST_GRAD: Final = Level(
 RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
 """On the same graphs next, whatever order they have."""
 
-LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD)
+PIN: Final = Level((PinOrder(),), frozenset({Fact.FUNCTIONAL}))
+"""On the same graphs last, where Inductor generates their code."""
+
+LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)
 NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A pass that did not run to its end, and why."""
-
-    pass_name: str
-    reason: str
-    is_failure: bool = False
-    """Whether it raised; else it was disabled, or needs what another owed."""
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -106,9 +98,12 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_order(level: Level) -> None:
-    """Raise ContractViolation if a pass needs a fact no earlier pass left standing."""
-    known = level.given
+    """Raise ContractViolation if a pass needs a fact, or a pass, that nothing before it is."""
+    known, names = level.given, set[str]()
     for p in level.passes:
+        if late := p.after - names:
+            raise ContractViolation(f"{p.name} is to come after {', '.join(sorted(late))}")
+        names.add(p.name)
         if missing := p.requires - known:
             raise ContractViolation(f"{p.name} needs {_names(missing)}, not yet provided")
         known = (known - p.invalidates) | p.provides
@@ -120,18 +115,20 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
     Raises what a failing pass raised when `state.config.strict`, and what a check found.
     """
     results: list[PassReport | Dropped] = []
+    result: PassReport | Dropped
     known = level.given
     for p in level.passes:
         if p.name in state.config.disable_passes:
-            results.append(Dropped(p.name, "disabled by disable_passes"))
+            result = Dropped(p.name, Reason.DISABLED)
         elif missing := p.requires - known:
-            results.append(Dropped(p.name, f"needs {_names(missing)}, not provided"))
+            result = Dropped(p.name, Reason.NEEDS_FACT, _names(missing))
         else:
             result = _run_one(p, graph, state)
-            results.append(result)
-            if isinstance(result, PassReport):
-                known = (known - p.invalidates) | p.provides
-                state.measures.update(result.measures)
+        if isinstance(result, PassReport):
+            known = (known - p.invalidates) | p.provides
+            state.measures.update(result.measures)
+        state.journal.add(state.graph_name, result)
+        results.append(result)
     return results
 
 
@@ -149,7 +146,7 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
         LOG.warning("megamoe: pass %s failed and is left out for this graph: %s", p.name, reason)
         known = isinstance(error, MegaMoEError)
         LOG.debug("%s", reason if known else traceback.format_exc())
-        return Dropped(p.name, reason, is_failure=True)
+        return Dropped(p.name, Reason.FAILED, reason)
     return report
 
 

@@ -2,7 +2,6 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Provides  RECORDED.
     Keeps     every value; adds one host-side call at the head of a graph that launches anything.
 
 The record travels inside the compiled graph, so a graph from a cache brings its own.
@@ -10,7 +9,6 @@ The record travels inside the compiled graph, so a graph from a cache brings its
 
 from __future__ import annotations
 
-import enum
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,15 +19,11 @@ import torch.fx as fx
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.launch_order import collective_order
 from moe_compile.graph.query import is_launch, tensor_of
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.ops.launch_records import RECORD_LAUNCHES
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
-
-
-class Left(enum.Enum):
-    """Why a graph carries no record."""
-
-    NO_COLLECTIVE = "it launches no collective"
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -38,12 +32,11 @@ class RecordOrder(GraphPass):
 
     name: ClassVar[str] = "record_order"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RECORDED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Emit the call before the first node that computes."""
         if not state.async_tp and not any(is_launch(node) for node in graph.nodes):
-            nothing = Verdict(candidate="graph", reason=Left.NO_COLLECTIVE)
+            nothing = Verdict(candidate="graph", reason=Reason.NO_COLLECTIVE)
             return PassReport(pass_name=self.name, skipped=(nothing,))
         text = json.dumps(_record(graph, state), sort_keys=True)
         _emit(graph, text)

@@ -12,7 +12,6 @@ as those of tensor parallelism, follow the model's policy always: the user chose
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,15 +26,10 @@ from moe_compile.graph.query import (
     is_reduce_scatter,
     is_wait,
 )
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
-
-
-class Left(enum.Enum):
-    """Why an exchange keeps the policy it has."""
-
-    MODEL = "the option recompute leaves it to the model"
-    NOT_CHECKPOINTED = "not inside a checkpointed function: saved anyway"
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,7 @@ class SaveExchanges(GraphPass):
 
     name: ClassVar[str] = "save_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"sizes_from_splits"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write the policy on the launches and waits of checkpointed forward exchanges."""
@@ -51,14 +46,14 @@ class SaveExchanges(GraphPass):
         nodes = [n for n in graph.nodes if _is_exchange(n, groups) or _is_received(n, groups)]
         forward = [n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"]
         if state.config.recompute == "model":
-            return _all_left(self.name, forward, Left.MODEL)
+            return _all_left(self.name, forward, Reason.MODEL_POLICY)
         checkpointed = [n for n in forward if "recompute" in n.meta]
         saves = state.config.recompute == "save_exchanges"
         policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
         for node in checkpointed:  # launch and wait are one buffer: saving both costs one
             node.meta["recompute"] = policy
         left = _all_left(
-            self.name, [n for n in forward if n not in checkpointed], Left.NOT_CHECKPOINTED
+            self.name, [n for n in forward if n not in checkpointed], Reason.NOT_CHECKPOINTED
         )
         return PassReport(
             pass_name=self.name,
@@ -78,6 +73,6 @@ def _is_received(node: fx.Node, gathered_groups: Container[str]) -> bool:
     return is_wait(node) and _is_exchange(node.all_input_nodes[0], gathered_groups)
 
 
-def _all_left(name: str, nodes: list[fx.Node], reason: Left) -> PassReport:
+def _all_left(name: str, nodes: list[fx.Node], reason: Reason) -> PassReport:
     skipped = tuple(Verdict(candidate=n.name, reason=reason) for n in nodes)
     return PassReport(pass_name=name, skipped=skipped)

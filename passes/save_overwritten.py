@@ -19,8 +19,9 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moe_compile.journal.entries import PassReport
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class SaveOverwritten(GraphPass):
 
     name: ClassVar[str] = "save_overwritten"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    after: ClassVar[frozenset[str]] = frozenset({"save_exchanges"})  # it overrules a policy
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write the policy on the first operators, past views, that read such an input."""

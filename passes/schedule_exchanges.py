@@ -2,7 +2,6 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Provides  SCHEDULED.
     Keeps     every node and edge; whatever must precede what (`graph/precedence.py`).
     The order of collectives depends on the graph's structure alone, the same on every rank. Without
     the promise of `equal_tokens` ranks may have other dependences: only all-to-alls of one region,
@@ -18,7 +17,6 @@ Pseudo-code
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,6 +26,8 @@ import torch.fx as fx
 from moe_compile.graph.edit import reorder
 from moe_compile.graph.launch_order import record_launch_order
 from moe_compile.graph.query import is_launch, overload_name
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_schedule import Choice, choose_schedule
 from moe_compile.planning.cost_model import Cost, estimate_costs, us_by_bound
 from moe_compile.planning.liveness import Liveness
@@ -35,16 +35,7 @@ from moe_compile.planning.schedule_problem import ScheduleProblem
 from moe_compile.planning.simulate import simulate
 from moe_compile.planning.sizes import NominalSizes
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
-
-
-class Skip(enum.Enum):
-    """Why an exchange was left where it stood. Values are what reports print."""
-
-    ALREADY_HIDDEN = "as much compute as is useful already runs between launch and wait"
-    NO_INDEPENDENT_COMPUTE = "no compute is independent of the exchange at that point"
-    MEMORY_CAP = "hiding it would raise the peak of live bytes beyond max_memory_increase"
-    USER_STREAMS = "the graph switches streams itself; its order is not ours to change"
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,6 @@ class ScheduleExchanges(GraphPass):
 
     name: ClassVar[str] = "schedule_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Choose the order, move the nodes, report each exchange."""
@@ -61,7 +51,7 @@ class ScheduleExchanges(GraphPass):
         if not state.config.schedule or not launches:
             return PassReport(pass_name=self.name)
         if any(overload_name(node).startswith("streams::") for node in graph.nodes):
-            skipped = tuple(_skipped(n, Skip.USER_STREAMS) for n in launches)
+            skipped = tuple(_skipped(n, Reason.USER_STREAMS) for n in launches)
             return PassReport(pass_name=self.name, skipped=skipped)
         sizes = NominalSizes(state.nominal_sizes)
         sizes.learn(graph)
@@ -102,15 +92,15 @@ def _verdicts(
         if before[launch] != after[launch]:
             applied.append(node.name)
         elif after[launch]:
-            skipped.append(_skipped(node, Skip.ALREADY_HIDDEN))
+            skipped.append(_skipped(node, Reason.ALREADY_HIDDEN))
         elif choice.is_capped:
-            skipped.append(_skipped(node, Skip.MEMORY_CAP))
+            skipped.append(_skipped(node, Reason.MEMORY_CAP))
         else:
-            skipped.append(_skipped(node, Skip.NO_INDEPENDENT_COMPUTE))
+            skipped.append(_skipped(node, Reason.NO_INDEPENDENT_COMPUTE))
     return tuple(applied), tuple(skipped)
 
 
-def _skipped(launch: fx.Node, reason: Skip) -> Verdict:
+def _skipped(launch: fx.Node, reason: Reason) -> Verdict:
     return Verdict(candidate=launch.name, reason=reason)
 
 

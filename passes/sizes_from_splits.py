@@ -20,8 +20,9 @@ import torch.fx as fx
 
 from moe_compile.graph.edit import substitute
 from moe_compile.graph.query import is_all_to_all, is_wait, output_splits
+from moe_compile.journal.entries import PassReport
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport
+from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class SizesFromSplits(GraphPass):
 
     name: ClassVar[str] = "sizes_from_splits"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    after: ClassVar[frozenset[str]] = frozenset({"sort_nodes"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replace each size by the sum of the splits."""

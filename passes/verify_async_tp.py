@@ -8,7 +8,6 @@ Contract
 
 from __future__ import annotations
 
-import enum
 import logging
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -16,17 +15,12 @@ from typing import ClassVar, Final
 import torch.fx as fx
 
 from moe_compile.graph.async_tp import count_fused
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport, Verdict
+from passes.contract import Fact, GraphPass
 
 LOG: Final = logging.getLogger("moe_compile.passes")
-
-
-class NotFused(enum.Enum):
-    """Why a graph has no fused product."""
-
-    NOT_HANDED = "not handed to Inductor's async TP"
-    NO_MATCH = "Inductor's async TP found nothing it could fuse"
 
 
 @dataclass(frozen=True)
@@ -35,21 +29,22 @@ class VerifyAsyncTP(GraphPass):
 
     name: ClassVar[str] = "verify_async_tp"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"schedule_exchanges"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Report the number of fused products; warn of none."""
         if not state.async_tp:
-            return self._without(NotFused.NOT_HANDED)
+            return self._without(Reason.NOT_ASKED)
         fused = count_fused(graph)
         if not fused:
-            LOG.warning("megamoe: %s: %s", state.family, NotFused.NO_MATCH.value)
-            return self._without(NotFused.NO_MATCH, {"num_async_tp_products": 0.0})
+            LOG.warning("megamoe: %s: %s", state.family, Reason.NO_MATCH.value)
+            return self._without(Reason.NO_MATCH, {"num_async_tp_products": 0.0})
         return PassReport(
             pass_name=self.name,
             applied=("graph",),
             measures={"num_async_tp_products": float(fused)},
         )
 
-    def _without(self, reason: NotFused, measures: dict[str, float] | None = None) -> PassReport:
+    def _without(self, reason: Reason, measures: dict[str, float] | None = None) -> PassReport:
         skipped = (Verdict(candidate="graph", reason=reason),)
         return PassReport(pass_name=self.name, skipped=skipped, measures=measures or {})

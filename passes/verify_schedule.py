@@ -1,7 +1,6 @@
 """Check the order a graph is about to run in: exchanges are awaited, and untouched in flight.
 
 Contract
-    Provides  VERIFIED.
     Keeps     the graph: nothing is edited, a violation raises ContractViolation.
     Each collective has a wait for each tensor it produces, the first of several counts, unless it
     is returned unawaited or nothing reads its data: of a collective recomputed in vain
@@ -26,8 +25,9 @@ from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.launch_order import LAUNCH_RANK
 from moe_compile.graph.precedence import awaited, is_view
 from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.journal.entries import PassReport
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass, PassReport
+from passes.contract import GraphPass
 
 NAME = "verify_schedule"
 
@@ -37,7 +37,7 @@ class VerifySchedule(GraphPass):
     """See the module docstring."""
 
     name: ClassVar[str] = NAME
-    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.VERIFIED})
+    after: ClassVar[frozenset[str]] = frozenset({"schedule_exchanges"})
     is_check: ClassVar[bool] = True
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:  # noqa: ARG002

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from moe_compile.analysis.attention_regions import AttentionRefusal
+from moe_compile.journal.reasons import Reason
 from tests import attention_layers as layers
 from tests.attention_layers import FusedAttention, SplitAttention, swap, to_heads, to_positions
 from tests.attention_variants import SlopesInFeatures
@@ -223,30 +223,30 @@ class Padded(SplitAttention):
 
 
 REFUSED = {
-    layers.BatchExchange: AttentionRefusal.NOT_HEADS,
-    layers.HeadMixing: AttentionRefusal.NO_EXCHANGE_BACK,
-    layers.LateNorm: AttentionRefusal.COMPUTED_BETWEEN,
-    layers.HeadMask: AttentionRefusal.VARIES_BY_HEAD,
-    layers.Dropout: AttentionRefusal.RANDOM,
-    layers.ReadOutside: AttentionRefusal.NO_EXCHANGE_BACK,
-    layers.LocalAttention: AttentionRefusal.NO_EXCHANGE,
-    layers.TensorParallel: AttentionRefusal.TENSOR_PARALLEL,
-    TwiceExchanged: AttentionRefusal.SEVERAL_EXCHANGES,
-    TwoGroups: AttentionRefusal.GROUPS_DIFFER,
-    UnevenBack: AttentionRefusal.UNEVEN,
-    Interleaved: AttentionRefusal.NOT_SEQUENCE,
-    BackByBatch: AttentionRefusal.NOT_BACK,
-    Flattened: AttentionRefusal.HEADS_LOST,
-    ReadInside: AttentionRefusal.ESCAPES,
-    WrittenMask: AttentionRefusal.MUTATED_MEANWHILE,
-    Autocast: AttentionRefusal.STATE_CHANGES,
-    ReadMeanwhile: AttentionRefusal.GRADIENT_ORDER,
-    SentTwice: AttentionRefusal.GRADIENT_ORDER,
-    LearnedMask: AttentionRefusal.GRADIENT_BESIDE,
-    LearnedSlopes: AttentionRefusal.GRADIENT_BESIDE,
-    SharedPart: AttentionRefusal.GRADIENT_BESIDE,
-    AsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
-    SentAsIntegers: AttentionRefusal.COMPUTED_BETWEEN,
-    RepeatedPart: AttentionRefusal.HEADS_LOST,
-    Padded: AttentionRefusal.HEADS_LOST,
+    layers.BatchExchange: Reason.NOT_HEADS,
+    layers.HeadMixing: Reason.NO_EXCHANGE_BACK,
+    layers.LateNorm: Reason.COMPUTED_BETWEEN,
+    layers.HeadMask: Reason.VARIES_BY_HEAD,
+    layers.Dropout: Reason.RANDOM,
+    layers.ReadOutside: Reason.NO_EXCHANGE_BACK,
+    layers.LocalAttention: Reason.NO_EXCHANGE,
+    layers.TensorParallel: Reason.TENSOR_PARALLEL,
+    TwiceExchanged: Reason.SEVERAL_EXCHANGES,
+    TwoGroups: Reason.GROUPS_DIFFER,
+    UnevenBack: Reason.UNEVEN,
+    Interleaved: Reason.NOT_SEQUENCE,
+    BackByBatch: Reason.NOT_BACK,
+    Flattened: Reason.HEADS_LOST,
+    ReadInside: Reason.ESCAPES,
+    WrittenMask: Reason.MUTATED_MEANWHILE,
+    Autocast: Reason.STATE_CHANGES,
+    ReadMeanwhile: Reason.GRADIENT_ORDER,
+    SentTwice: Reason.GRADIENT_ORDER,
+    LearnedMask: Reason.GRADIENT_BESIDE,
+    LearnedSlopes: Reason.GRADIENT_BESIDE,
+    SharedPart: Reason.GRADIENT_BESIDE,
+    AsIntegers: Reason.COMPUTED_BETWEEN,
+    SentAsIntegers: Reason.COMPUTED_BETWEEN,
+    RepeatedPart: Reason.HEADS_LOST,
+    Padded: Reason.HEADS_LOST,
 }

@@ -7,6 +7,8 @@ from torch import fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import load_profile
+from moe_compile.journal.entries import PassReport
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
 from passes.normalize_exchanges import NormalizeExchanges
 
@@ -43,6 +45,16 @@ def normalized(gm):
     for body in gm.children():
         if isinstance(body, fx.GraphModule):
             yield from normalized(body)
+
+
+def carried_out(results, option):
+    """Return what one option had rewritten, and the verdicts on the rest."""
+    reports = {r.pass_name: r for r in results}
+    plan, rewrite = reports["plan_regions"], reports["rewrite_regions"]
+    skipped = tuple(v for v in plan.skipped if v.option == option)
+    left = {v.candidate for v in skipped if v.reason is not Reason.CLAMPED}
+    applied = tuple(name for name in rewrite.applied if name not in left)
+    return PassReport(pass_name="", applied=applied, skipped=skipped, measures=rewrite.measures)
 
 
 def state(**options):

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from moe_compile.journal.reasons import Reason
 from tests.attention_layers import NormOverHeads, ReadProjection, SplitAttention, to_positions
 
 QKV, OUT = "projections of q, k and v whole: ", "output projection whole: "
@@ -75,20 +76,20 @@ class BesideQueries(SplitAttention):
 
 
 REFUSED = {
-    NoProjection: (QKV + "no product by a weight makes what is sent, head by head",),
-    NormOverHeads: (QKV + "what stands between a projection and the exchange mixes heads",),
+    NoProjection: (QKV + Reason.NO_PROJECTION.value,),
+    NormOverHeads: (QKV + Reason.MIXES_HEADS.value,),
     ReadProjection: (
-        QKV + "a value inside the region is read outside it",
-        OUT + "no product by a weight follows the result by movements of data",
+        QKV + Reason.ESCAPES.value,
+        OUT + Reason.NO_OUTPUT.value,
     ),
-    LateWeight: (OUT + "the weight of the output is made after the attention",),
-    ProjectedUnderAutocast: (QKV + "grad mode or autocast changes inside the region",),
-    OutputUnderAutocast: (OUT + "grad mode or autocast changes inside the region",),
-    WrittenInput: (QKV + "a tensor the region reads is written inside it",),
+    LateWeight: (OUT + Reason.MADE_LATE.value,),
+    ProjectedUnderAutocast: (QKV + Reason.STATE_CHANGES.value,),
+    OutputUnderAutocast: (OUT + Reason.STATE_CHANGES.value,),
+    WrittenInput: (QKV + Reason.MUTATED_MEANWHILE.value,),
     BesideQueries: (
-        QKV + "a value inside the region is read outside it",
-        OUT + "no product by a weight follows the result by movements of data",
+        QKV + Reason.ESCAPES.value,
+        OUT + Reason.NO_OUTPUT.value,
     ),
-    OutputByHead: (OUT + "heads cannot be followed to it",),
+    OutputByHead: (OUT + Reason.HEADS_LOST.value,),
 }
 """Program -> what the report says, but for names, when both projections are asked to be split."""

@@ -46,7 +46,7 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"max_memory_increase": -0.1}, "fraction of at least 0"),
         ({"max_memory_increase": float("nan")}, "fraction of at least 0"),
         ({"step_peak_bytes": -5}, "write 0 or more bytes"),
-        ({"disable_passes": "chunk_regions"}, "write a list of pass names"),
+        ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
     ],
 )
 def test_a_wrong_option_says_what_to_write_instead(options, message):

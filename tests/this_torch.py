@@ -29,7 +29,7 @@ def has_autocast_by_functions():
 
 
 def need(*abilities):
-    """Skip a test of what this torch does not capture."""
+    """Reason a test of what this torch does not capture."""
     for ability in abilities:
         if not ability():
             pytest.skip(f"this torch does not capture it: {ability.__name__}")

@@ -6,7 +6,6 @@ Contract
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,55 +14,18 @@ import torch.fx as fx
 from moe_compile.analysis.head_factors import Factor
 from moe_compile.analysis.head_rounding import rounds_alone
 from moe_compile.analysis.head_tracking import Tracker
-
-
-class AttentionRefusal(enum.Enum):
-    """Why an attention operator is left as it is. Values are what reports print."""
-
-    NO_EXCHANGE = "no exchange around it"
-    TENSOR_PARALLEL = "its heads are sharded by tensor parallelism: gathered before, reduced after"
-    COMPUTED_BETWEEN = "an operator between the exchange and attention is no movement of data"
-    SEVERAL_EXCHANGES = "an operand is exchanged more than once"
-    GROUPS_DIFFER = "its exchanges are over different groups"
-    UNEVEN = "an exchange around it is not even"
-    NOT_HEADS = "the exchange does not send heads away"
-    NOT_SEQUENCE = "the exchange does not gather the sequence"
-    NO_EXCHANGE_BACK = "no even exchange of its result alone, by movement of data only, follows"
-    NOT_BACK = "the exchange back does not split the sequence that was gathered"
-    HEADS_LOST = "the index of the heads cannot be followed"
-    VARIES_BY_HEAD = "its mask varies by head"
-    RANDOM = "its dropout draws random numbers"
-    ESCAPES = "a value inside the region is read outside it"
-    MUTATED_MEANWHILE = "a tensor the region reads is written inside it"
-    STATE_CHANGES = "grad mode or autocast changes inside the region"
-    GRADIENT_ORDER = (
-        "a tensor it reads is read by others meanwhile: its gradient would be summed in another "
-        "order"
-    )
-    GRADIENT_BESIDE = (
-        "a gradient flows into what heads share or no exchange brings: groups would round it "
-        "otherwise"
-    )
-    ONE_GROUP = "one group of heads asked for"
-    BY_PRICE = "left in one group by the planner"
-    MAY_ROUND = (
-        "torch's kernel or the gradient of what no exchange brings may round otherwise by group: "
-        "ask for a number"
-    )
-    ONE_KV_HEAD = "one local KV head: nothing to split by"
-    NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
-
+from moe_compile.journal.reasons import Reason
 
 UNPROVEN: Final = frozenset(
     {
-        AttentionRefusal.HEADS_LOST,
-        AttentionRefusal.VARIES_BY_HEAD,
-        AttentionRefusal.RANDOM,
-        AttentionRefusal.ESCAPES,
-        AttentionRefusal.MUTATED_MEANWHILE,
-        AttentionRefusal.STATE_CHANGES,
-        AttentionRefusal.GRADIENT_ORDER,
-        AttentionRefusal.GRADIENT_BESIDE,
+        Reason.HEADS_LOST,
+        Reason.VARIES_BY_HEAD,
+        Reason.RANDOM,
+        Reason.ESCAPES,
+        Reason.MUTATED_MEANWHILE,
+        Reason.STATE_CHANGES,
+        Reason.GRADIENT_ORDER,
+        Reason.GRADIENT_BESIDE,
     }
 )
 """Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
@@ -140,7 +102,7 @@ class AttentionRefused:
 
     name: str
     core: fx.Node
-    reason: AttentionRefusal
+    reason: Reason
     detail: str = ""
     groups: tuple[str, ...] = ()
     """Under tensor parallelism: the groups that gather before it and reduce after it."""

@@ -15,8 +15,8 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Max
 
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Order, Segment, Selected, Unproven, is_padding
+from moe_compile.journal.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class CountFacts:
             experts = [self._expert[c] for c in mine]
             whole = len(terms) == len(mine) and all(terms[c] == 1 for c in mine)
             if not whole or experts != list(range(self.num_local_experts)):
-                raise Unproven(Refusal.NO_COUNT_EXCHANGE, f"rank {rank}: {size} rows")
+                raise Unproven(Reason.NO_COUNT_EXCHANGE, f"rank {rank}: {size} rows")
             found.append(mine)
         return found
 

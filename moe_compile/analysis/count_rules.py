@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.analysis.operator_call import SAME_VALUES, Call, dim_of
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -30,6 +29,7 @@ from moe_compile.analysis.row_domain import (
     Value,
     is_differentiable,
 )
+from moe_compile.journal.reasons import Reason
 
 MOVES: Final = frozenset(
     {
@@ -61,7 +61,7 @@ def from_counts(call: Call) -> Value | list[Value]:
         return labels
     outside = [v for v in values if isinstance(v, Outside)]
     if any(is_differentiable(node) for v in outside for node in v.nodes):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     tainted = bool(outside) or any(isinstance(v, Opaque) and v.reads_outside for v in values)
     return [Opaque(reads_outside=tainted) for _ in call.outputs]
 

@@ -21,11 +21,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.analysis.attention_regions import (
-    AttentionRefusal,
-    AttentionRefused,
-    AttentionRegion,
-)
+from moe_compile.analysis.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.analysis.attention_surroundings import (
     backend_choices,
     movements_above,
@@ -53,9 +49,10 @@ from moe_compile.graph.query import (
     is_wait,
     output_splits,
 )
+from moe_compile.journal.reasons import Reason
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-TENSOR_PARALLEL: Final = AttentionRefusal.TENSOR_PARALLEL
+TENSOR_PARALLEL: Final = Reason.TENSOR_PARALLEL
 
 
 def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[AttentionRefused]]:
@@ -79,7 +76,7 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
                 )
             )
         except Lost as e:
-            lost = AttentionRefusal.HEADS_LOST
+            lost = Reason.HEADS_LOST
             refused.append(AttentionRefused(name=core.name, core=core, reason=lost, detail=str(e)))
     return regions, refused
 
@@ -157,16 +154,16 @@ def _check_shape(
         raise _no_exchange(core, operands)
     launches = [n for found in entering for n in found] + [n for n in outward if is_launch(n)]
     if any(len(found) > 1 for found in entering):
-        raise Refuse(AttentionRefusal.SEVERAL_EXCHANGES)
+        raise Refuse(Reason.SEVERAL_EXCHANGES)
     for operand, found in zip(operands, entering, strict=True):
         if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
-            raise Refuse(AttentionRefusal.COMPUTED_BETWEEN, operand.name)
+            raise Refuse(Reason.COMPUTED_BETWEEN, operand.name)
     if not outward:
-        raise Refuse(AttentionRefusal.NO_EXCHANGE_BACK)
+        raise Refuse(Reason.NO_EXCHANGE_BACK)
     if not all(is_even_exchange(n) for n in launches):
-        raise Refuse(AttentionRefusal.UNEVEN)
+        raise Refuse(Reason.UNEVEN)
     if len({group_name(n) for n in launches}) > 1:
-        raise Refuse(AttentionRefusal.GROUPS_DIFFER)
+        raise Refuse(Reason.GROUPS_DIFFER)
 
 
 def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
@@ -175,8 +172,8 @@ def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
     above = [n for operand in operands for n in nearest_launches(operand, up=True)]
     below = nearest_launches(core, up=False)
     if any(is_even_exchange(n) for n in above) and any(is_even_exchange(n) for n in below):
-        return Refuse(AttentionRefusal.COMPUTED_BETWEEN, operands[0].name)
-    return Refuse(AttentionRefusal.NO_EXCHANGE)
+        return Refuse(Reason.COMPUTED_BETWEEN, operands[0].name)
+    return Refuse(Reason.NO_EXCHANGE)
 
 
 def _check_arithmetic(core: fx.Node) -> None:
@@ -184,6 +181,6 @@ def _check_arithmetic(core: fx.Node) -> None:
     if isinstance(mask, fx.Node):
         sizes = sizes_of(mask)
         if len(sizes) > 2 and sizes[-3] != 1:
-            raise Refuse(AttentionRefusal.VARIES_BY_HEAD, mask.name)
+            raise Refuse(Reason.VARIES_BY_HEAD, mask.name)
     if dropout != 0.0:
-        raise Refuse(AttentionRefusal.RANDOM)
+        raise Refuse(Reason.RANDOM)

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refusal, Refused
+from moe_compile.analysis.regions import MoERegion, Refused
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import (
@@ -34,6 +34,7 @@ from moe_compile.graph.query import (
     output_splits,
     tensor_of,
 )
+from moe_compile.journal.reasons import Reason
 
 VALUE_KEEPING: Final = frozenset(
     {"to", "int", "long", "view", "reshape", "flatten", "contiguous", "clone", "detach", "alias"}
@@ -80,24 +81,24 @@ def _match(
     dispatch: fx.Node, launches: list[fx.Node], used: set[fx.Node], dependence: Dependence
 ) -> _Pair | Refused:
     if not is_all_to_all(dispatch):
-        return Refused(candidate=dispatch.name, reason=Refusal.NOT_ALL_TO_ALL)
+        return Refused(candidate=dispatch.name, reason=Reason.NOT_ALL_TO_ALL)
     if not has_dynamic_splits(dispatch):
         sizes = {*output_splits(dispatch), *input_splits(dispatch)}
-        reason = Refusal.EVEN_SPLITS if len(sizes) <= 1 else Refusal.NO_COUNT_EXCHANGE
+        reason = Reason.EVEN_SPLITS if len(sizes) <= 1 else Reason.NO_COUNT_EXCHANGE
         return Refused(candidate=dispatch.name, reason=reason)
     if is_integer(dispatch):
-        return Refused(candidate=dispatch.name, reason=Refusal.INTEGER_PAYLOAD)
+        return Refused(candidate=dispatch.name, reason=Reason.INTEGER_PAYLOAD)
     below = dependence.below([dispatch])
     combines = [c for c in launches if c in below and c not in used and _swapped(dispatch, c)]
     results = [r for c in combines[:1] if (r := _last_wait(c)) is not None]
     if not results:
-        return Refused(candidate=dispatch.name, reason=Refusal.NO_COMBINE)
+        return Refused(candidate=dispatch.name, reason=Reason.NO_COMBINE)
     splits = [s for s in (*output_splits(dispatch), *input_splits(dispatch))]
     above = dependence.above(s for s in splits if isinstance(s, fx.Node))
     counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
     if not counts:
         used.add(combines[0])  # what is wrong is said of the dispatch
-        return Refused(candidate=dispatch.name, reason=Refusal.NO_COUNT_EXCHANGE)
+        return Refused(candidate=dispatch.name, reason=Reason.NO_COUNT_EXCHANGE)
     return _Pair(dispatch, combines[0], results[0], counts[-1])
 
 
@@ -149,7 +150,7 @@ def _forms_of_counts(exchange: fx.Node) -> list[fx.Node]:
 
 
 def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refused:
-    def refuse(reason: Refusal, detail: str = "") -> Refused:
+    def refuse(reason: Reason, detail: str = "") -> Refused:
         return Refused(candidate=name, reason=reason, detail=detail, is_region=True)
 
     received = _last_wait(pair.count_exchange)
@@ -158,17 +159,17 @@ def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refus
     num_ranks = len(output_splits(pair.dispatch))
     tensor = tensor_of(counts)
     if received is None or not isinstance(rows, fx.Node) or tensor is None:
-        return refuse(Refusal.NO_COUNT_EXCHANGE)
+        return refuse(Reason.NO_COUNT_EXCHANGE)
     num_experts = tensor.numel()
     if not isinstance(num_experts, int) or num_experts % num_ranks or not num_experts:
-        return refuse(Refusal.UNEVEN_EXPERTS, f"{num_experts} counts for {num_ranks} ranks")
+        return refuse(Reason.UNEVEN_EXPERTS, f"{num_experts} counts for {num_ranks} ranks")
 
     inputs = {rows, counts, received}
     down = dependence.below([counts, received, pair.dispatch])
     up = dependence.above([pair.result], stops=inputs)
     body = sorted((up & down) - inputs, key=dependence.position.__getitem__)
     if pair.count_exchange in body:
-        return refuse(Refusal.COMMUNICATES, "the received counts are read before their last wait")
+        return refuse(Reason.COMMUNICATES, "the received counts are read before their last wait")
     inside = set(body)
     on_rows = dependence.below([pair.dispatch])
     region = MoERegion(
@@ -200,16 +201,16 @@ def _check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | 
     splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
     for size in splits:
         if isinstance(size, fx.Node) and size not in inside:
-            return _refused(region, Refusal.NO_COUNT_EXCHANGE, size)
+            return _refused(region, Reason.NO_COUNT_EXCHANGE, size)
     for node in region.row_side:
         if is_launch(node) and node not in (region.dispatch, region.combine):
-            return _refused(region, Refusal.COMMUNICATES, node)
+            return _refused(region, Reason.COMMUNICATES, node)
         if node.op == "call_method" and node.target in ("item", "tolist"):
-            return _refused(region, Refusal.HOST_READ_OF_ROWS, node)
+            return _refused(region, Reason.HOST_READ_OF_ROWS, node)
     return _check_writes(region, dependence, inside)
 
 
-def _refused(region: MoERegion, reason: Refusal, node: fx.Node) -> Refused:
+def _refused(region: MoERegion, reason: Reason, node: fx.Node) -> Refused:
     return Refused(candidate=region.name, reason=reason, detail=node.name, is_region=True)
 
 
@@ -223,14 +224,14 @@ def _check_writes(
     )
     for writer, written in dependence.writes.items():
         if writer in inside and (written & outside or not written):
-            return _refused(region, Refusal.MUTATES_OUTSIDE, writer)
+            return _refused(region, Reason.MUTATES_OUTSIDE, writer)
         if _rewrites_counts(writer, written, region, dependence):
-            return _refused(region, Refusal.MUTATED_MEANWHILE, writer)
+            return _refused(region, Reason.MUTATED_MEANWHILE, writer)
     body = [node for node in region.body if node is not region.result]
     graph = region.result.graph
     obstacle = Legality(dependence, graph).written_meanwhile(body, region.result)
     if obstacle is not None:
-        return _refused(region, Refusal.MUTATED_MEANWHILE, obstacle.because_of)
+        return _refused(region, Reason.MUTATED_MEANWHILE, obstacle.because_of)
     return None
 
 

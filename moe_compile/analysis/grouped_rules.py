@@ -12,7 +12,6 @@ import sympy
 from moe_compile.analysis.count_facts import Premise
 from moe_compile.analysis.operator_call import Call
 from moe_compile.analysis.position_rounding import check_product_rounding
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Formulas,
@@ -26,6 +25,7 @@ from moe_compile.analysis.row_domain import (
     is_padding,
     length,
 )
+from moe_compile.journal.reasons import Reason
 
 
 def grouped_matmul(call: Call) -> Value:
@@ -34,14 +34,14 @@ def grouped_matmul(call: Call) -> Value:
     weight = call.argument("mat2")
     matrices, offs = call.value(weight), call.argument("offs")
     if not isinstance(rows, Rows) or rows.dim != 0 or isinstance(matrices, Rows):
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
     if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
         raise call.unknown()
     check_product_rounding(call, call.argument("self"), 0)
     ends = call.value(offs)
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
-        raise Unproven(Refusal.SHARED_PARAMETER, "offsets not followed to one group per expert")
+        raise Unproven(Reason.SHARED_PARAMETER, "offsets not followed to one group per expert")
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
     _check_groups(call, rows.order, sizes)
     if call.facts.premises:
@@ -57,7 +57,7 @@ def grouped_matmul(call: Call) -> Value:
 
 def _note_reads(call: Call, matrices: Value) -> None:
     if isinstance(matrices, FROM_COUNTS):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     for expert in range(call.facts.num_local_experts):
         if isinstance(matrices, Outside):
             call.known.reads.add(matrices, expert, expert)
@@ -71,7 +71,7 @@ def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
             own = call.facts.experts_of(size) == {expert}
             if not own or not call.facts.has_room_for(size, expert, chosen):
                 detail = f"group {expert} is not proven to hold the rows of expert {expert}"
-                raise Unproven(Refusal.SHARED_PARAMETER, detail)
+                raise Unproven(Reason.SHARED_PARAMETER, detail)
             start = sympy.Add(*sizes[:expert])
             call.facts.premises.append(Premise(chosen, start, size, frozenset([expert])))
         call.facts.note_all_rows(chosen, length(order))
@@ -80,6 +80,6 @@ def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
     if pieces is None or any(
         call.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
     ):
-        raise Unproven(Refusal.SHARED_PARAMETER, "a group holds rows of another expert")
+        raise Unproven(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
     if not all(is_padding(segment) for segment in pieces[-1]):
-        raise Unproven(Refusal.ROWS_MIXED, "rows behind the last group")
+        raise Unproven(Reason.ROWS_MIXED, "rows behind the last group")

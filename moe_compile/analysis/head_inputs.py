@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.head_factors import Factor, Lost, flat, holds
 from moe_compile.analysis.head_proof import Refuse
 from moe_compile.analysis.head_tracking import Tracker, is_form
@@ -26,6 +25,7 @@ from moe_compile.analysis.move_arguments import moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import has_gradient, is_launch, value_of
 from moe_compile.graph.same_tensor import maker, readers
+from moe_compile.journal.reasons import Reason
 
 
 def heads_read(
@@ -50,9 +50,9 @@ def heads_read(
         terms = [reader for reader in by if has_gradient(source) and has_gradient(reader)]
         beside = not may_round and not all(map(is_launch, terms))
         if beside or (terms and not _all_hold(with_heads, head)):
-            raise Refuse(AttentionRefusal.GRADIENT_BESIDE, source.name)
+            raise Refuse(Reason.GRADIENT_BESIDE, source.name)
         if len(terms) > 1 and not _added_up_alone(source, terms, dependence):
-            raise Refuse(AttentionRefusal.GRADIENT_ORDER, source.name)
+            raise Refuse(Reason.GRADIENT_ORDER, source.name)
         if with_heads:
             found.append(source)
     return found

@@ -13,7 +13,6 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.attention_surroundings import movements_above
 from moe_compile.analysis.head_factors import (
     Dims,
@@ -30,12 +29,13 @@ from moe_compile.analysis.move_arguments import argument, values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_launch
+from moe_compile.journal.reasons import Reason
 
 REFUSALS: Final = {
-    Hazard.WRITTEN_MEANWHILE: AttentionRefusal.MUTATED_MEANWHILE,
-    Hazard.MODE_CHANGES: AttentionRefusal.STATE_CHANGES,
-    Hazard.RANDOM: AttentionRefusal.RANDOM,
-    Hazard.GRADIENT_ORDER: AttentionRefusal.GRADIENT_ORDER,
+    Hazard.WRITTEN_MEANWHILE: Reason.MUTATED_MEANWHILE,
+    Hazard.MODE_CHANGES: Reason.STATE_CHANGES,
+    Hazard.RANDOM: Reason.RANDOM,
+    Hazard.GRADIENT_ORDER: Reason.GRADIENT_ORDER,
 }
 """What forbids a motion, as a reason to leave attention whole."""
 
@@ -45,7 +45,7 @@ REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 class Refuse(Exception):
     """Attention is left as it is, for a reason."""
 
-    def __init__(self, reason: AttentionRefusal, detail: str = "") -> None:
+    def __init__(self, reason: Reason, detail: str = "") -> None:
         """Keep `reason`, and the node or value it speaks of in `detail`."""
         super().__init__(reason.value)
         self.reason, self.detail = reason, detail
@@ -80,15 +80,15 @@ def find_heads(
     heads = tracker.dims(query)[-3]
     first = sources[0]
     if first is None or not _sends_heads(tracker, first, heads):
-        raise Refuse(AttentionRefusal.NOT_HEADS)
+        raise Refuse(Reason.NOT_HEADS)
     for operand, source in zip(operands, sources, strict=True):
         if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
-            raise Refuse(AttentionRefusal.NOT_SEQUENCE, operand.name)
+            raise Refuse(Reason.NOT_SEQUENCE, operand.name)
     tracker.result_of_attention(core, query, value)
     track(tracker, outward, ())
     back = next(n for n in outward if is_launch(n))
     if flat(tracker.sent[back]) != flat([tracker.source[first]]):
-        raise Refuse(AttentionRefusal.NOT_BACK)
+        raise Refuse(Reason.NOT_BACK)
     kv_heads = tracker.dims(key)[-3]
     head = kv_heads[0] if kv_heads else None
     if head is not None and not any(head in dim for dim in tracker.dims(outward[-1])):
@@ -157,7 +157,7 @@ def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
     inside = set(body)
     for node in nodes:
         if any(user not in inside for user in node.users):
-            raise Refuse(AttentionRefusal.ESCAPES, node.name)
+            raise Refuse(Reason.ESCAPES, node.name)
 
 
 def check_meanwhile(

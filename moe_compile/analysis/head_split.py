@@ -10,7 +10,6 @@ Contract
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,20 +33,11 @@ from moe_compile.analysis.linear_layers import Linear, linear_of
 from moe_compile.analysis.move_arguments import values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_launch, is_wait
-
-
-class NotCut(enum.Enum):
-    """Why a projection is computed whole. Values are what reports print."""
-
-    NO_PROJECTION = "no product by a weight makes what is sent, head by head"
-    NO_OUTPUT = "no product by a weight follows the result by movements of data"
-    MIXES_HEADS = "what stands between a projection and the exchange mixes heads"
-    UNPROVEN = "heads cannot be followed to it"
-    MADE_LATE = "the weight of the output is made after the attention"
+from moe_compile.journal.reasons import Reason
 
 
 class _Refuse(Exception):
-    def __init__(self, reason: NotCut, detail: str = "") -> None:
+    def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason.value)
         self.reason, self.detail = reason, detail
 
@@ -67,8 +57,8 @@ class HeadSplit:
     """Movements from the result to the output projection, in the order they run."""
     output: Linear | None = None
     """The product that sums over all heads, a share for each group."""
-    kept_whole: tuple[str, ...] = ()
-    """Why a projection that an option asks to cut is computed whole."""
+    kept_whole: tuple[tuple[str, Reason, str], ...] = ()
+    """Which projections that an option asks to cut are computed whole, why, and what is there."""
 
     @property
     def result(self) -> fx.Node:
@@ -90,25 +80,25 @@ def split_where_sent(region: AttentionRegion) -> HeadSplit:
 def split_projections(region: AttentionRegion, *, qkv: bool, out: bool) -> HeadSplit:
     """Cut the projections asked for where that is proven; say why where it is not."""
     dependence = Dependence(region.core.graph)
-    split, reasons = split_where_sent(region), []
+    split = split_where_sent(region)
+    reasons: list[tuple[str, Reason, str]] = []
     if qkv:
         try:
             split = _with_projections(region, dependence)
         except (_Refuse, Refuse, Lost) as refusal:
-            reasons.append(f"projections of q, k and v whole: {_text(refusal)}")
+            reasons.append(("projections of q, k and v", *_why(refusal)))
     if out:
         try:
             split = _with_output(split, dependence)
         except (_Refuse, Refuse, Lost) as refusal:
-            reasons.append(f"output projection whole: {_text(refusal)}")
+            reasons.append(("output projection", *_why(refusal)))
     return dataclasses.replace(split, kept_whole=tuple(reasons))
 
 
-def _text(refusal: _Refuse | Refuse | Lost) -> str:
+def _why(refusal: _Refuse | Refuse | Lost) -> tuple[Reason, str]:
     if isinstance(refusal, Lost):
-        return f"{NotCut.UNPROVEN.value} ({refusal})"
-    detail = f" ({refusal.detail})" if refusal.detail else ""
-    return refusal.reason.value + detail
+        return Reason.HEADS_LOST, str(refusal)
+    return refusal.reason, refusal.detail
 
 
 def _with_projections(region: AttentionRegion, dependence: Dependence) -> HeadSplit:
@@ -121,14 +111,14 @@ def _with_projections(region: AttentionRegion, dependence: Dependence) -> HeadSp
     track(tracker, followed, region.local_operands)
     head = find_heads(tracker, region.core, region.operands, region.sources, region.outward)
     if head is None:
-        raise _Refuse(NotCut.UNPROVEN)
+        raise _Refuse(Reason.HEADS_LOST)
     for node, dim in tracker.closed:
         if holds(dim, head):
-            raise _Refuse(NotCut.MIXES_HEADS, node.name)
+            raise _Refuse(Reason.MIXES_HEADS, node.name)
     linears.sort(key=lambda linear: dependence.position[linear.node])
     projections = tuple(li for li in linears if _in_features(tracker, li.node, head))
     if not projections:
-        raise _Refuse(NotCut.NO_PROJECTION)
+        raise _Refuse(Reason.NO_PROJECTION)
     inside = {*region.exchanges, *region.inward}
     with_heads = [n for n in followed if n not in inside and has_factor(tracker, n, head)]
     born = [n for n in with_heads if _makes_heads(tracker, n, head)]
@@ -187,7 +177,7 @@ def _roots(tracker: Tracker, head: Factor) -> list[fx.Node]:
     for node in tracker.started():
         dims = [dim for dim in tracker.dims(node) if holds(dim, head)]
         if len(dims) > 1:
-            raise _Refuse(NotCut.UNPROVEN, node.name)
+            raise _Refuse(Reason.HEADS_LOST, node.name)
         if dims:
             found.append(node)
     return found
@@ -207,11 +197,11 @@ def _with_output(split: HeadSplit, dependence: Dependence) -> HeadSplit:
     for node in after:
         tracker.step(node)
     if head is None or not _in_features(tracker, output.x, head):
-        raise _Refuse(NotCut.UNPROVEN, output.x.name)
+        raise _Refuse(Reason.HEADS_LOST, output.x.name)
     core = dependence.position[split.region.core]
     for node in (output.weight, output.bias):
         if node and node.op not in ("placeholder", "get_attr") and dependence.position[node] > core:
-            raise _Refuse(NotCut.MADE_LATE, node.name)
+            raise _Refuse(Reason.MADE_LATE, node.name)
     found = dataclasses.replace(split, after=tuple(after), output=output)
     check_meanwhile(found.body, found.region.core, dependence, may_round=True)
     return found
@@ -232,4 +222,4 @@ def _output_of(result: fx.Node) -> tuple[list[fx.Node], Linear]:
             break
         after.append(following)
         node = following
-    raise _Refuse(NotCut.NO_OUTPUT)
+    raise _Refuse(Reason.NO_OUTPUT)

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 
 from moe_compile.analysis.operator_call import Call, dim_of
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     Fixed,
     Labels,
@@ -31,6 +30,7 @@ from moe_compile.analysis.row_domain import (
     is_padding,
     length,
 )
+from moe_compile.journal.reasons import Reason
 
 INDEX_TYPES: Final = (torch.int32, torch.int64)
 
@@ -83,7 +83,7 @@ def gather(call: Call) -> Value | list[Value] | None:
         return _by_label(call, form, base, index)
     if isinstance(base, Outside):
         per_row = call.facts.depends_on_counts(form.index.shape[0])
-        reason = Refusal.ROWS_FROM_OUTSIDE if per_row else Refusal.VALUE_FROM_COUNTS
+        reason = Reason.ROWS_FROM_OUTSIDE if per_row else Reason.VALUE_FROM_COUNTS
         raise Unproven(reason, call.name)
     if isinstance(index, Permutation):
         return _permuted(base, index)
@@ -93,7 +93,7 @@ def gather(call: Call) -> Value | list[Value] | None:
 def _refuse_mask(call: Call) -> None:
     masks = [t for t in call.inputs[1:] if t.dtype is torch.bool]
     if masks and isinstance(call.value(call.inputs[0]), Rows):
-        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
 
 
 def _permuted(base: Value, index: Permutation) -> Value | None:
@@ -130,7 +130,7 @@ def _slots(call: Call, form: Indexing, index: Labels) -> list[int]:
         raise call.unknown()
     lowest = -size if form.wraps else 0
     if any(not lowest <= label < size for label in index.values):
-        raise Unproven(Refusal.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
+        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
     return [label % size for label in index.values]
 
 
@@ -138,15 +138,15 @@ def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
     if form.dim != rows.dim:
         if isinstance(index, Fixed):
             return rows
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     if isinstance(index, Permutation):
         if rows.order != index.source:
-            raise Unproven(Refusal.ROWS_MIXED, f"{call.name} by indices of another order")
+            raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
         return Rows(rows.dim, index.target)
     if not isinstance(index, Opaque):
-        raise Unproven(Refusal.ROWS_MIXED, call.name)
+        raise Unproven(Reason.ROWS_MIXED, call.name)
     if index.reads_outside:
-        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
     return Rows(rows.dim, _select(call, form, rows.order, index))
 
 
@@ -157,10 +157,10 @@ def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
     if index.inverse_of is not None:
         undone = _undone(order, index.inverse_of)
         if undone is None or length(order) != total:
-            raise Unproven(Refusal.ROWS_OUT_OF_ORDER, call.name)
+            raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
         return undone
     if index.is_permutation and length(order) != total:
-        raise Unproven(Refusal.ROWS_MIXED, call.name)
+        raise Unproven(Reason.ROWS_MIXED, call.name)
     return (Segment(Selected(index, order), total, None),)
 
 
@@ -217,19 +217,19 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     rows = call.shape(form.base)[form.dim]
     if isinstance(index, Permutation):
         if order != index.target or length(index.source) != rows:
-            raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
+            raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
         return index.source
     selected = order[0].rows if order else None
     if not isinstance(index, Opaque) or not isinstance(selected, Selected):
-        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, call.name)
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
     if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
-        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
     if length(order) != call.shape(form.index)[0]:
-        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
     if index.is_permutation and len(order) == 1:
         return selected.parent
     padded = all(is_padding(s) for s in order[1:])
     if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
-        raise Unproven(Refusal.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
     call.facts.note_all_rows(selected, length(order))
     return selected.parent

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from moe_compile.analysis.count_facts import CountFacts
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -31,6 +30,7 @@ from moe_compile.analysis.row_domain import (
 )
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import written_by_schema
+from moe_compile.journal.reasons import Reason
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -81,10 +81,10 @@ class Knowledge:
         if id(tensor) in self._values:
             known = self._values[id(tensor)][1]
             if known is None:
-                raise Unproven(Refusal.UNKNOWN_OPERATOR, "read after a write through another view")
+                raise Unproven(Reason.UNKNOWN_OPERATOR, "read after a write through another view")
             return known
         if isinstance(tensor, FakeTensor):
-            raise Unproven(Refusal.UNKNOWN_OPERATOR, "a tensor of unknown origin")
+            raise Unproven(Reason.UNKNOWN_OPERATOR, "a tensor of unknown origin")
         return Fixed(values=tensor if is_small_integer(tensor) else None)
 
 
@@ -188,12 +188,12 @@ class Call:
         expert = self.facts.expert_of(order)
         if expert is not None and self.facts.experts_of(length(order)) - {expert}:
             detail = f"{self.name} rounds by the length of a padding that other experts' counts say"
-            raise Unproven(Refusal.SHARED_PARAMETER, detail)
+            raise Unproven(Reason.SHARED_PARAMETER, detail)
         return expert
 
     def unknown(self) -> Unproven:
         """Return the refusal of an operator that no rule covers."""
-        return Unproven(Refusal.UNKNOWN_OPERATOR, self.name)
+        return Unproven(Reason.UNKNOWN_OPERATOR, self.name)
 
 
 def written_tensors(

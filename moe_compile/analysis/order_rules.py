@@ -9,7 +9,6 @@ Contract
 from __future__ import annotations
 
 from moe_compile.analysis.operator_call import Call
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     Formulas,
     Labels,
@@ -21,17 +20,18 @@ from moe_compile.analysis.row_domain import (
     Unproven,
     Value,
 )
+from moe_compile.journal.reasons import Reason
 
 
 def sort(call: Call) -> list[Value]:
     """Return the values and the indices of a sort along the only dimension."""
     key = call.value(call.inputs[0])
     if isinstance(key, Rows):
-        raise Unproven(Refusal.ROWS_MIXED, call.name)
+        raise Unproven(Reason.ROWS_MIXED, call.name)
     descending = bool(call.argument("descending", False))
     stable = call.argument("stable", False) or _are_distinct(key)
     if not stable and call.is_sized_by_counts():
-        raise Unproven(Refusal.UNSTABLE_SORT, call.name)
+        raise Unproven(Reason.UNSTABLE_SORT, call.name)
     if isinstance(key, Labels):
         return list(_sort_labels(key, descending))
     if isinstance(key, Permutation) and not descending:

@@ -29,8 +29,8 @@ from typing import Any, Final
 import torch
 
 from moe_compile.analysis.operator_call import SAME_VALUES, SYMBOLIC, Call
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Rows, Unproven
+from moe_compile.journal.reasons import Reason
 
 BLOCK_BYTES: Final = 128
 """Two vectors of AVX-512, the longest in use; blocks of shorter ones end where these do
@@ -95,7 +95,7 @@ def check_rounding(call: Call) -> None:
     if on_cuda(out) or not floats or not _by_position(call, floats):
         return
     if any(t.dtype.is_complex for t in floats):
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} of complex numbers")
+        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} of complex numbers")
     block = BLOCK_BYTES // min(t.element_size() for t in floats)
     block *= math.lcm(*range(1, torch.get_num_threads() + 1))
     values = [(t, call.value(t)) for t in call.inputs]
@@ -104,10 +104,10 @@ def check_rounding(call: Call) -> None:
     rows = [(t, t.dim() - from_right) for t in tensors for from_right in dims]
     if any(_extent(t, dim) % block for t, dim in rows):
         detail = f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
     if call.name not in LIE_APART and any(t.stride()[dim] != _extent(t, dim) for t, dim in rows):
         detail = f"{call.name} in {out.dtype}: rows that are parts of longer ones"
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
 
 
 def sums_by_place(tensor: torch.Tensor) -> bool:
@@ -140,9 +140,9 @@ def check_rounding_within(call: Call) -> None:
     out = call.outputs[0]
     power = call.argument("ord", call.argument("p", 2)) if "norm" in call.name else 2
     if power not in NORMS and not on_cuda(out):
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} of power {power}")
+        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} of power {power}")
     if call.name in ALONE_OTHERWISE and not on_cuda(out) and out.element_size() > 2:
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
+        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
 
 
 def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None:
@@ -161,7 +161,7 @@ def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None
                 f"{call.name} in {tensor.dtype}: rows {distance} elements apart, which is no "
                 f"multiple of {ALIGNED_BYTES} bytes"
             )
-            raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+            raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
 
 
 def check_batch_rounding(call: Call) -> None:
@@ -172,7 +172,7 @@ def check_batch_rounding(call: Call) -> None:
     """
     out = call.outputs[0]
     if not on_cuda(out) and out.element_size() > 2:
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}, row by row")
+        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}, row by row")
 
 
 def check_parts_rounding(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ def check_parts_rounding(call: Call, row_dim: int, part_dim: int, starts: Sequen
     distances = (out.stride()[row_dim], *(start * out.stride()[part_dim] for start in starts))
     if any(distance * out.element_size() % ALIGNED_BYTES for distance in distances):
         detail = f"{call.name} in {out.dtype}: parts of rows of shape {list(out.shape)}"
-        raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
 
 
 def _extent(tensor: torch.Tensor, row_dim: int) -> int:

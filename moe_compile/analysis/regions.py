@@ -7,61 +7,16 @@ Contract
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
+from moe_compile.journal.reasons import Reason
 
 if TYPE_CHECKING:  # it names reasons of this module
     from moe_compile.analysis.count_facts import CountFacts
-
-
-class Refusal(enum.Enum):
-    """Why an exchange, or a matched region, is left as it is. Values are what reports print."""
-
-    EVEN_SPLITS = "its split sizes are static: not an expert dispatch"
-    INTEGER_PAYLOAD = "it carries integers, not rows of activations"
-    NO_COMBINE = "no exchange with the split lists swapped is reachable from it"
-    NO_COUNT_EXCHANGE = "its split sizes do not come from an exchange of integers"
-    COUNT_EXCHANGE = "it carries the counts of a region"
-    PART_OF_REGION = "it is inside a region"
-    NOT_ALL_TO_ALL = "not an all-to-all"
-    UNEVEN_EXPERTS = "the counts do not hold the same number of experts for every rank"
-    ROWS_MIXED = "an operator of the experts mixes rows"
-    ROWS_OUT_OF_ORDER = "the rows sent back are not proven to be in the order received"
-    VALUE_FROM_COUNTS = "a value computed from the counts enters the arithmetic of the rows"
-    SHARED_PARAMETER = (
-        "a parameter is read by rows of several experts: "
-        "its gradient would be summed in another order"
-    )
-    SIZE_FROM_COUNTS = "a dimension that does not hold the rows is as long as the counts say"
-    ROUNDED_BY_POSITION = "a CPU rounds an operator by where an element or a row lies in memory"
-    UNSTABLE_SORT = (
-        "a sort that is not stable leaves the order of one expert's rows open: write stable=True"
-    )
-    PREMISE_FALSE = "an index and the group sizes computed from the counts disagree"
-    PREMISE_UNCHECKED = "an index computed from the counts could not be evaluated on samples"
-    FAILS_WITHOUT_ROWS = "what is computed from the counts fails where some experts have no rows"
-    ROWS_FROM_OUTSIDE = "a tensor from outside the region is combined with rows, row by row"
-    UNKNOWN_OPERATOR = "an operator whose effect on rows is not known"
-    RANDOM = "an operator of the experts draws random numbers"
-    HOST_READ_OF_ROWS = "the host reads a value of the rows"
-    COMMUNICATES = "the experts communicate between dispatch and combine"
-    MUTATES_OUTSIDE = "the experts write a tensor from outside the region"
-    MUTATED_MEANWHILE = "counts or a tensor the region reads are written before the combine"
-    STATE_CHANGES = "grad mode, autocast or vmap changes between dispatch and combine"
-    GRADIENT_ORDER = (
-        "a tensor the region reads is read by others meanwhile: its gradient would be summed in "
-        "another order"
-    )
-    NO_GRADIENT = (
-        "rows of some chunk get no gradient where others do: its exchanges would leave the "
-        "backward pass"
-    )
-    ROWS_ESCAPE = "rows inside the region are read outside it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +69,16 @@ class Refused:
     """A candidate left alone, and why."""
 
     candidate: str
-    reason: Refusal
+    reason: Reason
     detail: str = ""
     is_region: bool = False
-    """Whether a dispatch, its combine and its counts were matched: a region, not a decoy."""
+    """Whether a dispatch, its combine and its counts were matched."""
+
+    def __str__(self) -> str:
+        """Return `candidate: reason (detail)`."""
+        return f"{self.candidate}: {self.reason.value}" + (
+            f" ({self.detail})" if self.detail else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,8 @@ import torch
 
 from moe_compile.analysis.operator_call import SAME_VALUES, Call
 from moe_compile.analysis.position_rounding import on_cuda
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Rows, Unproven, Value
+from moe_compile.journal.reasons import Reason
 
 ADDITIONS: Final = frozenset({"add", "sub", "rsub"})
 LINEAR: Final = ADDITIONS | SAME_VALUES | {"neg", "mul", "div"}
@@ -75,7 +75,7 @@ class Repeated:
         marked = self.values | self.gradients
         if call.name in SUMS and any(id(t) in marked and _rounds(t) for t in call.inputs):
             detail = f"{call.name} of rows in which one number stands several times"
-            raise Unproven(Refusal.ROUNDED_BY_POSITION, detail)
+            raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
         for tensor, result in zip(call.outputs, results, strict=True):
             if isinstance(result, Rows):
                 whole = _elements(tensor, result)

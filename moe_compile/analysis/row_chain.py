@@ -13,8 +13,9 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.token_regions import NotFound, Unswitched
+from moe_compile.analysis.token_regions import NotFound
 from moe_compile.graph.query import expression_of, tensor_of
+from moe_compile.journal.reasons import Reason
 
 CASTS: Final = frozenset({"to", "float", "bfloat16", "half", "double", "contiguous"})
 PRODUCTS: Final = (operator.mul, torch.mul, "mul")
@@ -23,7 +24,7 @@ PRODUCTS: Final = (operator.mul, torch.mul, "mul")
 class NotByRow(Exception):
     """The search of a chain ended; carries why."""
 
-    def __init__(self, reason: Unswitched, node: fx.Node) -> None:
+    def __init__(self, reason: Reason, node: fx.Node) -> None:
         """Keep `reason` and `node`."""
         super().__init__(node.name)
         self.found = NotFound(reason=reason, detail=f"{node.name}: {node.target}")
@@ -36,7 +37,7 @@ class RowChain:
     nodes: list[fx.Node] = field(default_factory=list)
     factors: list[fx.Node] = field(default_factory=list)
 
-    def add(self, node: fx.Node, otherwise: Unswitched) -> fx.Node:
+    def add(self, node: fx.Node, otherwise: Reason) -> fx.Node:
         """Add a step; return the rows it reads. Raise NotByRow, for `otherwise` if unknown."""
         row, factors = _row_and_factors(node, otherwise)
         self.nodes.append(node)
@@ -47,7 +48,7 @@ class RowChain:
 def only_reader(node: fx.Node) -> fx.Node:
     """Return the one node that reads `node`; raise NotByRow where there are more or none."""
     if len(node.users) != 1:
-        raise NotByRow(Unswitched.ROWS_READ, node)
+        raise NotByRow(Reason.ROWS_READ, node)
     return next(iter(node.users))
 
 
@@ -68,7 +69,7 @@ def type_of(node: object) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def _row_and_factors(node: fx.Node, otherwise: Unswitched) -> tuple[fx.Node, list[fx.Node]]:
+def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx.Node]]:
     inputs = node.all_input_nodes
     if node.op == "call_method" and node.target in CASTS and len(inputs) == 1:
         return inputs[0], []
@@ -79,4 +80,4 @@ def _row_and_factors(node: fx.Node, otherwise: Unswitched) -> tuple[fx.Node, lis
     is_factor = [shape_of(i)[1:] == [1] for i in inputs]
     if len(inputs) == 2 and sum(is_factor) == 1:
         return inputs[is_factor.index(False)], [inputs[is_factor.index(True)]]
-    raise NotByRow(Unswitched.NOT_BY_ROW, node)
+    raise NotByRow(Reason.NOT_BY_ROW, node)

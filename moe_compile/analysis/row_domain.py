@@ -17,15 +17,15 @@ import sympy
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.same_tensor import origin
+from moe_compile.journal.reasons import Reason
 
 
 class Unproven(Exception):
     """The proof ends here. Names the reason; the prover adds the node."""
 
-    def __init__(self, reason: Refusal, detail: str = "") -> None:
+    def __init__(self, reason: Reason, detail: str = "") -> None:
         """Keep `reason` and `detail`."""
         super().__init__(reason.value, detail)
         self.reason, self.detail = reason, detail
@@ -204,7 +204,7 @@ class Reads:
             if not is_differentiable(node):
                 continue
             if expert is None or self._conflicts(node, index, expert):
-                raise Unproven(Refusal.SHARED_PARAMETER, node.name)
+                raise Unproven(Reason.SHARED_PARAMETER, node.name)
             self.expert_of[node, index] = expert
 
     def _conflicts(self, node: fx.Node, index: int | None, expert: int) -> bool:

@@ -26,7 +26,7 @@ import torch.fx as fx
 from moe_compile.analysis.count_facts import CountFacts, said_to_be
 from moe_compile.analysis.operator_call import Call, Knowledge, functional, written_tensors
 from moe_compile.analysis.position_rounding import is_channels_last, sums_by_place
-from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.analysis.repeated_elements import Repeated
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
@@ -55,6 +55,7 @@ from moe_compile.analysis.row_trace import (
 )
 from moe_compile.analysis.sampled_counts import check_on_samples, check_single_experts
 from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
+from moe_compile.journal.reasons import Reason
 
 
 def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
@@ -70,11 +71,11 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
         except Unproven as unproven:
             return _refused(region, step.node, unproven)
         except UNTRACEABLE as error:
-            covered = Unproven(Refusal.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
+            covered = Unproven(Reason.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
             return _refused(region, step.node, covered)
     for node, tensor in proof.inner_rows[:1]:
         detail = f"rows are not the outermost dimension of shape {list(tensor.shape)}"
-        return _refused(region, node, Unproven(Refusal.ROUNDED_BY_POSITION, detail))
+        return _refused(region, node, Unproven(Reason.ROUNDED_BY_POSITION, detail))
     try:
         proof.check_combine()
         return proof.result(proof.check_premises(trace))
@@ -129,7 +130,7 @@ class _Proof:
     def _operator(self, step: Operator) -> None:
         func = functional(step.func)
         if torch.Tag.nondeterministic_seeded in step.func.tags and step.node in self.region.body:
-            raise Unproven(Refusal.RANDOM, str(step.func))
+            raise Unproven(Reason.RANDOM, str(step.func))
         if func is None:
             self._written_by_custom(step)
             return
@@ -158,9 +159,9 @@ class _Proof:
             size, order = tensor.shape[value.dim], value.order
             others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
             if any(self.facts.depends_on_counts(other) for other in others):
-                raise Unproven(Refusal.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
+                raise Unproven(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
             if value.dim == 0 and is_channels_last(tensor):
-                raise Unproven(Refusal.UNKNOWN_OPERATOR, "rows are laid out channels last")
+                raise Unproven(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
         elif isinstance(value, Labels):
             size, order = tensor.shape[0], value.order
         elif isinstance(value, Permutation):
@@ -170,7 +171,7 @@ class _Proof:
         if self.facts.is_unknown(size):
             self.facts.read_on_host(size, length(order))
         if self.facts.formula(size) != length(order):
-            raise Unproven(Refusal.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
+            raise Unproven(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
         return value
 
     def _name_sizes(self, step: Produced) -> None:
@@ -185,15 +186,15 @@ class _Proof:
     def _host_read(self, step: HostRead) -> None:
         value = self.known.value(step.tensor)
         if isinstance(value, Rows):
-            raise Unproven(Refusal.HOST_READ_OF_ROWS)
+            raise Unproven(Reason.HOST_READ_OF_ROWS)
         if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
-            raise Unproven(Refusal.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
+            raise Unproven(Reason.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
 
     def _written_by_custom(self, step: Operator) -> None:
         if step.func.namespace == "aten":  # may change the form of its input, not only values
-            raise Unproven(Refusal.UNKNOWN_OPERATOR, str(step.func))
+            raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.func))
         call = Call(step.node, step.func, step.args, step.kwargs, step.out, self.known)
         for tensor in (*call.written, *call.outputs):
             self._not_followed(NotFollowed(step.node, tensor, tuple(call.inputs)))
@@ -201,7 +202,7 @@ class _Proof:
     def _not_followed(self, step: NotFollowed) -> None:
         values = [self.known.value(t) for t in step.inputs]
         if not all(isinstance(v, (*FROM_COUNTS, Fixed)) for v in values):
-            raise Unproven(Refusal.UNKNOWN_OPERATOR, str(step.node.target))
+            raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.node.target))
         tainted = any(isinstance(v, Opaque) and v.reads_outside for v in values)
         self.known.forget_aliases(step.tensor)
         self.known.set(step.tensor, Opaque(reads_outside=tainted))
@@ -209,7 +210,7 @@ class _Proof:
     def check_combine(self) -> None:
         """Raise Unproven unless the rows sent back stand in the order received."""
         if self.known.value(self.produced[self.region.combine]) != Rows(0, self.facts.root):
-            raise Unproven(Refusal.ROWS_OUT_OF_ORDER)
+            raise Unproven(Reason.ROWS_OUT_OF_ORDER)
 
     def check_premises(self, trace: Trace) -> int:
         """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""

@@ -38,7 +38,6 @@ from moe_compile.analysis.position_rounding import (
     check_rounding,
     check_rounding_within,
 )
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -50,23 +49,24 @@ from moe_compile.analysis.row_domain import (
     length,
 )
 from moe_compile.analysis.understood_arguments import check_arguments
+from moe_compile.journal.reasons import Reason
 
 
 def pointwise(call: Call) -> Value:
     """Rows meet rows of the same order, constants, and parameters of their one expert."""
     parts = [(t, call.value(t)) for t in call.inputs]
     if any(isinstance(v, FROM_COUNTS) for _, v in parts):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     seats = {(t.dim() - v.dim, v.order) for t, v in parts if isinstance(v, Rows)}
     if len(seats) != 1:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     ((from_right, order),) = seats
     for tensor, value in parts:
         if isinstance(value, Fixed):
             _check_sizes(call, tensor, tensor.dim() - from_right, order)
         uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
         if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
-            raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+            raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
             call.note_read(value, None, order)
     check_rounding(call)
@@ -77,9 +77,9 @@ def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order)
     """Refuse a constant beside rows that is as long as a chunk's rows, or counts, are not."""
     for dim, size in enumerate(call.shape(constant)):
         if dim == row_dim and size not in (1, length(order)):
-            raise Unproven(Refusal.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
+            raise Unproven(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
         if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
-            raise Unproven(Refusal.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
+            raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
 
 
 def reduction(call: Call) -> Value | list[Value]:
@@ -91,7 +91,7 @@ def reduction(call: Call) -> Value | list[Value]:
     dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
     dims = [dim_of(d, tensor.dim()) for d in dims]
     if rows.dim in dims:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
     if any(not isinstance(call.value(t), Rows) for t in call.inputs):
         raise call.unknown()
     check_rounding_within(call)
@@ -105,7 +105,7 @@ def norm(call: Call) -> Value | list[Value]:
     tensor, rows = view_rules.the_rows(call)
     normalized = len(call.argument("normalized_shape", ()))
     if not normalized or rows.dim >= tensor.dim() - normalized:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
     for other in call.inputs[1:]:
         value = call.value(other)
         if isinstance(value, Outside):
@@ -123,16 +123,16 @@ def matmul(call: Call) -> Value:
         bias, left, right = left, call.argument("mat1"), right
     values = [call.value(left), call.value(right)]
     if all(isinstance(v, Rows) for v in values):
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows by rows")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
     side = 0 if isinstance(values[0], Rows) else 1
     rows, matrix = values[side], values[1 - side]
     if not isinstance(rows, Rows) or isinstance(matrix, FROM_COUNTS):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     if rows.dim != side:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} sums over the rows")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
     if call.expert_of(rows.order) is None:
         detail = f"{call.name} over rows of several experts rounds by their number"
-        raise Unproven(Refusal.SHARED_PARAMETER, detail)
+        raise Unproven(Reason.SHARED_PARAMETER, detail)
     check_product_rounding(call, (left, right)[side], side)
     if isinstance(matrix, Outside):
         call.note_read(matrix, None, rows.order)
@@ -146,12 +146,12 @@ def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
     from_right = 2 - dim
     if isinstance(value, Rows):
         if value.order != rows.order or bias.dim() - value.dim != from_right:
-            raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+            raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
         return
     if isinstance(value, FROM_COUNTS):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
-        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
     if isinstance(value, Outside):
         call.note_read(value, None, rows.order)
 
@@ -210,7 +210,7 @@ def apply(call: Call) -> Value | list[Value]:
         nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
         counted = call.reads_counts() or call.is_sized_by_counts()
         if nodes and counted and call.name != "expand":
-            raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+            raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
         return Outside(frozenset(nodes)) if nodes else constant_rules.fixed(call)
     check_arguments(call)
     result = _indexed(call)
@@ -232,7 +232,7 @@ def _indexed(call: Call) -> Value | list[Value] | None:
 def _on_rows(call: Call) -> Value | list[Value]:
     rule = ROW_RULES.get(call.name)
     if call.reads_counts() and call.name not in SIZED:
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     if rule is not None:
         return rule(call)
     if call.is_pointwise:

@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.analysis.constant_nodes import constant_nodes
-from moe_compile.analysis.regions import MoERegion, Refusal
+from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.row_domain import Unproven
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.modes import Mode, modes, running_under
 from moe_compile.graph.observation import alike, running_on
 from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
+from moe_compile.journal.reasons import Reason
 
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 """What running a node on fake tensors may raise where this torch cannot trace it."""
@@ -137,7 +138,7 @@ class _Runner:
                     self._step(node)
             except UNTRACEABLE as error:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-                raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, detail)) from error
+                raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail)) from error
         sent = self._value(self.region.combine.args[0])
         self.recorder.steps.append(Produced(self.region.combine, sent))
         self.recorder.node = None
@@ -155,7 +156,7 @@ class _Runner:
             made = self.env[node] = self._call(node)
             if (types := _types(made)) != (found := _types(value_of(node))) and found:
                 detail = f"traced with types {types}, found to be {found}"
-                raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, detail))
+                raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail))
             if isinstance(made, torch.Tensor):
                 steps.append(Produced(node, made))
 
@@ -165,13 +166,13 @@ class _Runner:
             return node.target(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, node.op))
+        raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, node.op))
 
     def _not_followed(self, node: fx.Node) -> None:
         """Take what a higher-order operator writes for anything computed from what it reads."""
         written = written_arguments(node)
         if not written or value_of(node) is not None:
-            raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, str(node.target)))
+            raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, str(node.target)))
         read = tuple((n, self._value(n)) for n in node.all_input_nodes)
         inputs = tuple(t for _, t in read if isinstance(t, torch.Tensor))
         for target in dict.fromkeys(written):
@@ -182,7 +183,7 @@ class _Runner:
             return self.env[node]
         value = value_of(node)
         if isinstance(value, torch.Tensor) or value is None:
-            raise _Stopped(node, Unproven(Refusal.UNKNOWN_OPERATOR, "read before it was run"))
+            raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, "read before it was run"))
         return value
 
 
@@ -206,7 +207,7 @@ def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
     body = [node for node in region.body if node not in after]
     for node in body:
         if is_launch(node) and node is not region.dispatch:
-            return node, Unproven(Refusal.COMMUNICATES)
+            return node, Unproven(Reason.COMMUNICATES)
     sources = [region.counts, region.received_counts, received]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
     runner = _Runner(region, _Recorder(), modes(region.result.graph))

@@ -31,7 +31,7 @@ from moe_compile.analysis.count_samples import (
 )
 from moe_compile.analysis.host_run import HostRun
 from moe_compile.analysis.operator_call import Claim
-from moe_compile.analysis.regions import MoERegion, Refusal
+from moe_compile.analysis.regions import MoERegion
 from moe_compile.analysis.row_domain import (
     Formulas,
     Opaque,
@@ -42,6 +42,7 @@ from moe_compile.analysis.row_domain import (
 from moe_compile.analysis.row_trace import HostRead, Step, Trace
 from moe_compile.analysis.sampled_rows import Differs, SampledRows
 from moe_compile.graph.query import tensor_of, value_of
+from moe_compile.journal.reasons import Reason
 
 INTERPRETED = 4096
 """Counts in all that a kernel is interpreted for, about 2 s: 0.5 ms a count on one core."""
@@ -81,10 +82,10 @@ def check_on_samples(
             continue
         except (Unevaluable, *FAILURES) as error:
             detail = f"{type(error).__name__}: {error}"[:200]
-            raise Unproven(Refusal.PREMISE_UNCHECKED, detail) from error
+            raise Unproven(Reason.PREMISE_UNCHECKED, detail) from error
         except Differs as error:
             counts = [sample[segment.length] for segment in facts.root]
-            raise Unproven(Refusal.PREMISE_FALSE, f"{error}, counts {counts}"[:200]) from error
+            raise Unproven(Reason.PREMISE_FALSE, f"{error}, counts {counts}"[:200]) from error
         num_checked += 1
     return num_checked
 
@@ -110,10 +111,10 @@ def check_single_experts(
                     _check(region, run, sample, {}, (), one)
             host.on(one)
         except Differs as error:
-            raise Unproven(Refusal.PREMISE_FALSE, str(error)) from error
+            raise Unproven(Reason.PREMISE_FALSE, str(error)) from error
         except FAILURES as error:
             detail = f"{type(error).__name__}: {error}"[:200]
-            raise Unproven(Refusal.FAILS_WITHOUT_ROWS, detail) from error
+            raise Unproven(Reason.FAILS_WITHOUT_ROWS, detail) from error
 
 
 def _indices(given: Iterable[Order | Selected]) -> set[Opaque]:

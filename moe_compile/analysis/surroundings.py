@@ -18,19 +18,20 @@ import torch.fx as fx
 from moe_compile.analysis.host_reads import is_host_read
 from moe_compile.analysis.implied_assertions import is_implied
 from moe_compile.analysis.new_order import find_overtaken, order_of_gradients
-from moe_compile.analysis.regions import MoERegion, Refusal, Refused, RowProof
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_host_arithmetic, is_pure, is_size_query, may_draw
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_assertion, value_of
+from moe_compile.journal.reasons import Reason
 
 REFUSALS: Final = {
-    Hazard.WRITTEN_MEANWHILE: Refusal.MUTATED_MEANWHILE,
-    Hazard.MODE_CHANGES: Refusal.STATE_CHANGES,
-    Hazard.RANDOM: Refusal.RANDOM,
-    Hazard.GRADIENT_ORDER: Refusal.GRADIENT_ORDER,
+    Hazard.WRITTEN_MEANWHILE: Reason.MUTATED_MEANWHILE,
+    Hazard.MODE_CHANGES: Reason.STATE_CHANGES,
+    Hazard.RANDOM: Reason.RANDOM,
+    Hazard.GRADIENT_ORDER: Reason.GRADIENT_ORDER,
 }
 
 
@@ -69,11 +70,11 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     for source, served in rewrite.read_once:
         if (other := find_later_reader(served, source, legality.dependence)) is not None:
             detail = f"{source.name} is read by {other.name} too"
-            return Refused(candidate=region.name, reason=Refusal.GRADIENT_ORDER, detail=detail)
+            return Refused(candidate=region.name, reason=Reason.GRADIENT_ORDER, detail=detail)
     if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
         writer, reader = overtaken
         detail = f"{writer.name} would run before {reader.name}"
-        return Refused(candidate=region.name, reason=Refusal.MUTATED_MEANWHILE, detail=detail)
+        return Refused(candidate=region.name, reason=Reason.MUTATED_MEANWHILE, detail=detail)
     return None
 
 
@@ -142,7 +143,7 @@ class _Together:
             if alive:
                 name = rewrite.region.name
                 detail = f"{alive[-1].name} is read by {_a_reader(alive[-1], dead)}"
-                found[name] = Refused(candidate=name, reason=Refusal.ROWS_ESCAPE, detail=detail)
+                found[name] = Refused(candidate=name, reason=Reason.ESCAPES, detail=detail)
         return found
 
     def read_hosts(self) -> dict[str, Surroundings]:

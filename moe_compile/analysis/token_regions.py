@@ -6,40 +6,13 @@ Contract
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-
-class Unswitched(enum.Enum):
-    """Why a region keeps its all-to-all. Values are what reports print."""
-
-    NOT_ASKED = "dispatch is all_to_all"
-    ROWS_MAY_DIFFER = (
-        "ranks may have different numbers of rows: the rows are not proven to be k to a token"
-    )
-    TOKENS_MAY_DIFFER = (
-        "ranks may have different numbers of tokens: set megamoe.equal_tokens = true "
-        "if in every step all have the same"
-    )
-    NOT_PROVEN = "its experts are not proven to treat rows independently"
-    NO_GATHER = "the rows sent are not a gather of tokens by an index"
-    NO_SUM = "what follows the combine is not a sum per token"
-    OTHER_INDEX = "rows are summed by another index than they were gathered by"
-    OTHER_TOKENS = "the sum has not one row per token gathered"
-    ROWS_READ = "rows are read by something else, before the dispatch or after the combine"
-    NOT_BY_ROW = "rows meet something other than one factor per row"
-    WRITTEN = "a tensor that the switch reads later or elsewhere is written in place"
-    STATE_CHANGES = "grad mode or autocast changes between the gather and the sum"
-    SENT_SIZES = "the experts read how many rows this rank sends"
-    NOT_WORTHWHILE = "all-to-all moves less: k is at most 0.75 n"
-    LOSSY = (
-        "auto has no times to go by, and sums per token or their gradients would round otherwise"
-    )
-    BY_PRICE = "another way is predicted to be faster, or not surely slower"
-    UNBOUNDED = "how many rows a token has is not proven: no bound of how its sums round is known"
-    QUANTISED = "a wire option asks for rows of eight bits, which gathered tokens are not sent in"
+from moe_compile.analysis.body_needs import BodyNeeds
+from moe_compile.analysis.regions import MoERegion
+from moe_compile.journal.reasons import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +67,20 @@ class TokenRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredForm:
+    """How a region runs on gathered tokens."""
+
+    region: MoERegion
+    found: TokenRows
+    needs: BodyNeeds
+    num_slices: int
+    is_exact: bool
+    """Whether the host reads how many rows come; else there is room for all that may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NotFound:
     """Why the gather and the sum of a region were not found, or must not be replaced."""
 
-    reason: Unswitched
+    reason: Reason
     detail: str = ""

@@ -26,13 +26,14 @@ from moe_compile.analysis.row_chain import (
     type_of,
 )
 from moe_compile.analysis.token_index import TokenIndex, is_same_value, mean_rows_per_token
-from moe_compile.analysis.token_regions import NotFound, TokenRows, Unswitched
+from moe_compile.analysis.token_regions import NotFound, TokenRows
 from moe_compile.analysis.token_sums import find_token_sum
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.journal.reasons import Reason
 
 WHOLE_ROW: Final = slice(None, None, None)
 
@@ -49,9 +50,9 @@ def find_token_rows(region: MoERegion) -> TokenRows | NotFound:
     for node in kept:
         writer = _writer(dependence, node)
         if writer is not None:
-            return NotFound(reason=Unswitched.WRITTEN, detail=f"{node.name} by {writer.name}")
+            return NotFound(reason=Reason.WRITTEN, detail=f"{node.name} by {writer.name}")
     if (change := _state_change(found.gather, found.sums.total)) is not None:
-        return NotFound(reason=Unswitched.STATE_CHANGES, detail=change.name)
+        return NotFound(reason=Reason.STATE_CHANGES, detail=change.name)
     return found
 
 
@@ -67,14 +68,14 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     legality = Legality(dependence, region.result.graph)
     in_slots = not found.is_order or rows_per_token == found.num_slots
     if not in_slots or not is_same_value(summed_by, found.index, legality):
-        raise NotByRow(Unswitched.OTHER_INDEX, found.total)
+        raise NotByRow(Reason.OTHER_INDEX, found.total)
     if num_rows(found.total) != num_rows(tokens):
-        raise NotByRow(Unswitched.OTHER_TOKENS, found.total)
+        raise NotByRow(Reason.OTHER_TOKENS, found.total)
     if not _can_be_reduced(found.total, tokens):
-        raise NotByRow(Unswitched.NO_SUM, found.total)
+        raise NotByRow(Reason.NO_SUM, found.total)
     for factor in (*before.factors, *after.factors):
         if num_rows(factor) != num_rows(index):
-            raise NotByRow(Unswitched.NOT_BY_ROW, factor)
+            raise NotByRow(Reason.NOT_BY_ROW, factor)
     chosen = known.chosen_of(index)
     return TokenRows(
         tokens=tokens,
@@ -103,7 +104,7 @@ def _up_to_gather(rows: fx.Node) -> tuple[fx.Node, RowChain]:
     node = rows
     while _gathered(node) is None:
         only_reader(node)
-        node = chain.add(node, Unswitched.NO_GATHER)
+        node = chain.add(node, Reason.NO_GATHER)
     only_reader(node)
     return node, chain
 

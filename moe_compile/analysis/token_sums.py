@@ -26,10 +26,11 @@ from moe_compile.analysis.row_chain import (
     shape_of,
     type_of,
 )
-from moe_compile.analysis.token_regions import TokenSum, Unswitched
+from moe_compile.analysis.token_regions import TokenSum
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of, torch_name
+from moe_compile.journal.reasons import Reason
 
 ZEROS: Final = frozenset({"zeros", "zeros_like", "new_zeros"})
 OF_ZEROS: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory", "memory_format"})
@@ -52,8 +53,8 @@ def find_token_sum(result: fx.Node, dependence: Dependence) -> tuple[RowChain, T
             return chain, _index_add(user, node, dependence)
         if user.target is operator.setitem:
             return chain, _in_order(user, node, dependence)
-        if chain.add(user, Unswitched.NO_SUM) is not node:
-            raise NotByRow(Unswitched.NOT_BY_ROW, user)
+        if chain.add(user, Reason.NO_SUM) is not node:
+            raise NotByRow(Reason.NOT_BY_ROW, user)
         node = user
 
 
@@ -72,7 +73,7 @@ def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSu
     known = isinstance(base, fx.Node) and isinstance(index, fx.Node) and base is not rows
     by_row = given.get("source") is rows and given.get("dim") == 0 and given.get("alpha", 1) == 1
     if not (known and by_row and type_of(total) is type_of(rows)):
-        raise NotByRow(Unswitched.NO_SUM, total)
+        raise NotByRow(Reason.NO_SUM, total)
     assert isinstance(base, fx.Node) and isinstance(index, fx.Node)
     adds_nothing = is_zeros(base) and not _writers(base, dependence)
     return TokenSum(
@@ -90,24 +91,24 @@ def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum
     tokens, order, written = write.args
     alone = is_zeros(tokens) and written is rows and isinstance(order, fx.Node)
     if not alone or not isinstance(tokens, fx.Node) or _writers(tokens, dependence) != [write]:
-        raise NotByRow(Unswitched.NO_SUM, write)
+        raise NotByRow(Reason.NO_SUM, write)
     readers = [user for user in tokens.users if user is not write]
     if len(readers) != 1 or torch_name(readers[0]) not in FORMS:
-        raise NotByRow(Unswitched.NO_SUM, write)
+        raise NotByRow(Reason.NO_SUM, write)
     assert isinstance(order, fx.Node)
     by_token, shape = readers[0], shape_of(readers[0])
     grouped = len(shape) == 3 and shape[2:] == shape_of(tokens)[1:] == shape_of(rows)[1:]
     later = dependence.position[by_token] > dependence.position[write]
     alike = type_of(by_token) is type_of(tokens) is type_of(rows)
     if not (grouped and later and alike):
-        raise NotByRow(Unswitched.NO_SUM, by_token)
+        raise NotByRow(Reason.NO_SUM, by_token)
     reader = only_reader(by_token)
     if torch_name(reader) != "sum":
         return _weighted(by_token, order, (tokens, write, by_token))
     given = arguments_of(reader, "sum", "input", "dim", "keepdim", "dtype") or {}
     flat = given.get("dim") in ROWS_OF_TOKENS and not given.get("keepdim")
     if not flat or type_of(reader) is not type_of(rows):
-        raise NotByRow(Unswitched.NO_SUM, reader)
+        raise NotByRow(Reason.NO_SUM, reader)
     return TokenSum(
         total=reader,
         index=order,
@@ -126,17 +127,17 @@ def _weighted(by_token: fx.Node, order: fx.Node, before: tuple[fx.Node, ...]) ->
     given = arguments_of(user, "bmm", "input", "mat2") or {}
     weights = given.get("input")
     if given.get("mat2") is not node or not isinstance(weights, fx.Node):
-        raise NotByRow(Unswitched.NO_SUM, user)
+        raise NotByRow(Reason.NO_SUM, user)
     if shape_of(weights) != [num_rows(by_token), 1, shape_of(by_token)[1]]:
-        raise NotByRow(Unswitched.NO_SUM, user)
+        raise NotByRow(Reason.NO_SUM, user)
     wide = type_of(weights)
     if any(not _holds(type_of(n), type_of(n.args[0]), wide) for n in tail[len(before) :]):
-        raise NotByRow(Unswitched.NO_SUM, user)
+        raise NotByRow(Reason.NO_SUM, user)
     if not type_of(node) is type_of(user) is wide:
-        raise NotByRow(Unswitched.NO_SUM, user)
+        raise NotByRow(Reason.NO_SUM, user)
     tail += _squeezed(user)
     if any(type_of(n) not in (wide, type_of(tail[-1])) for n in tail[tail.index(user) :]):
-        raise NotByRow(Unswitched.NO_SUM, tail[-1])
+        raise NotByRow(Reason.NO_SUM, tail[-1])
     return TokenSum(
         total=tail[-1],
         index=order,
@@ -154,7 +155,7 @@ def _squeezed(product: fx.Node) -> list[fx.Node]:
         node = only_reader(found[-1])
         given = arguments_of(node, "squeeze", "input", "dim") or {}
         if given.get("dim") not in (1, -2) and not _is_cast(node):
-            raise NotByRow(Unswitched.NO_SUM, node)
+            raise NotByRow(Reason.NO_SUM, node)
         found.append(node)
     return found
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from moe_compile.analysis.operator_call import Call
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import Unproven
+from moe_compile.journal.reasons import Reason
 
 WITHIN_ROWS: Final = frozenset(
     {
@@ -76,4 +76,4 @@ def check_arguments(call: Call) -> None:
             given, default = call.argument(declared.name), declared.default_value
             # types first: a size known only at run time has no value to compare
             if (type(given), given) != (type(default), default):
-                raise Unproven(Refusal.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")
+                raise Unproven(Reason.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")

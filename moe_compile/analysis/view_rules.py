@@ -16,7 +16,6 @@ import torch
 
 from moe_compile.analysis.operator_call import Call, dim_of
 from moe_compile.analysis.position_rounding import check_parts_rounding
-from moe_compile.analysis.regions import Refusal
 from moe_compile.analysis.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -31,6 +30,7 @@ from moe_compile.analysis.row_domain import (
     padding,
 )
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.reasons import Reason
 
 
 def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
@@ -108,13 +108,13 @@ def selected(call: Call) -> Value | list[Value]:
 
 def _not_rows(call: Call, rows: Rows, dim: int) -> None:
     if dim == rows.dim:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} along the rows")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
 
 
 def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     pieces = cut(order, sizes)
     if pieces is None:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
     return pieces
 
 
@@ -124,7 +124,7 @@ def _kept(call: Call, order: Order, piece: Order) -> Order:
         is_part = is_selected(segment) and segment not in order
         if is_part and not call.facts.note_experts_of(segment):
             detail = f"{call.name} of rows in an order not followed, not where an expert's end"
-            raise Unproven(Refusal.ROWS_MIXED, detail)
+            raise Unproven(Reason.ROWS_MIXED, detail)
     return piece
 
 
@@ -138,7 +138,7 @@ def sliced(call: Call) -> Value:
     start = sympy.S.Zero if given is None else _position(call, given, total)
     end = _position(call, call.argument("end"), total)
     if call.facts.formula(call.argument("step", 1)) != 1:
-        raise Unproven(Refusal.ROWS_MIXED, "every n-th row")
+        raise Unproven(Reason.ROWS_MIXED, "every n-th row")
     if start == 0 and end == total:
         return rows
     _, kept, _ = _pieces(call, rows.order, [start, end - start])
@@ -148,7 +148,7 @@ def sliced(call: Call) -> Value:
 def _by_position(call: Call, rows: Rows) -> list[Value]:
     """Parts of each row, at positions that do not come from the counts."""
     if call.reads_counts():
-        raise Unproven(Refusal.VALUE_FROM_COUNTS, call.name)
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     return [rows for _ in call.outputs]
 
 
@@ -166,11 +166,11 @@ def split(call: Call) -> Value | list[Value]:
         return _by_position(call, rows)
     sizes = call.argument("split_sizes")
     if sizes is None:
-        raise Unproven(Refusal.ROWS_MIXED, "a split of the rows in equal parts")
+        raise Unproven(Reason.ROWS_MIXED, "a split of the rows in equal parts")
     formulas = [call.facts.formula(size) for size in sizes]
     *pieces, rest = _pieces(call, rows.order, formulas)
     if rest:
-        raise Unproven(Refusal.ROWS_MIXED, "a split of the rows that leaves some out")
+        raise Unproven(Reason.ROWS_MIXED, "a split of the rows that leaves some out")
     return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
 
 
@@ -179,10 +179,10 @@ def joined(call: Call) -> Value:
     parts = [(t, call.value(t)) for t in call.inputs]
     dims = {v.dim for _, v in parts if isinstance(v, Rows)}
     if len(dims) != 1 or any(isinstance(v, FROM_COUNTS) for _, v in parts):
-        raise Unproven(Refusal.VALUE_FROM_COUNTS if len(dims) == 1 else Refusal.ROWS_MIXED, "cat")
+        raise Unproven(Reason.VALUE_FROM_COUNTS if len(dims) == 1 else Reason.ROWS_MIXED, "cat")
     (row_dim,) = dims
     if any(not isinstance(v, Rows | Fixed) for _, v in parts):
-        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
         return _side_by_side(call, parts, row_dim)
     in_graph = (tensor_of(node) for node in call.node.all_input_nodes)
@@ -200,7 +200,7 @@ def stacked(call: Call) -> Value:
     seats = {call.value(t) for t in call.inputs}
     rows = seats.pop() if len(seats) == 1 else None
     if not isinstance(rows, Rows):
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
     row_dim = rows.dim + (new <= rows.dim)
     check_parts_rounding(call, row_dim, new, range(len(call.inputs)))
@@ -227,14 +227,14 @@ def padded(call: Call) -> Value:
 def _side_by_side(call: Call, parts: list[tuple[torch.Tensor, Value]], row_dim: int) -> Value:
     orders = {v.order for _, v in parts if isinstance(v, Rows)}
     if len(orders) != 1:
-        raise Unproven(Refusal.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     (order,) = orders
     constants = [(t, v) for t, v in parts if isinstance(v, Fixed)]
     if any(not v.is_uniform or call.shape(t)[row_dim] != length(order) for t, v in constants):
-        raise Unproven(Refusal.ROWS_FROM_OUTSIDE, call.name)
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
     dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
     if any(call.facts.depends_on_counts(t.shape[dim]) for t in call.inputs):
-        raise Unproven(Refusal.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
+        raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
     sizes = [int(t.shape[dim]) for t in call.inputs]
     check_parts_rounding(call, row_dim, dim, [sum(sizes[:i]) for i in range(len(sizes))])
     return Rows(row_dim, order)

@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from moe_compile.errors import RankDisagreement
 from moe_compile.ops.answers import REMEDY, Answers, answers_key, conflict_of, entry
-from moe_compile.ops.journal import Journal, Program
+from moe_compile.ops.call_log import Journal, Program
 from moe_compile.ops.rank_store import (
     UNCOMPARED,
     NewEntries,

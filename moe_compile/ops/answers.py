@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from moe_compile.ops.journal import Journal, Program
+from moe_compile.ops.call_log import Journal, Program
 from moe_compile.ops.rank_store import RankStore
 
 REMEDY: Final = (

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from moe_compile.ops.answers import answers_key, conflict_of, entry
-from moe_compile.ops.journal import Call, Journal, Program
+from moe_compile.ops.call_log import Call, Journal, Program
 from moe_compile.ops.rank_store import NewEntries, RankStore, default_store
 
 if TYPE_CHECKING:

@@ -1,125 +1,94 @@
-"""How many chunks a region runs in, and how many groups of heads attention.
+"""What the one planning pass decided: a value that ranks compare and later passes apply.
 
 Contract
-    A function of the options and of static facts of the region: the same on every rank.
+    Decisions only: no prose of a report, no predicted time, no name of a hardware profile. Ranks
+    that rewrite alike have equal values, whatever their GPUs are called and wherever in the
+    source their layers stand.
 """
 
 from __future__ import annotations
 
-import enum
-from typing import Final
-
-from moe_compile.analysis.attention_regions import AttentionRefusal, AttentionRegion
-from moe_compile.analysis.regions import MoERegion
-from moe_compile.analysis.token_regions import TokenRows
-from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import known_rows
-from moe_compile.planning.choose_plan import Decision
-
-AUTO_CHUNKS: Final = 2
-"""What "auto" asks for where nothing can be priced: one exchange always runs beside compute."""
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
-class Remark(enum.Enum):
-    """What to know of a region's chunks: not the number asked for, one alone, or other values."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsPlan:
+    """How a MoE region runs. The defaults are the region as it was written."""
 
-    ONE_CHUNK = "one chunk asked for"
-    BY_PRICE = "left in one chunk by the planner"
-    ONE_EXPERT = "one local expert: nothing to split by"
-    CLAMPED = "more chunks asked for than there are local experts"
-    GATHERED = (
-        "all-gathered whole: chunks of experts would repeat the reduce-scatter; "
-        "chunk_by = tokens splits it"
-    )
-    UNEVEN_SLICES = (
-        "all-gathered whole: the tokens of a rank are not known to split evenly in that many slices"
-    )
-    BY_TOKENS = (
-        "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
-        "chunks * eps / 2 of the sum of their magnitudes; in four and eight bytes, whose products "
-        "a CPU rounds by their number of rows, outputs and all gradients may round otherwise"
-    )
+    group: str
+    """Name of the process group of its exchanges."""
+    num_ranks: int
+    num_local_experts: int
+    num_chunks: int = 1
+    """Chunks it runs in; where tokens are gathered, slices of tokens."""
+    by_tokens: bool = False
+    """Whether a chunk has a share of every expert's rows; else the rows of some experts."""
+    dispatch: str = "all_to_all"
+    """What moves the tokens, as the option names it."""
+    is_exact: bool = True
+    """Of gathered tokens: whether there is room for the rows that come; else for all that may."""
+    num_tokens: int = 0
+    """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks
+    gather as many."""
+    rows_per_token: int = 0
+    """Rows of each rank over its tokens where these are gathered, else 0."""
+    dispatch_wire: str = "same"
+    combine_wire: str = "same"
+    """Number format its rows travel in, as the options name it."""
+    unproven: str = ""
+    """Name of the reason for which it is left whole; "" where it is proven."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether tokens are gathered instead of rows exchanged."""
+        return self.dispatch == "all_gather"
 
-class SplitBound(enum.Enum):
-    """What `attention_split` changes. Values are what reports print."""
+    @property
+    def is_chunked(self) -> bool:
+        """Whether it is replayed by chunks of rows."""
+        return self.num_chunks > 1 and not self.gathers
 
-    QKV = (
-        "q, k and v projected by groups of heads: gradients of what the groups share are summed "
-        "over them, off by at most chunks * eps / 2 of the sum of their magnitudes"
-    )
-    OUT = (
-        "output projection summed over groups of heads: off by at most chunks * eps / 2 of the "
-        "sum of their magnitudes"
-    )
-
-
-def plan_num_chunks(
-    config: MegaMoEConfig, region: MoERegion, decision: Decision | None = None
-) -> tuple[int, Remark | None]:
-    """Return the number of chunks for `region`, and a remark when it is not what was asked.
-
-    "auto" is what the planner decided, where it could.
-    """
-    if config.chunks == "auto" and decision is not None and region.num_local_experts > 1:
-        num_chunks = decision.chosen.candidate.num_chunks
-        if num_chunks == 1:
-            return 1, Remark.BY_PRICE
-        return num_chunks, Remark.BY_TOKENS if config.chunk_by == "tokens" else None
-    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
-    num_chunks = min(asked, region.num_local_experts)
-    if asked == 1:
-        return 1, Remark.ONE_CHUNK
-    if config.chunk_by == "tokens":
-        return asked, Remark.BY_TOKENS
-    if region.num_local_experts == 1:
-        return 1, Remark.ONE_EXPERT
-    clamped = num_chunks < asked and config.chunks != "auto"
-    return num_chunks, Remark.CLAMPED if clamped else None
+    def wire(self, exchange: str) -> str:
+        """Return the number format of `dispatch` or `combine`."""
+        return self.dispatch_wire if exchange == "dispatch" else self.combine_wire
 
 
-def plan_token_slices(
-    config: MegaMoEConfig, found: TokenRows, decision: Decision | None = None
-) -> tuple[int, Remark | None]:
-    """Return the slices of tokens an all-gathered region runs in, and a remark unless as asked.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """How an attention operator runs. The defaults are as it was written."""
 
-    "auto" is what the planner decided, where it could.
-    """
-    if config.chunks == "auto" and config.chunk_by == "tokens" and decision is not None:
-        num_slices = decision.chosen.candidate.num_chunks
-        return num_slices, Remark.BY_PRICE if num_slices == 1 else Remark.BY_TOKENS
-    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
-    if asked == 1:
-        return 1, Remark.ONE_CHUNK
-    if config.chunk_by != "tokens":
-        return 1, Remark.GATHERED
-    num_tokens = known_rows(found.tokens)
-    if not num_tokens or num_tokens % asked or found.rows_per_token is None:
-        return 1, Remark.UNEVEN_SLICES
-    return asked, Remark.BY_TOKENS
+    group: str = ""
+    """Of the exchanges around it; "" where it is no region."""
+    num_chunks: int = 1
+    """Groups of heads it runs in."""
+    projects_qkv: bool = False
+    """Whether the projections of q, k and v run by groups too."""
+    projects_out: bool = False
+    """Whether the output projection does."""
+    is_handed_over: bool = False
+    """Whether its collectives are left to Inductor's async TP."""
+    unproven: str = ""
+    """As of `ExpertsPlan`."""
 
 
-def plan_head_groups(
-    config: MegaMoEConfig, region: AttentionRegion, decision: Decision | None = None
-) -> tuple[int, AttentionRefusal | None]:
-    """Return the number of groups of heads for `region`, and why it is one; else None.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The decisions on one Dynamo graph."""
 
-    "auto" changes no bit, and is what the planner decided; where it could not, two groups where
-    the local KV heads are even in number, else one.
-    """
-    asked = config.attention_chunks
-    if asked == 1:
-        return 1, AttentionRefusal.ONE_GROUP
-    if region.head is None:
-        return 1, AttentionRefusal.ONE_KV_HEAD
-    if asked == "auto" and region.rounds:
-        return 1, AttentionRefusal.MAY_ROUND
-    if asked == "auto" and decision is not None:
-        num_groups = decision.chosen.candidate.num_chunks
-        return num_groups, AttentionRefusal.BY_PRICE if num_groups == 1 else None
-    num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
-    if region.head.size % num_groups:
-        return 1, AttentionRefusal.NOT_DIVISIBLE
-    if asked == "auto" and region.may_round(num_groups):
-        return 1, AttentionRefusal.MAY_ROUND
-    return num_groups, None
+    experts: tuple[ExpertsPlan, ...] = ()
+    attention: tuple[AttentionPlan, ...] = ()
+
+    def value(self, number_of_group: Mapping[str, int]) -> dict[str, Any]:
+        """Return the decisions as plain data, with numbers of process groups instead of names.
+
+        Groups of one axis have other names on other ranks.
+        """
+        return {
+            kind: [
+                asdict(one) | {"group": number_of_group.get(one.group)}
+                for one in (self.experts if kind == "experts" else self.attention)
+            ]
+            for kind in ("experts", "attention")
+        }

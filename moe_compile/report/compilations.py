@@ -6,24 +6,32 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch.fx as fx
 
+from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.regions import Refused, RowProof
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
-from moe_compile.planning.async_tp import AsyncTP
-from moe_compile.planning.state import AttentionVerdict, CompileState, Exchange, RegionPlan
+from moe_compile.journal.entries import Journal, Verdict
+from moe_compile.planning.chunk_numbers import Bound
+from moe_compile.planning.planned import PlannedAttention, PlannedExperts
+from moe_compile.planning.state import CompileState
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from moe_compile.report.unmatched import Unmatched, unmatched
-from passes.contract import PassReport, verdict
-from passes.pipeline import Dropped
 
 AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
+
+HANDED_OVER: Final = "handed to Inductor's async TP: the sum over ranks is taken in another order"
+LEFT: Final = {
+    "projections of q, k and v": "projections of q, k and v whole",
+    "output projection": "output projection whole",
+    "async_tp": "not handed to Inductor's async TP",
+}
+"""What of attention is left as it is -> what to say of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +93,8 @@ class Compilation:
     regions: list[RegionReport] = field(default_factory=list)
     attention: list[AttentionReport] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    has_failures: bool = False
-    """Whether one of the dropped passes raised."""
+    journal: Journal = field(default_factory=Journal)
+    """What became of every candidate of every pass, on graphs made later too."""
     settings: str = ""
     unmatched: list[Unmatched] = field(default_factory=list)
     """All-to-alls of no region, the most telling first."""
@@ -99,22 +106,12 @@ class Compilation:
         """Whether there is anything for later levels to do."""
         return bool(self.regions) or any(a.is_region or a.is_handed_over for a in self.attention)
 
-    def add_level(self, results: Iterable[PassReport | Dropped], state: CompileState) -> None:
+    def add_level(self, state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
-        chunked: set[str] = set()
-        for result in results:
-            if isinstance(result, Dropped):
-                self.add_dropped(f"{result.pass_name}: {result.reason}", result.is_failure)
-            elif result.pass_name == "chunk_regions":
-                chunked |= set(result.applied)
-        asked = state.config.dispatch
-        self.regions += [
-            _region_report(plan, asked, chunked=plan.region.name in chunked) for plan in state.plans
-        ]
-        self.left_alone += [str(verdict(decoy)) for decoy in state.decoys]
-        self.unmatched += unmatched(state.decoys)
-        self.attention += [_attention_report(verdict) for verdict in state.attention]
-        state.plans, state.decoys, state.attention = [], [], []
+        self.regions += [_region_report(one, state.config.dispatch) for one in state.experts]
+        self.left_alone += [str(other) for other in state.found.others]
+        self.unmatched += unmatched(state.found.others)
+        self.attention += [_attention_report(one) for one in state.attention]
 
     def run_as_written(self) -> None:
         """Take in that the ranks agreed to run the program as it was written."""
@@ -124,10 +121,18 @@ class Compilation:
             for a in self.attention
         ]
 
-    def add_dropped(self, line: str, is_failure: bool) -> None:
-        """Take in a pass left out of some graph, and whether it raised."""
-        self.dropped.append(line)
-        self.has_failures |= is_failure
+    @property
+    def dropped(self) -> list[str]:
+        """Passes left out of some graph, and why."""
+        return [
+            f"{one.pass_name}{'' if graph.startswith('dynamo') else ' ' + graph}: {one.why}"
+            for graph, one in self.journal.dropped()
+        ]
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether one of these raised."""
+        return any(one.is_failure for _, one in self.journal.dropped())
 
     @property
     def unmatched_dispatches(self) -> list[Unmatched]:
@@ -164,6 +169,7 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     return Compilation(
         family="; ".join(places[:1]),
         settings=state.config.digest_text(),
+        journal=state.journal,
         place_of_exchange="; ".join(exchanges[:1]),
     )
 
@@ -175,84 +181,81 @@ def _as_written(region: RegionReport) -> RegionReport:
     )
 
 
-def _attention_report(found: AttentionVerdict) -> AttentionReport:
-    detail = f" ({found.detail})" if found.detail else ""
+def _attention_report(one: PlannedAttention) -> AttentionReport:
+    region = one.found.region
+    sizes = (0, 0)
+    if isinstance(region, AttentionRegion):
+        sizes = region.num_heads, region.num_kv_heads
+    why = one.left.get("attention_chunks")
+    handed_over = (HANDED_OVER,) if one.plan.is_handed_over else ()
     return AttentionReport(
-        name=found.name,
-        where=found.where,
-        is_region=found.is_region,
-        num_ranks=found.num_ranks,
-        num_heads=found.num_heads,
-        num_kv_heads=found.num_kv_heads,
-        num_chunks=found.num_chunks,
-        verdict=found.reason.value + detail if found.reason else "chunked",
-        decision=decision_figures(found.decision),
+        name=region.name,
+        where=one.found.where,
+        is_region=bool(one.plan.group),
+        num_ranks=region.num_ranks if isinstance(region, AttentionRegion) else 1,
+        num_heads=sizes[0],
+        num_kv_heads=sizes[1],
+        num_chunks=one.plan.num_chunks,
+        verdict=why.why if why else "chunked",
+        decision=decision_figures(one.decision),
         remarks=(
-            *decision_remarks(found.decision),
-            *_said(found.rounding),
-            *found.projections_cut,
-            *found.projections_whole,
-            *_said(found.async_tp),
+            *decision_remarks(one.decision),
+            *one.remarks,
+            *(_not(LEFT[what], left) for what, left in one.left.items() if what in LEFT),
+            *handed_over,
         ),
-        is_handed_over=found.async_tp == AsyncTP.HANDED.value,
+        is_handed_over=one.plan.is_handed_over,
     )
 
 
-def _said(text: str) -> tuple[str, ...]:
-    return (text,) if text else ()
+def _not(what: str, left: Verdict) -> str:
+    return f"{what}: {left.why}"
 
 
-def _region_report(plan: RegionPlan, asked: str, *, chunked: bool) -> RegionReport:
-    region, switched = plan.region, plan.switch.is_switched
-    refused = plan.proof if isinstance(plan.proof, Refused) else None
-    remarks = [plan.remark.value] if plan.remark else []
-    remarks += decision_remarks(plan.decision)
-    remarks += dispatch_remarks(plan, asked)
-    remarks += [_wire(e) for e in (plan.dispatch, plan.combine) if e.wire != "same" or e.refusal]
-    if isinstance(plan.proof, RowProof) and plan.proof.sampled:
-        remarks.append(f"indices checked on {plan.proof.sampled} sampled vectors of counts")
-    if refused is None and chunked:
-        remarks += [f"weights not sliced: {why}" for why in _unsliced(plan)]
+def _region_report(one: PlannedExperts, asked: str) -> RegionReport:
+    region, plan = one.found.region, one.plan
+    left, chunks = dict(one.left), one.left.get("chunks")
+    remarks = [chunks.reason.value] if chunks and isinstance(one.proof, RowProof) else []
+    remarks += [Bound.BY_TOKENS.value] if plan.by_tokens else []
+    remarks += decision_remarks(one.decision)
+    remarks += dispatch_remarks(one, asked)
+    remarks += [_wire(one, name) for name in ("dispatch", "combine") if plan.wire(name) != "same"]
+    wires = [v for v in (left.get("dispatch_wire"), left.get("combine_wire")) if v and v.is_asked]
+    remarks += [f"{v.option.removesuffix('_wire')} not quantised: {v.why}" for v in wires]
+    if isinstance(one.proof, RowProof):
+        if one.proof.sampled:
+            remarks.append(f"indices checked on {one.proof.sampled} sampled vectors of counts")
+        if plan.is_chunked:
+            reasons = dict.fromkeys(reason for _, reason in one.proof.unsliceable)
+            remarks += [f"weights not sliced: {reason}" for reason in reasons]
     return RegionReport(
         name=region.name,
-        where=plan.where,
+        where=one.found.where,
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
-        num_chunks=plan.num_chunks if chunked or switched else 1,
-        num_host_reads=plan.num_host_reads,
-        verdict=_verdict(plan, chunked=chunked),
-        dispatch="all_gather" if switched else "all_to_all",
-        num_tokens=plan.switch.num_tokens,
-        dispatch_figures=dispatch_figures(plan),
+        num_chunks=plan.num_chunks,
+        num_host_reads=one.num_host_reads,
+        verdict=_verdict(one),
+        dispatch=plan.dispatch,
+        num_tokens=plan.num_tokens,
+        dispatch_figures=dispatch_figures(one),
         wires={
-            e.name: (e.wire, e.row_bytes_before, e.row_bytes) for e in (plan.dispatch, plan.combine)
+            name: (plan.wire(name), before, one.row_bytes[name])
+            for name, before in one.found.row_bytes.items()
         },
-        decision=decision_figures(plan.decision),
+        decision=decision_figures(one.decision),
         remarks=tuple(remarks),
     )
 
 
-def _verdict(plan: RegionPlan, *, chunked: bool) -> str:
-    if plan.switch.is_switched:
+def _verdict(one: PlannedExperts) -> str:
+    if one.plan.gathers:
         return "all-gathered"
-    if chunked:
+    if one.plan.is_chunked:
         return "chunked"
-    if not isinstance(plan.proof, Refused):
-        return "left whole"
-    detail = f" ({plan.proof.detail})" if plan.proof.detail else ""
-    return plan.proof.reason.value + detail
+    return one.left["chunks"].why if isinstance(one.proof, Refused) else "left whole"
 
 
-def _wire(exchange: Exchange) -> str:
-    if exchange.refusal:
-        return f"{exchange.name} not quantised: {exchange.refusal}"
-    share = exchange.row_bytes / exchange.row_bytes_before
-    return (
-        f"{exchange.name} in {exchange.wire}: {exchange.row_bytes} of {exchange.row_bytes_before} "
-        f"bytes per row ({share:.3f})"
-    )
-
-
-def _unsliced(plan: RegionPlan) -> list[str]:
-    pairs = [] if isinstance(plan.proof, Refused) else list(plan.proof.unsliceable)
-    return list(dict.fromkeys(reason for _, reason in pairs))
+def _wire(one: PlannedExperts, name: str) -> str:
+    now, before = one.row_bytes[name], one.found.row_bytes[name]
+    return f"{name} in {one.plan.wire(name)}: {now} of {before} bytes per row ({now / before:.3f})"

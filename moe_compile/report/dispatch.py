@@ -12,26 +12,24 @@ from moe_compile.planning.dispatch_rules import (
     DispatchCosts,
     Rounding,
 )
-from moe_compile.planning.state import RegionPlan, SwitchVerdict
+from moe_compile.planning.planned import PlannedExperts
 
 
-def dispatch_remarks(plan: RegionPlan, asked: str) -> list[str]:
+def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
     """Return what to say of the dispatch of one region for which the option says `asked`."""
-    switch = plan.switch
     if asked == "all_to_all":
         return []
     said = []
-    if not switch.is_switched:
-        detail = f" ({switch.detail})" if switch.detail else ""
-        said.append(f"not all-gathered: {switch.reason.value}{detail}")
-    if switch.costs is not None:
-        said += _costs(switch.costs)
-    return said + (_switched(switch) if switch.is_switched else [])
+    if (left := one.left.get("dispatch")) is not None:
+        said.append(f"not all-gathered: {left.why}")
+    if one.costs is not None:
+        said += _costs(one.costs)
+    return said + (_gathered(one) if one.plan.gathers else [])
 
 
-def dispatch_figures(plan: RegionPlan) -> dict[str, float]:
+def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
     """Return bytes and padding either way, as numbers; empty where they are not known."""
-    costs = plan.switch.costs
+    costs = one.costs
     if costs is None:
         return {}
     return {
@@ -53,14 +51,12 @@ def _costs(costs: DispatchCosts) -> list[str]:
     ]
 
 
-def _switched(switch: SwitchVerdict) -> list[str]:
+def _gathered(one: PlannedExperts) -> list[str]:
     room = "exact: the host reads how many rows come"
-    if not switch.is_exact:
-        times = (
-            "" if switch.costs is None else f", {switch.costs.padding:g} times the balanced ones"
-        )
+    if not one.plan.is_exact:
+        times = "" if one.costs is None else f", {one.costs.padding:g} times the balanced ones"
         room = f"room for all rows that may come{times}"
-    return [room] if switch.rounding is None else [room, *_equality(switch.rounding)]
+    return [room] if one.rounding is None else [room, *_equality(one.rounding)]
 
 
 def _equality(rounding: Rounding) -> list[str]:

@@ -39,7 +39,7 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    for title, key in (("Left alone", "left_alone"), ("Passes left out", "dropped_passes")):
+    for title, key in (("Reason alone", "left_alone"), ("Passes left out", "dropped_passes")):
         yield from (f"{title}: {line}" for line in report[key])
     yield from report.get("warnings", ())  # of reports that earlier versions wrote there are none
     if not report["compilations"]:

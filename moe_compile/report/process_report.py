@@ -66,9 +66,8 @@ class ProcessReport:
             self.paths.add(Path(path).absolute())
         self.write()
 
-    def add_dropped(self, compilation: Compilation, line: str, is_failure: bool) -> None:
+    def add_dropped(self, compilation: Compilation) -> None:
         """Take in a pass left out of a graph that was made after its compilation was taken in."""
-        compilation.add_dropped(line, is_failure)
         self._keep(compilation)
         self.write()
 
@@ -96,6 +95,11 @@ class ProcessReport:
             "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
             "warnings": list(self.warnings),
             "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
+            "passes": [
+                {"where": c.family, **data}
+                for c in self.compilations
+                for data in c.journal.as_data()
+            ],
             "graphs": [
                 {"where": g["family"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
                 for g in graphs

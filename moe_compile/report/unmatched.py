@@ -10,28 +10,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.analysis.regions import Refusal, Refused
+from moe_compile.analysis.regions import Refused
+from moe_compile.journal.reasons import Reason
 
 SAME_GRAPH: Final = (
     "in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks; around "
     "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
 )
 REMEDIES: Final = {
-    Refusal.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
+    Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
     f", {SAME_GRAPH}",
-    Refusal.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
+    Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
     f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
-    Refusal.UNEVEN_EXPERTS: "give every rank the same number of experts",
-    Refusal.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
+    Reason.UNEVEN_EXPERTS: "give every rank the same number of experts",
+    Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
     "parts, is not rewritten in this version",
-    Refusal.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
+    Reason.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
 }
 """What to change; of the most telling reason first."""
 OTHERWISE: Final = "the operator named is what to change, or nothing if this is no expert dispatch"
-DYNAMIC: Final = (Refusal.NO_COMBINE, Refusal.NO_COUNT_EXCHANGE)
+DYNAMIC: Final = (Reason.NO_COMBINE, Reason.NO_COUNT_EXCHANGE)
 """Reasons of exchanges that dispatch rows by sizes known only at run time, as expert layers do."""
 NO_CANDIDATES: Final = frozenset(
-    {Refusal.NOT_ALL_TO_ALL, Refusal.COUNT_EXCHANGE, Refusal.PART_OF_REGION}
+    {Reason.NOT_ALL_TO_ALL, Reason.COUNT_EXCHANGE, Reason.PART_OF_REGION}
 )
 
 
@@ -40,7 +41,7 @@ class Unmatched:
     """An exchange without a region."""
 
     name: str
-    reason: Refusal
+    reason: Reason
     detail: str
     is_region: bool
     """Whether a dispatch, its counts and its combine were matched, and then refused."""

@@ -1,1 +1,1 @@
-"""Masked replay: how a region runs in chunks. Used by `passes.chunk_regions`."""
+"""Masked replay: how a region runs in chunks. Used by `passes.rewrite_regions`."""

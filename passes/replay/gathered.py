@@ -23,11 +23,12 @@ import torch.fx as fx
 
 from moe_compile.analysis.new_order import parts
 from moe_compile.analysis.rewrites import Surroundings
+from moe_compile.analysis.token_regions import GatheredForm
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D
 from passes.replay.gathered_routing import Routing, emit_gather, emit_routing
-from passes.replay.gathered_slice import Slice, SliceWriter, Switch
+from passes.replay.gathered_slice import Slice, SliceWriter
 from passes.replay.host_reads import BulkRead
 from passes.replay.replayed import Replay, emit_until_reads, needed_for
 from passes.replay.sizes import extent
@@ -48,19 +49,19 @@ class Gathered:
     """Host reads of the old form that stay, because others need them."""
 
 
-def emit_gathered(switch: Switch, around: Surroundings) -> Gathered:
+def emit_gathered(form: GatheredForm, around: Surroundings) -> Gathered:
     """Emit the region in its new form; the old one is for the caller to take out.
 
     `around` names the host reads of the region that others need and that the one read serves; with
-    any, the switch must be exact.
+    any, the form must be exact.
     """
-    region, found = switch.region, switch.found
-    gathers = _launch_tokens(switch)
+    region, found = form.region, form.found
+    gathers = _launch_tokens(form)
     emit = Emitter(region.result)
-    routing = emit_routing(emit, region, found, switch.num_slices)
-    writer = SliceWriter(emit, switch, routing)
+    routing = emit_routing(emit, region, found, form.num_slices)
+    writer = SliceWriter(emit, form, routing)
     slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]
-    instead = _read_host(writer, switch, routing, slices, around) if switch.is_exact else {}
+    instead = _read_host(writer, form, routing, slices, around) if form.is_exact else {}
     for part in slices:
         writer.place_rows(part)
     writer.gather_factors(slices, found.before)
@@ -70,30 +71,30 @@ def emit_gathered(switch: Switch, around: Surroundings) -> Gathered:
     writer.gather_factors(slices, found.after)
     writer.gather_weights(slices)
     reduces = [writer.launch_sums(part) for part in slices]
-    return Gathered(_joined(writer.emit, switch, reduces), instead, tuple(gathers), tuple(reduces))
+    return Gathered(_joined(writer.emit, form, reduces), instead, tuple(gathers), tuple(reduces))
 
 
-def _launch_tokens(switch: Switch) -> list[fx.Node]:
+def _launch_tokens(form: GatheredForm) -> list[fx.Node]:
     """Gather the tokens where the rows were gathered: gradients meet in the order they had."""
-    emit, tokens = Emitter(switch.found.gather), switch.found.tokens
+    emit, tokens = Emitter(form.found.gather), form.found.tokens
     parts = [tokens]
-    if switch.num_slices > 1:
+    if form.num_slices > 1:
         share = extent(emit, tokens, 0)
         assert isinstance(share, int)
-        split = emit.call(torch.split, tokens, share // switch.num_slices)
-        parts = [emit.call(operator.getitem, split, c) for c in range(switch.num_slices)]
-    return [emit_gather(emit, switch.region, part) for part in parts]
+        split = emit.call(torch.split, tokens, share // form.num_slices)
+        parts = [emit.call(operator.getitem, split, c) for c in range(form.num_slices)]
+    return [emit_gather(emit, form.region, part) for part in parts]
 
 
 def _read_host(
     writer: SliceWriter,
-    switch: Switch,
+    form: GatheredForm,
     routing: Routing,
     slices: list[Slice],
     around: Surroundings,
 ) -> dict[fx.Node, fx.Node]:
     """Emit the one read of all that the host must know; return what the served reads became."""
-    emit, region = writer.emit, switch.region
+    emit, region = writer.emit, form.region
     reads = BulkRead(emit)
     for counts in routing.counts:
         reads.add(emit.method("sum", writer.mine(counts)))
@@ -105,7 +106,7 @@ def _read_host(
         whole.env[region.received_counts] = writer.received(counts)
         needed = needed_for(around.served, region, dependence)
         emit_until_reads(emit, region, whole, reads, part_of, needed)
-    wanted = needed_for(around.bulk, region, dependence) & set(switch.needs.nodes)
+    wanted = needed_for(around.bulk, region, dependence) & set(form.needs.nodes)
     for part in slices:
         emit_until_reads(emit, region, part.replay, reads, part_of, wanted)
     values = reads.finish()
@@ -116,10 +117,10 @@ def _read_host(
     return {node: whole.env[node] for node in around.served}
 
 
-def _joined(emit: Emitter, switch: Switch, reduces: list[fx.Node]) -> fx.Node:
+def _joined(emit: Emitter, form: GatheredForm, reduces: list[fx.Node]) -> fx.Node:
     """Emit the sums of all this rank's tokens, and what they are added to."""
     sums = [emit.call(C10D.wait_tensor, launch) for launch in reduces]
     result = sums[0] if len(sums) == 1 else emit.call(torch.cat, sums)
-    if switch.found.sums.base is not None:
-        result = emit.call(operator.add, switch.found.sums.base, result)
+    if form.found.sums.base is not None:
+        result = emit.call(operator.add, form.found.sums.base, result)
     return result

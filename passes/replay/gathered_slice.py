@@ -15,27 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from moe_compile.analysis.body_needs import BodyNeeds
-from moe_compile.analysis.regions import MoERegion
-from moe_compile.analysis.token_regions import TokenRows
+from moe_compile.analysis.token_regions import GatheredForm
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.gathered_rows import LOCAL_ROWS, PAD_LAST_RUN
 from passes.replay.gathered_routing import Routing, emit_factor
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.sizes import Size, extent, times
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Switch:
-    """How a region is to be switched."""
-
-    region: MoERegion
-    found: TokenRows
-    needs: BodyNeeds
-    num_slices: int
-    is_exact: bool
-    """Whether the host reads how many rows come; else there is room for all that may."""
 
 
 @dataclass(slots=True)
@@ -61,10 +47,10 @@ class Slice:
 class SliceWriter:
     """Emits the parts of slices, through an emitter that moves down the graph."""
 
-    def __init__(self, emit: Emitter, switch: Switch, routing: Routing) -> None:
-        """Write what `switch` says of the rows that `routing` tells."""
-        self.emit, self._switch, self._routing = emit, switch, routing
-        self._region, self._found = switch.region, switch.found
+    def __init__(self, emit: Emitter, form: GatheredForm, routing: Routing) -> None:
+        """Write what `form` says of the rows that `routing` tells."""
+        self.emit, self._form, self._routing = emit, form, routing
+        self._region, self._found = form.region, form.found
         group = dist.distributed_c10d._resolve_process_group(self._region.group)
         self._first = dist.get_rank(group) * self._region.num_local_experts
 
@@ -73,7 +59,7 @@ class SliceWriter:
         tokens = self.emit.call(C10D.wait_tensor, launch)
         part = Slice(number, tokens, Replay(range(self._region.num_local_experts), {}))
         counts = self._routing.counts[number]
-        if not self._switch.is_exact:
+        if not self._form.is_exact:
             local = self._region.num_local_experts
             self.set_num_rows(part, self._most_rows())
             counts = self.emit.call(PAD_LAST_RUN, counts, self._first, local, part.num_rows)
@@ -83,7 +69,7 @@ class SliceWriter:
     def set_num_rows(self, part: Slice, num_rows: Size) -> None:
         """Note how many rows the slice has, wherever the experts read it."""
         part.num_rows = num_rows
-        part.replay.env.update(dict.fromkeys(self._switch.needs.num_rows, num_rows))
+        part.replay.env.update(dict.fromkeys(self._form.needs.num_rows, num_rows))
 
     def _most_rows(self) -> Size:
         """Return the most rows this rank may get: of every rank, all that its tokens may send."""
@@ -95,7 +81,7 @@ class SliceWriter:
 
     def _num_tokens(self) -> Size:
         size = extent(self.emit, self._found.tokens, 0)
-        return size // self._switch.num_slices if isinstance(size, int) else size
+        return size // self._form.num_slices if isinstance(size, int) else size
 
     def received(self, counts: fx.Node) -> fx.Node:
         """Emit `[ranks, experts]` counts in the form in which the region receives its own."""
@@ -118,7 +104,7 @@ class SliceWriter:
         sizes = (part.num_rows, routing.num_rows)
         numbers = emit.call(LOCAL_ROWS, counts, self._first, local, *sizes)
         part.source = emit.call(operator.getitem, numbers, 0)
-        if not self._switch.is_exact:
+        if not self._form.is_exact:
             is_row = emit.call(operator.getitem, numbers, 1)
             part.is_row = emit.method("unsqueeze", is_row, -1)
         of_sender = emit.method("reshape", routing.tokens[part.number], -1)
@@ -154,8 +140,8 @@ class SliceWriter:
         rows = self.emit.call(operator.getitem, part.tokens, part.target)
         rows = self._changed(part, self._found.gather, rows, self._found.before)
         env = part.replay.env
-        env.update(dict.fromkeys(self._switch.needs.received, self._without_padding(part, rows)))
-        emit_rest(self.emit, self._switch.needs.nodes, part.replay)
+        env.update(dict.fromkeys(self._form.needs.received, self._without_padding(part, rows)))
+        emit_rest(self.emit, self._form.needs.nodes, part.replay)
 
     def _changed(
         self, part: Slice, first: fx.Node, rows: fx.Node, chain: Iterable[fx.Node]

@@ -1,13 +1,16 @@
 """Attention regions are found by what moves; what only looks like one is left with a reason."""
 
+import inspect
 import operator
+import re
 
 import pytest
 import torch
 
-from moe_compile.analysis.attention_regions import AttentionRefusal
+from moe_compile.analysis import detect_attention, head_inputs, head_proof
 from moe_compile.analysis.detect_attention import find_attention
 from moe_compile.analysis.head_split import split_projections
+from moe_compile.journal.reasons import Reason
 from tests import attention_layers as layers
 from tests import attention_variants as variants
 from tests.attention_refusals import REFUSED
@@ -71,9 +74,9 @@ def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style
 
 def test_every_reason_has_a_program():
     """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
-    names = ("ONE_GROUP", "BY_PRICE", "MAY_ROUND", "ONE_KV_HEAD", "NOT_DIVISIBLE")
-    of_plan = {AttentionRefusal[name] for name in names}
-    assert of_plan | set(REFUSED.values()) == set(AttentionRefusal)
+    files = (detect_attention, head_inputs, head_proof)
+    said = re.findall(r"Reason\.([A-Z_]+)", "".join(map(inspect.getsource, files)))
+    assert {Reason[name] for name in said} == set(REFUSED.values())
 
 
 def test_what_holds_no_heads_is_computed_once_for_all_groups(fake_ranks):

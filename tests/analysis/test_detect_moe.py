@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import (
 from torch.utils.checkpoint import checkpoint
 
 from moe_compile.analysis.detect_moe import find_moe_regions
-from moe_compile.analysis.regions import Refusal
+from moe_compile.journal.reasons import Reason
 from tests.capture import dynamo_graphs
 from tests.layers import STYLES, WAIT, GroupedExperts
 
@@ -60,7 +60,7 @@ def test_a_region_below_attentions_exchanges_takes_the_nearest_counts(fake_ranks
         return layer(x + back)
 
     (region,), refused = find(program, rows())
-    assert refused == [Refusal.EVEN_SPLITS] * 2  # sequence-to-head exchange: a decoy
+    assert refused == [Reason.EVEN_SPLITS] * 2  # sequence-to-head exchange: a decoy
     assert region.count_exchange.name not in {"tensor", "tensor_1"}
 
 
@@ -77,7 +77,7 @@ def test_an_exchange_of_embeddings_is_left_alone(fake_ranks):
     ids = torch.arange(32)
     regions, refused = find(program, ids, torch.tensor([16, 16]))
     assert regions == []
-    assert refused == [Refusal.EVEN_SPLITS, Refusal.INTEGER_PAYLOAD, Refusal.NO_COMBINE]
+    assert refused == [Reason.EVEN_SPLITS, Reason.INTEGER_PAYLOAD, Reason.NO_COMBINE]
 
 
 def test_a_dispatch_whose_rows_never_come_back_is_left_alone(fake_ranks):
@@ -86,7 +86,7 @@ def test_a_dispatch_whose_rows_never_come_back_is_left_alone(fake_ranks):
         return all_to_all_single_autograd(x, received.tolist(), counts.tolist(), fake_ranks) * 2
 
     regions, refused = find(program, rows(), torch.tensor([16, 16]))
-    assert (regions, refused[-1]) == ([], Refusal.NO_COMBINE)
+    assert (regions, refused[-1]) == ([], Reason.NO_COMBINE)
 
 
 def test_sizes_that_no_exchange_of_integers_gave_are_left_alone(fake_ranks):
@@ -96,7 +96,7 @@ def test_sizes_that_no_exchange_of_integers_gave_are_left_alone(fake_ranks):
 
     regions, refused = find(program, rows(), torch.tensor([16, 16]))
     assert regions == []
-    assert Refusal.NO_COUNT_EXCHANGE in refused or Refusal.NO_COMBINE in refused
+    assert Reason.NO_COUNT_EXCHANGE in refused or Reason.NO_COMBINE in refused
 
 
 class CountsRowsOnTheWay(GroupedExperts):
@@ -114,7 +114,7 @@ class CountsRowsOnTheWay(GroupedExperts):
 def test_experts_that_write_outside_are_refused(fake_ranks):
     layer = CountsRowsOnTheWay(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
     regions, refused = find(layer, rows())
-    assert (regions, refused) == ([], [Refusal.MUTATES_OUTSIDE])
+    assert (regions, refused) == ([], [Reason.MUTATES_OUTSIDE])
 
 
 class ThirdExchange(GroupedExperts):
@@ -129,4 +129,4 @@ class ThirdExchange(GroupedExperts):
 def test_experts_that_communicate_are_refused(fake_ranks):
     layer = ThirdExchange(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
     regions, refused = find(layer, rows())
-    assert (regions, refused) == ([], [Refusal.COMMUNICATES, Refusal.NOT_ALL_TO_ALL])
+    assert (regions, refused) == ([], [Reason.COMMUNICATES, Reason.NOT_ALL_TO_ALL])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moe_compile.analysis.regions import Refusal, Refused, RowProof
+from moe_compile.analysis.regions import Refused, RowProof
+from moe_compile.journal.reasons import Reason
 from tests.analysis.test_row_orders import put_back, verdict_on
 from tests.analysis.verdicts import WIDTH
 
@@ -75,30 +76,30 @@ def for_one_row(m, x, c):
 
 
 REFUSED = {
-    "equal to a number": (applied(scaled_by_what_is_asserted), Refusal.VALUE_FROM_COUNTS),
+    "equal to a number": (applied(scaled_by_what_is_asserted), Reason.VALUE_FROM_COUNTS),
     "between two equal numbers": (
-        applied(scaled_by_what_is_asserted_from_both_sides), Refusal.VALUE_FROM_COUNTS,
+        applied(scaled_by_what_is_asserted_from_both_sides), Reason.VALUE_FROM_COUNTS,
     ),
     "a constant of so many rows": (
-        applied(added_to_as_many_as_asserted), Refusal.ROWS_FROM_OUTSIDE,
+        applied(added_to_as_many_as_asserted), Reason.ROWS_FROM_OUTSIDE,
     ),
     "a constant of so many rows beside them": (
-        applied(beside_as_many_as_asserted), Refusal.ROWS_FROM_OUTSIDE,
+        applied(beside_as_many_as_asserted), Reason.ROWS_FROM_OUTSIDE,
     ),
     "a constant as wide as there are rows": (
-        applied(as_many_columns_as_rows), Refusal.SIZE_FROM_COUNTS,
+        applied(as_many_columns_as_rows), Reason.SIZE_FROM_COUNTS,
     ),
     "divided by experts with rows": (
         padded_by(lambda m, x, c: x.shape[0] // (c > 0).sum().item()),
-        Refusal.FAILS_WITHOUT_ROWS,
+        Reason.FAILS_WITHOUT_ROWS,
     ),
-    "a difference of counts": (padded_by(difference), Refusal.FAILS_WITHOUT_ROWS),
+    "a difference of counts": (padded_by(difference), Reason.FAILS_WITHOUT_ROWS),
     "nothing divided by nothing": (
         padded_by(lambda m, x, c: (c.float() / c.sum() * 10).sum().long().item()),
-        Refusal.FAILS_WITHOUT_ROWS,
+        Reason.FAILS_WITHOUT_ROWS,
     ),
-    "a maximum beside another read": (padded_by(beside_another_read), Refusal.FAILS_WITHOUT_ROWS),
-    "one row alone": (padded_by(for_one_row), Refusal.FAILS_WITHOUT_ROWS),
+    "a maximum beside another read": (padded_by(beside_another_read), Reason.FAILS_WITHOUT_ROWS),
+    "one row alone": (padded_by(for_one_row), Reason.FAILS_WITHOUT_ROWS),
 }  # fmt: skip
 
 
@@ -139,4 +140,4 @@ def test_a_formula_that_its_type_does_not_hold_is_not_followed(fake_ranks, round
         return put_back(perm, m.product(x[perm], rounded(m.totals(c)).long()))
 
     verdict = verdict_on(body, fake_ranks)
-    assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.SHARED_PARAMETER, verdict

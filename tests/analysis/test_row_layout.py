@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from moe_compile.analysis.position_rounding import LIE_APART
-from moe_compile.analysis.regions import Refusal, RowProof
+from moe_compile.analysis.regions import RowProof
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.reasons import Reason
 from tests.analysis.test_position_rounding import verdict_of, with_body
 from tests.analysis.verdicts import judge
 from tests.layers import LoopExperts
@@ -25,7 +26,7 @@ def test_an_operator_with_code_for_whole_tensors_is_refused_on_parts_of_rows(
 ):
     """A single such row is a whole tensor: one row of a chunk had other bits than among others."""
     verdict = verdict_of(fake_ranks, 128, dtype, lambda h: torch.cat([HALVES[case](h)] * 2, 1))
-    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +79,7 @@ def through_channels(num_channels):
 def test_rows_laid_out_channels_last_are_refused(fake_ranks, num_channels):
     """Without a row the layout is told for another, and sums run in another order."""
     verdict = with_body(fake_ranks, through_channels(num_channels))
-    assert getattr(verdict, "reason", verdict) is Refusal.UNKNOWN_OPERATOR, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.UNKNOWN_OPERATOR, verdict
     assert "channels last" in verdict.detail
 
 
@@ -106,7 +107,7 @@ def test_rounding_is_judged_in_the_types_that_autocast_makes(fake_ranks):
     assert isinstance(plain, RowProof), plain
     style = type("Normed", (UnderAutocast,), {"body": staticmethod(normed)})
     verdict = judge(style(16, 64, 8, 2, fake_ranks, torch.float32), x)
-    assert getattr(verdict, "reason", verdict) is Refusal.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
     assert "bfloat16" in verdict.detail
 
 

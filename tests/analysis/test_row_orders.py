@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_compile.analysis.regions import Refusal, RowProof
+from moe_compile.analysis.regions import RowProof
+from moe_compile.journal.reasons import Reason
 from tests.analysis.verdicts import EXPERTS, HIDDEN, TOP_K, WIDTH, judge, layer_of, tokens
 from tests.layers import GroupedExperts
 
@@ -239,40 +240,40 @@ def scan_through_a_view(m, x, c):
 
 
 REFUSED = {
-    "permuted twice": (permuted_again, Refusal.ROWS_MIXED),
-    "pieces joined backwards": (joined_backwards, Refusal.ROWS_OUT_OF_ORDER),
-    "put back by another index": (put_back_by_another, Refusal.ROWS_OUT_OF_ORDER),
-    "indices from outside": (indices_from_outside, Refusal.ROWS_FROM_OUTSIDE),
+    "permuted twice": (permuted_again, Reason.ROWS_MIXED),
+    "pieces joined backwards": (joined_backwards, Reason.ROWS_OUT_OF_ORDER),
+    "put back by another index": (put_back_by_another, Reason.ROWS_OUT_OF_ORDER),
+    "indices from outside": (indices_from_outside, Reason.ROWS_FROM_OUTSIDE),
     "indices moved by a tensor from outside": (
         indices_moved_by_outside,
-        Refusal.ROWS_FROM_OUTSIDE,
+        Reason.ROWS_FROM_OUTSIDE,
     ),
-    "last row": (lambda m, x, c: x - x[-1], Refusal.ROWS_MIXED),
-    "runs after an unstable sort": (unstable_runs, Refusal.UNSTABLE_SORT),
-    "rows after an unstable sort, not followed": (unstable_searched, Refusal.UNSTABLE_SORT),
-    "half of the rows, not followed": (scaled_in_part(lambda n, t: n // 2), Refusal.ROWS_MIXED),
-    "five rows, not followed": (scaled_in_part(lambda n, t: 5), Refusal.ROWS_MIXED),
+    "last row": (lambda m, x, c: x - x[-1], Reason.ROWS_MIXED),
+    "runs after an unstable sort": (unstable_runs, Reason.UNSTABLE_SORT),
+    "rows after an unstable sort, not followed": (unstable_searched, Reason.UNSTABLE_SORT),
+    "half of the rows, not followed": (scaled_in_part(lambda n, t: n // 2), Reason.ROWS_MIXED),
+    "five rows, not followed": (scaled_in_part(lambda n, t: 5), Reason.ROWS_MIXED),
     "rows of the last expert where the first one's are": (
         scaled_in_part(lambda n, t: t[-1]),
-        Refusal.PREMISE_FALSE,
+        Reason.PREMISE_FALSE,
     ),
-    "a scale read by rows and padding": (scaled_in_padding, Refusal.SHARED_PARAMETER),
+    "a scale read by rows and padding": (scaled_in_padding, Reason.SHARED_PARAMETER),
     "groups padded by the neighbour's count": (
         groups_padded_by_the_neighbours_count,
-        Refusal.SHARED_PARAMETER,
+        Reason.SHARED_PARAMETER,
     ),
-    "rows behind the last group": (behind_the_last_group, Refusal.ROWS_MIXED),
-    "counts written through a view": (counts_overwritten, Refusal.UNKNOWN_OPERATOR),
-    "counts turned in place": (counts_turned, Refusal.UNKNOWN_OPERATOR),
-    "ids from one rank's counts": (ids_of_one_rank, Refusal.ROWS_MIXED),
-    "scan through a view": (scan_through_a_view, Refusal.UNKNOWN_OPERATOR),
-    "padded by counts of other experts": (padded_to_all_rows, Refusal.SHARED_PARAMETER),
-    "sizes written beside others": (sizes_written_beside_others, Refusal.UNKNOWN_OPERATOR),
-    "first row": (lambda m, x, c: x - x[:1], Refusal.ROWS_MIXED),
-    "rows as columns": (lambda m, x, c: x * x.t().sum(1), Refusal.ROWS_MIXED),
+    "rows behind the last group": (behind_the_last_group, Reason.ROWS_MIXED),
+    "counts written through a view": (counts_overwritten, Reason.UNKNOWN_OPERATOR),
+    "counts turned in place": (counts_turned, Reason.UNKNOWN_OPERATOR),
+    "ids from one rank's counts": (ids_of_one_rank, Reason.ROWS_MIXED),
+    "scan through a view": (scan_through_a_view, Reason.UNKNOWN_OPERATOR),
+    "padded by counts of other experts": (padded_to_all_rows, Reason.SHARED_PARAMETER),
+    "sizes written beside others": (sizes_written_beside_others, Reason.UNKNOWN_OPERATOR),
+    "first row": (lambda m, x, c: x - x[:1], Reason.ROWS_MIXED),
+    "rows as columns": (lambda m, x, c: x * x.t().sum(1), Reason.ROWS_MIXED),
     "position of the row": (
         lambda m, x, c: x + torch.ones_like(x[:, :1]).cumsum(0),
-        Refusal.VALUE_FROM_COUNTS,
+        Reason.VALUE_FROM_COUNTS,
     ),
 }  # fmt: skip
 
@@ -301,7 +302,7 @@ class TableWritten(Ordered):
 
 def test_a_table_that_was_written_is_no_constant(fake_ranks):
     verdict = judge(layer_of(TableWritten, fake_ranks), tokens())
-    assert getattr(verdict, "reason", verdict) is Refusal.ROWS_MIXED
+    assert getattr(verdict, "reason", verdict) is Reason.ROWS_MIXED
 
 
 def divided_by_a_count(totals):
@@ -329,7 +330,7 @@ def test_groups_that_may_not_hold_their_experts_rows_are_refused(fake_ranks, per
         return put_back(index, m.product(x[index], GROUPS[case](m.totals(c))))
 
     verdict = verdict_on(body, fake_ranks)
-    assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER
+    assert getattr(verdict, "reason", verdict) is Reason.SHARED_PARAMETER
 
 
 @pytest.mark.parametrize("again", ["to", "contiguous", "float", "type_as", "whole"])
@@ -352,7 +353,7 @@ def test_a_weight_that_experts_read_by_what_gives_it_back_is_one_weight(fake_ran
     layer = layer_of(style, fake_ranks, torch.float32)
     layer.bias = torch.nn.Parameter(torch.ones(WIDTH))
     verdict = judge(layer, tokens(torch.float32))
-    assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.SHARED_PARAMETER, verdict
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -365,4 +366,4 @@ def test_where_no_input_says_what_has_a_gradient_any_float_might(fake_ranks):
     style = type("Scaled", (Ordered,), {"body": staticmethod(lambda m, x, c: x * m.frozen)})
     layer = style(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks).requires_grad_(False)
     verdict = judge(layer, tokens().detach())
-    assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER
+    assert getattr(verdict, "reason", verdict) is Reason.SHARED_PARAMETER

@@ -10,10 +10,11 @@ from moe_compile.analysis.count_facts import CountFacts
 from moe_compile.analysis.count_run import Unevaluable
 from moe_compile.analysis.count_samples import draw_samples, large_samples
 from moe_compile.analysis.operator_call import Claim
-from moe_compile.analysis.regions import Refusal, RowProof
+from moe_compile.analysis.regions import RowProof
 from moe_compile.analysis.row_domain import Labels, Opaque, Segment, Selected
 from moe_compile.analysis.sampled_rows import SampledRows
 from moe_compile.graph.query import source_place
+from moe_compile.journal.reasons import Reason
 from tests.analysis.test_row_orders import put_back, verdict_on
 from tests.analysis.verdicts import judge, layer_of, tokens
 from tests.layers import STYLES, GroupedExperts
@@ -96,7 +97,7 @@ FALSE = {
 def test_an_index_that_disagrees_with_the_group_sizes_is_refused(fake_ranks, case):
     """The proof believed that an index it could not follow agrees with the group sizes."""
     verdict = verdict_on(FALSE[case], fake_ranks)
-    assert getattr(verdict, "reason", verdict) is Refusal.PREMISE_FALSE, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.PREMISE_FALSE, verdict
 
 
 def test_an_index_that_leaves_rows_out_is_refused(fake_ranks):
@@ -132,7 +133,7 @@ def ordered_by_a_kernel(m, x, c):
 
 def test_a_kernel_that_cannot_run_here_is_refused(fake_ranks):
     verdict = verdict_on(ordered_by_a_kernel, fake_ranks)
-    assert getattr(verdict, "reason", verdict) is Refusal.PREMISE_UNCHECKED, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.PREMISE_UNCHECKED, verdict
 
 
 def descending(m, x, c):
@@ -145,7 +146,7 @@ def descending(m, x, c):
 def test_what_fails_for_a_chunk_without_rows_is_refused(fake_ranks):
     """Rows of others hid it: the rank had some, and one of its chunks none."""
     verdict = verdict_on(descending, fake_ranks)
-    assert getattr(verdict, "reason", verdict) is Refusal.FAILS_WITHOUT_ROWS, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.FAILS_WITHOUT_ROWS, verdict
 
 
 def facts_of(num_ranks, num_local):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moe_compile.analysis.regions import Refusal
+from moe_compile.journal.reasons import Reason
 from tests.analysis.verdicts import TOP_K, WIDTH, judge, layer_of, tokens
 from tests.layers import GroupedExperts, LoopExperts
 
@@ -56,49 +56,49 @@ def labels_of_rows_twice(layer, rows, received):
 
 
 REFUSED = {
-    "mean over all rows": (lambda m, x, c: x - x.mean(0), Refusal.ROWS_MIXED),
-    "running sum over rows": (lambda m, x, c: torch.cumsum(x, 0), Refusal.ROWS_MIXED),
-    "rows reversed": (lambda m, x, c: x.flip(0), Refusal.UNKNOWN_OPERATOR),
-    "attention of rows to rows": (lambda m, x, c: (x @ x.T).softmax(-1) @ x, Refusal.ROWS_MIXED),
-    "softmax over rows": (lambda m, x, c: x.softmax(0), Refusal.ROWS_MIXED),
-    "sum of two orders": (lambda m, x, c: x + by_expert(m, x, c), Refusal.ROWS_MIXED),
-    "half of the rows": (lambda m, x, c: x[: x.shape[0] // 2], Refusal.ROWS_MIXED),
+    "mean over all rows": (lambda m, x, c: x - x.mean(0), Reason.ROWS_MIXED),
+    "running sum over rows": (lambda m, x, c: torch.cumsum(x, 0), Reason.ROWS_MIXED),
+    "rows reversed": (lambda m, x, c: x.flip(0), Reason.UNKNOWN_OPERATOR),
+    "attention of rows to rows": (lambda m, x, c: (x @ x.T).softmax(-1) @ x, Reason.ROWS_MIXED),
+    "softmax over rows": (lambda m, x, c: x.softmax(0), Reason.ROWS_MIXED),
+    "sum of two orders": (lambda m, x, c: x + by_expert(m, x, c), Reason.ROWS_MIXED),
+    "half of the rows": (lambda m, x, c: x[: x.shape[0] // 2], Reason.ROWS_MIXED),
     "shared norm weight": (
         lambda m, x, c: F.rms_norm(x, (WIDTH,), m.gain),
-        Refusal.SHARED_PARAMETER,
+        Reason.SHARED_PARAMETER,
     ),
-    "scalar scale": (lambda m, x, c: x * m.scale, Refusal.SHARED_PARAMETER),
-    "matrix for all experts": (lambda m, x, c: x @ m.mix, Refusal.SHARED_PARAMETER),
-    "frozen matrix for all": (lambda m, x, c: x @ torch.ones_like(m.mix), Refusal.SHARED_PARAMETER),
-    "divided by a count": (lambda m, x, c: x / c.sum(), Refusal.VALUE_FROM_COUNTS),
-    "divided by the rows": (lambda m, x, c: x / x.shape[0], Refusal.VALUE_FROM_COUNTS),
-    "root of the rows": (lambda m, x, c: x * x.shape[0] ** -0.5, Refusal.VALUE_FROM_COUNTS),
+    "scalar scale": (lambda m, x, c: x * m.scale, Reason.SHARED_PARAMETER),
+    "matrix for all experts": (lambda m, x, c: x @ m.mix, Reason.SHARED_PARAMETER),
+    "frozen matrix for all": (lambda m, x, c: x @ torch.ones_like(m.mix), Reason.SHARED_PARAMETER),
+    "divided by a count": (lambda m, x, c: x / c.sum(), Reason.VALUE_FROM_COUNTS),
+    "divided by the rows": (lambda m, x, c: x / x.shape[0], Reason.VALUE_FROM_COUNTS),
+    "root of the rows": (lambda m, x, c: x * x.shape[0] ** -0.5, Reason.VALUE_FROM_COUNTS),
     "capacity mask": (
         lambda m, x, c: x * (position_in_expert(m, x, c) < 4)[:, None],
-        Refusal.VALUE_FROM_COUNTS,
+        Reason.VALUE_FROM_COUNTS,
     ),
     "weight of the busiest": (
         lambda m, x, c: x * m.w1.index_select(0, c.argmax().view(1) % 4)[0, :, 0],
-        Refusal.VALUE_FROM_COUNTS,
+        Reason.VALUE_FROM_COUNTS,
     ),
     "column by a count": (
         lambda m, x, c: x * x.index_select(1, c.max().view(1) % 4),
-        Refusal.VALUE_FROM_COUNTS,
+        Reason.VALUE_FROM_COUNTS,
     ),
     "rows behind one another in memory": (
         lambda m, x, c: x * (x.new_zeros(WIDTH, x.shape[0]).t() + x).sum(1, keepdim=True),
-        Refusal.ROUNDED_BY_POSITION,
+        Reason.ROUNDED_BY_POSITION,
     ),
     "every dimension of size one": (
-        lambda m, x, c: (x[:, None] * 0.5).squeeze(), Refusal.UNKNOWN_OPERATOR,
+        lambda m, x, c: (x[:, None] * 0.5).squeeze(), Reason.UNKNOWN_OPERATOR,
     ),
-    "labels of rows that stand twice": (labels_of_rows_twice, Refusal.ROWS_FROM_OUTSIDE),
-    "capacity by index": (kept_rows, Refusal.ROWS_OUT_OF_ORDER),
-    "dropout": (lambda m, x, c: F.dropout(x, 0.1), Refusal.RANDOM),
-    "noise": (lambda m, x, c: x + torch.randn_like(x), Refusal.RANDOM),
-    "host read": (lambda m, x, c: x * x.sum().item(), Refusal.HOST_READ_OF_ROWS),
-    "branch of rows": (lambda m, x, c: torch.linalg.qr(x).Q, Refusal.UNKNOWN_OPERATOR),
-    "left by expert": (by_expert, Refusal.ROWS_OUT_OF_ORDER),
+    "labels of rows that stand twice": (labels_of_rows_twice, Reason.ROWS_FROM_OUTSIDE),
+    "capacity by index": (kept_rows, Reason.ROWS_OUT_OF_ORDER),
+    "dropout": (lambda m, x, c: F.dropout(x, 0.1), Reason.RANDOM),
+    "noise": (lambda m, x, c: x + torch.randn_like(x), Reason.RANDOM),
+    "host read": (lambda m, x, c: x * x.sum().item(), Reason.HOST_READ_OF_ROWS),
+    "branch of rows": (lambda m, x, c: torch.linalg.qr(x).Q, Reason.UNKNOWN_OPERATOR),
+    "left by expert": (by_expert, Reason.ROWS_OUT_OF_ORDER),
 }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ class TiedExperts(LoopExperts):
 )
 def test_a_weight_must_be_read_by_the_rows_of_its_expert(fake_ranks, style):
     verdict = judge(layer_of(style, fake_ranks), tokens())
-    assert getattr(verdict, "reason", verdict) is Refusal.SHARED_PARAMETER
+    assert getattr(verdict, "reason", verdict) is Reason.SHARED_PARAMETER
 
 
 class WeightsFromOutside(GroupedExperts):
@@ -176,7 +176,7 @@ class WeightsFromOutside(GroupedExperts):
 
 def test_a_tensor_from_outside_with_a_value_per_row_is_refused(fake_ranks):
     verdict = judge(layer_of(WeightsFromOutside, fake_ranks), tokens())
-    assert getattr(verdict, "reason", verdict) is Refusal.ROWS_FROM_OUTSIDE
+    assert getattr(verdict, "reason", verdict) is Reason.ROWS_FROM_OUTSIDE
 
 
 class PaddedSplits(GroupedExperts):
@@ -189,7 +189,7 @@ class PaddedSplits(GroupedExperts):
 
 def test_split_sizes_must_be_sums_of_counts(fake_ranks):
     verdict = judge(layer_of(PaddedSplits, fake_ranks), tokens())
-    assert getattr(verdict, "reason", verdict) is Refusal.NO_COUNT_EXCHANGE
+    assert getattr(verdict, "reason", verdict) is Reason.NO_COUNT_EXCHANGE
 
 
 def test_a_refusal_names_the_node_and_the_users_line(fake_ranks):

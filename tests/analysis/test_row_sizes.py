@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_compile.analysis.regions import Refusal, RowProof
+from moe_compile.analysis.regions import RowProof
+from moe_compile.journal.reasons import Reason
 from tests.analysis.test_row_orders import put_back, verdict_on
 
 SIZES = {
@@ -42,7 +43,7 @@ def test_a_dimension_as_long_as_the_counts_say_is_refused(fake_ranks, case):
 
 def test_the_refusal_names_the_shape(fake_ranks):
     verdict = verdict_on(SIZES["rows repeated by their number"], fake_ranks)
-    assert verdict.reason is Refusal.SIZE_FROM_COUNTS, verdict
+    assert verdict.reason is Reason.SIZE_FROM_COUNTS, verdict
 
 
 def test_rows_repeated_a_fixed_number_of_times_are_followed(fake_ranks):

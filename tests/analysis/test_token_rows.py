@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from moe_compile.analysis.token_regions import NotFound, Unswitched
+from moe_compile.analysis.token_regions import NotFound
 from moe_compile.analysis.token_rows import find_token_rows
+from moe_compile.journal.reasons import Reason
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import Around, InOrder, InOrderWeighted
@@ -19,8 +20,8 @@ def found_in(style, group, *, experts=EXPERTS, top_k=TOP_K):
     (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, experts, top_k, group), x)
     ours = state()
     DetectRegions().run(gm.graph, ours)
-    (plan,) = ours.plans
-    return find_token_rows(plan.region)
+    (found,) = ours.found.experts
+    return find_token_rows(found.region)
 
 
 def onto(make_base):
@@ -72,7 +73,7 @@ def zeros_like(x):
 )
 def test_zeros_that_are_written_are_no_zeros(fake_ranks, base):
     """They were left out of the sum, with all that had been written to them."""
-    assert found_in(onto(base), fake_ranks).reason is Unswitched.WRITTEN
+    assert found_in(onto(base), fake_ranks).reason is Reason.WRITTEN
 
 
 def test_what_is_called_zeros_by_others_is_a_base_like_any_other(fake_ranks):
@@ -156,13 +157,13 @@ def wide_zeros(x, rows):
 )
 def test_a_sum_that_is_not_understood_is_none(fake_ranks, style):
     """Its arguments and its place were not looked at: values were wrong."""
-    assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
+    assert found_in(style, fake_ranks).reason is Reason.NO_SUM
 
 
 def test_slots_that_no_row_fills_are_not_proven(fake_ranks):
     """Two rows to a token, in four slots: the first half of the tokens gets all of them."""
     style = ordered_in(zeros, slots=2 * TOP_K)
-    assert found_in(style, fake_ranks).reason is Unswitched.OTHER_INDEX
+    assert found_in(style, fake_ranks).reason is Reason.OTHER_INDEX
 
 
 @pytest.mark.parametrize("dim", [1, -2, (1,)])
@@ -184,7 +185,7 @@ def test_a_dimension_may_be_counted_from_either_end(fake_ranks, dim):
 def test_a_weighted_sum_with_more_between_is_not_understood(fake_ranks, product):
     """Casts were skipped, and products with a number too."""
     style = summed_by(product, InOrderWeighted)
-    assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
+    assert found_in(style, fake_ranks).reason is Reason.NO_SUM
 
 
 def test_a_weighted_sum_may_be_taken_in_the_type_of_its_weights(fake_ranks):
@@ -213,7 +214,7 @@ def test_an_operator_of_that_name_is_not_torchs(fake_ranks):
             zeros = torch.zeros_like(x)
             return torch.ops.megamoe_tests.index_add(zeros, 0, order // self.top_k, out)
 
-    assert found_in(OfOthers, fake_ranks).reason is Unswitched.NO_SUM
+    assert found_in(OfOthers, fake_ranks).reason is Reason.NO_SUM
 
 
 class OneNumber(Around):
@@ -236,7 +237,7 @@ class WholeSums(Around):
 
 @pytest.mark.parametrize("style", [OneNumber, WholeSums])
 def test_sums_that_are_no_matrix_of_floats_are_none(fake_ranks, style):
-    assert found_in(style, fake_ranks).reason is Unswitched.NO_SUM
+    assert found_in(style, fake_ranks).reason is Reason.NO_SUM
 
 
 def test_an_index_that_is_read_after_a_write_is_another(fake_ranks):
@@ -247,7 +248,7 @@ def test_an_index_that_is_read_after_a_write_is_another(fake_ranks):
             order.copy_(order.flip(0))
             return torch.zeros_like(x).index_add(0, order // self.top_k, out)
 
-    assert found_in(Turned, fake_ranks).reason is Unswitched.OTHER_INDEX
+    assert found_in(Turned, fake_ranks).reason is Reason.OTHER_INDEX
 
 
 def test_rows_are_not_put_in_an_order_that_was_written(fake_ranks):

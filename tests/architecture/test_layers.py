@@ -7,7 +7,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = (  # left to right; longest prefix wins
-    ("moe_compile.errors", "moe_compile.config", "moe_compile.frame_space", "moe_compile.hardware"),
+    (
+        "moe_compile.errors",
+        "moe_compile.journal",
+        "moe_compile.config",
+        "moe_compile.frame_space",
+        "moe_compile.hardware",
+    ),
     ("moe_compile.ops",),
     ("moe_compile.graph",),
     ("moe_compile.analysis",),

@@ -24,7 +24,7 @@ from moe_compile.ops.launch_records import executed_records
 from moe_compile.report.compilations import AS_WRITTEN
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import RankFailure, RankPool
-from passes.chunk_regions import ChunkRegions
+from passes.rewrite_regions import RewriteRegions
 from tests.layers import WAIT, GroupedExperts
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
@@ -113,7 +113,7 @@ def fail_on_rank_one(rank):
     with contextlib.ExitStack() as stack:
         if rank == 1:
             failing = mock.Mock(side_effect=RuntimeError("out of luck"))
-            stack.enter_context(mock.patch.object(ChunkRegions, "run", failing))
+            stack.enter_context(mock.patch.object(RewriteRegions, "run", failing))
         return run_steps(rank, GroupedExperts, (8,))
 
 

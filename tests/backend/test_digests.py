@@ -28,8 +28,7 @@ def orders(gm):
 
 
 def plan(gm, config):
-    state, compilation = rewrite(gm, config)
-    return plan_of(state, has_regions=compilation.has_regions)
+    return plan_of(rewrite(gm, config)[0])
 
 
 def test_the_users_order_says_nothing_of_sizes_or_of_the_code_around(fake_ranks):
@@ -98,10 +97,10 @@ def test_what_runs_as_written_has_no_plan(fake_ranks):
 
 
 def test_a_pass_that_failed_later_is_part_of_the_plan(fake_ranks):
-    state, compilation = rewrite(graph(fake_ranks), MegaMoEConfig(chunks=2))
-    before = plan_of(state, has_regions=compilation.has_regions)
+    state, _ = rewrite(graph(fake_ranks), MegaMoEConfig(chunks=2))
+    before = plan_of(state)
     state.dropped.append("schedule_exchanges forward")
-    assert plan_of(state, has_regions=compilation.has_regions) != before
+    assert plan_of(state) != before
 
 
 def test_a_mixed_cluster_plans_for_the_slowest_link_and_what_all_have():

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_compile.journal.entries import Dropped, PassReport
+from moe_compile.journal.reasons import Reason
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run
-from passes import chunk_attention
+from passes import detect_regions
 from passes.compress_gradients import CompressGradients
-from passes.contract import Fact, GraphPass, PassReport
-from passes.pipeline import Dropped, Level, run_level
+from passes.contract import Fact, GraphPass
+from passes.pipeline import Level, run_level
 from tests.capture import state
 
 
@@ -54,8 +56,8 @@ def test_the_graph_is_restored_and_what_needs_the_pass_is_left_out(caplog):
     assert str(gm.graph) == before
     assert torch.equal(gm(torch.ones(3)), torch.full((3,), 2.0))
     assert results == [
-        Dropped("fails_halfway", "RuntimeError: half of the edit is done", is_failure=True),
-        Dropped("needs_regions", "needs REGIONS_FOUND, not provided"),
+        Dropped("fails_halfway", Reason.FAILED, "RuntimeError: half of the edit is done"),
+        Dropped("needs_regions", Reason.NEEDS_FACT, "REGIONS_FOUND"),
     ]
     assert [r.message for r in caplog.records] == [
         "megamoe: pass fails_halfway failed and is left out for this graph: "
@@ -85,7 +87,7 @@ def test_a_disabled_pass_is_left_out():
     gm = make_fx(program)(torch.ones(3))
     level = Level((NeedsRegions(),), frozenset({Fact.REGIONS_FOUND}))
     (result,) = run_level(level, gm.graph, state(disable_passes=("needs_regions",)))
-    assert result == Dropped("needs_regions", "disabled by disable_passes")
+    assert result == Dropped("needs_regions", Reason.DISABLED)
 
 
 TEXT = """
@@ -99,7 +101,7 @@ class Program(torch.nn.Module):
 
 
 def test_a_disabled_pass_alone_is_no_reason_to_report_a_compilation():
-    text = TEXT.replace("{}", "{'megamoe.disable_passes': ('chunk_attention',)}")
+    text = TEXT.replace("{}", "{'megamoe.disable_passes': ('quantize_exchanges',)}")
     assert run(0, text).dropped == []
 
 
@@ -109,9 +111,9 @@ def failing(graph):
 
 def test_a_compilation_that_lost_a_pass_is_reported_though_it_has_nothing_else(monkeypatch):
     """It has neither regions nor attention where what finds them failed."""
-    monkeypatch.setattr(chunk_attention, "find_attention", failing)
+    monkeypatch.setattr(detect_regions, "find_attention", failing)
     found = run(0, TEXT)
-    dropped = "chunk_attention: IndexError: tuple index out of range"
+    dropped = "detect_regions: IndexError: tuple index out of range"
     assert judgement_of([found]).kind is Kind.DROPPED
     assert dropped in found.dropped
     assert dropped in REPORT.as_dict()["dropped_passes"]

@@ -42,7 +42,7 @@ def test_the_name_is_found_without_any_import_of_ours_and_torch_logs_shows_a_lin
     [
         ({"megamoe.chunkz": 2}, "Did you mean 'chunks'"),
         ({"megamoe.chunks": "many"}, "whole number"),
-        ({"megamoe.disable_passes": ["chunk_region"]}, "Did you mean 'chunk_regions'"),
+        ({"megamoe.disable_passes": ["rewrite_region"]}, "Did you mean 'rewrite_regions'"),
         ({"megamoe.hardware": "h300"}, "no profile"),
     ],
 )

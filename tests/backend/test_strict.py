@@ -69,7 +69,7 @@ def attention_graph(style, group, kv_heads=4):
 
 def test_attention_between_exchanges_that_cannot_be_proven_raises(fake_ranks):
     gm, inputs = attention_graph(HeadMask, fake_ranks)
-    why = r"attention_layers.py:\d+ in attend is not split .*: its mask varies by head"
+    why = r"attention_layers.py:\d+ in attend: .*attention_chunks asks .*: its mask varies by head"
     with pytest.raises(RegionRefused, match=why):
         megamoe(gm, inputs, options=SPLIT)
     gm, inputs = attention_graph(HeadMask, fake_ranks)
@@ -96,7 +96,7 @@ def test_kv_heads_that_cannot_be_divided_do_not_raise(fake_ranks, kv_heads, grou
 
 def test_a_projection_that_is_asked_to_be_split_and_stays_whole_raises(fake_ranks):
     gm, inputs = attention_graph(NormOverHeads, fake_ranks)
-    with pytest.raises(RegionRefused, match=r"not split as asked: .* mixes heads \(rms_norm\)"):
+    with pytest.raises(RegionRefused, match=r"attention_split asks .* mixes heads \(rms_norm\)"):
         megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "qkv"})
     gm, inputs = attention_graph(NormOverHeads, fake_ranks)
     assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "out"}))

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_compile.planning.plan import SplitBound
+from moe_compile.planning.chunk_numbers import Bound
 from moe_compile.report.process_report import REPORT
-from passes.chunk_attention import ROUNDING
 from tests.attention_layers import (
     STYLES,
     FusedProjection,
@@ -22,7 +21,7 @@ TIMES = 2.0
 """What the root mean square error may be of the whole products': measured up to 1.45, for the
 weight of a small norm; each group adds a rounding as large as that of the whole result."""
 QUICK = (NormedAttention, FusedProjection, TitanAttention)
-BOTH = (SplitBound.QKV.value, SplitBound.OUT.value)
+BOTH = (Bound.QKV.value, Bound.OUT.value)
 ROUNDED_BY_GROUP = (LatentAttention, NormedAttention, SharedKeyAttention)
 """Without a fused kernel, which the report says besides."""
 
@@ -73,7 +72,7 @@ def _error(tensor, expected):
 
 def check(pool, style, dtype, which, groups, remarks, kv_heads=KV_HEADS):
     for found, said in pool.run(errors, style, dtype, which, groups, kv_heads):
-        assert said == ((ROUNDING,) if style in ROUNDED_BY_GROUP else ()) + remarks
+        assert said == ((Bound.HEADS.value,) if style in ROUNDED_BY_GROUP else ()) + remarks
         for name, (whole, split) in found.items():
             assert split <= TIMES * whole, (style.__name__, name, whole, split)
 

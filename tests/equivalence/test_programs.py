@@ -181,7 +181,7 @@ def test_what_is_said_to_leave_a_layer_whole_does(judge):
 
 
 def test_a_pass_that_failed_is_a_failure():
-    found = Findings(dropped=["chunk_regions: AssertionError"])
+    found = Findings(dropped=["rewrite_regions: AssertionError"])
     assert judgement_of([found, found]).failed
 
 

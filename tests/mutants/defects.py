@@ -158,10 +158,11 @@ DEFECTS: Final = (
         "regions with one count exchange are replayed one after another",
         (
             Change(
-                "passes/chunk_regions.py",
-                "emitted.append((one, emit_chunks(*what, by_tokens=by_tokens)))\n"
-                "    for one, new in emitted:\n",
-                "new = emit_chunks(*what, by_tokens=by_tokens)\n",
+                "passes/rewrite_regions.py",
+                "        finish = [_emit_experts(one, dependence, state) for one in experts]\n",
+                "        for one in experts:\n"
+                "            _emit_experts(one, dependence, state)()\n"
+                "        finish = []\n",
             ),
         ),
     ),

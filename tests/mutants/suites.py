@@ -94,7 +94,7 @@ GROUPS: Final = (
         "edits",
         (
             "moe_compile/graph/edit.py",
-            "passes/chunk_regions.py",
+            "passes/rewrite_regions.py",
             "passes/replay/masked_replay.py",
             "passes/replay/replayed.py",
             "passes/replay/gradient_paths.py",

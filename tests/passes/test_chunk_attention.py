@@ -6,14 +6,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch, tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.planning.chunk_numbers import Bound
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
-from passes.chunk_attention import ROUNDING
 from tests.attention_layers import (
     LatentAttention,
     NormedAttention,
@@ -40,7 +40,7 @@ def compiled(style, group, kv_heads=8, *, heads=24, batch=4, **options):
 @pytest.mark.parametrize(
     ("asked", "kv_heads", "groups", "verdict"),
     [
-        (1, 8, 1, "one group of heads asked for"),
+        (1, 8, 1, "one chunk asked for"),
         (4, 8, 4, "chunked"),
         (4, 4, 1, NOT_DIVISIBLE),
         (2, 2, 1, "one local KV head: nothing to split by"),
@@ -58,7 +58,7 @@ def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_head
 
 @pytest.mark.parametrize(
     ("asked", "groups", "verdict"),
-    [(2, 2, "chunked"), ("auto", 1, AttentionRefusal.MAY_ROUND.value)],
+    [(2, 2, "chunked"), ("auto", 1, Reason.MAY_ROUND.value)],
 )
 @pytest.mark.parametrize("equal_tokens", [False, True])
 @pytest.mark.parametrize("style", [style for style in ROUNDED if style is not FlashOff])
@@ -69,7 +69,7 @@ def test_where_groups_may_round_they_are_asked_for_by_number(
     _, compilation = compiled(style, fake_ranks, **options)
     (found,) = compilation.attention
     assert (found.num_chunks, found.verdict) == (groups, verdict)
-    assert (ROUNDING in found.remarks) == (groups > 1)
+    assert (Bound.HEADS.value in found.remarks) == (groups > 1)
 
 
 @pytest.mark.parametrize(("heads", "batch"), [(4, 1), (8, 1), (4, 2)])
@@ -82,7 +82,7 @@ def test_a_head_is_alone_in_a_batch_of_one_only_where_a_number_asks_for_it(
     _, compilation = compiled(SplitAttention, fake_ranks, 4, batch=batch, **options)
     (found,) = compilation.attention
     alone = (heads, batch) == (4, 1)
-    assert (ROUNDING in found.remarks) == (alone and asked == 2)
+    assert (Bound.HEADS.value in found.remarks) == (alone and asked == 2)
     if alone and asked == "auto":
         assert found.num_chunks == 1
 

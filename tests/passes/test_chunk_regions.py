@@ -9,29 +9,23 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.utils._pytree import tree_leaves
 
-from moe_compile.analysis.regions import Refusal
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import called_name, is_all_to_all, is_assertion, is_integer
-from passes.chunk_regions import ChunkRegions
+from moe_compile.journal.reasons import Reason
 from passes.pipeline import DYNAMO, run_level
 from passes.replay.masked_replay import chunk_bounds
-from tests.capture import dynamo_graphs, state
+from tests.capture import carried_out, dynamo_graphs, state
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, Routed, SharedAndBias
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
 
 
 def chunked(program, chunks, **options):
-    """Return the Dynamo graph of `program` after our passes, and the report of chunk_regions."""
+    """Return the Dynamo graph of `program` after our passes, and what became of its chunks."""
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     results = run_level(DYNAMO, gm.graph, state(chunks=chunks, strict=True, **options))
-    return gm.graph, chunking(results)
-
-
-def chunking(results):
-    (report,) = (r for r in results if r.pass_name == ChunkRegions.name)
-    return report
+    return gm.graph, carried_out(results, "chunks")
 
 
 def layer(style, group):
@@ -121,7 +115,7 @@ def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     before = str(gm.graph)
-    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=1)))
+    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=1)), "chunks")
     assert str(gm.graph) == before
     assert [v.reason.value for v in report.skipped] == ["one chunk asked for"]
 
@@ -266,8 +260,8 @@ def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ran
     """What the host reads, and all that is computed from counts, is made first in a chunk."""
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer(style, fake_ranks), x)
-    (verdict,) = chunking(run_level(DYNAMO, gm.graph, state(chunks=2))).skipped
-    assert verdict.reason is Refusal.MUTATED_MEANWHILE, verdict
+    (verdict,) = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2)), "chunks").skipped
+    assert verdict.reason is Reason.MUTATED_MEANWHILE, verdict
     assert "would run before" in verdict.detail
 
 
@@ -314,7 +308,7 @@ def test_so_it_is_where_the_tracer_asks_the_tensor_of_rows(fake_ranks):
         size = gm.graph.call_method("size", (rows, 0))
     size.meta["example_value"] = rows.meta["example_value"].shape[0]
     output.args = ((*output.args[0], size),)
-    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2, strict=True)))
+    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2, strict=True)), "chunks")
     assert report.applied == ("region 0",)
     assert {*reads_of_host(gm.graph)} == {*host_copies(gm.graph)}
 
@@ -420,7 +414,7 @@ class LooksUpWeights(GroupedExperts):
 def test_three_terms_of_a_weight_are_added_in_their_order_or_not_at_all(fake_ranks):
     """Weights of sliced products were cut first, and so read before what stood ahead of them."""
     _, report = chunked(layer(LooksUpWeights, fake_ranks), 2)
-    assert [verdict.reason for verdict in report.skipped] == [Refusal.GRADIENT_ORDER]
+    assert [verdict.reason for verdict in report.skipped] == [Reason.GRADIENT_ORDER]
 
 
 class SaysHowMany(KeepsSplits):
@@ -472,9 +466,9 @@ class WithFrozenWeights(LoopExperts):
 @pytest.mark.parametrize(
     ("style", "chunks", "of_tokens", "of_weights", "reason"),
     [
-        (Frozen, 4, True, True, Refusal.NO_GRADIENT),
-        (Frozen, 4, False, True, Refusal.NO_GRADIENT),
-        (OfDetachedRows, 4, True, True, Refusal.NO_GRADIENT),
+        (Frozen, 4, True, True, Reason.NO_GRADIENT),
+        (Frozen, 4, False, True, Reason.NO_GRADIENT),
+        (OfDetachedRows, 4, True, True, Reason.NO_GRADIENT),
         (Frozen, 2, True, True, None),  # the first chunk has another expert
         (Frozen, 4, False, False, None),
         (WithFrozenWeights, 4, True, True, None),
@@ -487,7 +481,7 @@ def test_gradients_reach_the_rows_of_every_chunk_or_of_none(
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=of_tokens)
     program = layer(style, fake_ranks).requires_grad_(of_weights)
     (gm,) = dynamo_graphs(program, x)
-    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=chunks)))
+    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=chunks)), "chunks")
     assert [v.reason for v in report.skipped] == ([reason] if reason else [])
 
 
@@ -561,14 +555,14 @@ class MixesRows(GroupedExperts):
 
 
 @pytest.mark.parametrize(
-    ("style", "reason"), [(LeaksRows, Refusal.ROWS_ESCAPE), (MixesRows, Refusal.ROWS_MIXED)]
+    ("style", "reason"), [(LeaksRows, Reason.ESCAPES), (MixesRows, Reason.ROWS_MIXED)]
 )
 def test_a_region_is_left_as_it_was_with_the_reason(fake_ranks, style, reason):
     program = layer(style, fake_ranks)
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     before = str(gm.graph)
-    report = chunking(run_level(DYNAMO, gm.graph, state(chunks=2)))
+    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2)), "chunks")
     assert [v.reason for v in report.skipped] == [reason]
     assert str(gm.graph) == before
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.graph.query import is_launch, overload_name, tensor_of
-from passes.compress_gradients import CompressGradients, Left
+from moe_compile.journal.reasons import Reason
+from passes.compress_gradients import CompressGradients
 from tests.capture import state
 from tests.gradient_sums import check_rounded_once, contribution
 
@@ -105,22 +106,22 @@ def over_replicas(gradient, op="sum"):
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (lambda x: reduce_scatter(x.bfloat16()), Left.DTYPE),
-        (lambda x: reduce_scatter(x.double()), Left.DTYPE),
-        (lambda x: reduce_scatter(x, "max"), Left.OPERATION),
-        (alone, Left.ONE_RANK),
-        (lambda x: reduce_scatter(x[:3]), Left.SIZE),
-        (coalesced, Left.COALESCED),
-        (in_flight_and_awaited, Left.READERS),
-        (lambda x: reduce_scatter(x) @ x.t(), Left.ACTIVATION),
-        (lambda x: (reduce_scatter(x) * 2).sum(), Left.ACTIVATION),
-        (lambda x: (reduce_scatter(x) * 1e6).floor() % 2, Left.ACTIVATION),
-        (lambda x: squared(reduce_scatter(x)), Left.ACTIVATION),
-        (lambda x: 2 / reduce_scatter(x), Left.ACTIVATION),
-        (lambda x: reduce_scatter(x).to(torch.int32).float(), Left.ACTIVATION),
-        (lambda x: reduce_scatter(x).view(torch.int32), Left.ACTIVATION),
-        (lambda x: over_replicas(reduce_scatter(x), "max"), Left.ACTIVATION),
-        (lambda x: reduce_scatter(torch.ones(4, 3)) + x[:2], Left.RECOMPUTED),
+        (lambda x: reduce_scatter(x.bfloat16()), Reason.DTYPE),
+        (lambda x: reduce_scatter(x.double()), Reason.DTYPE),
+        (lambda x: reduce_scatter(x, "max"), Reason.OPERATION),
+        (alone, Reason.ONE_RANK),
+        (lambda x: reduce_scatter(x[:3]), Reason.SIZE),
+        (coalesced, Reason.COALESCED),
+        (in_flight_and_awaited, Reason.READERS),
+        (lambda x: reduce_scatter(x) @ x.t(), Reason.ACTIVATION),
+        (lambda x: (reduce_scatter(x) * 2).sum(), Reason.ACTIVATION),
+        (lambda x: (reduce_scatter(x) * 1e6).floor() % 2, Reason.ACTIVATION),
+        (lambda x: squared(reduce_scatter(x)), Reason.ACTIVATION),
+        (lambda x: 2 / reduce_scatter(x), Reason.ACTIVATION),
+        (lambda x: reduce_scatter(x).to(torch.int32).float(), Reason.ACTIVATION),
+        (lambda x: reduce_scatter(x).view(torch.int32), Reason.ACTIVATION),
+        (lambda x: over_replicas(reduce_scatter(x), "max"), Reason.ACTIVATION),
+        (lambda x: reduce_scatter(torch.ones(4, 3)) + x[:2], Reason.RECOMPUTED),
     ],
 )
 def test_what_is_no_sum_of_float32_gradients_stays(fake_ranks, program, reason):
@@ -134,10 +135,10 @@ def test_what_is_no_sum_of_float32_gradients_stays(fake_ranks, program, reason):
 def test_off_unless_asked_and_never_in_a_forward_graph(fake_ranks):
     gm = traced(lambda x: reduce_scatter(x), torch.ones(4, 3))
     off = asked(gradient_wire="same")
-    assert [left.reason for left in compress(gm, off).skipped] == [Left.NOT_ASKED]
+    assert [left.reason for left in compress(gm, off).skipped] == [Reason.NOT_ASKED]
     forward = asked()
     forward.is_backward = False
-    assert [left.reason for left in compress(gm, forward).skipped] == [Left.FORWARD]
+    assert [left.reason for left in compress(gm, forward).skipped] == [Reason.FORWARD]
     assert compress(gm).changed
 
 
@@ -146,7 +147,7 @@ def test_what_has_a_symbolic_size_stays_and_is_not_specialised(fake_ranks):
     gm = traced(lambda x: reduce_scatter(x[0].expand(4, -1)), torch.ones(4, 3), symbolic=True)
     columns = tensor_of(gm.graph.find_nodes(op="placeholder")[0]).shape[1].node
     before = len(columns.shape_env.guards)
-    assert [left.reason for left in compress(gm).skipped] == [Left.SIZE]
+    assert [left.reason for left in compress(gm).skipped] == [Reason.SIZE]
     assert len(columns.shape_env.guards) == before
 
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_all_to_all, is_reduce_scatter
 from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.entries import Dropped, PassReport
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_plan import Why
 from moe_compile.planning.state import CompileState
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_remarks
-from passes.contract import PassReport
-from passes.pipeline import DYNAMO, Dropped, run_level
-from passes.switch_dispatch import SwitchDispatch
+from passes.pipeline import DYNAMO, run_level
+from passes.rewrite_regions import RewriteRegions
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import Around
 from tests.layers import GroupedExperts
@@ -42,13 +42,14 @@ def run(group, top_k=4, style=GroupedExperts, hardware=MACHINE, level=DYNAMO, **
     ours = CompileState(config=MegaMoEConfig(**asked), hardware=hardware)
     results = {r.pass_name: r for r in run_level(level, gm.graph, ours)}
     assert isinstance(results["detect_regions"], PassReport)
-    return gm.graph, ours.plans[0], results
+    ours.leave_out({name for name, r in results.items() if isinstance(r, Dropped)})
+    return gm.graph, ours.experts[0], results
 
 
 def test_a_slow_link_gathers_where_that_sends_less_and_the_report_has_the_bound(fake_ranks):
     """k = 4 on 2 ranks: half the bytes; sums of four rows round otherwise, by a known bound."""
-    graph, plan, results = run(fake_ranks)
-    assert results["switch_dispatch"].applied == ("region 0",)
+    graph, plan, _ = run(fake_ranks)
+    assert plan.plan.gathers
     assert not any(map(is_all_to_all, graph.nodes))
     assert plan.decision.gathers and plan.decision.why is Why.FASTEST
     assert plan.decision.runner_up.candidate.dispatch == "all_to_all"
@@ -59,12 +60,12 @@ def test_a_slow_link_gathers_where_that_sends_less_and_the_report_has_the_bound(
 
 
 def test_rows_are_exchanged_where_that_sends_less_and_the_report_says_so(fake_ranks):
-    graph, plan, results = run(fake_ranks, top_k=1)
+    graph, plan, _ = run(fake_ranks, top_k=1)
     assert any(map(is_all_to_all, graph.nodes))
-    assert results["switch_dispatch"].skipped[0].reason is Unswitched.BY_PRICE
+    assert plan.left["dispatch"].reason is Reason.BY_PRICE
     assert plan.decision.chosen.candidate.dispatch == "all_to_all"
-    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks
-    assert any(Unswitched.BY_PRICE.value in remark for remark in dispatch_remarks(plan, "auto"))
+    assert plan.plan.num_chunks == plan.decision.chosen.candidate.num_chunks
+    assert any(Reason.BY_PRICE.value in remark for remark in dispatch_remarks(plan, "auto"))
     other = plan.decision.other_dispatch
     assert other.us > plan.decision.chosen.us
     assert any("tokens all-gathered, +" in s for s in decision_remarks(plan.decision))
@@ -74,13 +75,13 @@ def test_rows_are_exchanged_where_that_sends_less_and_the_report_says_so(fake_ra
 def test_where_the_rule_of_bytes_gathers_a_price_may_not(fake_ranks):
     """k = 2 on 2 ranks is above 0.75 n, and no bit would change; chunks hide the link better."""
     _, plan, _ = run(fake_ranks, top_k=2, hardware=BUSY)
-    assert plan.switch.costs.by_measurement
-    assert not plan.decision.gathers and plan.num_chunks > 1
+    assert plan.costs.by_measurement
+    assert not plan.decision.gathers and plan.plan.num_chunks > 1
 
 
 def test_with_all_to_all_a_faster_way_that_gathers_is_advice(fake_ranks):
-    graph, plan, results = run(fake_ranks, dispatch="all_to_all", dispatch_wire="auto")
-    assert results["switch_dispatch"].skipped[0].reason is Unswitched.NOT_ASKED
+    graph, plan, _ = run(fake_ranks, dispatch="all_to_all", dispatch_wire="auto")
+    assert plan.left["dispatch"].reason is Reason.NOT_ASKED
     assert any(map(is_all_to_all, graph.nodes))
     said = [s for s in decision_remarks(plan.decision) if s.endswith("less") and "gathered" in s]
     assert said[0].startswith("not chosen, since it changes bits: tokens all-gathered")
@@ -99,13 +100,13 @@ def test_slices_are_chosen_together_with_the_dispatch(fake_ranks):
     chosen = plan.decision.chosen.candidate
     assert (chosen.dispatch, chosen.chunk_by) == ("all_gather", "tokens")
     assert chosen.num_chunks > 1
-    assert plan.num_chunks == chosen.num_chunks == sum(map(is_reduce_scatter, graph.nodes))
+    assert plan.plan.num_chunks == chosen.num_chunks == sum(map(is_reduce_scatter, graph.nodes))
 
 
 def test_slices_of_a_dispatch_that_is_asked_for_are_the_planners_too(fake_ranks):
     _, plan, _ = run(fake_ranks, dispatch="all_gather", chunk_by="tokens", hardware=FAST_LINK)
-    assert plan.switch.is_switched
-    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks == 1
+    assert plan.plan.gathers
+    assert plan.plan.num_chunks == plan.decision.chosen.candidate.num_chunks == 1
 
 
 def test_padding_is_priced_as_rows_that_experts_compute(fake_ranks):
@@ -113,14 +114,14 @@ def test_padding_is_priced_as_rows_that_experts_compute(fake_ranks):
     machine = dataclasses.replace(MACHINE, link_gb_per_s=0.05, matmul_tflops=0.005)
     _, exact, _ = run(fake_ranks, chunks=1, hardware=machine)
     _, padded, _ = run(fake_ranks, chunks=1, hardware=machine, dispatch_padding="worst")
-    assert (exact.switch.is_switched, padded.switch.is_switched) == (True, False)
+    assert (exact.plan.gathers, padded.plan.gathers) == (True, False)
 
 
 def test_memory_that_is_not_there_is_not_taken(fake_ranks):
-    _, plan, results = run(fake_ranks, chunks=1, max_memory_increase=0.0,
+    _, plan, _ = run(fake_ranks, chunks=1, max_memory_increase=0.0,
                            dispatch_padding="worst")  # fmt: skip
     assert plan.decision.why is Why.MEMORY
-    assert results["switch_dispatch"].skipped[0].reason is Unswitched.BY_PRICE
+    assert plan.left["dispatch"].reason is Reason.BY_PRICE
 
 
 class TwiceTheFirst(Around):
@@ -136,29 +137,29 @@ class TwiceTheFirst(Around):
 
 
 def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
-    _, plan, results = run(fake_ranks, style=TwiceTheFirst)
-    assert results["switch_dispatch"].skipped[0].reason is Unswitched.UNBOUNDED
+    _, plan, _ = run(fake_ranks, style=TwiceTheFirst)
+    assert plan.left["dispatch"].reason is Reason.UNBOUNDED
     assert not plan.decision.gathers
     _, asked, _ = run(fake_ranks, style=TwiceTheFirst, dispatch="all_gather")
-    assert asked.switch.is_switched and asked.switch.rounding.bound_eps is None
+    assert asked.plan.gathers and asked.rounding.bound_eps is None
 
 
 def test_rows_asked_to_be_quantised_are_exchanged(fake_ranks):
-    _, plan, results = run(fake_ranks, dispatch_wire="fp8", strict=True)
-    assert results["switch_dispatch"].skipped[0].reason is Unswitched.QUANTISED
+    _, plan, _ = run(fake_ranks, dispatch_wire="fp8", strict=True)
+    assert plan.left["dispatch"].reason is Reason.QUANTISED
     assert not plan.decision.gathers
 
 
-def test_a_switch_that_is_left_out_leaves_a_plan_without_it(fake_ranks):
-    _, plan, results = run(fake_ranks, disable_passes=("switch_dispatch",))
-    assert isinstance(results["switch_dispatch"], Dropped)
-    assert not plan.decision.gathers
-    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks
+def test_rewriting_that_is_left_out_leaves_the_region_as_written(fake_ranks):
+    graph, plan, results = run(fake_ranks, disable_passes=("rewrite_regions",))
+    assert isinstance(results["rewrite_regions"], Dropped)
+    assert any(map(is_all_to_all, graph.nodes))
+    assert not plan.plan.gathers and plan.left["chunks"].reason is Reason.DISABLED
 
 
 @dataclasses.dataclass(frozen=True)
-class FailsToSwitch(SwitchDispatch):
-    """The switch, failing after its edits: the state it is given holds no groups."""
+class FailsToRewrite(RewriteRegions):
+    """Rewriting, failing after its edits: the state it is given holds no groups."""
 
     def run(self, graph, state):
         groups, state.gathered_groups = state.gathered_groups, None
@@ -168,13 +169,13 @@ class FailsToSwitch(SwitchDispatch):
             state.gathered_groups = groups
 
 
-def test_a_switch_that_fails_leaves_a_plan_without_it(fake_ranks):
-    passes = tuple(FailsToSwitch() if p.name == "switch_dispatch" else p for p in DYNAMO.passes)
+def test_rewriting_that_fails_leaves_the_region_as_written(fake_ranks):
+    passes = tuple(FailsToRewrite() if p.name == "rewrite_regions" else p for p in DYNAMO.passes)
     level = dataclasses.replace(DYNAMO, passes=passes)
     graph, plan, results = run(fake_ranks, level=level)
-    assert isinstance(results["switch_dispatch"], Dropped)
+    assert isinstance(results["rewrite_regions"], Dropped)
     assert any(map(is_all_to_all, graph.nodes))
-    assert not plan.decision.gathers and not plan.switch.is_switched
+    assert not plan.plan.gathers and plan.left["chunks"].reason is Reason.FAILED
 
 
 @pytest.mark.parametrize("chunks", ["auto", 2])
@@ -188,5 +189,5 @@ def test_the_dispatch_is_decided_once_for_two_regions_alike(fake_ranks, chunks):
     )
     ours = CompileState(config=config, hardware=MACHINE)
     run_level(DYNAMO, gm.graph, ours)
-    assert [plan.switch.is_switched for plan in ours.plans] == [True, True]
+    assert [plan.plan.gathers for plan in ours.experts] == [True, True]
     assert not any(map(is_all_to_all, gm.graph.nodes))

@@ -12,6 +12,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.row_moves import row_gather
+from moe_compile.journal.reasons import Reason
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK as PACK,
 )
@@ -20,7 +21,7 @@ from moe_compile.ops.quantized_rows import (
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
-from passes.fold_row_moves import FoldRowMoves, Left
+from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from tests.capture import CapturedError, state
 from tests.layers import STYLES, GroupedExperts, LoopExperts
@@ -125,7 +126,7 @@ SOME = torch.tensor([3, 1, 1])
 )
 def test_what_is_no_gather_of_whole_rows_for_the_pack_alone_stays(program, index):
     graph, report = folded(program, ROWS, index)
-    assert [v.reason for v in report.skipped] == [Left.NOT_GATHERED]
+    assert [v.reason for v in report.skipped] == [Reason.NOT_GATHERED]
     assert all(len(n.args) == 1 for n in graph.nodes if n.target is PACK)
 
 
@@ -171,7 +172,7 @@ def test_unpacked_rows_joined_with_others_are_permuted_apart():
         return [torch.cat([UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16), x])[i]]
 
     _, report = folded(program, PACK(ROWS), ROWS, SOME)
-    assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
+    assert [v.reason for v in report.skipped] == [Reason.NOT_PERMUTED]
 
 
 def test_unpacked_rows_joined_with_zeros_of_another_type_are_permuted_apart():
@@ -180,7 +181,7 @@ def test_unpacked_rows_joined_with_zeros_of_another_type_are_permuted_apart():
         return [torch.cat([rows, torch.zeros(1, WIDTH)])[i]]
 
     _, report = folded(program, PACK(ROWS), SOME)
-    assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
+    assert [v.reason for v in report.skipped] == [Reason.NOT_PERMUTED]
 
 
 def test_unpacked_rows_with_a_second_reader_are_permuted_apart():
@@ -189,7 +190,7 @@ def test_unpacked_rows_with_a_second_reader_are_permuted_apart():
         return [rows[i], rows + 1]
 
     _, report = folded(program, PACK(ROWS), SOME)
-    assert [v.reason for v in report.skipped] == [Left.NOT_PERMUTED]
+    assert [v.reason for v in report.skipped] == [Reason.NOT_PERMUTED]
 
 
 def both_graphs(layer, **options):

@@ -11,6 +11,7 @@ import moe_compile.hardware
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_plan import Why
 from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import SplitAttention
@@ -63,7 +64,7 @@ def test_groups_that_hide_a_dear_link_are_chosen_and_reported_as_data(compiled):
 
 def test_where_the_link_is_free_one_group_stays(compiled):
     gm, found = compiled(FREE)
-    assert (found["num_chunks"], found["verdict"]) == (1, "left in one group by the planner")
+    assert (found["num_chunks"], found["verdict"]) == (1, Reason.BY_PRICE.value)
     decision = found["decision"]
     assert (decision["chosen"], decision["why"]) == ("one chunk", Why.NO_GAIN.value)
     assert decision["predicted_us"] == decision["as_it_is_us"] <= decision["runner_up_us"] * 1.01

@@ -4,11 +4,11 @@ import dataclasses
 
 import torch
 
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_plan import Why
-from moe_compile.planning.plan import Remark
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from passes.detect_regions import DetectRegions
-from passes.plan_chunks import PlanChunks
+from passes.plan_regions import PlanRegions
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
 
@@ -21,19 +21,19 @@ def planned(fake_ranks, tokens=512, link_gb_per_s=None, **options):
     if link_gb_per_s:
         ours.hardware = dataclasses.replace(ours.hardware, link_gb_per_s=link_gb_per_s)
     DetectRegions().run(gm.graph, ours)
-    PlanChunks().run(gm.graph, ours)
-    return ours.plans[0]
+    PlanRegions().run(gm.graph, ours)
+    return ours.experts[0]
 
 
 def test_without_the_promise_of_equal_tokens_two_chunks_stay(fake_ranks):
     plan = planned(fake_ranks)
-    assert (plan.num_chunks, plan.decision) == (2, None)
+    assert (plan.plan.num_chunks, plan.decision) == (2, None)
     assert decision_remarks(plan.decision) == []
 
 
 def test_with_it_the_number_is_the_decision_and_the_report_says_why(fake_ranks):
     plan = planned(fake_ranks, equal_tokens=True)
-    assert plan.num_chunks == plan.decision.chosen.candidate.num_chunks
+    assert plan.plan.num_chunks == plan.decision.chosen.candidate.num_chunks
     assert plan.decision.why in (Why.FASTEST, Why.NO_GAIN, Why.UNSURE)
     said = decision_remarks(plan.decision)[0]
     assert plan.decision.why.value in said and "next" in said
@@ -43,12 +43,12 @@ def test_with_it_the_number_is_the_decision_and_the_report_says_why(fake_ranks):
 def test_rows_too_few_to_be_worth_it_stay_whole(fake_ranks):
     """Two rows: chunks only add latencies and launches."""
     plan = planned(fake_ranks, tokens=2, equal_tokens=True)
-    assert (plan.num_chunks, plan.remark) == (1, Remark.BY_PRICE)
+    assert (plan.plan.num_chunks, plan.left["chunks"].reason) == (1, Reason.BY_PRICE)
 
 
 def test_a_number_that_is_asked_for_is_not_the_planners(fake_ranks):
     plan = planned(fake_ranks, tokens=2, equal_tokens=True, chunks=4)
-    assert (plan.num_chunks, plan.decision) == (4, None)
+    assert (plan.plan.num_chunks, plan.decision) == (4, None)
 
 
 def test_wires_quantise_only_where_they_are_left_to_the_planner(fake_ranks):

@@ -1,5 +1,7 @@
 """What the graph holds when exchanges are quantised: bytes on the wire, all else as it was."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
@@ -7,10 +9,10 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from moe_compile.backend import rewrite
 from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import is_all_to_all
+from moe_compile.journal.reasons import Reason
 from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from passes.pipeline import DYNAMO, run_level
-from passes.quantize_exchanges import Left, QuantizeExchanges
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts, LoopExperts
 
@@ -19,12 +21,13 @@ WIDTH, HIDDEN, EXPERTS, TOP_K = 128, 24, 8, 2
 
 
 def quantized(program, dtype=torch.bfloat16, **options):
-    """Return the graph of `program` after our passes, and the report of quantize_exchanges."""
+    """Return the graph of `program` after our passes, and what became of its wires."""
     x = torch.randn(32, WIDTH, dtype=dtype, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     results = run_level(DYNAMO, gm.graph, state(**options))
-    (report,) = (r for r in results if r.pass_name == QuantizeExchanges.name)
-    return gm, report
+    reports = {r.pass_name: r for r in results}
+    skipped = [v for v in reports["plan_regions"].skipped if v.option.endswith("_wire")]
+    return gm, dataclasses.replace(reports["quantize_exchanges"], skipped=tuple(skipped))
 
 
 def layer(style, group, width=WIDTH):
@@ -46,7 +49,7 @@ def test_each_chunk_of_the_named_exchange_is_a_message_the_others_are_not(
 ):
     gm, report = quantized(layer(style, fake_ranks), chunks=chunks, dispatch_wire="fp8")
     assert report.applied == ("dispatch of region 0",)
-    assert [v.reason for v in report.skipped] == [Left.SAME]
+    assert [v.reason for v in report.skipped] == [Reason.NOT_ASKED]
     assert len(messages(gm.graph)) == len(unpacked(gm.graph)) == chunks
     launches = [n for n in gm.graph.nodes if is_all_to_all(n)]
     assert len(launches) == 1 + 2 * chunks
@@ -117,7 +120,7 @@ class HeadsOfRows(GroupedExperts):
 def test_rows_that_are_no_matrix_travel_as_they_are_unless_strict(fake_ranks):
     program = layer(HeadsOfRows, fake_ranks)
     _, report = quantized(program, chunks=1, dispatch_wire="fp8")
-    assert [v.reason for v in report.skipped] == [Left.NOT_A_MATRIX, Left.SAME]
+    assert [v.reason for v in report.skipped] == [Reason.NOT_A_MATRIX, Reason.NOT_ASKED]
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(program, x)
     with pytest.raises(RegionRefused, match=r"dispatch_wire = 'same'"):
@@ -134,7 +137,7 @@ def test_a_row_that_would_not_get_shorter_is_no_reason_to_raise(fake_ranks):
 
     program = layer(Narrow, fake_ranks)
     gm, report = quantized(program, chunks=1, dispatch_wire="fp8", strict=True)
-    assert [v.reason for v in report.skipped] == [Left.NARROW, Left.SAME]
+    assert [v.reason for v in report.skipped] == [Reason.NARROW, Reason.NOT_ASKED]
     assert not messages(gm.graph)
 
 
@@ -178,14 +181,14 @@ class ScoresFirst(Plain):
     ("style", "reason"),
     [
         (Plain, None),
-        (BitsInRows, Left.INTEGERS),
-        (LaunchesWithoutGradient, Left.MODES),
-        (ScoresFirst, Left.COMMUNICATES),
+        (BitsInRows, Reason.INTEGERS),
+        (LaunchesWithoutGradient, Reason.STATE_CHANGES),
+        (ScoresFirst, Reason.COMMUNICATES),
     ],
 )
 def test_what_eight_bits_would_falsify_travels_as_it_is(fake_ranks, style, reason):
     gm, report = quantized(layer(style, fake_ranks), chunks=1, dispatch_wire="fp8")
-    assert [v.reason for v in report.skipped] == [r for r in (reason, Left.SAME) if r]
+    assert [v.reason for v in report.skipped] == [r for r in (reason, Reason.NOT_ASKED) if r]
     assert len(messages(gm.graph)) == (reason is None)
 
 
@@ -197,5 +200,5 @@ class Communicates(Plain):
 def test_strict_says_what_a_region_that_communicates_keeps(fake_ranks):
     x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer(Communicates, fake_ranks), x)
-    with pytest.raises(RegionRefused, match=r"is not quantised: the experts communicate"):
+    with pytest.raises(RegionRefused, match=r"dispatch_wire asks for .* the experts communicate"):
         rewrite(gm, state(chunks=1, dispatch_wire="fp8", strict=True).config)

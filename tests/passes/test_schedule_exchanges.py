@@ -15,8 +15,9 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import collective_order
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import load_profile
+from moe_compile.journal.reasons import Reason
 from moe_compile.planning.state import CompileState
-from passes.schedule_exchanges import ScheduleExchanges, Skip
+from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
 from tests.scheduled_layers import (
     ChunkedMoE,
@@ -170,7 +171,7 @@ def test_an_exchange_with_nothing_to_run_meanwhile_is_left_alone(group):
     gm = traced(lambda x: c10d.wait_tensor(c10d.all_to_all_single(x, [64], [64], group)) @ x, x)
     before = letters(gm.graph)
     report = schedule(gm.graph)
-    assert [v.reason for v in report.skipped] == [Skip.NO_INDEPENDENT_COMPUTE]
+    assert [v.reason for v in report.skipped] == [Reason.NO_INDEPENDENT_COMPUTE]
     assert not report.changed
     assert letters(gm.graph) == before
 
@@ -184,7 +185,7 @@ def sent_early(x, group):
 def test_an_exchange_already_hidden_is_left_alone(group):
     gm = traced(lambda x: sent_early(x, group), torch.randn(64, 64))
     report = schedule(gm.graph)
-    assert [v.reason for v in report.skipped] == [Skip.ALREADY_HIDDEN]
+    assert [v.reason for v in report.skipped] == [Reason.ALREADY_HIDDEN]
 
 
 def test_an_exchange_stays_exposed_where_memory_forbids_more(group):
@@ -196,7 +197,7 @@ def test_an_exchange_stays_exposed_where_memory_forbids_more(group):
 
     gm = traced(program, torch.randn(64, 64), torch.randn(64, 64))
     report = schedule(gm.graph, state(max_memory_increase=0.3))
-    assert [v.reason for v in report.skipped] == [Skip.MEMORY_CAP]
+    assert [v.reason for v in report.skipped] == [Reason.MEMORY_CAP]
     assert report.measures["peak_bytes"] == report.measures["peak_bytes_before"]
     report = schedule(gm.graph, state(max_memory_increase=0.6))
     assert report.applied
@@ -210,7 +211,7 @@ def test_a_graph_that_switches_streams_is_left_alone(group):
     with gm.graph.inserting_before(next(iter(gm.graph.nodes)).next):
         gm.graph.call_function(torch.ops.streams.record_event.default, (0, 0))
     report = schedule(gm.graph)
-    assert [v.reason for v in report.skipped] == [Skip.USER_STREAMS]
+    assert [v.reason for v in report.skipped] == [Reason.USER_STREAMS]
     assert letters(gm.graph) == before
 
 

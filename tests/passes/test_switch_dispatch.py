@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from moe_compile.analysis.token_regions import Unswitched
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.errors import RegionRefused
@@ -17,10 +16,10 @@ from moe_compile.graph.query import (
     is_wait,
     overload_name,
 )
+from moe_compile.journal.reasons import Reason
 from passes.pipeline import DYNAMO, run_level
-from passes.switch_dispatch import SwitchDispatch
 from tests.analysis.titan_layer import TitanExperts, permute_indices
-from tests.capture import dynamo_graphs, state
+from tests.capture import carried_out, dynamo_graphs, state
 from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
 from tests.layers import (
     FusedGateUp,
@@ -56,8 +55,7 @@ def switched(program, x=None, **options):
     """Return the Dynamo graph of `program` after our passes, and the report of the switch."""
     (gm,) = dynamo_graphs(program, tokens() if x is None else x)
     results = run_level(DYNAMO, gm.graph, state(**{**ASKED, **options}))
-    (report,) = (r for r in results if r.pass_name == SwitchDispatch.name)
-    return gm, report
+    return gm, carried_out(results, "dispatch")
 
 
 def aot_graphs(program, x=None, **options):
@@ -278,7 +276,7 @@ def reason(program, x=None, **options):
     (gm,) = dynamo_graphs(program, tokens() if x is None else x)
     before = str(gm.graph)
     results = run_level(DYNAMO, gm.graph, state(**{"chunks": 1, **ASKED, **options}))
-    (report,) = (r for r in results if r.pass_name == SwitchDispatch.name)
+    report = carried_out(results, "dispatch")
     assert str(gm.graph) == before
     assert report.applied == ()
     (verdict,) = report.skipped
@@ -287,16 +285,16 @@ def reason(program, x=None, **options):
 
 def test_a_default_option_asks_for_nothing(fake_ranks):
     program = layer(GroupedExperts, fake_ranks)
-    assert reason(program, dispatch="all_to_all") is Unswitched.NOT_ASKED
+    assert reason(program, dispatch="all_to_all") is Reason.NOT_ASKED
 
 
 def test_without_the_promise_of_equal_tokens_nothing_is_switched(fake_ranks):
     program = layer(GroupedExperts, fake_ranks)
-    assert reason(program, equal_tokens=False) is Unswitched.TOKENS_MAY_DIFFER
+    assert reason(program, equal_tokens=False) is Reason.TOKENS_MAY_DIFFER
 
 
 @pytest.mark.parametrize(
-    ("top_k", "expected"), [(1, Unswitched.NOT_WORTHWHILE), (2, None), (3, Unswitched.LOSSY)]
+    ("top_k", "expected"), [(1, Reason.FEW_ROWS_PER_TOKEN), (2, None), (3, Reason.LOSSY)]
 )
 def test_auto_without_static_sizes_follows_the_rule_and_changes_no_bit(fake_ranks, top_k, expected):
     """Of two ranks: 0.75 n is 1.5 rows per token. What cannot be priced alike is not priced."""
@@ -445,22 +443,22 @@ class HandedIn(Around):
 @pytest.mark.parametrize(
     ("style", "expected"),
     [
-        (HandedIn, Unswitched.ROWS_MAY_DIFFER),
-        (Centred, Unswitched.NOT_PROVEN),
-        (NoGather, Unswitched.NO_GATHER),
-        (ReadsRows, Unswitched.ROWS_READ),
-        (NoSum, Unswitched.NO_SUM),
-        (OtherIndex, Unswitched.OTHER_INDEX),
-        (OtherTokens, Unswitched.OTHER_TOKENS),
-        (ReadsResult, Unswitched.ROWS_READ),
-        (ByElement, Unswitched.NOT_BY_ROW),
-        (WritesTokens, Unswitched.WRITTEN),
-        (ChangesMode, Unswitched.STATE_CHANGES),
-        (ReadsSent, Unswitched.SENT_SIZES),
-        (OtherOrder, Unswitched.OTHER_INDEX),
-        (AcrossTokens, Unswitched.NO_SUM),
-        (FactorReadBetween, Unswitched.NOT_PROVEN),
-        (FactorReadBehind, Unswitched.NOT_PROVEN),
+        (HandedIn, Reason.ROWS_MAY_DIFFER),
+        (Centred, Reason.NOT_PROVEN),
+        (NoGather, Reason.NO_GATHER),
+        (ReadsRows, Reason.ROWS_READ),
+        (NoSum, Reason.NO_SUM),
+        (OtherIndex, Reason.OTHER_INDEX),
+        (OtherTokens, Reason.OTHER_TOKENS),
+        (ReadsResult, Reason.ROWS_READ),
+        (ByElement, Reason.NOT_BY_ROW),
+        (WritesTokens, Reason.WRITTEN),
+        (ChangesMode, Reason.STATE_CHANGES),
+        (ReadsSent, Reason.SENT_SIZES),
+        (OtherOrder, Reason.OTHER_INDEX),
+        (AcrossTokens, Reason.NO_SUM),
+        (FactorReadBetween, Reason.NOT_PROVEN),
+        (FactorReadBehind, Reason.NOT_PROVEN),
     ],
 )
 def test_each_reason_leaves_the_graph_as_it_was(fake_ranks, style, expected):
@@ -477,7 +475,7 @@ def test_what_these_are_made_of_is_switched(fake_ranks, style):
 def test_a_weighted_sum_of_two_rows_or_a_third_addend_is_lossy(fake_ranks):
     """Sizes are not static: there is no price that could speak for a way that rounds."""
     for style in (InOrderWeighted, OntoTokens):
-        assert reason(layer(style, fake_ranks), unsized(), dispatch="auto") is Unswitched.LOSSY
+        assert reason(layer(style, fake_ranks), unsized(), dispatch="auto") is Reason.LOSSY
     _, report = switched(layer(InOrder, fake_ranks), unsized(), dispatch="auto")
     assert report.applied == ("region 0",)
 

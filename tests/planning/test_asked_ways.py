@@ -4,7 +4,7 @@ import pytest
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.planning.candidates import Candidate, list_candidates
-from moe_compile.planning.plan_regions import experts_rule
+from moe_compile.planning.decide import experts_rule
 from moe_compile.planning.region_work import RegionWork, Work
 
 

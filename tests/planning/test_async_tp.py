@@ -2,53 +2,48 @@
 
 import dataclasses
 import logging
+import types
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_compile.analysis.attention_regions import AttentionRefusal
 from moe_compile.analysis.detect_attention import find_attention
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.async_tp import AsyncTPMeans, count_fused, probe_means
-from moe_compile.planning.async_tp import AsyncTP, decide_async_tp
-from moe_compile.planning.state import AttentionVerdict
-from passes.verify_async_tp import NotFused, VerifyAsyncTP
+from moe_compile.journal.reasons import Reason
+from passes.planned.attention import not_handed_over
+from passes.verify_async_tp import VerifyAsyncTP
 from tests.attention_layers import TensorParallel
 from tests.capture import dynamo_graphs, state
 
 ALL = AsyncTPMeans(has_setting=True, has_nccl=True, enabled_groups=frozenset({"tp", "other"}))
 ASKED = MegaMoEConfig(async_tp=True)
-ATTENTION = AttentionVerdict(
-    name="o",
-    where="",
-    reason=AttentionRefusal.TENSOR_PARALLEL,
-    device="cuda",
-    tp_groups=("tp",),
-)
 
 
 @pytest.mark.parametrize(
     ("config", "device", "means", "decision"),
     [
-        (ASKED, "cuda", ALL, AsyncTP.HANDED),
-        (MegaMoEConfig(), "cuda", ALL, AsyncTP.NOT_ASKED),
-        (MegaMoEConfig(async_tp=True, codegen="fx"), "cuda", ALL, AsyncTP.NO_CODE),
-        (ASKED, "cuda", dataclasses.replace(ALL, has_setting=False), AsyncTP.NO_SETTING),
-        (ASKED, "cpu", ALL, AsyncTP.NOT_CUDA),
-        (ASKED, "cuda", dataclasses.replace(ALL, has_nccl=False), AsyncTP.NO_NCCL),
+        (ASKED, "cuda", ALL, None),
+        (MegaMoEConfig(), "cuda", ALL, Reason.NOT_ASKED),
+        (MegaMoEConfig(async_tp=True, codegen="fx"), "cuda", ALL, Reason.NO_CODE),
+        (ASKED, "cuda", dataclasses.replace(ALL, has_setting=False), Reason.NO_SETTING),
+        (ASKED, "cpu", ALL, Reason.NOT_CUDA),
+        (ASKED, "cuda", dataclasses.replace(ALL, has_nccl=False), Reason.NO_NCCL),
         (
             ASKED,
             "cuda",
             dataclasses.replace(ALL, enabled_groups=frozenset({"other"})),
-            AsyncTP.NOT_ENABLED,
+            Reason.NOT_ENABLED,
         ),
     ],
 )
 def test_it_is_handed_over_where_nothing_is_missing(config, device, means, decision):
-    assert decide_async_tp(config, dataclasses.replace(ATTENTION, device=device), means) is decision
+    attention = types.SimpleNamespace(device=device)
+    refused = types.SimpleNamespace(groups=("tp",))
+    assert not_handed_over(attention, refused, config, means) is decision
 
 
 def tensor_parallel(group, **options):
@@ -58,11 +53,11 @@ def tensor_parallel(group, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({}, AsyncTP.NOT_ASKED), ({"async_tp": True}, AsyncTP.NOT_CUDA)]
+    ("options", "said"), [({}, Reason.NOT_ASKED), ({"async_tp": True}, Reason.NOT_CUDA)]
 )
 def test_on_a_cpu_nothing_is_handed_over_and_the_report_says_so(fake_ranks, options, said):
     _, found, compilation = tensor_parallel(fake_ranks, **options)
-    assert compilation.attention[0].remarks == (said.value,)
+    assert compilation.attention[0].remarks == (f"not handed to Inductor's async TP: {said.value}",)
     assert not found.async_tp
     assert not compilation.has_regions
 
@@ -104,5 +99,5 @@ def test_a_graph_handed_over_in_vain_is_warned_of(fake_ranks, caplog):
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     with caplog.at_level(logging.WARNING, "moe_compile.passes"):
         forward, _ = trace_both(gm, inputs, found)
-    assert NotFused.NO_MATCH.value in caplog.text
+    assert Reason.NO_MATCH.value in caplog.text
     assert any('"num_async_tp_products": 0.0' in str(node.args) for node in forward.graph.nodes)

@@ -23,8 +23,8 @@ def decided(rank):
     ours.hardware = load_profile("h800")
     run_level(DYNAMO, gm.graph, ours)
     dist.destroy_process_group()
-    (plan,) = ours.plans
-    return plan.decision, plan.switch.is_switched, plan.num_chunks
+    (plan,) = ours.experts
+    return plan.decision, plan.plan.gathers, plan.plan.num_chunks
 
 
 @pytest.mark.usefixtures("no_group_stays")

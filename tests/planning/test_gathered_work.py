@@ -15,8 +15,8 @@ from moe_compile.hardware import load_profile
 from moe_compile.planning.candidates import Candidate, list_candidates
 from moe_compile.planning.choose_plan import extra_bytes
 from moe_compile.planning.cost_model import estimate_costs
+from moe_compile.planning.decide import experts_rule
 from moe_compile.planning.gathered_sizes import GatheredSizes, GatheredWay
-from moe_compile.planning.plan_regions import experts_rule
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_tasks import price_us
@@ -55,9 +55,9 @@ def work_and_way(style, group, room, top_k):
     (gm,) = dynamo_graphs(program(style, group, top_k), tokens())
     ours = state()
     DetectRegions().run(gm.graph, ours)
-    (plan,) = ours.plans
-    way = GatheredWay(region=plan.region, found=find_token_rows(plan.region), room=room)
-    return work_of_experts(plan.region, plan.proof, [], way), way
+    (found,) = ours.found.experts
+    way = GatheredWay(region=found.region, found=find_token_rows(found.region), room=room)
+    return work_of_experts(found.region, found.proof, [], way), way
 
 
 def crossing(graph, num_ranks):

@@ -115,7 +115,7 @@ def _steps(gpus: int) -> Iterator[tuple[str, str, Setting]]:
     now = _method(now, overlap=Overlap.INTER_OP)
     yield "+ inter-op overlap", "schedule_exchanges", now
     fused = _method(now, overlap=Overlap.TILES)
-    yield "+ fused tiles", "none; chunk_regions takes their place", fused
+    yield "+ fused tiles", "none; rewrite_regions takes their place", fused
     now = _method(now, overlap=Overlap.IDEAL)
     yield "free collectives", "a bound", now
     now = replace(now, fit=replace(now.fit, imbalance=1.0))

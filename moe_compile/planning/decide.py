@@ -18,14 +18,14 @@ from moe_compile.planning.candidates import CHUNKS, Candidate, list_candidates
 from moe_compile.planning.choose_plan import Decision, choose_plan
 from moe_compile.planning.dispatch_rules import quantises_rows, rounding_of
 from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.planned import FoundExperts
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_attention, work_of_experts
 from moe_compile.planning.region_work import RegionWork
-from moe_compile.planning.state import RegionPlan
 
 
 def decide_experts(
-    plan: RegionPlan,
+    found: FoundExperts,
     others: Iterable[MoERegion],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
@@ -35,9 +35,9 @@ def decide_experts(
 
     `way` says how its tokens could be gathered; without it they are not.
     """
-    if not asks_planner(config, can_gather=way is not None) or isinstance(plan.proof, Refused):
+    if not asks_planner(config, can_gather=way is not None) or isinstance(found.proof, Refused):
         return None
-    work = work_of_experts(plan.region, plan.proof, others, way)
+    work = work_of_experts(found.region, found.proof, others, way)
     if work is None or (config.dispatch == "all_gather" and way and work.gathered is None):
         return None
     axes = ("experts", "tokens")

@@ -1,0 +1,129 @@
+"""What became of every candidate of every pass on every graph of one compilation.
+
+Contract
+    Each candidate a pass looked at was applied, or skipped with a reason from the closed list; a
+    pass that did not run to its end was dropped, with one as well.
+    Nothing is decided by what the journal holds, but whether `strict` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.journal.reasons import Kind, Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A candidate that was left as it is, and why."""
+
+    candidate: str
+    reason: Reason
+    detail: str = ""
+    option: str = ""
+    """The option that says whether it is to be done; "" where none does."""
+    is_asked: bool = False
+    """Whether that option asks for it, not only allows it, as "auto" may."""
+    where: str = ""
+    """The user's line it stands on, where that is known: `file.py:line in function`."""
+
+    @property
+    def is_unmet(self) -> bool:
+        """Whether it was asked for, is meant for it, and could not be proven."""
+        return self.is_asked and self.reason.kind is Kind.UNPROVEN
+
+    @property
+    def why(self) -> str:
+        """Return `reason (detail)`."""
+        return self.reason.value + (f" ({self.detail})" if self.detail else "")
+
+    def __str__(self) -> str:
+        """Return `candidate: reason (detail)`."""
+        return f"{self.candidate}: {self.why}"
+
+
+def judged(config: MegaMoEConfig, option: str, verdict: Verdict) -> Verdict:
+    """Return `verdict` as one on what `option` stands for; if it asks for that, `config` says."""
+    return replace(verdict, option=option, is_asked=config.asks_for(option))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassReport:
+    """What one pass did to one graph: `applied` and `skipped` together are its candidates."""
+
+    pass_name: str
+    applied: tuple[str, ...] = ()
+    skipped: tuple[Verdict, ...] = ()
+    measures: dict[str, float] = field(default_factory=dict)
+    """Figures; each key ends in its unit: `exposed_us`, `num_host_reads`."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the graph was edited."""
+        return bool(self.applied)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A pass that did not run to its end, and why."""
+
+    pass_name: str
+    reason: Reason
+    detail: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it raised; else it was disabled, or needs what another owed."""
+        return self.reason is Reason.FAILED
+
+    @property
+    def why(self) -> str:
+        """Return what was raised, or `reason (detail)`."""
+        detail = f" ({self.detail})" if self.detail else ""
+        return self.detail if self.is_failure else self.reason.value + detail
+
+
+@dataclass(slots=True)
+class Journal:
+    """What the passes of one compilation reported, in the order they ran."""
+
+    records: list[tuple[str, PassReport | Dropped]] = field(default_factory=list)
+    """Each with its graph: `dynamo`, a body in it, `joint`, `forward` or `backward`."""
+
+    def add(self, graph: str, result: PassReport | Dropped) -> None:
+        """Take in what became of one pass on one graph."""
+        self.records.append((graph, result))
+
+    def dropped(self) -> Iterator[tuple[str, Dropped]]:
+        """Return the passes left out, each with the graph it was left out of."""
+        for graph, result in self.records:
+            if isinstance(result, Dropped):
+                yield graph, result
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """Return the verdicts on what was skipped, the first first."""
+        for _, result in self.records:
+            if isinstance(result, PassReport):
+                yield from result.skipped
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """Return the records that say something as plain data."""
+        return [data for graph, result in self.records if (data := _as_data(graph, result))]
+
+
+def _as_data(graph: str, result: PassReport | Dropped) -> dict[str, Any]:
+    said: dict[str, Any] = {"graph": graph, "pass": result.pass_name}
+    if isinstance(result, Dropped):
+        return {**said, "dropped": result.reason.value, "detail": result.detail}
+    if not (result.applied or result.skipped or result.measures):
+        return {}
+    skipped = [{**asdict(verdict), "reason": verdict.reason.value} for verdict in result.skipped]
+    return {
+        **said,
+        "applied": list(result.applied),
+        "skipped": skipped,
+        "measures": result.measures,
+    }

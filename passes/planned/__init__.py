@@ -1,0 +1,1 @@
+"""How each kind of region is planned."""

@@ -1,0 +1,318 @@
+"""Decide how the MoE regions of a graph run: gathered or exchanged, in how many chunks, how sent.
+
+Contract
+    The graph is as the model wrote it, and is not edited.
+    Decisions follow from graph, options, profile and sizes of groups: the same on every rank.
+
+Pseudo-code
+    for each proven region: could its tokens be gathered? the planner decides between the ways
+    for each that is not gathered: its number of chunks
+    all that are to be rewritten together: what stays around them, or a refusal
+    for each: the wires of its two exchanges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from moe_compile.analysis.body_needs import needs_of_body
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
+from moe_compile.analysis.surroundings import examine_surroundings
+from moe_compile.analysis.token_regions import GatheredForm, NotFound, TokenRows
+from moe_compile.analysis.token_rows import find_token_rows
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.modes import Mode, modes
+from moe_compile.graph.query import known_rows, waits_on
+from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.reasons import Reason
+from moe_compile.planning.choose_plan import Decision
+from moe_compile.planning.chunk_numbers import plan_num_chunks, plan_token_slices
+from moe_compile.planning.decide import asks_planner, decide_experts
+from moe_compile.planning.dispatch_rules import (
+    DispatchCosts,
+    dispatch_costs,
+    quantises_rows,
+    rounding_of,
+)
+from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.plan import ExpertsPlan
+from moe_compile.planning.planned import FoundExperts, PlannedExperts
+from moe_compile.planning.state import CompileState
+from passes.planned.wires import plan_wires
+from passes.replay.gradient_paths import chunk_without_gradient
+from passes.replay.masked_replay import experts_of_chunks
+
+
+@dataclass(kw_only=True, slots=True)
+class _Draft:
+    """What is decided on one region so far."""
+
+    found: FoundExperts
+    proof: RowProof | Refused
+    gathered: GatheredForm | None = None
+    not_gathered: NotFound | None = None
+    num_chunks: int = 1
+    not_chunked: Reason | None = None
+    decision: Decision | None = None
+    costs: DispatchCosts | None = None
+    around: Surroundings | None = None
+
+    @property
+    def region(self) -> MoERegion:
+        return self.found.region
+
+    @property
+    def is_rewritten(self) -> bool:
+        return self.gathered is not None or self.num_chunks > 1
+
+    def refuse(self, refused: Refused) -> None:
+        """Leave the region whole."""
+        self.proof, self.num_chunks = refused, 1
+        if self.gathered is not None:
+            self.gathered, detail = None, refused.reason.value
+            self.not_gathered = NotFound(reason=Reason.NOT_PROVEN, detail=detail)
+
+
+def plan_experts(
+    graph: fx.Graph, state: CompileState
+) -> tuple[tuple[PlannedExperts, ...], tuple[fx.Node, ...]]:
+    """Return the plan of every MoE region in `state.found`, and what nothing needs after it."""
+    drafts = [_Draft(found=found, proof=found.proof) for found in state.found.experts]
+    regions = [draft.region for draft in drafts]
+    for draft in drafts:
+        _decide_dispatch(draft, regions, state)
+    exchanged = [draft.region for draft in drafts if draft.gathered is None]
+    dependence = Dependence(graph)
+    for draft in drafts:
+        if draft.gathered is None and isinstance(draft.proof, RowProof):
+            _decide_chunks(draft, exchanged, state)
+            _check_gradients(draft, draft.proof, state.config, dependence)
+    after = _examine_together(drafts, state.config)
+    in_force = modes(graph)
+    return tuple(_planned(draft, state.config, in_force) for draft in drafts), after.dead
+
+
+def _decide_dispatch(draft: _Draft, regions: Sequence[MoERegion], state: CompileState) -> None:
+    """Decide whether the tokens of a region are gathered."""
+    config, found = state.config, find_token_rows(draft.region)
+    if isinstance(found, TokenRows):
+        draft.costs = dispatch_costs(draft.region, found)
+    form = _gathered_form(draft, regions, config, found)
+    if isinstance(form, GatheredForm):
+        way = _way(draft, form)
+        draft.decision = decide_experts(draft.found, regions, config, state.hardware, way)
+        against = _against(draft, config, form.found)
+        form = NotFound(reason=against) if against else form
+    elif config.dispatch == "all_to_all":
+        form = NotFound(reason=Reason.NOT_ASKED)
+    if isinstance(form, NotFound):
+        draft.not_gathered = form
+        return
+    slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
+    draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
+
+
+def _gathered_form(
+    draft: _Draft,
+    regions: Iterable[MoERegion],
+    config: MegaMoEConfig,
+    found: TokenRows | NotFound,
+) -> GatheredForm | NotFound:
+    """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
+    if config.dispatch == "all_to_all" and not asks_planner(config, can_gather=True):
+        return NotFound(reason=Reason.NOT_ASKED)
+    if isinstance(draft.proof, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN, detail=draft.proof.reason.value)
+    if isinstance(found, NotFound):
+        return found
+    if found.mean_rows_per_token is None:
+        return NotFound(reason=Reason.ROWS_MAY_DIFFER)
+    if not config.equal_tokens:
+        return NotFound(reason=Reason.TOKENS_MAY_DIFFER)
+    after = examine_surroundings([_gathering(draft.region, draft.proof, regions, found)])
+    around = after.around[draft.region.name]
+    if isinstance(around, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN, detail=around.reason.value)
+    needs = needs_of_body(draft.region)
+    if needs.reads_sent:
+        return NotFound(reason=Reason.SENT_SIZES)
+    is_exact = needs.reads_host or config.dispatch_padding == "exact"
+    return GatheredForm(
+        region=draft.region,
+        found=found,
+        needs=needs,
+        num_slices=1,
+        is_exact=is_exact or _reads_host(around),
+    )
+
+
+def _reads_host(around: Surroundings) -> bool:
+    """Whether others need host integers of the region."""
+    return bool(around.served) or around.num_kept > 0
+
+
+def _gathering(
+    region: MoERegion, proof: RowProof, regions: Iterable[MoERegion], found: TokenRows
+) -> Rewrite:
+    """Say what gathered tokens take the place of: from the gather of the rows to their sums.
+
+    Host reads that another region has too stay where they are: it may be rewritten as well.
+    """
+    elsewhere = (other for other in regions if other is not region)
+    return Rewrite(
+        region=region,
+        proof=proof,
+        replaced=found.sums.total,
+        before=(*found.before,),
+        behind=(region.result, *found.after, *found.sums.tail),
+        others=(found.gather, region.count_exchange, *waits_on(region.count_exchange)),
+        read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
+        reads_late=True,
+        not_served=frozenset(node for other in elsewhere for node in other.count_side),
+    )
+
+
+def _way(draft: _Draft, form: GatheredForm) -> GatheredWay | None:
+    if draft.costs is None:
+        return None
+    room = 1.0 if form.is_exact else draft.costs.padding
+    return GatheredWay(region=draft.region, found=form.found, room=room)
+
+
+def _against(draft: _Draft, config: MegaMoEConfig, found: TokenRows) -> Reason | None:
+    """Return what speaks against gathering tokens that could be gathered."""
+    if config.dispatch != "auto":
+        return None if config.dispatch == "all_gather" else Reason.NOT_ASKED
+    if quantises_rows(config):
+        return Reason.QUANTISED
+    rounding, costs = rounding_of(found), draft.costs
+    if draft.decision is not None:
+        if rounding.bound_eps is None:
+            return Reason.UNBOUNDED
+        return None if draft.decision.gathers else Reason.BY_PRICE
+    if not rounding.is_bitwise:
+        return Reason.LOSSY
+    return None if costs is not None and costs.by_measurement else Reason.FEW_ROWS_PER_TOKEN
+
+
+def _decide_chunks(draft: _Draft, exchanged: Iterable[MoERegion], state: CompileState) -> None:
+    """Decide the number of chunks of a region whose rows are exchanged."""
+    if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
+        draft.decision = decide_experts(draft.found, exchanged, state.config, state.hardware)
+    draft.num_chunks, draft.not_chunked = plan_num_chunks(
+        state.config, draft.region, draft.decision
+    )
+
+
+def _check_gradients(
+    draft: _Draft, proof: RowProof, config: MegaMoEConfig, dependence: Dependence
+) -> None:
+    """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
+    if draft.num_chunks == 1:
+        return
+    region, by_tokens = draft.region, config.chunk_by == "tokens"
+    bounds = experts_of_chunks(region, draft.num_chunks, by_tokens=by_tokens)
+    chunk = chunk_without_gradient(region, proof, bounds, dependence)
+    if chunk is not None:
+        detail = f"chunk {chunk} of {draft.num_chunks}"
+        draft.refuse(
+            Refused(candidate=region.name, reason=Reason.NO_GRADIENT, detail=detail, is_region=True)
+        )
+
+
+def _examine_together(drafts: Sequence[_Draft], config: MegaMoEConfig) -> Aftermath:
+    """Refuse what cannot be rewritten beside the others; note what stays around the rest."""
+    chosen = [draft for draft in drafts if draft.is_rewritten]
+    after = examine_surroundings([_rewrite(draft, drafts, config) for draft in chosen])
+    for draft in chosen:
+        around = after.around[draft.region.name]
+        if isinstance(around, Refused):
+            draft.refuse(around)
+            continue
+        draft.around = around
+        if draft.gathered is not None and _reads_host(around):
+            draft.gathered = replace(draft.gathered, is_exact=True)
+    return after
+
+
+def _rewrite(draft: _Draft, drafts: Iterable[_Draft], config: MegaMoEConfig) -> Rewrite:
+    assert isinstance(draft.proof, RowProof)
+    if draft.gathered is not None:
+        regions = [other.region for other in drafts]
+        return _gathering(draft.region, draft.proof, regions, draft.gathered.found)
+    return Rewrite(
+        region=draft.region,
+        proof=draft.proof,
+        replaced=draft.region.result,
+        counts_first=True,
+        sliced=() if config.chunk_by == "tokens" else draft.proof.sliceable,
+    )
+
+
+def _planned(
+    draft: _Draft, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
+) -> PlannedExperts:
+    gathered, around = draft.gathered, draft.around
+    reads = draft.found.num_host_reads
+    if around is not None and draft.is_rewritten:
+        reads = int(gathered is None or gathered.is_exact) + around.num_kept
+    wires = plan_wires(draft.found, draft.decision, config, in_force, gathers=gathered is not None)
+    return PlannedExperts(
+        found=draft.found,
+        plan=_plan(draft, config, {name: wire.name for name, wire in wires.items()}),
+        proof=draft.proof,
+        gathered=gathered,
+        around=around if draft.is_rewritten else None,
+        left={
+            **_left(draft, config),
+            **{name + "_wire": w.left for name, w in wires.items() if w.left is not None},
+        },
+        decision=draft.decision,
+        costs=draft.costs,
+        rounding=rounding_of(gathered.found) if gathered is not None else None,
+        num_host_reads=reads,
+        row_bytes={name: wire.row_bytes for name, wire in wires.items()},
+    )
+
+
+def _plan(draft: _Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> ExpertsPlan:
+    region, gathered = draft.region, draft.gathered
+    found = gathered.found if gathered is not None else None
+    return ExpertsPlan(
+        group=region.group,
+        num_ranks=region.num_ranks,
+        num_local_experts=region.num_local_experts,
+        num_chunks=draft.num_chunks,
+        by_tokens=config.chunk_by == "tokens" and draft.num_chunks > 1,
+        dispatch="all_to_all" if gathered is None else "all_gather",
+        is_exact=gathered is None or gathered.is_exact,
+        num_tokens=known_rows(found.tokens) if found is not None else 0,
+        rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
+        dispatch_wire=wires["dispatch"],
+        combine_wire=wires["combine"],
+        unproven=draft.proof.reason.name if isinstance(draft.proof, Refused) else "",
+    )
+
+
+def _left(draft: _Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
+    """Return what of the options is not done to a region's chunks and dispatch, and why."""
+    why: dict[str, NotFound | Refused | None] = {"dispatch": draft.not_gathered}
+    if isinstance(draft.proof, Refused):
+        why["chunks"] = draft.proof
+    elif draft.not_chunked is not None:
+        why["chunks"] = NotFound(reason=draft.not_chunked)
+    name, where = draft.region.name, draft.found.where
+    return {
+        option: judged(
+            config,
+            option,
+            Verdict(candidate=name, reason=one.reason, detail=one.detail, where=where),
+        )
+        for option, one in why.items()
+        if one is not None
+    }

@@ -1,0 +1,98 @@
+"""Carry out the plan of a graph: experts in chunks or on gathered tokens, attention in groups.
+
+Contract
+    Requires  REGIONS_FOUND, PLANNED.
+    Provides  REWRITTEN.
+    Keeps     every value outside the regions, every side effect, one count exchange and one bulk
+              host read per region whatever the number of chunks, beside reads whose integers
+              others need before it. Values change no bit but where the plan says so: see
+              `passes/planned`.
+
+All new forms are emitted first: until then each reads what the model's own form read, a count that
+two regions share, or another region's result. Then readers are told to read the new results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from moe_compile.analysis.head_split import HeadSplit
+from moe_compile.analysis.regions import RowProof
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
+from moe_compile.journal.entries import PassReport
+from moe_compile.planning.planned import PlannedExperts
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass
+from passes.replay.gathered import emit_gathered
+from passes.replay.head_groups import emit_head_groups
+from passes.replay.masked_replay import emit_chunks
+
+
+@dataclass(frozen=True)
+class RewriteRegions(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "rewrite_regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND, Fact.PLANNED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REWRITTEN})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Emit every region anew, have its readers read that, erase what nothing needs."""
+        dependence = Dependence(graph)
+        experts = [one for one in state.experts if one.is_rewritten]
+        splits = [(a.split, a.plan.num_chunks) for a in state.attention if a.split is not None]
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        bodies = [sorted(set(split.body), key=place.__getitem__) for split, _ in splits]
+        finish = [_emit_experts(one, dependence, state) for one in experts]
+        finish += [_emit_attention(split, num_groups) for split, num_groups in splits]
+        for replace_and_move in finish:
+            replace_and_move()
+        erase_dead(state.dead)
+        for body in bodies:
+            erase_unused(body)
+        groups = {one.plan.group for one in experts if one.plan.gathers}
+        state.gathered_groups.update(groups)
+        return PassReport(
+            pass_name=self.name,
+            applied=(
+                *(one.found.region.name for one in experts),
+                *(split.region.name for split, _ in splits),
+            ),
+            measures={"num_bulk_host_reads": sum(one.plan.is_exact for one in experts)},
+        )
+
+
+def _emit_experts(
+    one: PlannedExperts, dependence: Dependence, state: CompileState
+) -> Callable[[], None]:
+    """Emit a MoE region anew; return what puts it in the place of the old one."""
+    region, around = one.found.region, one.around
+    assert around is not None and isinstance(one.proof, RowProof)
+    if one.gathered is not None:
+        gathered = emit_gathered(one.gathered, around)
+        dispatches, combines = gathered.gathers, gathered.reduces
+        instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
+    else:
+        num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
+        chunks = emit_chunks(region, one.proof, num, around, dependence, by_tokens=by_tokens)
+        dispatches, combines = chunks.dispatches, chunks.combines
+        instead = {**chunks.instead, region.result: chunks.result}
+    state.launches[region.name] = {"dispatch": tuple(dispatches), "combine": tuple(combines)}
+
+    def replace_and_move() -> None:
+        replace_uses(around.sizes)
+        replace_uses(instead)
+        move_before(around.moved, around.read_at)
+
+    return replace_and_move
+
+
+def _emit_attention(split: HeadSplit, num_groups: int) -> Callable[[], None]:
+    """Emit attention in groups of heads; return what puts it in the place of the old one."""
+    result = emit_head_groups(split, num_groups)
+    return lambda: replace_uses({split.result: result})

@@ -1,0 +1,35 @@
+"""Put a joint graph in an order in which every node stands behind what it reads.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     every node and edge, and the order of what is in order already: Inductor's own
+              patterns on the joint graph leave the sorting for later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from moe_compile.journal.entries import PassReport
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass
+
+
+@dataclass(frozen=True)
+class SortNodes(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "sort_nodes"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Move nodes; the report says nothing where all were in order."""
+        del state
+        before = list(graph.nodes)
+        stable_topological_sort(graph)
+        moved = before != list(graph.nodes)
+        return PassReport(pass_name=self.name, applied=("graph",) if moved else ())
