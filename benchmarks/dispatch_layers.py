@@ -44,7 +44,7 @@ class GatherableLayer:
 
     def decide(self, hardware: HardwareProfile, **options: Any) -> Decision:
         """Return the decision under `dispatch = "auto"` and other `options`."""
-        config = MegaMoEConfig(dispatch="auto", equal_tokens=True, **options)
+        config = MegaMoEConfig(dispatch="auto", numerics="bounded", equal_tokens=True, **options)
         decision = decide_experts(self.found, [], config, hardware, self.way)
         assert decision is not None
         return decision

@@ -28,6 +28,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "recompute": ("model", "save_exchanges", "recompute_exchanges"),
     "gradient_wire": ("same", "bf16_fp32_sum"),
     "attention_split": ("none", "qkv", "out", "both"),
+    "numerics": ("exact", "bounded", "lossy"),
     "codegen": ("inductor", "fx"),
 }
 """Values each closed option takes."""
@@ -92,14 +93,18 @@ class MegaMoEConfig:
     dispatch_wire: str = "same"
     """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
     gradient too; "fp8_forward", the gradient as the model has it; "auto", "fp8" where predicted to
-    pay, which needs `equal_tokens`."""
+    pay, which needs `equal_tokens` and `numerics` = "lossy"."""
     combine_wire: str = "same"
     """Number format of the combine exchange, in the same words."""
+    numerics: str = "exact"
+    """What "auto" may choose from: "exact", what changes no bit; "bounded", also what adds up in
+    another order, by a bound that the report states; "lossy", all there is. An option that names
+    what it wants is obeyed whatever this says."""
     dispatch: str = "all_to_all"
     """What moves tokens to experts: "all_to_all"; "all_gather", then a reduce-scatter back, which
     rounds sums of more than two rows otherwise, and weighted sums with their gradients; "auto":
-    that where it is predicted to pay and its bound is known, which needs static sizes; else where
-    k > 0.75 n and no bit changes."""
+    that where it is predicted to pay and `numerics` allows how it rounds, which needs static sizes;
+    else where k > 0.75 n and no bit changes."""
     dispatch_padding: str = "exact"
     """Rows an all-gathered region has room for: "exact", those that came, read by the host once;
     "worst", all that may come, the rest zeros: static shapes, no host read, more memory."""
@@ -154,6 +159,11 @@ class MegaMoEConfig:
             raise InvalidConfig(
                 f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
             )
+
+    def allows(self, numerics: str) -> bool:
+        """Whether "auto" may choose what is "bounded", or "lossy"."""
+        known = CHOICES["numerics"]
+        return known.index(numerics) <= known.index(self.numerics)
 
     def asks_for(self, option: str) -> bool:
         """Whether `option` asks for a rewrite, so that `strict` holds us to it."""

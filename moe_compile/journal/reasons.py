@@ -171,7 +171,7 @@ class Reason(enum.Enum):
     )
     MAY_ROUND = (
         "torch's kernel or the gradient of what no exchange brings may round otherwise by group: "
-        "ask for a number",
+        "ask for a number, or allow it by megamoe.numerics = 'lossy'",
         Kind.NO_GAIN,
     )
     ONE_KV_HEAD = "one local KV head: nothing to split by", Kind.NOT_POSSIBLE
@@ -217,6 +217,11 @@ class Reason(enum.Enum):
     SENT_SIZES = "the experts read how many rows this rank sends", Kind.UNPROVEN
     LOSSY = (
         "auto has no times to go by, and sums per token or their gradients would round otherwise",
+        Kind.NOT_ASKED,
+    )
+    ROUNDS = (
+        "its sums would round otherwise, by a known bound: allow it by megamoe.numerics = "
+        "'bounded'",
         Kind.NOT_ASKED,
     )
     UNBOUNDED = (

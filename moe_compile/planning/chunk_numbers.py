@@ -101,7 +101,8 @@ def plan_head_groups(
         return 1, Reason.ONE_CHUNK
     if region.head is None:
         return 1, Reason.ONE_KV_HEAD
-    if asked == "auto" and region.rounds:
+    must_keep = asked == "auto" and not config.allows("lossy")
+    if must_keep and region.rounds:
         return 1, Reason.MAY_ROUND
     if asked == "auto" and decision is not None:
         num_groups = decision.chosen.candidate.num_chunks
@@ -109,6 +110,6 @@ def plan_head_groups(
     num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
     if region.head.size % num_groups:
         return 1, Reason.NOT_DIVISIBLE
-    if asked == "auto" and region.may_round(num_groups):
+    if must_keep and region.may_round(num_groups):
         return 1, Reason.MAY_ROUND
     return num_groups, None

@@ -58,14 +58,15 @@ def decide_attention(
     hardware: HardwareProfile,
 ) -> Decision | None:
     """Return the decision for an attention region; `others` are those of its graph."""
-    if config.attention_chunks != "auto" or not config.equal_tokens or region.rounds:
+    rounds = region.rounds and not config.allows("lossy")
+    if config.attention_chunks != "auto" or not config.equal_tokens or rounds:
         return None
     work = work_of_attention(region, others)
     if work is None:
         return None
 
     def is_allowed(candidate: Candidate) -> bool:
-        return not region.may_round(candidate.num_chunks)
+        return config.allows("lossy") or not region.may_round(candidate.num_chunks)
 
     return _choose(work, ("heads",), is_allowed, config, hardware)
 
@@ -75,7 +76,7 @@ def experts_rule(
 ) -> Callable[[Candidate], bool]:
     """Return which ways to run a MoE region the options allow.
 
-    Sums that round otherwise are what `dispatch` = "auto" asks for where their bound is known.
+    What "auto" may change, `numerics` says.
     """
     axis = "tokens" if config.chunk_by == "tokens" else "experts"
     gathers = way is not None and may_gather(config, way)
@@ -98,17 +99,17 @@ def experts_rule(
             not (gathers and config.dispatch == "all_gather")
             and (candidate.num_chunks == 1 or candidate.chunk_by == axis)
             and _is_asked(candidate.num_chunks, config.chunks, work.num_parts)
-            and all(_is_wire(wire, option, work) for wire, option in wires)
+            and all(_is_wire(wire, option, work, config) for wire, option in wires)
         )
 
     return is_allowed
 
 
 def may_gather(config: MegaMoEConfig, way: GatheredWay) -> bool:
-    """Whether the options let the planner gather tokens: "auto" rounds by a known bound only."""
+    """Whether the options let the planner gather tokens: "auto" rounds as `numerics` allows."""
     if config.dispatch != "auto":
         return config.dispatch == "all_gather"
-    return rounding_of(way.found).bound_eps is not None and not quantises_rows(config)
+    return config.allows(rounding_of(way.found).numerics) and not quantises_rows(config)
 
 
 def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
@@ -119,9 +120,9 @@ def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
     return num_chunks == (option if is_tried else 1)
 
 
-def _is_wire(wire: str, option: str, work: RegionWork) -> bool:
+def _is_wire(wire: str, option: str, work: RegionWork, config: MegaMoEConfig) -> bool:
     if option == "auto":
-        return True
+        return wire == "same" or config.allows("lossy")
     return wire == ("fp8" if option != "same" and "fp8" in work.wire_shares else "same")
 
 

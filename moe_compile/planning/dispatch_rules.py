@@ -104,6 +104,14 @@ class Rounding:
         return self.bound_eps == 0 == self.gradient_bound_eps
 
     @property
+    def numerics(self) -> str:
+        """What the option `numerics` must be at least for "auto" to choose it."""
+        if self.is_bitwise:
+            return "exact"
+        is_bounded = self.bound_eps is not None and self.gradient_bound_eps is not None
+        return "bounded" if is_bounded else "lossy"
+
+    @property
     def bound_eps(self) -> int | None:
         """Largest difference of a sum, in eps times the sum of magnitudes; None where not known."""
         if self.num_addends is None:

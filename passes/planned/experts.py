@@ -192,8 +192,8 @@ def _against(draft: _Draft, config: MegaMoEConfig, found: TokenRows) -> Reason |
         return Reason.QUANTISED
     rounding, costs = rounding_of(found), draft.costs
     if draft.decision is not None:
-        if rounding.bound_eps is None:
-            return Reason.UNBOUNDED
+        if not config.allows(rounding.numerics):
+            return Reason.UNBOUNDED if rounding.numerics == "lossy" else Reason.ROUNDS
         return None if draft.decision.gathers else Reason.BY_PRICE
     if not rounding.is_bitwise:
         return Reason.LOSSY

@@ -163,7 +163,12 @@ def test_auto_takes_a_way_that_rounds_where_it_pays_and_keeps_the_bound(two_rank
     """Four rows a token on two ranks: gathering sends half, and the link is all there is."""
     slow = dataclasses.replace(load_profile("cpu"), link_gb_per_s=1e-4).as_toml()
     (tmp_path / "slow.toml").write_text(slow)
-    more = {"dispatch": "auto", "chunks": "auto", "hardware": str(tmp_path / "slow.toml")}
+    more = {
+        "dispatch": "auto",
+        "numerics": "bounded",
+        "chunks": "auto",
+        "hardware": str(tmp_path / "slow.toml"),
+    }
     for eager, auto in two_ranks.run(both_ways, Positive, 4, options("exact", **more)):
         off = {name: (eager[name] - auto[name]).abs() for name in eager}
         assert off["output"].any(), "nothing was gathered"

@@ -38,7 +38,13 @@ def run(group, top_k=4, style=GroupedExperts, hardware=MACHINE, level=DYNAMO, **
     """Return the state after our passes and their results, by name."""
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(style(32, 32, 8, top_k, group), x)
-    asked = {"dispatch": "auto", "equal_tokens": True, "max_memory_increase": 10.0, **options}
+    asked = {
+        "dispatch": "auto",
+        "numerics": "bounded",
+        "equal_tokens": True,
+        "max_memory_increase": 10.0,
+        **options,
+    }
     ours = CompileState(config=MegaMoEConfig(**asked), hardware=hardware)
     results = {r.pass_name: r for r in run_level(level, gm.graph, ours)}
     assert isinstance(results["detect_regions"], PassReport)
@@ -57,6 +63,17 @@ def test_a_slow_link_gathers_where_that_sends_less_and_the_report_has_the_bound(
     assert "planned: tokens all-gathered, predicted" in said and "; next " in said
     assert "sums of 4 per token round otherwise: off by at most 3 eps" in said
     assert decision_figures(plan.decision)["chosen"] == "tokens all-gathered"
+
+
+def test_auto_chooses_no_sums_that_round_otherwise_unless_numerics_allows_it(
+    fake_ranks,
+):
+    graph, plan, _ = run(fake_ranks, numerics="exact")
+    assert any(map(is_all_to_all, graph.nodes))
+    assert plan.left["dispatch"].reason is Reason.ROUNDS and not plan.decision.gathers
+    assert any("gathered" in str(way.candidate) for way in plan.decision.advice)
+    _, named, _ = run(fake_ranks, numerics="exact", dispatch="all_gather")
+    assert named.plan.gathers and not named.rounding.is_bitwise
 
 
 def test_rows_are_exchanged_where_that_sends_less_and_the_report_says_so(fake_ranks):
@@ -185,7 +202,11 @@ def test_the_dispatch_is_decided_once_for_two_regions_alike(fake_ranks, chunks):
     first, second = (GroupedExperts(32, 32, 8, 4, fake_ranks) for _ in range(2))
     (gm,) = dynamo_graphs(lambda x: second(first(x)), x)
     config = MegaMoEConfig(
-        dispatch="auto", equal_tokens=True, chunks=chunks, max_memory_increase=10.0
+        dispatch="auto",
+        numerics="bounded",
+        equal_tokens=True,
+        chunks=chunks,
+        max_memory_increase=10.0,
     )
     ours = CompileState(config=config, hardware=MACHINE)
     run_level(DYNAMO, gm.graph, ours)

@@ -63,8 +63,14 @@ def test_chunks_of_tokens_are_chosen_only_where_they_are_asked_for():
     ],
 )
 def test_each_wire_is_what_its_option_says_or_either_by_auto(dispatch, combine, found):
-    ways = allowed(chunks=2, dispatch_wire=dispatch, combine_wire=combine)
-    assert wires(ways) == found
+    options = {"chunks": 2, "dispatch_wire": dispatch, "combine_wire": combine}
+    assert wires(allowed(**options, numerics="lossy")) == found
+
+
+@pytest.mark.parametrize("numerics", ["exact", "bounded"])
+def test_auto_sends_no_eight_bits_unless_numerics_is_lossy(numerics):
+    ways = allowed(chunks=2, dispatch_wire="auto", combine_wire="fp8", numerics=numerics)
+    assert wires(ways) == {("same", "fp8")}
 
 
 def test_a_wire_the_region_cannot_have_is_not_tried():

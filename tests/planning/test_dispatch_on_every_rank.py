@@ -19,7 +19,7 @@ def decided(rank):
     layer = GroupedExperts(256, 64, 2 * RANKS, 2 * RANKS, dist.group.WORLD)
     x = torch.randn(16384, 256, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer, x)
-    ours = state(equal_tokens=True, dispatch="auto", max_memory_increase=10.0)
+    ours = state(equal_tokens=True, dispatch="auto", numerics="bounded", max_memory_increase=10.0)
     ours.hardware = load_profile("h800")
     run_level(DYNAMO, gm.graph, ours)
     dist.destroy_process_group()

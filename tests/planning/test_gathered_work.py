@@ -169,12 +169,14 @@ def test_slices_divide_the_tokens_and_need_proof_of_rows_per_token(fake_ranks):
     [
         ({"dispatch": "all_to_all"}, True, set()),
         ({"dispatch": "auto"}, True, {1}),
-        ({"dispatch": "auto"}, False, set()),
+        ({"dispatch": "auto", "numerics": "bounded"}, True, {1}),
+        ({"dispatch": "auto", "numerics": "bounded"}, False, set()),
+        ({"dispatch": "auto", "numerics": "lossy"}, False, {1}),
         ({"dispatch": "all_gather"}, False, {1}),
-        ({"dispatch": "auto", "chunk_by": "tokens"}, True, {1, 2, 4, 8}),
-        ({"dispatch": "auto", "chunk_by": "tokens", "chunks": 4}, True, {4}),
+        ({"dispatch": "auto", "numerics": "bounded", "chunk_by": "tokens"}, True, {1, 2, 4, 8}),
+        ({"dispatch": "auto", "numerics": "bounded", "chunk_by": "tokens", "chunks": 4}, True, {4}),
         ({"dispatch": "auto", "combine_wire": "fp8_forward"}, True, set()),
-        ({"dispatch": "auto", "combine_wire": "auto"}, True, {1}),
+        ({"dispatch": "auto", "numerics": "bounded", "combine_wire": "auto"}, True, {1}),
     ],
 )
 def test_which_ways_to_gather_options_allow(gatherable, options, is_known, expected):

@@ -24,7 +24,8 @@ from tests.layers import GroupedExperts
 
 num_ranks, *ranks = map(int, sys.argv[1:])
 config = MegaMoEConfig(
-    equal_tokens=True, chunks="auto", dispatch_wire="auto", combine_wire="auto", hardware="h800"
+    equal_tokens=True, chunks="auto", dispatch_wire="auto", combine_wire="auto", numerics="lossy",
+    hardware="h800",
 )
 for rank in ranks:
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
