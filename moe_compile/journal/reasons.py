@@ -60,14 +60,8 @@ class Reason(enum.Enum):
     COUNT_EXCHANGE = "it carries the counts of a region", Kind.NOT_MEANT
     PART_OF_REGION = "it is inside a region", Kind.NOT_MEANT
     NOT_ALL_TO_ALL = "not an all-to-all", Kind.NOT_MEANT
-    NO_COMBINE = (
-        "no exchange with the split lists swapped is reachable from it",
-        Kind.UNPROVEN,
-    )
-    NO_COUNT_EXCHANGE = (
-        "its split sizes do not come from an exchange of integers",
-        Kind.UNPROVEN,
-    )
+    NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
+    NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)
 
     # experts
     UNEVEN_EXPERTS = (
@@ -176,18 +170,9 @@ class Reason(enum.Enum):
     )
     ONE_KV_HEAD = "one local KV head: nothing to split by", Kind.NOT_POSSIBLE
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads", Kind.NOT_POSSIBLE
-    NO_PROJECTION = (
-        "no product by a weight makes what is sent, head by head",
-        Kind.UNPROVEN,
-    )
-    NO_OUTPUT = (
-        "no product by a weight follows the result by movements of data",
-        Kind.UNPROVEN,
-    )
-    MIXES_HEADS = (
-        "what stands between a projection and the exchange mixes heads",
-        Kind.UNPROVEN,
-    )
+    NO_PROJECTION = ("no product by a weight makes what is sent, head by head", Kind.UNPROVEN)
+    NO_OUTPUT = ("no product by a weight follows the result by movements of data", Kind.UNPROVEN)
+    MIXES_HEADS = ("what stands between a projection and the exchange mixes heads", Kind.UNPROVEN)
     MADE_LATE = "the weight of the output is made after the attention", Kind.UNPROVEN
 
     # all-gather dispatch
@@ -210,10 +195,7 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     NOT_BY_ROW = "rows meet something other than one factor per row", Kind.UNPROVEN
-    WRITTEN = (
-        "a tensor that is to be read later or elsewhere is written in place",
-        Kind.UNPROVEN,
-    )
+    WRITTEN = ("a tensor that is to be read later or elsewhere is written in place", Kind.UNPROVEN)
     SENT_SIZES = "the experts read how many rows this rank sends", Kind.UNPROVEN
     LOSSY = (
         "auto has no times to go by, and sums per token or their gradients would round otherwise",

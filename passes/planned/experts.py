@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from moe_compile.analysis.body_needs import needs_of_body
 from moe_compile.analysis.regions import MoERegion, Refused, RowProof
 from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
 from moe_compile.analysis.surroundings import examine_surroundings
@@ -27,22 +26,21 @@ from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.modes import Mode, modes
-from moe_compile.graph.query import known_rows, waits_on
+from moe_compile.graph.query import known_rows
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_plan import Decision
 from moe_compile.planning.chunk_numbers import plan_num_chunks, plan_token_slices
-from moe_compile.planning.decide import asks_planner, decide_experts
+from moe_compile.planning.decide import decide_experts
 from moe_compile.planning.dispatch_rules import (
     DispatchCosts,
     dispatch_costs,
-    quantises_rows,
     rounding_of,
 )
-from moe_compile.planning.gathered_sizes import GatheredWay
 from moe_compile.planning.plan import ExpertsPlan
 from moe_compile.planning.planned import FoundExperts, PlannedExperts
 from moe_compile.planning.state import CompileState
+from passes.planned.gathering import against, gathered_form, gathering, reads_host, way_of
 from passes.planned.wires import plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
@@ -102,12 +100,12 @@ def _decide_dispatch(draft: _Draft, regions: Sequence[MoERegion], state: Compile
     config, found = state.config, find_token_rows(draft.region)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
-    form = _gathered_form(draft, regions, config, found)
+    form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
-        way = _way(draft, form)
+        way = way_of(form, draft.costs)
         draft.decision = decide_experts(draft.found, regions, config, state.hardware, way)
-        against = _against(draft, config, form.found)
-        form = NotFound(reason=against) if against else form
+        refused = against(form, draft.decision, draft.costs, config)
+        form = NotFound(reason=refused) if refused else form
     elif config.dispatch == "all_to_all":
         form = NotFound(reason=Reason.NOT_ASKED)
     if isinstance(form, NotFound):
@@ -115,89 +113,6 @@ def _decide_dispatch(draft: _Draft, regions: Sequence[MoERegion], state: Compile
         return
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
-
-
-def _gathered_form(
-    draft: _Draft,
-    regions: Iterable[MoERegion],
-    config: MegaMoEConfig,
-    found: TokenRows | NotFound,
-) -> GatheredForm | NotFound:
-    """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
-    if config.dispatch == "all_to_all" and not asks_planner(config, can_gather=True):
-        return NotFound(reason=Reason.NOT_ASKED)
-    if isinstance(draft.proof, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN, detail=draft.proof.reason.value)
-    if isinstance(found, NotFound):
-        return found
-    if found.mean_rows_per_token is None:
-        return NotFound(reason=Reason.ROWS_MAY_DIFFER)
-    if not config.equal_tokens:
-        return NotFound(reason=Reason.TOKENS_MAY_DIFFER)
-    after = examine_surroundings([_gathering(draft.region, draft.proof, regions, found)])
-    around = after.around[draft.region.name]
-    if isinstance(around, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN, detail=around.reason.value)
-    needs = needs_of_body(draft.region)
-    if needs.reads_sent:
-        return NotFound(reason=Reason.SENT_SIZES)
-    is_exact = needs.reads_host or config.dispatch_padding == "exact"
-    return GatheredForm(
-        region=draft.region,
-        found=found,
-        needs=needs,
-        num_slices=1,
-        is_exact=is_exact or _reads_host(around),
-    )
-
-
-def _reads_host(around: Surroundings) -> bool:
-    """Whether others need host integers of the region."""
-    return bool(around.served) or around.num_kept > 0
-
-
-def _gathering(
-    region: MoERegion, proof: RowProof, regions: Iterable[MoERegion], found: TokenRows
-) -> Rewrite:
-    """Say what gathered tokens take the place of: from the gather of the rows to their sums.
-
-    Host reads that another region has too stay where they are: it may be rewritten as well.
-    """
-    elsewhere = (other for other in regions if other is not region)
-    return Rewrite(
-        region=region,
-        proof=proof,
-        replaced=found.sums.total,
-        before=(*found.before,),
-        behind=(region.result, *found.after, *found.sums.tail),
-        others=(found.gather, region.count_exchange, *waits_on(region.count_exchange)),
-        read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
-        reads_late=True,
-        not_served=frozenset(node for other in elsewhere for node in other.count_side),
-    )
-
-
-def _way(draft: _Draft, form: GatheredForm) -> GatheredWay | None:
-    if draft.costs is None:
-        return None
-    room = 1.0 if form.is_exact else draft.costs.padding
-    return GatheredWay(region=draft.region, found=form.found, room=room)
-
-
-def _against(draft: _Draft, config: MegaMoEConfig, found: TokenRows) -> Reason | None:
-    """Return what speaks against gathering tokens that could be gathered."""
-    if config.dispatch != "auto":
-        return None if config.dispatch == "all_gather" else Reason.NOT_ASKED
-    if quantises_rows(config):
-        return Reason.QUANTISED
-    rounding, costs = rounding_of(found), draft.costs
-    if draft.decision is not None:
-        if not config.allows(rounding.numerics):
-            return Reason.UNBOUNDED if rounding.numerics == "lossy" else Reason.ROUNDS
-        return None if draft.decision.gathers else Reason.BY_PRICE
-    if not rounding.is_bitwise:
-        return Reason.LOSSY
-    return None if costs is not None and costs.by_measurement else Reason.FEW_ROWS_PER_TOKEN
 
 
 def _decide_chunks(draft: _Draft, exchanged: Iterable[MoERegion], state: CompileState) -> None:
@@ -235,7 +150,7 @@ def _examine_together(drafts: Sequence[_Draft], config: MegaMoEConfig) -> Afterm
             draft.refuse(around)
             continue
         draft.around = around
-        if draft.gathered is not None and _reads_host(around):
+        if draft.gathered is not None and reads_host(around):
             draft.gathered = replace(draft.gathered, is_exact=True)
     return after
 
@@ -244,7 +159,7 @@ def _rewrite(draft: _Draft, drafts: Iterable[_Draft], config: MegaMoEConfig) -> 
     assert isinstance(draft.proof, RowProof)
     if draft.gathered is not None:
         regions = [other.region for other in drafts]
-        return _gathering(draft.region, draft.proof, regions, draft.gathered.found)
+        return gathering(draft.region, draft.proof, regions, draft.gathered.found)
     return Rewrite(
         region=draft.region,
         proof=draft.proof,

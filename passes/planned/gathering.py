@@ -1,0 +1,112 @@
+"""Whether and how the tokens of a MoE region can be gathered instead of its rows exchanged.
+
+Contract
+    The graph is as the model wrote it, and is not edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_compile.analysis.body_needs import needs_of_body
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.analysis.rewrites import Rewrite, Surroundings
+from moe_compile.analysis.surroundings import examine_surroundings
+from moe_compile.analysis.token_regions import GatheredForm, NotFound, TokenRows
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import waits_on
+from moe_compile.journal.reasons import Reason
+from moe_compile.planning.choose_plan import Decision
+from moe_compile.planning.decide import asks_planner
+from moe_compile.planning.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
+from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.planned import FoundExperts
+
+
+def gathered_form(
+    experts: FoundExperts,
+    regions: Iterable[MoERegion],
+    config: MegaMoEConfig,
+    found: TokenRows | NotFound,
+) -> GatheredForm | NotFound:
+    """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
+    if config.dispatch == "all_to_all" and not asks_planner(config, can_gather=True):
+        return NotFound(reason=Reason.NOT_ASKED)
+    if isinstance(experts.proof, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN, detail=experts.proof.reason.value)
+    if isinstance(found, NotFound):
+        return found
+    if found.mean_rows_per_token is None:
+        return NotFound(reason=Reason.ROWS_MAY_DIFFER)
+    if not config.equal_tokens:
+        return NotFound(reason=Reason.TOKENS_MAY_DIFFER)
+    after = examine_surroundings([gathering(experts.region, experts.proof, regions, found)])
+    around = after.around[experts.region.name]
+    if isinstance(around, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN, detail=around.reason.value)
+    needs = needs_of_body(experts.region)
+    if needs.reads_sent:
+        return NotFound(reason=Reason.SENT_SIZES)
+    is_exact = needs.reads_host or config.dispatch_padding == "exact"
+    return GatheredForm(
+        region=experts.region,
+        found=found,
+        needs=needs,
+        num_slices=1,
+        is_exact=is_exact or reads_host(around),
+    )
+
+
+def reads_host(around: Surroundings) -> bool:
+    """Whether others need host integers of the region."""
+    return bool(around.served) or around.num_kept > 0
+
+
+def gathering(
+    region: MoERegion, proof: RowProof, regions: Iterable[MoERegion], found: TokenRows
+) -> Rewrite:
+    """Say what gathered tokens take the place of: from the gather of the rows to their sums.
+
+    Host reads that another region has too stay where they are: it may be rewritten as well.
+    """
+    elsewhere = (other for other in regions if other is not region)
+    return Rewrite(
+        region=region,
+        proof=proof,
+        replaced=found.sums.total,
+        before=(*found.before,),
+        behind=(region.result, *found.after, *found.sums.tail),
+        others=(found.gather, region.count_exchange, *waits_on(region.count_exchange)),
+        read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
+        reads_late=True,
+        not_served=frozenset(node for other in elsewhere for node in other.count_side),
+    )
+
+
+def way_of(form: GatheredForm, costs: DispatchCosts | None) -> GatheredWay | None:
+    """Return what the planner prices, None where the bytes either way are not known."""
+    if costs is None:
+        return None
+    room = 1.0 if form.is_exact else costs.padding
+    return GatheredWay(region=form.region, found=form.found, room=room)
+
+
+def against(
+    form: GatheredForm,
+    decision: Decision | None,
+    costs: DispatchCosts | None,
+    config: MegaMoEConfig,
+) -> Reason | None:
+    """Return what speaks against gathering tokens that could be gathered."""
+    if config.dispatch != "auto":
+        return None if config.dispatch == "all_gather" else Reason.NOT_ASKED
+    if quantises_rows(config):
+        return Reason.QUANTISED
+    rounding = rounding_of(form.found)
+    if decision is not None:
+        if not config.allows(rounding.numerics):
+            return Reason.UNBOUNDED if rounding.numerics == "lossy" else Reason.ROUNDS
+        return None if decision.gathers else Reason.BY_PRICE
+    if not rounding.is_bitwise:
+        return Reason.LOSSY
+    return None if costs is not None and costs.by_measurement else Reason.FEW_ROWS_PER_TOKEN
