@@ -63,8 +63,8 @@ def find_moe_regions(graph: fx.Graph) -> tuple[list[MoERegion], list[Refused]]:
             regions.append(region)
         else:
             refused[launch] = region
-    decoys = [r for launch, r in refused.items() if r.is_region or launch not in used]
-    return regions, decoys
+    others = [r for launch, r in refused.items() if r.is_region or launch not in used]
+    return regions, others
 
 
 @dataclass(frozen=True, slots=True)

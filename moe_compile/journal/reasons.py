@@ -1,8 +1,8 @@
 """Why something is left as it is: every reason of every pass, and what kind of reason it is.
 
 Contract
-    Closed: what is reported, logged or refused by `strict` has a reason from here. A rewrite from
-    outside uses `OTHER`, and says the rest in the detail.
+    Closed: what is reported, logged or refused by `strict` has a reason from here, and says what is
+    particular to its candidate in the detail.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Reason(enum.Enum):
     ALREADY_HIDDEN = "as much compute as is useful already runs between launch and wait", Kind.DONE
     NOT_CHECKPOINTED = "not inside a checkpointed function: saved anyway", Kind.DONE
     HAS_KERNEL = "a kernel of ours runs it", Kind.DONE
-    GATHERED = "its tokens are gathered: in slices already, or whole", Kind.DONE
     NO_COLLECTIVE = "it launches no collective", Kind.NOT_MEANT
 
     # exchanges that are no dispatch
@@ -289,6 +288,3 @@ class Reason(enum.Enum):
     DISABLED = "disabled by disable_passes", Kind.NOT_ASKED
     NEEDS_FACT = "needs what a pass that was left out provides", Kind.NOT_POSSIBLE
     FAILED = "it failed", Kind.UNPROVEN
-
-    # a rewrite from outside
-    OTHER = "for a reason of its own", Kind.NOT_POSSIBLE

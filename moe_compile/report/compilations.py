@@ -14,7 +14,7 @@ import torch.fx as fx
 from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.regions import Refused, RowProof
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
-from moe_compile.journal.entries import Journal, Verdict
+from moe_compile.journal.entries import Journal
 from moe_compile.planning.chunk_numbers import Bound
 from moe_compile.planning.planned import PlannedAttention, PlannedExperts
 from moe_compile.planning.state import CompileState
@@ -201,15 +201,11 @@ def _attention_report(one: PlannedAttention) -> AttentionReport:
         remarks=(
             *decision_remarks(one.decision),
             *one.remarks,
-            *(_not(LEFT[what], left) for what, left in one.left.items() if what in LEFT),
+            *(f"{LEFT[what]}: {left.why}" for what, left in one.left.items() if what in LEFT),
             *handed_over,
         ),
         is_handed_over=one.plan.is_handed_over,
     )
-
-
-def _not(what: str, left: Verdict) -> str:
-    return f"{what}: {left.why}"
 
 
 def _region_report(one: PlannedExperts, asked: str) -> RegionReport:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.analysis.regions import Refused
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 
 SAME_GRAPH: Final = (
     "in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks; around "
@@ -29,8 +29,6 @@ REMEDIES: Final = {
 }
 """What to change; of the most telling reason first."""
 OTHERWISE: Final = "the operator named is what to change, or nothing if this is no expert dispatch"
-DYNAMIC: Final = (Reason.NO_COMBINE, Reason.NO_COUNT_EXCHANGE)
-"""Reasons of exchanges that dispatch rows by sizes known only at run time, as expert layers do."""
 NO_CANDIDATES: Final = frozenset(
     {Reason.NOT_ALL_TO_ALL, Reason.COUNT_EXCHANGE, Reason.PART_OF_REGION}
 )
@@ -58,14 +56,14 @@ class Unmatched:
     @property
     def is_dispatch(self) -> bool:
         """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
-        return self.is_region or self.reason in DYNAMIC
+        return self.is_region or self.reason.kind is Kind.UNPROVEN
 
 
-def unmatched(decoys: Iterable[Refused]) -> list[Unmatched]:
-    """Return the exchanges among `decoys`, the most telling first."""
+def unmatched(others: Iterable[Refused]) -> list[Unmatched]:
+    """Return the exchanges among `others`, the most telling first."""
     found = [
         Unmatched(name=d.candidate, reason=d.reason, detail=d.detail, is_region=d.is_region)
-        for d in decoys
+        for d in others
         if d.reason not in NO_CANDIDATES
     ]
     order = list(REMEDIES)
