@@ -1,6 +1,6 @@
 """The command line: `megamoe train CONFIG.toml` trains by torchtitan with our recipe.
 
-`megamoe simulate`, `doctor` and `calibrate` are in moe_compile/commands.
+`megamoe simulate`, `doctor`, `calibrate` and `options` are in moe_compile/commands.
 
 Contract
     What can be wrong with the file is said before a process starts: file, key, nearest name.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from moe_compile.commands.calibrate import add_calibrate
 from moe_compile.commands.doctor import add_doctor
+from moe_compile.commands.options import add_options
 from moe_compile.commands.simulate import add_simulate
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_doctor(commands)
     add_calibrate(commands)
+    add_options(commands)
     return parser
 
 

@@ -12,31 +12,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
-CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "chunk_by": ("auto", "experts", "tokens", "batch"),
-    "dispatch_wire": ("same", "fp8", "fp8_forward", "auto"),
-    "combine_wire": ("same", "fp8", "fp8_forward", "auto"),
-    "dispatch": ("all_to_all", "all_gather", "auto"),
-    "dispatch_padding": ("exact", "worst"),
-    "recompute": ("model", "save_exchanges", "recompute_exchanges"),
-    "gradient_wire": ("same", "bf16_fp32_sum"),
-    "attention_split": ("none", "qkv", "out", "both"),
-    "numerics": ("exact", "bounded", "lossy"),
-    "codegen": ("inductor", "fx"),
-}
-"""Values each closed option takes."""
-
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("batch",),
 }
-"""Documented values whose pass this version does not have."""
+"""Known values whose pass this version does not have."""
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "chunks": (1,),
@@ -51,89 +37,106 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": ("auto", "tensor", "ulysses"),
 }
-"""Options of the TOML table that a recipe acts on, and the values this version has, the default
-first. `attention`: each rank its heads of the whole sequence ("tensor", by tensor parallelism), or
-its part of the sequence, exchanged for heads around attention ("ulysses", by context parallelism);
-"auto" follows the job's degrees."""
+"""Only in the `[megamoe]` table of a TOML job: how attention is divided over ranks. "tensor": by
+heads, each rank its heads of the whole sequence (tensor parallelism). "ulysses": by sequence, which
+is exchanged for heads around attention (context parallelism). "auto": as the job's degrees say."""
 
-
-TYPES: Final[Mapping[str, tuple[type, str]]] = {
-    "equal_tokens": (bool, "true or false"),
-    "schedule": (bool, "true or false"),
-    "async_tp": (bool, "true or false"),
-    "strict": (bool, "true or false"),
-    "step_peak_bytes": (int, "a number of bytes"),
-    "hardware": (str, "a string"),
-    "report": (str, "a string"),
-    "disable_passes": (tuple, "a list of pass names"),
+KINDS: Final[Mapping[object, tuple[type, str]]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a number of bytes"),
+    str: (str, "a string"),
+    tuple[str, ...]: (tuple, "a list of pass names"),
 }
 """Types of the open options, and what to write."""
+
+Format = Literal["same", "fp8", "fp8_forward", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegaMoEConfig:
-    """The options of `torch.compile(..., backend="megamoe")`; names and defaults as documented."""
+    """The options of `torch.compile(..., backend="megamoe")`.
+
+    `docs/options.md` is made from the fields below, their types, defaults and texts:
+    `megamoe options > docs/options.md` writes it anew. A closed option's type lists its values.
+    """
 
     chunks: int | str = "auto"
-    """Chunks per MoE region, or "auto": what is predicted to be fastest (docs/planner.md) where
-    `equal_tokens` is promised and sizes are static, else min(2, local experts)."""
-    chunk_by: str = "auto"
-    """The axis a region is chunked along: "auto" takes experts, which changes no bit; "tokens", a
-    share of every expert's rows, is for few local experts, and sums weight gradients by chunk;
-    products of four and eight bytes, whose rows a CPU rounds by their number, round otherwise."""
+    """Number of chunks each MoE region runs in; by experts, at most the number of local experts.
+    "auto" takes what is predicted to be fastest (docs/planner.md) where `equal_tokens` is promised
+    and sizes are static, else min(2, local experts)."""
+    chunk_by: Literal["auto", "experts", "tokens", "batch"] = "auto"
+    """What a region is divided by. "experts" changes no bit, and is what "auto" takes. "tokens"
+    gives every chunk a share of each expert's rows, for ranks with few local experts: weight
+    gradients are then summed over chunks, and in float32 and float64 outputs round differently too
+    (docs/wire.md#chunks-of-tokens)."""
     attention_chunks: int | str = 1
-    """Groups of heads that attention between exchanges runs in, a divisor of the local KV heads;
-    "auto": as for `chunks`, else 2 where it divides them. 1: no figure on GPUs says more pay."""
-    attention_split: str = "none"
-    """Projections that run by groups of heads too, each under the other groups' exchanges: "qkv",
-    "out", "both". Sums over groups round otherwise than whole ones: only for who asks for it."""
+    """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
+    must divide the local KV heads. "auto" chooses as for `chunks`, else takes 2 where that divides
+    them, and 1 where groups may round differently (docs/attention.md#groups-of-heads), unless
+    `numerics` is "lossy". The default is 1: no measurement on several GPUs says yet that more
+    are faster."""
+    attention_split: Literal["none", "qkv", "out", "both"] = "none"
+    """Which projections of attention run by groups of heads as well, each under the exchanges of
+    the other groups (docs/attention.md#projections-by-groups-of-heads). Needs `attention_chunks`.
+    Sums over groups round differently from whole ones, so it is never chosen by "auto"."""
     async_tp: bool = False
-    """Whether attention under tensor parallelism is handed to Inductor's async TP, where symmetric
-    memory is enabled for its group; it sums over ranks in an order of its own."""
-    dispatch_wire: str = "same"
-    """Number format of the dispatch exchange: "same" as the model's; "fp8", e4m3 with scales, its
-    gradient too; "fp8_forward", the gradient as the model has it; "auto", "fp8" where predicted to
-    pay, which needs `equal_tokens` and `numerics` = "lossy"."""
-    combine_wire: str = "same"
-    """Number format of the combine exchange, in the same words."""
-    numerics: str = "exact"
-    """What "auto" may choose from: "exact", what changes no bit; "bounded", also what adds up in
-    another order, by a bound that the report states; "lossy", all there is. An option that names
-    what it wants is obeyed whatever this says."""
-    dispatch: str = "all_to_all"
-    """What moves tokens to experts: "all_to_all"; "all_gather", then a reduce-scatter back, which
-    rounds sums of more than two rows otherwise, and weighted sums with their gradients; "auto":
-    that where it is predicted to pay and `numerics` allows how it rounds, which needs static sizes;
-    else where k > 0.75 n and no bit changes."""
-    dispatch_padding: str = "exact"
-    """Rows an all-gathered region has room for: "exact", those that came, read by the host once;
-    "worst", all that may come, the rest zeros: static shapes, no host read, more memory."""
+    """Hand attention under tensor parallelism to Inductor's async TP, where symmetric memory is
+    enabled for its group (CUDA only; docs/attention.md#tensor-parallelism). It sums over ranks in
+    another order."""
+    dispatch_wire: Format = "same"
+    """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
+    with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
+    them. "auto": "fp8" where it is predicted to pay, `equal_tokens` is promised and `numerics` is
+    "lossy"."""
+    combine_wire: Format = "same"
+    """Communication dtype of the combine, with the same values."""
+    numerics: Literal["exact", "bounded", "lossy"] = "exact"
+    """What "auto" may choose from. "exact": what changes no bit. "bounded": also sums in another
+    order, by a bound that the report states. "lossy": everything. An option that names what it
+    wants is obeyed whatever `numerics` says."""
+    dispatch: Literal["all_to_all", "all_gather", "auto"] = "all_to_all"
+    """The collectives that move tokens to experts and back (docs/dispatch.md). "all_gather" sends
+    tokens in place of rows, and a reduce-scatter brings their sums back: sums of more than two
+    rows round differently, and so do weighted sums with their gradients. It needs `equal_tokens`.
+    "auto": by price where sizes are static, among what `numerics` allows; else all-gather where a
+    token has more than 0.75 n rows on n ranks and no bit changes."""
+    dispatch_padding: Literal["exact", "worst"] = "exact"
+    """Room for rows after an all-gather dispatch. "exact": for the rows that came, which the host
+    reads once. "worst": for all that may come, the rest zeros: static shapes and no host read, more
+    memory and compute."""
     equal_tokens: bool = False
-    """The promise that in every step all ranks have the same number of tokens, which no rank can
-    see: without it nothing is all-gathered. The torchtitan recipe, whose batches are, makes it."""
+    """Your promise that in every step all ranks have the same number of tokens, which no rank can
+    see. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges of
+    one region, one after another, may change places."""
     schedule: bool = True
-    """Whether to reorder launches, waits and compute so that exchanges run under compute."""
-    recompute: str = "save_exchanges"
-    """What activation checkpointing does with exchanges: obey the model, save, or recompute."""
-    gradient_wire: str = "same"
-    """How float32 gradients are summed over ranks: "same" as the model says, or each rank's part
-    rounded once to bfloat16, exchanged, and summed in float32: half the bytes."""
+    """Reorder launches, waits and compute so that collectives run under compute."""
+    recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
+    """What activation checkpointing does with exchanges: follow the model's own policy, save what
+    they received, or exchange again in the backward pass."""
+    gradient_wire: Literal["same", "bf16_fp32_sum"] = "same"
+    """Communication dtype of float32 gradients when they are reduced over ranks. "bf16_fp32_sum":
+    each rank's part is rounded once to bfloat16, exchanged, and summed in float32: half the bytes
+    (docs/torchtitan.md#gradients-in-half-the-bytes)."""
     max_memory_increase: float = 0.30
-    """Largest rise of a graph's peak of live bytes that scheduling may cause, as a fraction of
+    """How much scheduling may raise the peak of a graph's live bytes, as a fraction of
     `step_peak_bytes`, or of that peak where it is larger."""
     step_peak_bytes: int = 0
-    """Peak of a whole training step (parameters, gradients, optimizer, saved activations), bytes;
-    0 when unknown. The torchtitan recipe fills it in with what it knows of it."""
+    """Peak memory of a whole training step in bytes (parameters, gradients, optimizer, saved
+    activations); 0 where it is not known. The torchtitan recipe fills in what it knows of it."""
     hardware: str = "detect"
-    """Rates for time estimates: "detect" asks NVML; else a profile's name or a TOML path."""
-    codegen: str = "inductor"
-    """Who runs the graph: Inductor, or "fx" to run it node by node in our order."""
+    """The profile that time estimates use: "detect" asks NVML; else the name of a profile (h100,
+    h200, h800, a100, cpu) or the path of a TOML file (docs/cluster.md)."""
+    codegen: Literal["inductor", "fx"] = "inductor"
+    """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False
-    """Raise when a pass fails or a matched region cannot be proven safe to transform."""
+    """Raise an error where an option asks for a rewrite (`chunks`, `dispatch`, `dispatch_wire`,
+    `combine_wire`, `attention_chunks`, `attention_split`) and a region that it is meant for is not
+    proven safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
-    """Names of passes to leave out."""
+    """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
-    """Path the JSON report is written to, "" for none."""
+    """Path of a JSON report: regions, compiled graphs, and what every pass did, with reasons; ""
+    for none."""
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a value no documented option takes."""
@@ -147,9 +150,10 @@ class MegaMoEConfig:
                 "write megamoe.attention_chunks = 2 or more as well"
             )
         _check_share(self.max_memory_increase)
-        for name, (kind, what) in TYPES.items():
+        for name, hint in HINTS.items():
+            kind, what = KINDS.get(hint, (object, ""))
             value = getattr(self, name)
-            if type(value) is not kind:
+            if what and type(value) is not kind:
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what}")
         if self.step_peak_bytes < 0:
             raise InvalidConfig(
@@ -175,6 +179,11 @@ class MegaMoEConfig:
 
 
 OPTION_NAMES: Final = tuple(f.name for f in fields(MegaMoEConfig))
+HINTS: Final[Mapping[str, Any]] = get_type_hints(MegaMoEConfig)
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    name: get_args(hint) for name, hint in HINTS.items() if get_origin(hint) is Literal
+}
+"""Values each closed option takes."""
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,7 +244,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return words[text.lower()]
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("chunks", "attention_chunks", "step_peak_bytes"):
+    if int in (HINTS[name], *get_args(HINTS[name])):
         return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
     if isinstance(default, float):
         try:

@@ -10,9 +10,17 @@ Contract
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
-from moe_compile.config import ENVIRONMENT_PREFIX, PREFIX, TABLE_ONLY, MegaMoEConfig, from_sources
+from moe_compile.config import (
+    CHOICES,
+    ENVIRONMENT_PREFIX,
+    HINTS,
+    PREFIX,
+    TABLE_ONLY,
+    MegaMoEConfig,
+    from_sources,
+)
 
 RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {"max_memory_increase": 0.05, "equal_tokens": True}
 """Where the recipe's default differs from that of torch.compile."""
@@ -21,14 +29,13 @@ OUTSIDE_GRAPHS: Final = ("gradient_wire",)
 """Options the recipe acts on itself: FSDP2 reduces gradients outside of compiled graphs, and what
 these reduce inside belongs to tensor parallelism."""
 
-_HINTS: Final = get_type_hints(MegaMoEConfig)
-
 
 def _field(name: str, default: Any) -> tuple[str, Any, Any]:
     default = RECIPE_DEFAULTS.get(name, default)
     if isinstance(default, tuple):  # TOML has lists
         return name, list[str], field(default_factory=lambda: list(default))
-    return name, _HINTS.get(name, str), field(default=default)
+    is_text = name in CHOICES or name in TABLE_ONLY  # a wrong value is ours to refuse
+    return name, str if is_text else HINTS[name], field(default=default)
 
 
 MegaMoE = make_dataclass(
