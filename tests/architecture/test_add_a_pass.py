@@ -15,7 +15,7 @@ IMPORTED = (
     "passes.compress_gradients", "moe_compile.graph.query", "moe_compile.graph.dependence",
     "moe_compile.graph.edit", "moe_compile.graph.legality", "moe_compile.graph.precedence",
     "moe_compile.analysis.surroundings", "moe_compile.backend", "tests.layers", "tests.capture",
-    "torch.distributed._functional_collectives",
+    "torch.distributed._functional_collectives", "collections.abc",
 )  # fmt: skip
 """Modules whose names the example uses."""
 
