@@ -114,7 +114,7 @@ def _choices(choices: Sequence[Choice]) -> Table:
     table = Table(
         title="One layer on 8 ranks: what would be chosen, predicted by formulas", box=SIMPLE_HEAD
     )
-    for heading in ("model", "by the profile", "here", "fp8 wire gains", "here"):
+    for heading in ("model", "by the profile", "here", "fp8 rows gain", "here"):
         table.add_column(heading)
     for choice in choices:
         table.add_row(

@@ -210,7 +210,7 @@ class Reason(enum.Enum):
         Kind.NOT_ASKED,
     )
     QUANTISED = (
-        "a wire option asks for rows of eight bits, which gathered tokens are not sent in",
+        "an option asks for rows in eight bits, in which an all-gather dispatch sends nothing",
         Kind.NOT_ASKED,
     )
     GATHERED_WHOLE = (
@@ -230,7 +230,7 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     SUMS_TRAVEL = (
-        "tokens are gathered, and sums of them travel back: no message of eight bits for these",
+        "its dispatch is an all-gather: tokens and their sums are not sent in eight bits",
         Kind.UNPROVEN,
     )
     UNKNOWN_FORM = "its launch is read by something else than one wait", Kind.UNPROVEN

@@ -42,8 +42,8 @@ class Why(enum.Enum):
     """What decided. Values are what reports print."""
 
     FASTEST = "gains, and is least far from the fastest, whichever constant is off"
-    NO_OTHER = "there is no other way"
-    NO_GAIN = "no other way gains more than 1 %"
+    NO_OTHER = "there is no other candidate"
+    NO_GAIN = "no other candidate gains more than 1 %"
     UNSURE = "what gains more than 1 % would lose if a constant is off by its uncertainty"
     MEMORY = "what gains more than 1 % needs more memory than max_memory_increase allows"
 

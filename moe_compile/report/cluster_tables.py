@@ -132,8 +132,8 @@ def print_bounds(bounds: Sequence[Bound], title: str, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"{NOTE} One layer, forward and backward. Schedules in % of the ideal: in bf16, and with "
-        "an fp8 wire both ways. over TP: tensor parallelism, nothing overlapped, over the ideal."
+        f"{NOTE} One layer, forward and backward. Schedules in % of the ideal: with bf16 rows, "
+        "and with fp8 rows. over TP: tensor parallelism, nothing overlapped, over the ideal."
     )
 
 

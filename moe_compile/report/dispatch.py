@@ -43,7 +43,7 @@ def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
 def _costs(costs: DispatchCosts) -> list[str]:
     words = {True: "all-gather", False: "all-to-all"}
     return [
-        f"bytes per token each way: all-gather {costs.all_gather_bytes:.0f}, "
+        f"bytes per token and direction: all-gather {costs.all_gather_bytes:.0f}, "
         f"all-to-all {costs.all_to_all_bytes:.0f}",
         f"k = {costs.rows_per_token:g}, n = {costs.num_ranks}: "
         f"k > n says {words[costs.by_volume]}, "
