@@ -19,9 +19,7 @@ from moe_compile.errors import InvalidConfig, nearest
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
-NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
-    "chunk_by": ("batch",),
-}
+NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {"chunk_by": ("batch",)}
 """Known values whose pass this version does not have."""
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
@@ -34,9 +32,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
-TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
-    "attention": ("auto", "tensor", "ulysses"),
-}
+TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {"attention": ("auto", "tensor", "ulysses")}
 """Only in the `[megamoe]` table of a TOML job: how attention is divided over ranks. "tensor": by
 heads, each rank its heads of the whole sequence (tensor parallelism). "ulysses": by sequence, which
 is exchanged for heads around attention (context parallelism). "auto": as the job's degrees say."""
@@ -49,16 +45,10 @@ KINDS: Final[Mapping[object, tuple[type, str]]] = {
 }
 """Types of the open options, and what to write."""
 
-Format = Literal["same", "fp8", "fp8_forward", "auto"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegaMoEConfig:
-    """The options of `torch.compile(..., backend="megamoe")`.
-
-    `docs/options.md` is made from the fields below, their types, defaults and texts:
-    `megamoe options > docs/options.md` writes it anew. A closed option's type lists its values.
-    """
+    """All options; `megamoe options > docs/options.md` makes the reference of what is below."""
 
     chunks: int | str = "auto"
     """Number of chunks each MoE region runs in; by experts, at most the number of local experts.
@@ -83,12 +73,12 @@ class MegaMoEConfig:
     """Hand attention under tensor parallelism to Inductor's async TP, where symmetric memory is
     enabled for its group (CUDA only; docs/attention.md#tensor-parallelism). It sums over ranks in
     another order."""
-    dispatch_wire: Format = "same"
+    dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
     with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
     them. "auto": "fp8" where it is predicted to pay, `equal_tokens` is promised and `numerics` is
     "lossy"."""
-    combine_wire: Format = "same"
+    combine_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the combine, with the same values."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
     """What "auto" may choose from. "exact": what changes no bit. "bounded": also sums in another
@@ -151,10 +141,8 @@ class MegaMoEConfig:
             )
         _check_share(self.max_memory_increase)
         for name, hint in HINTS.items():
-            kind, what = KINDS.get(hint, (object, ""))
-            value = getattr(self, name)
-            if what and type(value) is not kind:
-                raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what}")
+            if hint in KINDS and type(value := getattr(self, name)) is not KINDS[hint][0]:
+                raise InvalidConfig(f"megamoe.{name} is {value!r}; write {KINDS[hint][1]}")
         if self.step_peak_bytes < 0:
             raise InvalidConfig(
                 f"megamoe.step_peak_bytes is {self.step_peak_bytes}; write 0 or more bytes"

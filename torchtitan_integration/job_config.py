@@ -34,8 +34,7 @@ def _field(name: str, default: Any) -> tuple[str, Any, Any]:
     default = RECIPE_DEFAULTS.get(name, default)
     if isinstance(default, tuple):  # TOML has lists
         return name, list[str], field(default_factory=lambda: list(default))
-    is_text = name in CHOICES or name in TABLE_ONLY  # a wrong value is ours to refuse
-    return name, str if is_text else HINTS[name], field(default=default)
+    return name, str if name in CHOICES else HINTS.get(name, str), field(default=default)
 
 
 MegaMoE = make_dataclass(

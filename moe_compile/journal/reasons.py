@@ -209,10 +209,7 @@ class Reason(enum.Enum):
         "how many rows a token has is not proven: no bound of how its sums round is known",
         Kind.NOT_ASKED,
     )
-    QUANTISED = (
-        "an option asks for rows in eight bits, in which an all-gather dispatch sends nothing",
-        Kind.NOT_ASKED,
-    )
+    QUANTISED = "eight bits are asked for, in which an all-gather sends nothing", Kind.NOT_ASKED
     GATHERED_WHOLE = (
         "all-gathered whole: chunks of experts would repeat the reduce-scatter; "
         "chunk_by = tokens splits it",
@@ -229,10 +226,7 @@ class Reason(enum.Enum):
         "its rows are no matrix of floating-point numbers with a known width",
         Kind.UNPROVEN,
     )
-    SUMS_TRAVEL = (
-        "its dispatch is an all-gather: tokens and their sums are not sent in eight bits",
-        Kind.UNPROVEN,
-    )
+    SUMS_TRAVEL = "an all-gather dispatch sends nothing in eight bits", Kind.UNPROVEN
     UNKNOWN_FORM = "its launch is read by something else than one wait", Kind.UNPROVEN
     INTEGERS = (
         "integers are made of its rows: positions or bits, which eight bits do not hold",
