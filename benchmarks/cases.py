@@ -94,7 +94,7 @@ class Preset:
     rounds: int
     """Rounds at each ratio."""
     timeout_s: float
-    """Of one case, compilation included."""
+    """For which no rank may do nothing; ten times that for one case, compilation included."""
     ratios: tuple[str, ...] = tuple(RATIOS)
     baseline: str = BASELINE
     """Its compute and its exchanges set the link, for all variants."""

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import Refused
-from moe_compile.analysis.token_regions import TokenRows
+from moe_compile.analysis.regions import RowProof
+from moe_compile.analysis.token_regions import GatheredForm
 from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.choose_plan import Decision
-from moe_compile.planning.decide import decide_experts
-from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.decide import Gathering, decide_experts
+from moe_compile.planning.dispatch_rules import rounding_of
 from moe_compile.planning.planned import FoundExperts
 from moe_compile.planning.read_regions import work_of_experts
 from moe_compile.planning.region_work import RegionWork
 from moe_compile.planning.state import CompileState
 from passes.detect_regions import DetectRegions
+from passes.planned.gathered_work import gathered_work
+from passes.planned.gathering import gathered_form
 
 GATHERED: Final = Candidate(dispatch="all_gather")
+ASKED: Final = MegaMoEConfig(dispatch="auto", numerics="bounded", equal_tokens=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,28 +33,35 @@ class GatherableLayer:
     """The one region of a graph."""
 
     found: FoundExperts
-    way: GatheredWay
+    gathering: Gathering
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> GatherableLayer:
-        """Find the region of `graph`."""
-        state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
+    def of(cls, graph: fx.Graph, **options: Any) -> GatherableLayer:
+        """Find the region of `graph`; `options` as the compilation has them."""
+        config = replace(ASKED, **options)
+        state = CompileState(config=config, hardware=load_profile("cpu"))
         DetectRegions().run(graph, state)
         (found,) = state.found.experts
-        rows = find_token_rows(found.region)
-        assert isinstance(rows, TokenRows), rows
-        return cls(found=found, way=GatheredWay(region=found.region, found=rows))
+        form = gathered_form(found, [found.region], config, find_token_rows(found.region))
+        assert isinstance(form, GatheredForm), form
+        assert isinstance(found.proof, RowProof)
+        work = gathered_work(form, found.proof, [found.region])
+        return cls(found=found, gathering=Gathering(work=work, rounding=rounding_of(form.found)))
 
     def decide(self, hardware: HardwareProfile, **options: Any) -> Decision:
         """Return the decision under `dispatch = "auto"` and other `options`."""
-        config = MegaMoEConfig(dispatch="auto", numerics="bounded", equal_tokens=True, **options)
-        decision = decide_experts(self.found, [], config, hardware, self.way)
+        config = replace(ASKED, **options)
+        decision = decide_experts(self.found, [], config, hardware, self.gathering)
         assert decision is not None
         return decision
 
     def work(self) -> RegionWork:
         """Return the work of either dispatch."""
-        assert not isinstance(self.found.proof, Refused)
-        work = work_of_experts(self.found.region, self.found.proof, [], self.way)
+        assert isinstance(self.found.proof, RowProof)
+        work = work_of_experts(self.found.region, self.found.proof)
         assert work is not None
-        return work
+        return replace(
+            work,
+            gathered=self.gathering.work,
+            gather_is_bitwise=self.gathering.rounding.is_bitwise,
+        )

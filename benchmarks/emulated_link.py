@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.clocks import Clock
 from benchmarks.post_board import Post, PostBoard
-from benchmarks.python_group import PythonGroup, new_group_of
+from moe_compile.testing.python_group import PythonGroup, new_group_of
 
 BACKEND: Final = "emulated"
 """Name the process group is registered under."""

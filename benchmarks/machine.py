@@ -1,13 +1,10 @@
-"""What this machine is and what its processor does per second, as megamoe's hardware profile."""
+"""What this machine's processor does per second, as megamoe's hardware profile."""
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -16,19 +13,6 @@ from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.measure import cpu_name, memory_gb_per_s, op_overhead_us, seconds_of
 
 CPU: Final = "cpu"
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return hardware and versions, for the head of the results."""
-    return {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megamoe": _revision(),
-    }
 
 
 def measure_profile(case: Case, link_bytes_per_s: float) -> HardwareProfile:
@@ -70,13 +54,3 @@ def _matmul_tflops(case: Case) -> float:
     ends = torch.arange(1, experts + 1, dtype=torch.int32) * (rows // experts)
     seconds = seconds_of(CPU, lambda: torch._grouped_mm(x, weight, offs=ends))
     return 2.0 * rows * case.width * case.hidden / seconds / 1e12
-
-
-def _revision() -> str:
-    """Return the commit these sources are at, `-dirty` when they differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found.stdout.strip()

@@ -37,6 +37,7 @@ from benchmarks.step import Forward, Sample, Stepper, relative_error
 from benchmarks.subjects import Values, subjects_of
 from benchmarks.variants import Variant, named_variants
 from moe_compile.errors import MegaMoEError
+from moe_compile.testing.rank_pool import SLOWEST
 
 WARM_UP: Final = 3
 ESTIMATE_STEPS: Final = 10
@@ -130,7 +131,7 @@ class _Run:
         self._subjects = subjects_of(job.case, link)
         self._link, self._clock = link, clock
         self._steppers: dict[Plan | None, Stepper] = {}
-        self._turns = CompileTurns(job.folder, job.cache, job.preset.timeout_s)
+        self._turns = CompileTurns(job.folder, job.cache, SLOWEST * job.preset.timeout_s)
         self.ways: dict[str, _Way] = {}
         self.outcomes: dict[str, Outcome] = {}
 

@@ -21,12 +21,12 @@ from rich.console import Console
 
 from benchmarks.cases import PRESETS, RATIOS, Case, Preset
 from benchmarks.clocks import CLOCKS
-from benchmarks.machine import describe_machine
 from benchmarks.measure import Job, measure_case
 from benchmarks.post_board import create_board
 from benchmarks.results import header_of_case, rows_of, with_other_cases
 from benchmarks.table import print_case, print_head
 from moe_compile.report.command import recorded_command
+from moe_compile.testing.machine import describe_machine
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 CACHE: Final = Path("outputs") / "benchmark_cache"

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_compile.planning.cluster.models import MODELS, TABLE_2, ModelShape
 from passes.normalize_exchanges import NormalizeExchanges
+from torchtitan_integration.dry_run.attention import fused_attention
 
 MOST_RANKS: Final = 64
 QWEN3: Final = "Qwen3 technical report (arXiv 2505.09388), table 2; widths from the model's card"
@@ -102,7 +103,7 @@ class Layer(nn.Module):
         )
         q, k, v = (t.view(1, x.shape[0], -1, size).transpose(1, 2) for t in (q, k, v))
         shared = shape.heads_per_kv > 1
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        out = fused_attention(q, k, v, enable_gqa=shared)
         return out.transpose(1, 2).reshape(x.shape[0], -1) @ self.out
 
     def _route(self, x: torch.Tensor) -> torch.Tensor:

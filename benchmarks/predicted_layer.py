@@ -48,7 +48,7 @@ class PredictedLayer:
         """
         infinite = replace(hardware, link_gb_per_s=math.inf, link_latency_us=0.0)
         even = replace(self, work=replace(self.work, imbalance=1.0))
-        sent = sum(w.link_bytes * (1.0 + w.backward) for w in self.work.work)
+        sent = sum(w.link_bytes for phase in self.work.phases for w in phase)
         return replace(hardware, link_gb_per_s=sent / 1e3 * ratio / even.us(1, infinite))
 
     def us(self, num_chunks: int, hardware: HardwareProfile) -> float:

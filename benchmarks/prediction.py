@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.held_setting import Held, hold_all
-from benchmarks.machine import describe_machine
 from benchmarks.post_board import create_board
 from benchmarks.prediction_settings import SETTINGS, Setting
 from moe_compile.report.command import recorded_command
+from moe_compile.testing.machine import describe_machine
 from moe_compile.testing.rank_pool import RankPool
 
 TIMEOUT_S: Final = 1800.0

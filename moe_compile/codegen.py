@@ -9,11 +9,9 @@ Contract
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,7 +21,6 @@ from functorch.compile import (
     make_boxed_func,
     min_cut_rematerialization_partition,
 )
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -31,27 +28,17 @@ from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pinning_patches
 from moe_compile.graph.query import is_tangent
 from moe_compile.journal.entries import Dropped
+from moe_compile.planning.aot_trace import AOT, aot_graphs
 from moe_compile.planning.state import CompileState
+from moe_compile.source_hash import hash_of_sources
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
-
-ROOT: Final = Path(__file__).parent.parent
-SOURCES: Final = tuple(
-    path
-    for folder in ("moe_compile", "passes")
-    for pattern in ("*.py", "*.toml")
-    for path in sorted((ROOT / folder).rglob(pattern))
-)
-"""Every file whose change may change compiled code."""
 
 HOOKS: Final = {
     "joint_custom_post_pass": (JOINT,),
     "post_grad_custom_pre_pass": (POST_GRAD_EARLY,),
     "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
-
-AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
-"""As Inductor asks for it: writes into inputs stay in the graph, `x.data = y` among them."""
 
 AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD, RECORD)
 """What runs on the forward and the backward graph apart, in order."""
@@ -77,22 +64,12 @@ class LevelPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
-        mine = f"{_hash_of_sources()} {_identity(self._state)}"
+        mine = f"{hash_of_sources()} {_identity(self._state)}"
         if self._before is None:
             return mine
         uuid = getattr(self._before, "uuid", None)
         theirs = uuid() if callable(uuid) else None
         return None if theirs is None else (theirs, mine)
-
-
-@functools.cache
-def _hash_of_sources() -> str:
-    """Hash names and contents, not where they are installed: machines may share a cache."""
-    digest = hashlib.sha256()
-    for path in SOURCES:
-        digest.update(str(path.relative_to(ROOT)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _identity(state: CompileState) -> str:
@@ -119,7 +96,7 @@ def plan_of(state: CompileState) -> str:
     """
     if not _levels(state):
         return ""
-    made = (state.plan_digest, _hash_of_sources(), torch.__version__, *sorted(state.dropped))
+    made = (state.plan_digest, hash_of_sources(), torch.__version__, *sorted(state.dropped))
     return hashlib.sha256(" ".join(made).encode()).hexdigest()[:32]
 
 
@@ -194,14 +171,6 @@ def partition_with_passes(state: CompileState) -> Callable[..., Any]:
     return partition
 
 
-class _Traced(Exception):
-    """Carries the forward and the backward graph out of AOTAutograd."""
-
-    def __init__(self, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> None:
-        super().__init__()
-        self.graphs = graphs
-
-
 def trace_both(
     gm: fx.GraphModule, example_inputs: Sequence[Any], state: CompileState
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -209,22 +178,10 @@ def trace_both(
 
     Raises ValueError for a graph that needs no backward.
     """
-
-    def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
-        graphs = partition_with_passes(state)(joint, joint_inputs, **settings)
-        for graph_module in graphs:
-            for level in AFTER_PARTITION:
-                run_on_aot_graph(level, graph_module.graph, state)
-        raise _Traced(graphs)
-
-    def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        del graph_module, inputs
+    graphs = aot_graphs(gm, example_inputs, partition_with_passes(state))
+    if len(graphs) == 1:
         raise ValueError("nothing in this graph needs a gradient: it has no backward")
-
-    try:
-        AOT(fw_compiler=inference, bw_compiler=inference, partition_fn=partition)(
-            gm, list(example_inputs)
-        )
-    except _Traced as traced:
-        return traced.graphs
-    raise ValueError("AOTAutograd partitioned nothing")
+    for graph_module in graphs:
+        for level in AFTER_PARTITION:
+            run_on_aot_graph(level, graph_module.graph, state)
+    return graphs[0], graphs[1]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.analysis.head_split import HeadSplit
@@ -74,7 +75,7 @@ def _emit_experts(
     region, around = one.found.region, one.around
     assert around is not None and isinstance(one.proof, RowProof)
     if one.gathered is not None:
-        gathered = emit_gathered(one.gathered, around)
+        gathered = emit_gathered(one.gathered, around, _rank_in(region.group))
         dispatches, combines = gathered.gathers, gathered.reduces
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
     else:
@@ -90,6 +91,10 @@ def _emit_experts(
         move_before(around.moved, around.read_at)
 
     return replace_and_move
+
+
+def _rank_in(group: str) -> int:
+    return dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
 
 
 def _emit_attention(split: HeadSplit, num_groups: int) -> Callable[[], None]:

@@ -135,8 +135,9 @@ def choose_plan(
 
 def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     """Return the bytes alive at once beside those of the region as it is, estimated."""
-    work = work.by_dispatch(candidate.dispatch)
-    return work.extra_bytes + (EXTRA_COPIES * work.row_bytes if candidate.num_chunks > 1 else 0.0)
+    chosen = work.by_dispatch(candidate.dispatch)
+    extra = max(0.0, chosen.written_bytes - work.written_bytes)
+    return extra + (EXTRA_COPIES * chosen.row_bytes if candidate.num_chunks > 1 else 0.0)
 
 
 def _safe_regrets(

@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.regions import MoERegion, Refused
@@ -16,12 +17,19 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
 from moe_compile.planning.candidates import CHUNKS, Candidate, list_candidates
 from moe_compile.planning.choose_plan import Decision, choose_plan
-from moe_compile.planning.dispatch_rules import quantises_rows, rounding_of
-from moe_compile.planning.gathered_sizes import GatheredWay
+from moe_compile.planning.dispatch_rules import Rounding, quantises_rows
 from moe_compile.planning.planned import FoundExperts
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.read_regions import work_of_attention, work_of_experts
 from moe_compile.planning.region_work import RegionWork
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathering:
+    """What a region would take whose tokens are gathered, and how it would round."""
+
+    work: RegionWork | None
+    rounding: Rounding
 
 
 def decide_experts(
@@ -29,19 +37,27 @@ def decide_experts(
     others: Iterable[MoERegion],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
-    way: GatheredWay | None = None,
+    gathering: Gathering | None = None,
 ) -> Decision | None:
     """Return the decision for a MoE region; `others` are those of its graph.
 
-    `way` says how its tokens could be gathered; without it they are not.
+    Without `gathering` its tokens cannot be gathered.
     """
-    if not asks_planner(config, can_gather=way is not None) or isinstance(found.proof, Refused):
+    if not asks_planner(config, can_gather=gathering is not None):
         return None
-    work = work_of_experts(found.region, found.proof, others, way)
-    if work is None or (config.dispatch == "all_gather" and way and work.gathered is None):
+    if isinstance(found.proof, Refused):
         return None
+    work = work_of_experts(found.region, found.proof, others)
+    if work is None:
+        return None
+    if gathering is not None:
+        is_bitwise = gathering.rounding.is_bitwise
+        work = replace(work, gathered=gathering.work, gather_is_bitwise=is_bitwise)
+        if config.dispatch == "all_gather" and work.gathered is None:
+            return None
+    rounding = gathering.rounding if gathering is not None else None
     axes = ("experts", "tokens")
-    return _choose(work, axes, experts_rule(config, work, way), config, hardware)
+    return _choose(work, axes, experts_rule(config, work, rounding), config, hardware)
 
 
 def asks_planner(config: MegaMoEConfig, *, can_gather: bool) -> bool:
@@ -72,14 +88,14 @@ def decide_attention(
 
 
 def experts_rule(
-    config: MegaMoEConfig, work: RegionWork, way: GatheredWay | None = None
+    config: MegaMoEConfig, work: RegionWork, rounding: Rounding | None = None
 ) -> Callable[[Candidate], bool]:
     """Return which ways to run a MoE region the options allow.
 
     What "auto" may change, `numerics` says.
     """
     axis = "tokens" if config.chunk_by == "tokens" else "experts"
-    gathers = way is not None and may_gather(config, way)
+    gathers = rounding is not None and may_gather(config, rounding)
 
     def is_gather_allowed(candidate: Candidate) -> bool:
         if not gathers or work.gathered is None:
@@ -105,11 +121,11 @@ def experts_rule(
     return is_allowed
 
 
-def may_gather(config: MegaMoEConfig, way: GatheredWay) -> bool:
+def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:
     """Whether the options let the planner gather tokens: "auto" rounds as `numerics` allows."""
     if config.dispatch != "auto":
         return config.dispatch == "all_gather"
-    return config.allows(rounding_of(way.found).numerics) and not quantises_rows(config)
+    return config.allows(rounding.numerics) and not quantises_rows(config)
 
 
 def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:

@@ -18,7 +18,8 @@ from moe_compile.graph.effects import may_draw
 from moe_compile.graph.launch_order import plan_launch_order
 from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
 from moe_compile.graph.query import group_name, is_launch, is_wait
-from moe_compile.planning.cost_model import Cost, is_elementwise, is_free
+from moe_compile.planning.amounts import is_elementwise, is_free
+from moe_compile.planning.cost_model import Cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

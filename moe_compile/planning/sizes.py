@@ -35,9 +35,13 @@ SPLITS: Final = ("aten::split_with_sizes", "aten::split_with_sizes_copy")
 class NominalSizes:
     """Symbol -> nominal value, and what follows from it."""
 
-    def __init__(self, known: dict[str, int]) -> None:
-        """Share `known`: it is read, and filled by `learn`."""
+    def __init__(self, known: dict[str, int], rows: int = 1) -> None:
+        """Share `known`: it is read, and filled by `learn`; `rows` is what the host may have read.
+
+        That is the value of an integer on which nothing in the graph throws light.
+        """
         self.known = known
+        self._rows = rows
         self._cache: dict[Any, int] = {}
 
     def learn(self, graph: fx.Graph) -> None:
@@ -46,10 +50,8 @@ class NominalSizes:
             if (hint := _hint(symbol, env)) is not None:
                 self.known.setdefault(str(symbol), max(1, hint))
         exchanges = [n for n in graph.nodes if is_all_to_all(n) or overload_name(n) in SPLITS]
-        for _ in range(ROUNDS):
-            for node in exchanges:
-                self._learn_from(node)
-        self._guess_the_rest(graph)
+        self._learn_from_all(exchanges)
+        self._guess_the_rest(graph, exchanges)
         self._cache.clear()
 
     def size(self, size: Any) -> int:
@@ -73,6 +75,11 @@ class NominalSizes:
             for leaf in pytree.tree_leaves(value)
             if isinstance(leaf, torch.Tensor)
         )
+
+    def _learn_from_all(self, exchanges: Sequence[fx.Node]) -> None:
+        for _ in range(ROUNDS):
+            for node in exchanges:
+                self._learn_from(node)
 
     def _learn_from(self, node: fx.Node) -> None:
         source = tensor_of(node.all_input_nodes[0])
@@ -111,14 +118,15 @@ class NominalSizes:
         symbols = [s for s in size.node.expr.free_symbols if str(s) not in self.known]
         return sorted(symbols, key=str)
 
-    def _guess_the_rest(self, graph: fx.Graph) -> None:
+    def _guess_the_rest(self, graph: fx.Graph, exchanges: Sequence[fx.Node]) -> None:
         """A size that nothing explains is worth the rows of the largest input of its maker."""
         for node in graph.nodes:
             for leaf in _sizes(value_of(node)):
                 for symbol in self._unsolved(leaf):
                     inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
                     rows = [self.size(t.shape[0]) for t in inputs if t.dim()]
-                    self.known[str(symbol)] = max(rows, default=1)
+                    self.known[str(symbol)] = max(rows, default=self._rows)
+                    self._learn_from_all(exchanges)
 
 
 def _as_sympy(values: dict[Any, int]) -> dict[Any, Any]:

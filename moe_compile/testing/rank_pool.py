@@ -2,7 +2,8 @@
 
 Contract
     `run` calls one function on every rank and returns their results in rank order; a failure on
-    any rank raises here with that rank's traceback; a rank that hangs is ended after the timeout.
+    any rank raises here with that rank's traceback; ranks that do nothing until the timeout are
+    taken to hang, and ended: a loaded machine may take its time.
     After a failure the ranks are ended, since nobody knows what they still wait for, and the next
     call has new ones; `renew` does so on request. `regroup` leaves the processes and gives them a
     process group of their own.
@@ -37,9 +38,12 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.frame_space import with_frame_space
+from moe_compile.testing.idleness import Idleness
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
+SLOWEST: Final = 10.0
+"""Times the timeout that a call may take while ranks compute."""
 IMPORTED_ONCE: Final = ("torch._inductor.compile_fx", "moe_compile.testing.warm_start")
 
 
@@ -65,8 +69,10 @@ class RankPool:
         timeout_s: float = 300.0,
         at_start: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare; processes start on entry. `timeout_s` bounds one call of `run`.
+        """Prepare; processes start on entry.
 
+        `timeout_s` bounds the time in one call of `run` in which no rank computes; ten times as
+        long bounds the call.
         Every process calls `at_start` before anything else: imports that must come first.
         """
         self.num_ranks = num_ranks
@@ -97,7 +103,7 @@ class RankPool:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # `_collect` says that it ended
                 pipe.send((function, args))
-        return self._collect(self.timeout_s)
+        return self._collect(self.timeout_s, self._longest_s)
 
     def renew(self) -> None:
         """End the processes, and what calls left in them; the next call has new ones."""
@@ -109,7 +115,7 @@ class RankPool:
         Everything else that earlier calls left in the processes stays.
         """
         store = meeting_point()
-        self.run(_regroup, self.num_ranks, store.port, self.timeout_s)
+        self.run(_regroup, self.num_ranks, store.port, self._longest_s)
         self._store = store
 
     def _start(self) -> None:
@@ -119,14 +125,18 @@ class RankPool:
         self._store = meeting_point()
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            meeting = (self.num_ranks, self._store.port, self.timeout_s)
+            meeting = (self.num_ranks, self._store.port, self._longest_s)
             arguments = (rank, meeting, there, dict(os.environ), self._at_start)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self._collect(START_TIMEOUT_S)
+        self._collect(START_TIMEOUT_S, SLOWEST * START_TIMEOUT_S)
+
+    @property
+    def _longest_s(self) -> float:
+        return SLOWEST * self.timeout_s
 
     def _stop(self, patience_s: float = 5.0) -> None:
         for pipe in self._pipes:
@@ -138,17 +148,24 @@ class RankPool:
                 process.join()
         self._pipes, self._processes, self._store = [], [], None
 
-    def _collect(self, timeout_s: float) -> list[Any]:
+    def _collect(self, idle_s: float, longest_s: float) -> list[Any]:
         """Return all ranks' results; a rank that failed is told before one that hangs for it."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        idleness = Idleness([process.pid for process in self._processes])
         results: dict[int, Any] = {}
-        while len(results) < self.num_ranks and time.monotonic() <= deadline:
+        while len(results) < self.num_ranks and time.monotonic() - began <= longest_s:
+            if idleness.seconds() > idle_s:
+                break
             for rank, pipe in enumerate(self._pipes):
                 if rank not in results and pipe.poll(0.01):
                     results[rank] = _receive(rank, pipe)
         said = _failures(results)
         if missing := sorted(set(range(self.num_ranks)) - set(results)):
-            said = f"ranks {missing} did not answer within {timeout_s} s\n{said}"
+            waited, idle = time.monotonic() - began, idleness.seconds()
+            said = (
+                f"ranks {missing} did not answer within {waited:.0f} s; for the last {idle:.0f} s "
+                f"none computed\n{said}"
+            )
         if said:
             self._stop(patience_s=0.0)
             raise RankFailure(said)

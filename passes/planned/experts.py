@@ -31,7 +31,7 @@ from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_plan import Decision
 from moe_compile.planning.chunk_numbers import plan_num_chunks, plan_token_slices
-from moe_compile.planning.decide import decide_experts
+from moe_compile.planning.decide import Gathering, asks_planner, decide_experts
 from moe_compile.planning.dispatch_rules import (
     DispatchCosts,
     dispatch_costs,
@@ -40,7 +40,8 @@ from moe_compile.planning.dispatch_rules import (
 from moe_compile.planning.plan import ExpertsPlan
 from moe_compile.planning.planned import FoundExperts, PlannedExperts
 from moe_compile.planning.state import CompileState
-from passes.planned.gathering import against, gathered_form, gathering, reads_host, way_of
+from passes.planned.gathered_work import gathered_work
+from passes.planned.gathering import against, gathered_form, gathering, reads_host
 from passes.planned.wires import plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
@@ -102,8 +103,8 @@ def _decide_dispatch(draft: _Draft, regions: Sequence[MoERegion], state: Compile
         draft.costs = dispatch_costs(draft.region, found)
     form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
-        way = way_of(form, draft.costs)
-        draft.decision = decide_experts(draft.found, regions, config, state.hardware, way)
+        how = _gathering(draft, form, regions, config)
+        draft.decision = decide_experts(draft.found, regions, config, state.hardware, how)
         refused = against(form, draft.decision, draft.costs, config)
         form = NotFound(reason=refused) if refused else form
     elif config.dispatch == "all_to_all":
@@ -113,6 +114,18 @@ def _decide_dispatch(draft: _Draft, regions: Sequence[MoERegion], state: Compile
         return
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
+
+
+def _gathering(
+    draft: _Draft, form: GatheredForm, regions: Sequence[MoERegion], config: MegaMoEConfig
+) -> Gathering | None:
+    """Return what the planner prices, None where it is not asked or bytes are not known."""
+    if draft.costs is None or not isinstance(draft.proof, RowProof):
+        return None
+    if not asks_planner(config, can_gather=True):
+        return None
+    work = gathered_work(form, draft.proof, regions)
+    return Gathering(work=work, rounding=rounding_of(form.found))
 
 
 def _decide_chunks(draft: _Draft, exchanged: Iterable[MoERegion], state: CompileState) -> None:

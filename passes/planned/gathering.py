@@ -19,7 +19,6 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.planning.choose_plan import Decision
 from moe_compile.planning.decide import asks_planner
 from moe_compile.planning.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
-from moe_compile.planning.gathered_sizes import GatheredWay
 from moe_compile.planning.planned import FoundExperts
 
 
@@ -81,14 +80,6 @@ def gathering(
         reads_late=True,
         not_served=frozenset(node for other in elsewhere for node in other.count_side),
     )
-
-
-def way_of(form: GatheredForm, costs: DispatchCosts | None) -> GatheredWay | None:
-    """Return what the planner prices, None where the bytes either way are not known."""
-    if costs is None:
-        return None
-    room = 1.0 if form.is_exact else costs.padding
-    return GatheredWay(region=form.region, found=form.found, room=room)
 
 
 def against(

@@ -45,12 +45,12 @@ class Gathered:
     gathers: tuple[fx.Node, ...]
     reduces: tuple[fx.Node, ...]
     """Launches that move the tokens, and the sums, of each slice."""
-    num_kept_reads: int = 0
-    """Host reads of the old form that stay, because others need them."""
+    routing: frozenset[fx.Node]
+    """What tells every rank what all ranks route where: once for all slices."""
 
 
-def emit_gathered(form: GatheredForm, around: Surroundings) -> Gathered:
-    """Emit the region in its new form; the old one is for the caller to take out.
+def emit_gathered(form: GatheredForm, around: Surroundings, rank: int) -> Gathered:
+    """Emit the region in its new form for a rank; the old one is for the caller to take out.
 
     `around` names the host reads of the region that others need and that the one read serves; with
     any, the form must be exact.
@@ -58,8 +58,10 @@ def emit_gathered(form: GatheredForm, around: Surroundings) -> Gathered:
     region, found = form.region, form.found
     gathers = _launch_tokens(form)
     emit = Emitter(region.result)
+    before = set(emit.graph.nodes)
     routing = emit_routing(emit, region, found, form.num_slices)
-    writer = SliceWriter(emit, form, routing)
+    told = frozenset(node for node in emit.graph.nodes if node not in before)
+    writer = SliceWriter(emit, form, routing, rank)
     slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]
     instead = _read_host(writer, form, routing, slices, around) if form.is_exact else {}
     for part in slices:
@@ -71,7 +73,8 @@ def emit_gathered(form: GatheredForm, around: Surroundings) -> Gathered:
     writer.gather_factors(slices, found.after)
     writer.gather_weights(slices)
     reduces = [writer.launch_sums(part) for part in slices]
-    return Gathered(_joined(writer.emit, form, reduces), instead, tuple(gathers), tuple(reduces))
+    result = _joined(writer.emit, form, reduces)
+    return Gathered(result, instead, tuple(gathers), tuple(reduces), told)
 
 
 def _launch_tokens(form: GatheredForm) -> list[fx.Node]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.analysis.token_regions import GatheredForm
@@ -47,12 +46,11 @@ class Slice:
 class SliceWriter:
     """Emits the parts of slices, through an emitter that moves down the graph."""
 
-    def __init__(self, emit: Emitter, form: GatheredForm, routing: Routing) -> None:
-        """Write what `form` says of the rows that `routing` tells."""
+    def __init__(self, emit: Emitter, form: GatheredForm, routing: Routing, rank: int) -> None:
+        """Write what `form` says of the rows that `routing` tells, for one rank of the group."""
         self.emit, self._form, self._routing = emit, form, routing
         self._region, self._found = form.region, form.found
-        group = dist.distributed_c10d._resolve_process_group(self._region.group)
-        self._first = dist.get_rank(group) * self._region.num_local_experts
+        self._first = rank * self._region.num_local_experts
 
     def begin(self, number: int, launch: fx.Node) -> Slice:
         """Emit what a slice has before the host has read anything."""

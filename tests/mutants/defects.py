@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.machine import describe_machine
 from moe_compile.report.command import recorded_command
+from moe_compile.testing.machine import describe_machine
 from tests.mutants.sandbox import copy_repository
 
 

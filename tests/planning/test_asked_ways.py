@@ -11,7 +11,7 @@ from moe_compile.planning.region_work import RegionWork, Work
 def allowed(num_parts=8, wires=("fp8",), **options):
     """Return the ways that the options allow, exchanges all to all."""
     work = RegionWork(
-        work=(Work(name="experts", operations=1.0),),
+        forward=(Work(name="experts", operations=1.0),),
         num_ranks=8,
         num_parts=num_parts,
         row_bytes=1.0,
@@ -91,5 +91,5 @@ def test_a_wire_the_region_cannot_have_is_not_tried():
     ],
 )
 def test_sums_in_parts_and_rows_in_eight_bits_change_bits(changes, is_lossy):
-    work = RegionWork(work=(), num_ranks=2, num_parts=4, row_bytes=1.0)
+    work = RegionWork(forward=(), num_ranks=2, num_parts=4, row_bytes=1.0)
     assert Candidate(**changes).is_lossy(work) is is_lossy

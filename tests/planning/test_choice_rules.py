@@ -28,14 +28,14 @@ RATES = Rates(
 
 def region(dispatch_us, experts_us, combine_us=0.0, row_bytes=0.0):
     """Return work without backward: each exchange, and the experts, take so long forward."""
-    chunk = {"is_chunked": True, "backward": 0.0}
+    chunk = {"is_chunked": True}
     work = (
         Work(name="dispatch", link_bytes=dispatch_us * 1e3, exchange="dispatch", **chunk),
         Work(name="experts", needs=(0,), operations=experts_us * 1e6, **chunk),
         Work(name="combine", needs=(1,), link_bytes=combine_us * 1e3, exchange="combine", **chunk),
     )
     return RegionWork(
-        work=work, num_ranks=8, num_parts=2, row_bytes=row_bytes, wire_shares={"fp8": 0.5}
+        forward=work, num_ranks=8, num_parts=2, row_bytes=row_bytes, wire_shares={"fp8": 0.5}
     )
 
 

@@ -11,6 +11,7 @@ from moe_compile.planning.price_bound import least_us
 from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork, Work
+from tests.region_works import mirrored
 
 AMOUNTS = st.floats(0, 1e6)
 RATES = Rates(
@@ -36,17 +37,14 @@ def regions(draw):
             nbytes=draw(AMOUNTS),
             weight_bytes=draw(st.just(0.0) | AMOUNTS),
             num_kernels=draw(st.integers(0, 3)),
-            backward=draw(st.sampled_from([0.0, 1.0, 1.5, 2.5])),
-            backward_nbytes=draw(st.none() | AMOUNTS),
-            backward_kernels=draw(st.none() | st.integers(0, 3)),
+            written=draw(AMOUNTS),
             slices_weights=draw(st.booleans()),
             **more,
         )
 
     def exchange(kind, need, **more):
-        back = draw(st.sampled_from([0.0, 1.0]))
-        sent = draw(AMOUNTS)
-        return Work(name=kind, needs=(need,), link_bytes=sent, exchange=kind, backward=back, **more)
+        sizes = {"link_bytes": draw(AMOUNTS), "written": draw(AMOUNTS)}
+        return Work(name=kind, needs=(need,), exchange=kind, **sizes, **more)
 
     num_parts = draw(st.sampled_from([1, 2, 4, 8]))
     by_expert = range(num_parts) if draw(st.booleans()) else [None]
@@ -56,15 +54,16 @@ def regions(draw):
     works += [exchange("combine", last, is_chunked=True), compute(0), exchange("other", 0)]
     works += [compute(last + 1, last + 2)]
     work = RegionWork(
-        work=tuple(works),
+        forward=tuple(works),
+        backward=mirrored(works) if draw(st.booleans()) else (),
         num_ranks=8,
         num_parts=num_parts,
         row_bytes=draw(AMOUNTS),
         imbalance=draw(st.sampled_from([1.0, 1.4])),
         wire_shares={"fp8": 0.52},
     )
-    gathered = [dataclasses.replace(w, is_gather=bool(w.exchange)) for w in works]
-    return dataclasses.replace(work, gathered=dataclasses.replace(work, work=tuple(gathered)))
+    gathered = tuple(dataclasses.replace(w, is_gather=bool(w.exchange)) for w in works)
+    return dataclasses.replace(work, gathered=dataclasses.replace(work, forward=gathered))
 
 
 @given(work=regions())
@@ -74,9 +73,10 @@ def test_no_way_is_faster_than_its_bound(work):
 
 
 def test_where_all_that_is_not_bound_is_hidden_it_is_the_price():
-    exchange = Work(name="dispatch", link_bytes=1e6, exchange="dispatch", backward=0.0)
-    compute = Work(name="beside", operations=1e5, backward=1.0)
-    work = RegionWork(work=(exchange, compute), num_ranks=2, num_parts=1, row_bytes=0.0)
+    exchange = Work(name="dispatch", link_bytes=1e6, exchange="dispatch")
+    compute = Work(name="beside", operations=1e5)
+    phases = {"forward": (exchange, compute), "backward": (compute,)}
+    work = RegionWork(**phases, num_ranks=2, num_parts=1, row_bytes=0.0)
     (whole, *_) = list_candidates(work, ("experts",))
     calm = dataclasses.replace(RATES, contention=0.0, op_overhead_us=0.0)
     assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm))

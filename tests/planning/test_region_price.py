@@ -12,6 +12,7 @@ from moe_compile.planning.candidates import Candidate
 from moe_compile.planning.rates import CONSTANTS, Rates
 from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork, Work
+from tests.region_works import mirrored
 
 UNIT = Rates(
     matmul_tflops=1.0,
@@ -26,47 +27,39 @@ TOKENS = Candidate(num_chunks=2, chunk_by="tokens")
 
 
 def compute(us, *needs, **more):
-    return Work(name="compute", needs=needs, operations=us * 1e6, **{"backward": 0.0, **more})
+    return Work(name="compute", needs=needs, operations=us * 1e6, **more)
 
 
-def exchange(us, kind, *needs):
-    return Work(
-        name=kind, needs=needs, link_bytes=us * 1e3, exchange=kind, backward=0.0, is_chunked=True
-    )
+def exchange(us, kind, *needs, rows=0.0):
+    """Return an exchange that brings `rows` bytes."""
+    sizes = {"link_bytes": us * 1e3, "written": rows}
+    return Work(name=kind, needs=needs, exchange=kind, is_chunked=True, **sizes)
 
 
-def price(works, candidate=WHOLE, rates=UNIT, row_bytes=0.0, num_parts=2, **more):
-    """Return the price; backward counts for works that have it."""
-    work = RegionWork(
-        work=tuple(works), num_ranks=8, num_parts=num_parts, row_bytes=row_bytes, **more
-    )
+def price(works, candidate=WHOLE, rates=UNIT, backward=(), num_parts=2, row_bytes=0.0, **more):
+    """Return the price of forward and backward."""
+    phases = {"forward": tuple(works), "backward": tuple(backward)}
+    work = RegionWork(**phases, num_ranks=8, num_parts=num_parts, row_bytes=row_bytes, **more)
     return price_us(work, candidate, rates)
 
 
-def test_backward_takes_its_factor_and_nothing_without_a_gradient():
-    assert price([compute(10)]) == pytest.approx(10)
-    assert price([compute(10, backward=2.5)]) == pytest.approx(10 + 25)
-
-
-def test_backward_runs_against_the_needs():
-    """Forward 30 of compute wait for the exchange, backward the exchange waits for them."""
-    works = [
-        dataclasses.replace(exchange(100, "dispatch"), backward=1.0),
-        compute(30, 0, backward=1.0),
-        compute(90, 0),  # without a gradient
-    ]
-    assert price(works) == pytest.approx((100 + 30 + 90) + (30 + 100))
+def test_backward_follows_forward_and_has_needs_of_its_own():
+    """Forward 120 of compute wait for the exchange; backward the exchange waits for 30."""
+    works = [exchange(100, "dispatch"), compute(30, 0), compute(90, 0)]
+    backward = [compute(30), exchange(100, "dispatch", 0), compute(90)]
+    assert price(works) == pytest.approx(100 + 30 + 90)
+    assert price(works, backward=backward) == pytest.approx((100 + 30 + 90) + (30 + 100))
 
 
 def test_a_reader_of_the_whole_waits_for_all_chunks_and_their_join():
     """Sorted by 20, dispatched by 120; joined and put back, each reads and writes 10: 40."""
-    works = [exchange(100, "dispatch"), compute(5, 0)]
+    works = [exchange(100, "dispatch", rows=10e3), compute(5, 0)]
     assert price(works, TWO, row_bytes=10e3) == pytest.approx(20 + 100 + 40 + 5)
     assert price(works, row_bytes=10e3) == pytest.approx(100 + 5)
 
 
 def test_chunks_are_joined_once_however_many_read_the_whole():
-    works = [exchange(100, "dispatch"), compute(5, 0), compute(5, 0)]
+    works = [exchange(100, "dispatch", rows=10e3), compute(5, 0), compute(5, 0)]
     assert price(works, TWO, row_bytes=10e3) == pytest.approx(20 + 100 + 40 + 5 + 5)
 
 
@@ -84,7 +77,7 @@ def test_an_experts_own_product_is_in_its_chunk_alone_and_whole():
 
 
 def test_every_chunk_of_experts_reads_its_weights_and_those_it_cannot_slice_all():
-    sliced = Work(name="gemm", weight_bytes=40e3, backward=0.0, is_chunked=True)
+    sliced = Work(name="gemm", weight_bytes=40e3, is_chunked=True)
     whole = dataclasses.replace(sliced, slices_weights=False)
     assert price([sliced], TWO) == pytest.approx(20 + 20)
     assert price([whole], TWO) == price([sliced], TOKENS) == pytest.approx(40 + 40)
@@ -93,10 +86,12 @@ def test_every_chunk_of_experts_reads_its_weights_and_those_it_cannot_slice_all(
 def test_backward_makes_the_gradient_of_weights_and_token_chunks_add_theirs():
     """Forward, gradients of rows, of weights; those of slices are joined, read and written once;
     a chunk of tokens adds: two reads and a write."""
-    gemm = Work(name="gemm", weight_bytes=40e3, backward=1.0, is_chunked=True)
-    assert price([gemm]) == pytest.approx(40 + 40 + 40)
-    assert price([gemm], TWO) == pytest.approx(2 * (20 + 20 + 20) + 2 * 40)
-    assert price([gemm], TOKENS) == pytest.approx(2 * (40 + 40 + 40 * (1 + 3)))
+    gemm = Work(name="gemm", weight_bytes=40e3, is_chunked=True)
+    backward = mirrored([gemm])
+    assert price([gemm], backward=backward) == pytest.approx(40 + 40 + 40)
+    assert price([gemm], TWO, backward=backward) == pytest.approx(2 * (20 + 20 + 20) + 2 * 40)
+    by_tokens = price([gemm], TOKENS, backward=backward)
+    assert by_tokens == pytest.approx(2 * (40 + 40 + 40 * (1 + 3)))
 
 
 @pytest.mark.parametrize(("wire", "us"), [("dispatch", 50 + 200), ("combine", 100 + 100)])

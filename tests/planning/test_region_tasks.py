@@ -10,6 +10,7 @@ from moe_compile.planning.rates import Rates
 from moe_compile.planning.region_tasks import price_us
 from moe_compile.planning.region_work import RegionWork, Work
 from moe_compile.planning.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
+from tests.region_works import mirrored
 
 UNIT = Rates(  # 1 us per 1e6 operations, 1e3 bytes in memory, 1e3 bytes on the link
     matmul_tflops=1.0,
@@ -23,16 +24,27 @@ TWO = Candidate(num_chunks=2)
 
 def region(row_bytes=0.0, weight_bytes=0.0, link_us=100.0, experts_us=10.0, **settings):
     """Return rows, dispatch, experts, combine, sum; the exchanges outlast the experts."""
-    chunk = {"is_chunked": True, "backward": 1.0}
     experts = {"operations": experts_us * 1e6, "weight_bytes": weight_bytes}
-    work = (
-        Work(name="rows", nbytes=1e3, backward=1.0),
-        Work(name="dispatch", needs=(0,), link_bytes=link_us * 1e3, exchange="dispatch", **chunk),
-        Work(name="experts", needs=(1,), **experts, **chunk),
-        Work(name="combine", needs=(2,), link_bytes=link_us * 1e3, exchange="combine", **chunk),
-        Work(name="sum", needs=(3,), nbytes=1e3, backward=1.0),
+    sent = {"link_bytes": link_us * 1e3, "written": row_bytes, "is_chunked": True}
+    works = (
+        Work(name="rows", nbytes=1e3),
+        Work(name="dispatch", needs=(0,), exchange="dispatch", **sent),
+        Work(name="experts", needs=(1,), is_chunked=True, **experts),
+        Work(name="combine", needs=(2,), exchange="combine", **sent),
+        Work(name="sum", needs=(3,), nbytes=1e3),
     )
-    return RegionWork(work=work, num_ranks=2, num_parts=4, row_bytes=row_bytes, **settings)
+    return there_and_back(works, row_bytes=row_bytes, **settings)
+
+
+def there_and_back(works, row_bytes=0.0, **settings):
+    return RegionWork(
+        forward=works,
+        backward=mirrored(works),
+        num_ranks=2,
+        num_parts=4,
+        row_bytes=row_bytes,
+        **settings,
+    )
 
 
 def test_rows_are_sorted_by_chunk_and_chunks_are_joined_each_way():
@@ -48,8 +60,7 @@ def test_gradients_of_weights_in_pieces_are_joined():
     work = region(weight_bytes=40e3, link_us=0.0)
     joined = price_us(work, TWO, UNIT) - price_us(work, Candidate(), UNIT)
     assert joined == pytest.approx(80.0)
-    whole = replace(work.work[2], slices_weights=False)
-    unsliced = replace(work, work=(*work.work[:2], whole, *work.work[3:]))
+    unsliced = there_and_back(tuple(replace(w, slices_weights=False) for w in work.forward))
     assert price_us(unsliced, TWO, UNIT) > price_us(unsliced, Candidate(), UNIT)
 
 
@@ -87,12 +98,10 @@ def test_chunks_follow_one_another_where_the_next_collective_comes_first():
 
 def test_a_price_lets_chunks_follow_one_another():
     """Products of 10, then 30 on the link, per chunk: 20 + 2 x 30 forward, and mirrored."""
-    chunk = {"is_chunked": True, "backward": 1.0}
-    work = (
-        Work(name="dispatch", exchange="dispatch", **chunk),
-        Work(name="up", needs=(0,), operations=20e6, **chunk),
-        Work(name="down", needs=(1,), operations=20e6, **chunk),
-        Work(name="combine", needs=(2,), link_bytes=60e3, exchange="combine", **chunk),
+    works = (
+        Work(name="dispatch", exchange="dispatch", is_chunked=True),
+        Work(name="up", needs=(0,), operations=20e6, is_chunked=True),
+        Work(name="down", needs=(1,), operations=20e6, is_chunked=True),
+        Work(name="combine", needs=(2,), link_bytes=60e3, exchange="combine", is_chunked=True),
     )
-    region = RegionWork(work=work, num_ranks=2, num_parts=2, row_bytes=0.0)
-    assert price_us(region, TWO, UNIT) == pytest.approx(80 + 80)
+    assert price_us(there_and_back(works), TWO, UNIT) == pytest.approx(80 + 80)

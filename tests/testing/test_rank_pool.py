@@ -81,6 +81,34 @@ def test_a_rank_that_hangs_is_ended_and_does_not_hide_what_failed():
         assert pool.run(total) == [3.0, 3.0]
 
 
+def compute_for(rank, seconds):
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        sum(range(10_000))
+    return dist.get_rank()
+
+
+def test_a_rank_that_computes_longer_than_the_timeout_is_slow_and_does_not_hang():
+    with RankPool(2, timeout_s=2) as pool:
+        assert pool.run(compute_for, 4) == [0, 1]
+
+
+def test_ranks_that_do_nothing_are_ended_long_before_the_longest_time():
+    began = time.monotonic()
+    with (
+        RankPool(2, timeout_s=3) as pool,
+        pytest.raises(
+            RankFailure, match=r"ranks \[0, 1\] did not answer within \d+ s"
+        ),
+    ):
+        pool.run(do_nothing, 25)
+    assert time.monotonic() - began < 20
+
+
+def do_nothing(rank, seconds):
+    time.sleep(seconds)
+
+
 def leave(rank):
     os._exit(3)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from moe_compile.hardware.measure import cpu_name
 from moe_compile.report.command import recorded_command
+from moe_compile.testing.machine import revision
 from moe_compile.testing.programs.coverage import Coverage
 
 
@@ -37,7 +37,7 @@ def add_record(path: Path, seed: int, coverage: Coverage, seconds: float) -> Non
 def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
     return {
         "seed": seed,
-        "commit": _commit(),
+        "commit": revision(),
         "date": str(datetime.now(UTC).date()),
         "command": recorded_command("moe_compile.testing.fuzz", sys.argv[1:]),
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
@@ -56,12 +56,3 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
             for name in sorted(coverage.tried)
         },
     }
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found.stdout.strip()

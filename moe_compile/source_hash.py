@@ -1,0 +1,26 @@
+"""Which version of megamoe this is: a hash of every file whose change may change compiled code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parent.parent
+SOURCES: Final = tuple(
+    path
+    for folder in ("moe_compile", "passes")
+    for pattern in ("*.py", "*.toml")
+    for path in sorted((ROOT / folder).rglob(pattern))
+)
+
+
+@functools.cache
+def hash_of_sources() -> str:
+    """Hash names and contents, not where they are installed: machines may share a cache."""
+    digest = hashlib.sha256()
+    for path in SOURCES:
+        digest.update(str(path.relative_to(ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,88 @@
+"""What a region takes whose tokens are gathered: a copy is rewritten, and read.
+
+Contract
+    The graph is not edited.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch.fx as fx
+
+from moe_compile.analysis.regions import MoERegion, Refused, RowProof
+from moe_compile.analysis.rewrites import Rewrite
+from moe_compile.analysis.surroundings import examine_surroundings
+from moe_compile.analysis.token_regions import GatheredForm
+from moe_compile.graph.edit import erase_dead, move_before, replace_uses
+from moe_compile.graph.query import known_rows, tensor_of
+from moe_compile.planning.read_regions import Replayed, nodes_around, read_work
+from moe_compile.planning.region_work import RegionWork
+from passes.planned.gathering import gathering
+from passes.replay.gathered import emit_gathered
+
+
+def gathered_work(
+    form: GatheredForm, proof: RowProof, regions: Iterable[MoERegion]
+) -> RegionWork | None:
+    """Return the work around the region in its new form; None where a size is not static.
+
+    Its parts are the tokens of a rank where each has proven as many rows, else one.
+    """
+    regions, found = list(regions), form.found
+    tokens, rows, total = known_rows(found.tokens), known_rows(found.index), found.sums.total
+    if not tokens or not rows or known_rows(total) is None:
+        return None
+    around = nodes_around(form.region, regions)
+    rewrite = gathering(form.region, proof, regions, found)
+    graph, env = _copied(form.region.dispatch.graph)
+    theirs = frozenset(env[node] for node in env if node not in around)
+    form, rewrite = _carried((form, rewrite), env)
+    old = set(graph.nodes)
+    routing = _apply(form, rewrite)
+    new = {node for node in graph.nodes if node not in old}
+    per_rank = [
+        t.numel() * t.element_size()
+        for n in (found.tokens, total)
+        if (t := tensor_of(n)) is not None
+    ]
+    return read_work(
+        graph,
+        frozenset(graph.nodes) - theirs,
+        Replayed(nodes=new - routing, exchanges={}),
+        RegionWork(
+            forward=(),
+            num_ranks=form.region.num_ranks,
+            num_parts=tokens if found.rows_per_token is not None else 1,
+            row_bytes=float(max(per_rank)),
+        ),
+        num_rows=rows,
+    )
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    env: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, env))
+    fx.GraphModule(graph.owning_module or {}, made)
+    return made, env
+
+
+def _carried(value: Any, env: dict[fx.Node, fx.Node]) -> Any:
+    """Return the same said of the nodes of a copy."""
+    return copy.deepcopy(value, {id(node): twin for node, twin in env.items()})
+
+
+def _apply(form: GatheredForm, rewrite: Rewrite) -> frozenset[fx.Node]:
+    """Rewrite the region; return what tells every rank what all ranks route where."""
+    after = examine_surroundings([rewrite])
+    around = after.around[form.region.name]
+    assert not isinstance(around, Refused)  # as `gathered_form` has asked
+    gathered = emit_gathered(form, around, rank=0)  # the same on every rank: ranks decide alike
+    replace_uses(around.sizes)
+    replace_uses({**gathered.instead, form.found.sums.total: gathered.result})
+    move_before(around.moved, around.read_at)
+    erase_dead(after.dead)
+    return gathered.routing
