@@ -42,11 +42,13 @@ from moe_compile.journal.entries import Dropped
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.planning.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.planning.state import CompileState
+from moe_compile.predicted_time import predicted_us
 from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmet
-from passes.pipeline import DYNAMO, NAMES, check_names, run_level
+from passes.outside import find_transport
+from passes.pipeline import all_names, check_names, dynamo_level, run_level
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def megamoe(
     ours, inductor = split_options(options or {})
     config = from_sources(options=ours, environment=os.environ)
     check_names(config.disable_passes)
+    find_transport(config.transport)
     patches = {**_mode_patches(mode), **inductor}
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
@@ -133,6 +136,7 @@ def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
     """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
     state = CompileState(config=config, hardware=load_profile(config.hardware))
+    state.predict = lambda graph, new: predicted_us(graph, state, is_rewritten=new)
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []
     _run_dynamo_level(gm, state, compilation, levels)
@@ -162,7 +166,7 @@ def _run_dynamo_level(
 ) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
     state.begin_graph(name)
-    results = run_level(DYNAMO, gm.graph, state)
+    results = run_level(dynamo_level(), gm.graph, state)
     state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
     if state.config.strict:
@@ -178,7 +182,8 @@ def _run_dynamo_level(
 
 def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:
     """Return `config` with every rewrite of ours switched off."""
-    return dataclasses.replace(config, disable_passes=NAMES, gradient_wire="same", async_tp=False)
+    names = all_names()
+    return dataclasses.replace(config, disable_passes=names, gradient_wire="same", async_tp=False)
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Contract
     Passes already registered on Inductor's hooks, in `options=` or in its configuration, run
     before ours; none is lost.
-    The identity of our passes in cache keys covers every source file, the options and the
-    hardware profile.
+    The identity of our passes in cache keys covers every source file, those of rewrites and
+    transports of other distributions too, the options and the hardware profile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functorch.compile import (
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from moe_compile.entry_points import hash_of_packages
 from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pinning_patches
 from moe_compile.graph.query import is_tangent
@@ -39,6 +40,9 @@ HOOKS: Final = {
     "post_grad_custom_pre_pass": (POST_GRAD_EARLY,),
     "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
+
+EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
+"""What runs on a graph that there is work on."""
 
 AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD, RECORD)
 """What runs on the forward and the backward graph apart, in order."""
@@ -64,12 +68,17 @@ class LevelPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
-        mine = f"{hash_of_sources()} {_identity(self._state)}"
+        mine = f"{_sources()} {_identity(self._state)}"
         if self._before is None:
             return mine
         uuid = getattr(self._before, "uuid", None)
         theirs = uuid() if callable(uuid) else None
         return None if theirs is None else (theirs, mine)
+
+
+def _sources() -> str:
+    """Return what tells versions of megamoe, and of what other packages add to it, apart."""
+    return f"{hash_of_sources()} {hash_of_packages()}"
 
 
 def _identity(state: CompileState) -> str:
@@ -96,14 +105,14 @@ def plan_of(state: CompileState) -> str:
     """
     if not _levels(state):
         return ""
-    made = (state.plan_digest, hash_of_sources(), torch.__version__, *sorted(state.dropped))
+    made = (state.plan_digest, _sources(), torch.__version__, *sorted(state.dropped))
     return hashlib.sha256(" ".join(made).encode()).hexdigest()[:32]
 
 
 def _levels(state: CompileState) -> tuple[Level, ...]:
     """Return the levels that run on a graph; none leaves it to Inductor as it came."""
-    if state.has_regions:
-        return tuple(itertools.chain.from_iterable(HOOKS.values()))
+    if state.has_work:
+        return EVERY_LEVEL
     if state.config.gradient_wire == "same":
         return ()
     return (POST_GRAD_EARLY, RECORD) if state.is_compared else (POST_GRAD_EARLY,)
@@ -178,10 +187,26 @@ def trace_both(
 
     Raises ValueError for a graph that needs no backward.
     """
-    graphs = aot_graphs(gm, example_inputs, partition_with_passes(state))
-    if len(graphs) == 1:
+    graphs = trace_graphs(gm, example_inputs, state, EVERY_LEVEL)
+    if len(graphs) != 2:
         raise ValueError("nothing in this graph needs a gradient: it has no backward")
-    for graph_module in graphs:
-        for level in AFTER_PARTITION:
-            run_on_aot_graph(level, graph_module.graph, state)
     return graphs[0], graphs[1]
+
+
+def trace_graphs(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: CompileState,
+    levels: Sequence[Level] | None = None,
+) -> Sequence[fx.GraphModule]:
+    """Return AOTAutograd's forward graph, and the backward if there is one, after passes.
+
+    `levels` are those to run, None for those that would be.
+    """
+    levels = _levels(state) if levels is None else levels
+    partition = partition_with_passes(state) if JOINT in levels else _partition_as_written
+    graphs = aot_graphs(gm, example_inputs, partition)
+    for graph_module, level in itertools.product(graphs, AFTER_PARTITION):
+        if level in levels:
+            run_on_aot_graph(level, graph_module.graph, state)
+    return graphs

@@ -29,6 +29,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "combine_wire": ("same", "auto"),
     "attention_chunks": (1,),
     "attention_split": ("none",),
+    "transport": ("functional",),
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
@@ -103,6 +104,9 @@ class MegaMoEConfig:
     recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
     """What activation checkpointing does with exchanges: follow the model's own policy, save what
     they received, or exchange again in the backward pass."""
+    transport: str = "functional"
+    """What carries the rows of dispatch and combine: "functional", torch's collectives, or the name
+    of a transport that another package adds (docs/extend.md)."""
     gradient_wire: Literal["same", "bf16_fp32_sum"] = "same"
     """Communication dtype of float32 gradients when they are reduced over ranks. "bf16_fp32_sum":
     each rank's part is rounded once to bfloat16, exchanged, and summed in float32: half the bytes
@@ -115,7 +119,8 @@ class MegaMoEConfig:
     activations); 0 where it is not known. The torchtitan recipe fills in what it knows of it."""
     hardware: str = "detect"
     """The profile that time estimates use: "detect" asks NVML; else the name of a profile (h100,
-    h200, h800, a100, cpu) or the path of a TOML file (docs/cluster.md)."""
+    h200, h800, a100, cpu, or one that another package adds) or the path of a TOML file
+    (docs/cluster.md)."""
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False

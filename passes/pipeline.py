@@ -2,20 +2,23 @@
 
 Contract
     The tuples below are the whole order; configuration selects from them, never reorders.
+    Rewrites of other distributions follow the last pass on the Dynamo graph, by name.
     A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
     What needs a fact that a dropped pass owed is left out as well, and the report says so.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch.fx as fx
 
+from moe_compile.entry_points import REWRITES, installed
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
 from moe_compile.graph.modes import without_saved_tensors_hooks
 from moe_compile.graph.snapshot import Snapshot
@@ -28,11 +31,14 @@ from passes.detect_regions import DetectRegions
 from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from passes.normalize_exchanges import NormalizeExchanges
+from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.record_order import RecordOrder
+from passes.rewrite import Rewrite
 from passes.rewrite_regions import RewriteRegions
+from passes.route_exchanges import RouteExchanges
 from passes.save_exchanges import SaveExchanges
 from passes.save_overwritten import SaveOverwritten
 from passes.schedule_exchanges import ScheduleExchanges
@@ -60,6 +66,7 @@ DYNAMO: Final = Level(
         PlanRegions(),
         RewriteRegions(),
         QuantizeExchanges(),
+        RouteExchanges(),
     )
 )
 """On the Dynamo graph, before AOTAutograd derives the backward."""
@@ -90,11 +97,28 @@ LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)
 NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
 
 
+@functools.cache
+def outside_rewrites() -> tuple[Rewrite[Any], ...]:
+    """Return the rewrites of other distributions; raise InvalidConfig for one that is broken."""
+    return load_rewrites(installed(REWRITES), NAMES)
+
+
+def dynamo_level() -> Level:
+    """Return all that runs on the Dynamo graph."""
+    return replace(DYNAMO, passes=(*DYNAMO.passes, *outside_rewrites()))
+
+
+def all_names() -> tuple[str, ...]:
+    """Return what `disable_passes` may name."""
+    return (*NAMES, *(rewrite.name for rewrite in outside_rewrites()))
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise InvalidConfig for a name in `disable_passes` that no pass has."""
+    known = all_names()
     for name in names:
-        if name not in NAMES:
-            raise InvalidConfig(f"megamoe.disable_passes: no pass {name!r}.{nearest(name, NAMES)}")
+        if name not in known:
+            raise InvalidConfig(f"megamoe.disable_passes: no pass {name!r}.{nearest(name, known)}")
 
 
 def check_order(level: Level) -> None:
@@ -141,7 +165,7 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
     except Exception as error:
         if state.config.strict or p.is_check:
             raise
-        before.restore(graph)
+        state.follow(before.restore(graph))
         reason = f"{type(error).__name__}: {error}"
         LOG.warning("megamoe: pass %s failed and is left out for this graph: %s", p.name, reason)
         known = isinstance(error, MegaMoEError)

@@ -19,32 +19,59 @@ import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter, replace_uses, substitute
 from moe_compile.graph.query import group_name, input_splits, output_splits, waits_on
-from moe_compile.journal.entries import PassReport
 from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from moe_compile.planning.state import CompileState
-from passes.contract import Fact, GraphPass
+from passes.contract import Fact
+from passes.rewrite import Proposed, Rewrite
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantised:
+    """One exchange of a region that is to travel so."""
+
+    exchange: str
+    """`dispatch of region 0`."""
+    launches: tuple[str, ...]
+    """Names of its launches."""
+    quantizes_gradient: bool
+
+    def __str__(self) -> str:
+        """Return what reports print."""
+        return self.exchange
 
 
 @dataclass(frozen=True)
-class QuantizeExchanges(GraphPass):
+class QuantizeExchanges(Rewrite[Quantised]):
     """See the module docstring."""
 
     name: ClassVar[str] = "quantize_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED, Fact.REWRITTEN})
+    numerics: ClassVar[str] = "lossy"
+    is_decided: ClassVar[bool] = True
 
-    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Rewrite the dispatches and combines that are planned so, chunked or not."""
+    def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Quantised]:
+        """Return the dispatches and combines that are planned so, chunked or not."""
         del graph  # the state names its launches
-        applied = []
-        for one in state.experts:
-            for exchange, launches in state.launches[one.found.region.name].items():
-                if (wire := one.plan.wire(exchange)) == "same":
-                    continue
-                applied.append(f"{exchange} of {one.found.region.name}")
-                for launch in launches:
-                    _rewrite(launch, quantize_gradient=wire == "fp8")
-        return PassReport(pass_name=self.name, applied=tuple(applied))
+        found = [
+            Quantised(
+                exchange=f"{exchange} of {one.found.region.name}",
+                launches=tuple(launch.name for launch in launches),
+                quantizes_gradient=wire == "fp8",
+            )
+            for one in state.experts
+            for exchange, launches in state.launches[one.found.region.name].items()
+            if (wire := one.plan.wire(exchange)) != "same"
+        ]
+        return Proposed(proposals=tuple(found))
+
+    def apply(self, graph: fx.Graph, proposals: tuple[Quantised, ...], state: CompileState) -> None:
+        """Send their rows as messages of eight bits."""
+        del state
+        nodes = {node.name: node for node in graph.nodes}
+        for one in proposals:
+            for launch in one.launches:
+                _rewrite(nodes[launch], quantize_gradient=one.quantizes_gradient)
 
 
 def _rewrite(launch: fx.Node, *, quantize_gradient: bool) -> None:

@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
-OF_OTHERS = {"extend.md"}
-"""Pages that need not be there."""
 
 
 def anchors(page):
@@ -25,8 +23,6 @@ def anchors(page):
 def test_every_link_leads_to_a_page_and_to_a_heading_of_it(page):
     for name, anchor in LINK.findall(page.read_text()):
         target = page.parent / name if name else page
-        if target.name in OF_OTHERS and not target.exists():
-            continue
         assert target.exists(), name
         assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 

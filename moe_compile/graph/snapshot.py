@@ -23,8 +23,8 @@ class Snapshot:
         """Look at `graph`; the tensors its meta holds are shared, not copied."""
         self._nodes = [_Node.of(node) for node in graph.nodes]
 
-    def restore(self, graph: fx.Graph) -> None:
-        """Make `graph` what it was."""
+    def restore(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+        """Make `graph` what it was; return each node of then with the one that it is now."""
         (output,) = graph.find_nodes(op="output")
         output.args = ()
         made = [n for n in graph.nodes if n is not output and n.op != "placeholder"]
@@ -41,6 +41,7 @@ class Snapshot:
                     env[kept.node] = kept.node
                 else:
                     env[kept.node] = kept.copy_to(graph, env)
+        return env
 
 
 @dataclass(frozen=True, slots=True)

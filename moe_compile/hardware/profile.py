@@ -4,17 +4,22 @@ Contract
     A profile is data: the same on every rank that names it, never measured on the spot.
     Which one holds is asked of NVML once, or said by the user; no GPU means the `cpu` profile.
     A profile with a number whose origin is not stated does not load.
+    Other distributions add profiles under names of their own (docs/extend.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Final
 
+from moe_compile.entry_points import PROFILES as OUTSIDE
+from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, nearest
 from moe_compile.hardware.detect import detected_profile
+from moe_compile.hardware.origin import check_origin
 from moe_compile.hardware.sourced_file import SourcedFile, read_sourced, sourced_lines
 
 PROFILES: Final = Path(__file__).parent / "profiles"
@@ -108,6 +113,8 @@ def load_profile(name: str) -> HardwareProfile:
 
     Raises InvalidConfig when there is no such profile, its fields are wrong or lack an origin.
     """
+    if isinstance(made := _outside(name), HardwareProfile):
+        return made
     file = read_profile(name)
     wanted = {"name", *RATES}
     if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES)):
@@ -151,10 +158,41 @@ def read_profile(name: str) -> SourcedFile:
     if name == "detect":
         name = detected_profile()
     path = Path(name) if name.endswith(".toml") else PROFILES / f"{name}.toml"
+    if isinstance(outside := _outside(name), HardwareProfile):
+        raise InvalidConfig(f"megamoe.hardware: {name!r} is made by a function: it has no file")
+    path = outside or path
     try:
         return read_sourced(path)
     except FileNotFoundError:
-        known = [p.stem for p in PROFILES.glob("*.toml")]
+        known = [*_own_names(), *(entry.name for entry in installed(OUTSIDE))]
         raise InvalidConfig(
             f"megamoe.hardware: no profile {str(path)!r}.{nearest(path.stem, ['detect', *known])}"
         ) from None
+
+
+def _own_names() -> list[str]:
+    return [path.stem for path in PROFILES.glob("*.toml")]
+
+
+def _outside(name: str) -> HardwareProfile | Path | None:
+    """Return what another distribution has under `name`: a profile, or the path of its file."""
+    if name == "detect" or name.endswith(".toml"):
+        return None
+    entry = next((entry for entry in installed(OUTSIDE) if entry.name == name), None)
+    return made_of(entry) if entry is not None else None
+
+
+def made_of(entry: EntryPoint) -> HardwareProfile | Path:
+    """Return what an entry point stands for; raise InvalidConfig for what is no profile."""
+    if entry.name in _own_names():
+        raise unusable(entry, "has the name of a profile of megamoe", "another name")
+    named = load(entry)
+    named = named() if callable(named) else named
+    if isinstance(named, HardwareProfile):
+        for rate in RATES:
+            check_origin(f"{entry.name}.{rate}", named.origins.get(rate))
+        return named
+    if not isinstance(named, str | Path):
+        write = "the path of a TOML file, or a function that returns it or a HardwareProfile"
+        raise unusable(entry, f"is {named!r}, which is no profile", write)
+    return Path(named)

@@ -2,7 +2,7 @@
 
 Contract
     Closed: what is reported, logged or refused by `strict` has a reason from here, and says what is
-    particular to its candidate in the detail.
+    particular to its candidate in the detail. A package that none of them fits uses `OTHER`.
 """
 
 from __future__ import annotations
@@ -282,3 +282,6 @@ class Reason(enum.Enum):
     DISABLED = "disabled by disable_passes", Kind.NOT_ASKED
     NEEDS_FACT = "needs what a pass that was left out provides", Kind.NOT_POSSIBLE
     FAILED = "it failed", Kind.UNPROVEN
+
+    # what another distribution adds
+    OTHER = "for a reason of its own", Kind.NOT_POSSIBLE

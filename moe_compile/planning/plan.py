@@ -74,21 +74,34 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RewritePlan:
+    """What one rewrite after those of regions does."""
+
+    name: str
+    proposals: tuple[str, ...]
+    """As they print."""
+    is_of_regions: bool = False
+    """Whether it touches nothing but exchanges of regions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The decisions on one Dynamo graph."""
 
     experts: tuple[ExpertsPlan, ...] = ()
     attention: tuple[AttentionPlan, ...] = ()
+    rewrites: tuple[RewritePlan, ...] = ()
 
     def value(self, number_of_group: Mapping[str, int]) -> dict[str, Any]:
         """Return the decisions as plain data, with numbers of process groups instead of names.
 
         Groups of one axis have other names on other ranks.
         """
-        return {
+        regions: dict[str, Any] = {
             kind: [
                 asdict(one) | {"group": number_of_group.get(one.group)}
                 for one in (self.experts if kind == "experts" else self.attention)
             ]
             for kind in ("experts", "attention")
         }
+        return regions | {"rewrites": [asdict(one) for one in self.rewrites]}

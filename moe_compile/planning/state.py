@@ -7,7 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -16,7 +16,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.plan import Plan
+from moe_compile.planning.plan import Plan, RewritePlan
 from moe_compile.planning.planned import Findings, PlannedAttention, PlannedExperts
 
 
@@ -36,6 +36,11 @@ class CompileState:
     """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
     """MoE region of the Dynamo graph at hand -> `dispatch` and `combine` -> its launches now."""
+    rewrites: tuple[RewritePlan, ...] = ()
+    """What rewrites after those of regions were applied to the Dynamo graph at hand."""
+    predict: Callable[[fx.GraphModule, bool], float] | None = None
+    """Returns the predicted time of a Dynamo graph, microseconds, forward and backward; to be told
+    whether it is one that the levels after it run on in any case."""
     journal: Journal = field(default_factory=Journal)
     graph_name: str = "dynamo"
     """Of the graph at hand, as the journal has it."""
@@ -43,8 +48,10 @@ class CompileState:
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
     """Whether some region of the compilation, attention too, runs in more than one chunk."""
-    has_regions: bool = False
+    has_work: bool = False
     """Whether there is anything for the levels after the Dynamo graph to do."""
+    has_outside_rewrites: bool = False
+    """Whether a rewrite of other than exchanges of regions was applied, in the compilation."""
     async_tp: bool = False
     """Whether some attention is handed to Inductor's async TP."""
     num_marked: int = 0
@@ -71,7 +78,14 @@ class CompileState:
         """Forget the Dynamo graph before; `name` is that of the next."""
         self.graph_name = name
         self.found, self.experts, self.attention = Findings(), (), ()
-        self.dead, self.launches = (), {}
+        self.dead, self.launches, self.rewrites = (), {}, ()
+
+    def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
+        """Take in that the nodes of the Dynamo graph at hand are others now."""
+        self.launches = {
+            region: {name: tuple(now.get(n, n) for n in nodes) for name, nodes in each.items()}
+            for region, each in self.launches.items()
+        }
 
     def leave_out(self, passes: Collection[str]) -> None:
         """Take in which passes were left out, whose share of the plan is not carried out."""
@@ -84,7 +98,10 @@ class CompileState:
             self.experts = tuple(one.unquantised() for one in self.experts)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
         self.async_tp |= any(one.plan.is_handed_over for one in self.attention)
-        self.has_regions |= self.async_tp or any(one.plan.group for one in self.regions)
+        self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
+        has_regions = any(one.plan.group for one in self.regions)
+        self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
+        self.has_work |= self.async_tp or has_regions or self.has_outside_rewrites
 
     @property
     def regions(self) -> tuple[PlannedExperts | PlannedAttention, ...]:
@@ -97,4 +114,5 @@ class CompileState:
         return Plan(
             experts=tuple(one.plan for one in self.experts),
             attention=tuple(one.plan for one in self.attention),
+            rewrites=self.rewrites,
         )

@@ -14,13 +14,14 @@ import torch.fx as fx
 from moe_compile.analysis.attention_regions import AttentionRegion
 from moe_compile.analysis.regions import Refused, RowProof
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
-from moe_compile.journal.entries import Journal
+from moe_compile.journal.entries import Journal, PassReport
 from moe_compile.planning.chunk_numbers import Bound
 from moe_compile.planning.planned import PlannedAttention, PlannedExperts
 from moe_compile.planning.state import CompileState
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from moe_compile.report.unmatched import Unmatched, unmatched
+from passes.pipeline import NAMES
 
 AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
@@ -133,6 +134,12 @@ class Compilation:
     def has_failures(self) -> bool:
         """Whether one of these raised."""
         return any(one.is_failure for _, one in self.journal.dropped())
+
+    @property
+    def rewrites(self) -> list[str]:
+        """What rewrites of other distributions did and left, and what was predicted of it."""
+        results = (r for _, r in self.journal.records if r.pass_name not in NAMES)
+        return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
     @property
     def unmatched_dispatches(self) -> list[Unmatched]:
@@ -250,6 +257,16 @@ def _verdict(one: PlannedExperts) -> str:
     if one.plan.is_chunked:
         return "chunked"
     return one.left["chunks"].why if isinstance(one.proof, Refused) else "left whole"
+
+
+def _rewritten(report: PassReport) -> list[str]:
+    price = ""
+    if {"predicted_us", "predicted_us_before"} <= report.measures.keys():
+        before, after = report.measures["predicted_us_before"], report.measures["predicted_us"]
+        price = f"; predicted {before / 1e3:.3f} ms before, {after / 1e3:.3f} ms after"
+    lines = [f"applied to {one}{price}" for one in report.applied]
+    lines += [f"left alone {verdict}" for verdict in report.skipped]
+    return [f"{report.pass_name}: {line}" for line in lines]
 
 
 def _wire(one: PlannedExperts, name: str) -> str:

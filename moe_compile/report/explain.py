@@ -41,8 +41,10 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for title, key in (("Reason alone", "left_alone"), ("Passes left out", "dropped_passes")):
         yield from (f"{title}: {line}" for line in report[key])
-    yield from report.get("warnings", ())  # of reports that earlier versions wrote there are none
-    if not report["compilations"]:
+    rewrites = report.get("rewrites", ())  # of reports that earlier versions wrote there are none
+    yield from (f"Rewrite {line}" for line in rewrites)
+    yield from report.get("warnings", ())
+    if not report["compilations"] and not rewrites:
         yield "No MoE region was found; the code is Inductor's alone."
 
 

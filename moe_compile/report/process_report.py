@@ -79,7 +79,7 @@ class ProcessReport:
     def _keep(self, compilation: Compilation) -> None:
         """Keep a compilation that there is something to say of, once."""
         says = compilation.has_regions or compilation.attention or compilation.has_failures
-        if says and not any(c is compilation for c in self.compilations):
+        if (says or compilation.rewrites) and not any(c is compilation for c in self.compilations):
             self.compilations.append(compilation)
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,6 +95,7 @@ class ProcessReport:
             "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
             "warnings": list(self.warnings),
             "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
+            "rewrites": sorted({x for c in self.compilations for x in c.rewrites}),
             "passes": [
                 {"where": c.family, **data}
                 for c in self.compilations

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = (  # left to right; longest prefix wins
     (
         "moe_compile.errors",
+        "moe_compile.entry_points",
         "moe_compile.journal",
         "moe_compile.config",
         "moe_compile.frame_space",
@@ -24,6 +25,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.codegen",
         "moe_compile.first_run",
         "moe_compile.group_setup",
+        "moe_compile.predicted_time",
         "moe_compile.recompile_limit",
         "moe_compile.strict",
         "moe_compile.backend",

@@ -97,9 +97,7 @@ def test_ranks_that_do_nothing_are_ended_long_before_the_longest_time():
     began = time.monotonic()
     with (
         RankPool(2, timeout_s=3) as pool,
-        pytest.raises(
-            RankFailure, match=r"ranks \[0, 1\] did not answer within \d+ s"
-        ),
+        pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not answer within \d+ s"),
     ):
         pool.run(do_nothing, 25)
     assert time.monotonic() - began < 20

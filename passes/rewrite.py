@@ -1,0 +1,151 @@
+"""A pass that proposes rewrites and applies them: what packages outside this one write.
+
+Contract
+    Proposing edits nothing, and what is proposed is data that is equal on all ranks: it joins the
+    plan, which ranks compare. It is applied to the graph, and to a copy to be priced, so it names
+    nodes by their names.
+    What "auto" could not choose under the option `numerics` is skipped. Where ranks promise equal
+    sizes and the graph's inputs have static ones, so is what is predicted to take longer, by one
+    percent or more.
+
+Pseudo-code
+    proposals = what `propose` returns
+    skip them if the option numerics does not allow what the rewrite loses
+    apply them to a copy of the graph, trace both: skip them if that is predicted to take longer
+    apply them to the graph, add them to the plan
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Generic, TypeVar
+
+import torch
+import torch.fx as fx
+
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.query import value_of
+from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
+from moe_compile.planning.plan import RewritePlan
+from moe_compile.planning.state import CompileState
+from passes.contract import Fact, GraphPass
+
+LEAST_LOSS: Final = 0.01
+"""Share of the time by which a rewrite must be predicted to lose to be skipped: constants that a
+program computes from the number of its rank change predictions by less."""
+
+Proposal = TypeVar("Proposal", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposed(Generic[Proposal]):
+    """What a rewrite found in one graph."""
+
+    proposals: tuple[Proposal, ...] = ()
+    """What to do: frozen data of numbers and strings, whose `repr` ranks compare and whose `str`
+    the report shows. Nodes stand in it by name; groups do not, since ranks name them apart."""
+    skipped: tuple[Verdict, ...] = ()
+    """What it looked at and leaves, with the reason: `Reason.OTHER` and a detail if none fits."""
+
+
+class Rewrite(GraphPass, Generic[Proposal]):
+    """One rewrite of the Dynamo graph. Subclasses are frozen dataclasses of their settings."""
+
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
+    numerics: ClassVar[str] = "exact"
+    """What it may change, in the words of the option `numerics`."""
+    bound: ClassVar[str] = ""
+    """By how much, where it is not "exact"; a sentence of the report."""
+    is_decided: ClassVar[bool] = False
+    """Whether it carries out, on the exchanges of regions, what options or the planning pass
+    decided: neither `numerics` nor a price is asked then."""
+
+    @abstractmethod
+    def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Proposal]:
+        """Return what to do to `graph`, and what is left; edit nothing.
+
+        Of `state` only what `docs/extend.md` names is of the graph at hand.
+        """
+
+    @abstractmethod
+    def apply(self, graph: fx.Graph, proposals: tuple[Proposal, ...], state: CompileState) -> None:
+        """Carry out `proposals` on `graph`, or on a copy with the same names; edit nothing else."""
+
+    def measures(self, proposals: tuple[Proposal, ...]) -> dict[str, float]:
+        """Return figures for the report; each key ends in its unit."""
+        del proposals
+        return {}
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Propose, judge, apply."""
+        found = self.propose(graph, state)
+        said = tuple(_said(proposal) for proposal in found.proposals)
+        report = PassReport(pass_name=self.name, skipped=found.skipped)
+        if not found.proposals:
+            return report
+        report = replace(report, measures=self.measures(found.proposals))
+        if not self.is_decided:
+            refused, times = self._judge(graph, found.proposals, state)
+            report = replace(report, measures={**report.measures, **times})
+            if refused is not None:
+                skipped = (replace(refused, candidate=str(p)) for p in found.proposals)
+                return replace(report, skipped=(*found.skipped, *skipped))
+        self.apply(graph, found.proposals, state)
+        state.rewrites += (
+            RewritePlan(name=self.name, proposals=said, is_of_regions=self.is_decided),
+        )
+        loses = f" ({self.numerics}: {self.bound})" if self.bound else ""
+        return replace(report, applied=tuple(f"{p}{loses}" for p in found.proposals))
+
+    def _judge(
+        self, graph: fx.Graph, proposals: tuple[Proposal, ...], state: CompileState
+    ) -> tuple[Verdict | None, dict[str, float]]:
+        """Return what speaks against the proposals, and the times predicted without and with."""
+        if not state.config.allows(self.numerics):
+            return _not_allowed(self.numerics), {}
+        if state.predict is None or not _can_price(graph, state):
+            return None, {}
+        assert graph.owning_module is not None
+        whole, rewritten = (pristine_copy(graph.owning_module) for _ in range(2))
+        self.apply(rewritten.graph, proposals, state)
+        rewritten.graph.lint()
+        rewritten.recompile()
+        before, after = state.predict(whole, False), state.predict(rewritten, True)
+        times = {"predicted_us_before": before, "predicted_us": after}
+        if after <= before * (1.0 + LEAST_LOSS):
+            return None, times
+        detail = f"{after} us predicted, {before} us without it"
+        return Verdict(candidate="", reason=Reason.BY_PRICE, detail=detail), times
+
+
+def _said(proposal: Hashable) -> str:
+    """Return what ranks compare of a proposal."""
+    hash(proposal)
+    if " at 0x" in (text := repr(proposal)):
+        raise ContractViolation(f"{text} says where it lies in memory, which differs by rank")
+    return text
+
+
+def _not_allowed(numerics: str) -> Verdict:
+    if numerics == "bounded":
+        return Verdict(candidate="", reason=Reason.ROUNDS)
+    detail = f"allow it by megamoe.numerics = {numerics!r}"
+    return Verdict(candidate="", reason=Reason.NOT_ASKED, detail=detail)
+
+
+def _can_price(graph: fx.Graph, state: CompileState) -> bool:
+    """Whether all ranks predict the same: equal inputs, of sizes known when compiling.
+
+    A region on gathered tokens is emitted by the number of its rank. A body of a higher-order
+    operator is not compiled by itself.
+    """
+    by_rank = any(one.plan.gathers for one in state.experts)
+    if not state.config.equal_tokens or by_rank or state.graph_name != "dynamo":
+        return False
+    values = [value_of(node) for node in graph.find_nodes(op="placeholder")]
+    sizes = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
+    return None not in values and not any(isinstance(v, torch.SymInt) for v in (*values, *sizes))
