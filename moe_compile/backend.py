@@ -4,7 +4,7 @@ Contract
     Without a MoE region, or attention between exchanges, the graph goes to Inductor as it came:
     same code, same cache keys. Only `gradient_wire` concerns such graphs too, which
     then say what they launch, as those with regions do.
-    What launches collectives first runs once all ranks may: see `moe_compile.ops.agreement`.
+    What launches collectives first runs once all ranks may: see `moe_compile.runtime.agreement`.
     A graph with an all-to-all and no region is warned of, with the reason, once per place.
     torch's configuration is changed only inside our own compilations, with two exceptions: at
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
@@ -40,8 +40,8 @@ from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.journal.entries import Dropped
 from moe_compile.ops.product_counts import count_grouped_products
-from moe_compile.planning.plan_digest import groups_rewritten, level_value, plan_digest
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
+from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
 from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe

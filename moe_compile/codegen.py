@@ -24,13 +24,13 @@ from functorch.compile import (
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from moe_compile.cost.aot_trace import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.pinning import pinning_patches
 from moe_compile.graph.query import is_tangent
 from moe_compile.journal.entries import Dropped
-from moe_compile.planning.aot_trace import AOT, aot_graphs
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from moe_compile.source_hash import hash_of_sources
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten

@@ -21,8 +21,8 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
-from moe_compile.ops.agreement import Agreement, Calls, Turn, current_agreement
-from moe_compile.ops.call_log import Program
+from moe_compile.runtime.agreement import Agreement, Calls, Turn, current_agreement
+from moe_compile.runtime.call_log import Program
 
 LOG: Final = logging.getLogger(__name__)
 

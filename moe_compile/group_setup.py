@@ -22,7 +22,7 @@ import torch.distributed as dist
 from moe_compile.graph.async_tp import AsyncTPMeans, agree_on_means, probe_means
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.hardware.detect import agree_on_profile, own_profile
-from moe_compile.ops.rank_store import UNCOMPARED, default_store
+from moe_compile.runtime.rank_store import UNCOMPARED, default_store
 
 LOG: Final = logging.getLogger(__name__)
 

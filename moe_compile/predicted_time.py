@@ -16,13 +16,13 @@ import torch.fx as fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from moe_compile.codegen import trace_graphs
+from moe_compile.cost.cost_model import estimate_costs
+from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, value_of
 from moe_compile.journal.entries import Journal
-from moe_compile.planning.cost_model import estimate_costs
-from moe_compile.planning.schedule_problem import ScheduleProblem
-from moe_compile.planning.simulate import simulate
-from moe_compile.planning.sizes import NominalSizes
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
+from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import simulate
 
 
 def predicted_us(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> float:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 
 
 class Fact(enum.Enum):

@@ -16,18 +16,18 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.attention_regions import AttentionRefused, AttentionRegion
-from moe_compile.analysis.detect_attention import find_attention
-from moe_compile.analysis.detect_moe import find_moe_regions
-from moe_compile.analysis.host_reads import count_host_reads
-from moe_compile.analysis.regions import MoERegion, Refused
-from moe_compile.analysis.row_proof import prove_rows_independent
+from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
+from moe_compile.attention.detect_attention import find_attention
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
-from moe_compile.planning.planned import Findings, FoundAttention, FoundExperts
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.planned import Findings, FoundAttention, FoundExperts
+from moe_compile.plan.state import CompileState
+from moe_compile.proof.row_proof import prove_rows_independent
+from moe_compile.regions.detect_moe import find_moe_regions
+from moe_compile.regions.host_reads import count_host_reads
+from moe_compile.regions.regions import MoERegion, Refused
 from passes.contract import Fact, GraphPass
 
 

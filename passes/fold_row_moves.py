@@ -39,7 +39,7 @@ from moe_compile.ops.quantized_rows import (
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 SIZE: Final = torch.ops.aten.sym_size.int

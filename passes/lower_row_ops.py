@@ -24,7 +24,7 @@ from moe_compile.graph.query import tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.quantized_rows import REFERENCES, has_kernel
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 

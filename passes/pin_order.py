@@ -16,7 +16,7 @@ import torch.fx as fx
 from moe_compile.graph.pinning import pin_order
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 

@@ -24,7 +24,7 @@ from moe_compile.graph.modes import without_saved_tensors_hooks
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
 from passes.detect_regions import DetectRegions

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 from passes.planned.attention import plan_attention
 from passes.planned.experts import plan_experts

@@ -21,8 +21,8 @@ from moe_compile.graph.launch_order import collective_order
 from moe_compile.graph.query import is_launch, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.launch_records import RECORD_LAUNCHES
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
+from moe_compile.runtime.launch_records import RECORD_LAUNCHES
 from passes.contract import Fact, GraphPass
 
 

@@ -30,8 +30,8 @@ from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import value_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.plan import RewritePlan
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.plan import RewritePlan
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 LEAST_LOSS: Final = 0.01

@@ -21,13 +21,13 @@ from typing import ClassVar
 import torch.distributed as dist
 import torch.fx as fx
 
-from moe_compile.analysis.head_split import HeadSplit
-from moe_compile.analysis.regions import RowProof
+from moe_compile.attention.head_split import HeadSplit
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.planned import PlannedExperts
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.planned import PlannedExperts
+from moe_compile.plan.state import CompileState
+from moe_compile.regions.regions import RowProof
 from passes.contract import Fact, GraphPass
 from passes.replay.gathered import emit_gathered
 from passes.replay.head_groups import emit_head_groups

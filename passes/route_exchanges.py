@@ -21,8 +21,8 @@ from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import waits_on
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.planned import PlannedExperts
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.planned import PlannedExperts
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact
 from passes.outside import find_transport
 from passes.rewrite import Proposed, Rewrite

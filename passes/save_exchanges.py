@@ -28,7 +28,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 

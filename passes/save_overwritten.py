@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 

@@ -23,18 +23,18 @@ from typing import ClassVar
 
 import torch.fx as fx
 
+from moe_compile.cost.cost_model import Cost, estimate_costs, us_by_bound
+from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.edit import reorder
 from moe_compile.graph.launch_order import record_launch_order
 from moe_compile.graph.query import is_launch, overload_name
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.choose_schedule import Choice, choose_schedule
-from moe_compile.planning.cost_model import Cost, estimate_costs, us_by_bound
-from moe_compile.planning.liveness import Liveness
-from moe_compile.planning.schedule_problem import ScheduleProblem
-from moe_compile.planning.simulate import simulate
-from moe_compile.planning.sizes import NominalSizes
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
+from moe_compile.schedule.choose_schedule import Choice, choose_schedule
+from moe_compile.schedule.liveness import Liveness
+from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import simulate
 from passes.contract import Fact, GraphPass
 
 

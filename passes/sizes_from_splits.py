@@ -21,7 +21,7 @@ import torch.fx as fx
 from moe_compile.graph.edit import substitute
 from moe_compile.graph.query import is_all_to_all, is_wait, output_splits
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 

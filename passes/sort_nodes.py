@@ -15,7 +15,7 @@ import torch.fx as fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 

@@ -26,7 +26,7 @@ from moe_compile.graph.launch_order import LAUNCH_RANK
 from moe_compile.graph.precedence import awaited, is_view
 from moe_compile.graph.query import is_launch, is_wait
 from moe_compile.journal.entries import PassReport
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.contract import GraphPass
 
 NAME = "verify_schedule"

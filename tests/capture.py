@@ -9,7 +9,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import load_profile
 from moe_compile.journal.entries import PassReport
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.normalize_exchanges import NormalizeExchanges
 
 

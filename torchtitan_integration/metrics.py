@@ -23,9 +23,9 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.ops.launch_records import executed_records
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
+from moe_compile.runtime.launch_records import executed_records
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_config import options_of
 from torchtitan_integration.profile_window import ProfileWindow

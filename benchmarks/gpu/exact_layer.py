@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from benchmarks.layer import MoELayer
+from benchmarks.link.layer import MoELayer
 
 Tensors = dict[str, torch.Tensor]
 """By name: "out", "input_grad" and the parameters' names for their gradients."""

@@ -17,7 +17,6 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import BASELINE, QUANTIZED
 from benchmarks.gpu.exact_layer import Tensors, exact_results, relative_errors
 from benchmarks.gpu.layer_step import (
     GPU_VARIANTS,
@@ -29,7 +28,8 @@ from benchmarks.gpu.layer_step import (
 )
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.variants import Variant
+from benchmarks.link.cases import BASELINE, QUANTIZED
+from benchmarks.link.variants import Variant
 
 ALLOWED: Final = 1.1
 """Times plain Inductor's error."""

@@ -22,8 +22,6 @@ from typing import Final
 
 import torch.distributed as dist
 
-from benchmarks.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
-from benchmarks.emulated_link import LinkRate
 from benchmarks.gpu.exact_layer import Tensors, relative_errors
 from benchmarks.gpu.lanes import CONTROL, Carried, CudaLane, Pace, ProcessorLane
 from benchmarks.gpu.layer_check import start_one_rank
@@ -32,7 +30,9 @@ from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.one_rank_link import one_rank_link
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.machine import emulated_link_origin, write_profile
+from benchmarks.link.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
+from benchmarks.link.emulated_link import LinkRate
+from benchmarks.link.machine import emulated_link_origin, write_profile
 from moe_compile.hardware import load_profile
 
 WARM_UP: Final = 3

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.cases import BASELINE, NO_LINK_RATIO
+from benchmarks.link.cases import BASELINE, NO_LINK_RATIO
+from benchmarks.link.results import LEAST_CONTROL
 from benchmarks.paired import ratio
-from benchmarks.results import LEAST_CONTROL
 
 AGAIN: Final = "inductor again"
 """The baseline a second time in every round: how far from 1 equal things come out."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.cases import BASELINE, REORDERED, Case
+from benchmarks.link.cases import BASELINE, REORDERED, Case
 
 SMOKE_OURS: Final = "megamoe N=2 without code"
 OVERLAP_SCHEDULING: Final = "inductor overlap scheduling"
@@ -86,7 +86,7 @@ SMOKE: Final = Sizes(
     rounds_s=1.0,
     control_rounds=3,
     rounds=3,
-    tests=("tests/planning/test_sizes.py",),
+    tests=("tests/cost/test_sizes.py",),
 )
 
 SIZES: Final[Mapping[str, Sizes]] = {"cuda": H200, "cpu": SMOKE}

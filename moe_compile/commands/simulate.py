@@ -12,21 +12,21 @@ from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
-from moe_compile.planning.cluster import checks
-from moe_compile.planning.cluster.explain import explain_speedup, find_bounds, predict_own_part
-from moe_compile.planning.cluster.layer_time import time_layer
-from moe_compile.planning.cluster.layouts import check_layouts
-from moe_compile.planning.cluster.models import MODELS
-from moe_compile.planning.cluster.scenario import (
+from moe_compile.report import cluster_tables as tables
+from moe_compile.report.cluster_timeline import chrome_trace
+from moe_compile.simulator import checks
+from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
+from moe_compile.simulator.layer_time import time_layer
+from moe_compile.simulator.layouts import check_layouts
+from moe_compile.simulator.models import MODELS
+from moe_compile.simulator.scenario import (
     DEFAULT_FIT,
     default_fit,
     make_setting,
     predict,
     schedules,
 )
-from moe_compile.planning.cluster.step import Setting
-from moe_compile.report import cluster_tables as tables
-from moe_compile.report.cluster_timeline import chrome_trace
+from moe_compile.simulator.step import Setting
 
 TABLES: Final = ("megascale", "waterfall", "bounds")
 DRAWN: Final = ("sequential", "inter-op", "2 chunks of experts", "two-batches", "ideal")

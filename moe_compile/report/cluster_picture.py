@@ -11,9 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from moe_compile.planning.cluster.layer_time import LayerTime
-from moe_compile.planning.cluster.tasks import COMPUTE, STREAMS
+from moe_compile.cost.tasks import COMPUTE, STREAMS
 from moe_compile.report.cluster_timeline import placed_spans
+from moe_compile.simulator.layer_time import LayerTime
 
 COLOURS: Final = {"dW": "#b9cde5", "'": "#7fa6d6", "": "#4472b0"}
 """Of compute: weight gradients, backward, forward."""

@@ -16,10 +16,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moe_compile.planning.cluster.checks import Check, Row
-from moe_compile.planning.cluster.explain import Bound, Change
-from moe_compile.planning.cluster.scenario import Prediction
 from moe_compile.report.explain import LOG_WIDTH
+from moe_compile.simulator.checks import Check, Row
+from moe_compile.simulator.explain import Bound, Change
+from moe_compile.simulator.scenario import Prediction
 
 NOTE: Final = "Predicted by formulas; nothing was run."
 BOUND_COLUMNS: Final = ("sequential", "inter-op", "best chunks", "tiles", "two-batches")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moe_compile.planning.cluster.layer_time import LayerTime
-from moe_compile.planning.cluster.tasks import STREAMS, Span
+from moe_compile.cost.tasks import STREAMS, Span
+from moe_compile.simulator.layer_time import LayerTime
 
 
 def placed_spans(layer: LayerTime) -> Iterator[Span]:

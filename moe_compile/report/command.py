@@ -10,8 +10,8 @@ from pathlib import Path
 def recorded_command(module: str, arguments: Sequence[str]) -> str:
     """Return `python -m module arguments`, of absolute paths the last part: others have not ours.
 
-    >>> recorded_command("benchmarks.overlap", ["--json", "/there/wire.json"])
-    'python -m benchmarks.overlap --json wire.json'
+    >>> recorded_command("benchmarks.link.overlap", ["--json", "/there/wire.json"])
+    'python -m benchmarks.link.overlap --json wire.json'
     """
     return shlex.join(["python", "-m", module, *(_portable(a) for a in arguments)])
 

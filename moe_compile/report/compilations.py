@@ -11,13 +11,13 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.analysis.attention_regions import AttentionRegion
-from moe_compile.analysis.regions import Refused, RowProof
+from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.journal.entries import Journal, PassReport
-from moe_compile.planning.chunk_numbers import Bound
-from moe_compile.planning.planned import PlannedAttention, PlannedExperts
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.chunk_numbers import Bound
+from moe_compile.plan.planned import PlannedAttention, PlannedExperts
+from moe_compile.plan.state import CompileState
+from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
 from moe_compile.report.unmatched import Unmatched, unmatched

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.planning.choose_plan import Decision, Priced
+from moe_compile.plan.choose_plan import Decision, Priced
 
 MOST_ADVICE: Final = 2
 """Ways that were not allowed a report names: the fastest, and the fastest of the other dispatch."""

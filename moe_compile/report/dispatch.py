@@ -6,13 +6,13 @@ Contract
 
 from __future__ import annotations
 
-from moe_compile.planning.dispatch_rules import (
+from moe_compile.plan.dispatch_rules import (
     EXACT_ADDENDS,
     MEASURED_SHARE,
     DispatchCosts,
     Rounding,
 )
-from moe_compile.planning.planned import PlannedExperts
+from moe_compile.plan.planned import PlannedExperts
 
 
 def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:

@@ -19,8 +19,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moe_compile.ops.launch_records import executed_records, on_first_execution
 from moe_compile.report.compilations import Compilation
+from moe_compile.runtime.launch_records import executed_records, on_first_execution
 
 LOG: Final = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.analysis.regions import Refused
 from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.regions.regions import Refused
 
 SAME_GRAPH: Final = (
     "in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks; around "

@@ -5,7 +5,7 @@ Contract
     was put in, and split sizes received are those sent. A gathered tensor holds this rank's part,
     then the same with its halves swapped: counts of experts, rank by rank.
     One process computes what two would, at half the cost; ranks that differ it cannot show, nor
-    how ranks agree on what they compiled (`ops/rank_store.py` knows this backend by name).
+    how ranks agree on what they compiled (`runtime/rank_store.py` knows this backend by name).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from moe_compile.analysis.position_rounding import ALIGNED_BYTES, BLOCK_BYTES
+from moe_compile.proof.position_rounding import ALIGNED_BYTES, BLOCK_BYTES
 
 
 class Routing(enum.Enum):

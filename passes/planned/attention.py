@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_compile.analysis.attention_regions import AttentionRefused, AttentionRegion
-from moe_compile.analysis.head_split import HeadSplit, split_projections
+from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
+from moe_compile.attention.head_split import HeadSplit, split_projections
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.async_tp import AsyncTPMeans, probe_means
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Kind, Reason
-from moe_compile.planning.chunk_numbers import Bound, plan_head_groups
-from moe_compile.planning.decide import decide_attention
-from moe_compile.planning.plan import AttentionPlan
-from moe_compile.planning.planned import FoundAttention, PlannedAttention
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.chunk_numbers import Bound, plan_head_groups
+from moe_compile.plan.decide import decide_attention
+from moe_compile.plan.plan import AttentionPlan
+from moe_compile.plan.planned import FoundAttention, PlannedAttention
+from moe_compile.plan.state import CompileState
 
 
 def plan_attention(state: CompileState) -> tuple[PlannedAttention, ...]:

@@ -18,28 +18,28 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refused, RowProof
-from moe_compile.analysis.rewrites import Aftermath, Rewrite, Surroundings
-from moe_compile.analysis.surroundings import examine_surroundings
-from moe_compile.analysis.token_regions import GatheredForm, NotFound, TokenRows
-from moe_compile.analysis.token_rows import find_token_rows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import known_rows
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.choose_plan import Decision
-from moe_compile.planning.chunk_numbers import plan_num_chunks, plan_token_slices
-from moe_compile.planning.decide import Gathering, asks_planner, decide_experts
-from moe_compile.planning.dispatch_rules import (
+from moe_compile.plan.choose_plan import Decision
+from moe_compile.plan.chunk_numbers import plan_num_chunks, plan_token_slices
+from moe_compile.plan.decide import Gathering, asks_planner, decide_experts
+from moe_compile.plan.dispatch_rules import (
     DispatchCosts,
     dispatch_costs,
     rounding_of,
 )
-from moe_compile.planning.plan import ExpertsPlan
-from moe_compile.planning.planned import FoundExperts, PlannedExperts
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.plan import ExpertsPlan
+from moe_compile.plan.planned import FoundExperts, PlannedExperts
+from moe_compile.plan.state import CompileState
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.rewrites import Aftermath, Rewrite, Surroundings
+from moe_compile.regions.surroundings import examine_surroundings
+from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
+from moe_compile.regions.token_rows import find_token_rows
 from passes.planned.gathered_work import gathered_work
 from passes.planned.gathering import against, gathered_form, gathering, reads_host
 from passes.planned.wires import plan_wires

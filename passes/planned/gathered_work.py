@@ -12,14 +12,15 @@ from typing import Any
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refused, RowProof
-from moe_compile.analysis.rewrites import Rewrite
-from moe_compile.analysis.surroundings import examine_surroundings
-from moe_compile.analysis.token_regions import GatheredForm
+from moe_compile.cost.read_regions import Replayed, nodes_around, read_work
+from moe_compile.cost.region_work import RegionWork
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
+from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import known_rows, tensor_of
-from moe_compile.planning.read_regions import Replayed, nodes_around, read_work
-from moe_compile.planning.region_work import RegionWork
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.rewrites import Rewrite
+from moe_compile.regions.surroundings import examine_surroundings
+from moe_compile.regions.token_regions import GatheredForm
 from passes.planned.gathering import gathering
 from passes.replay.gathered import emit_gathered
 
@@ -37,7 +38,10 @@ def gathered_work(
         return None
     around = nodes_around(form.region, regions)
     rewrite = gathering(form.region, proof, regions, found)
-    graph, env = _copied(form.region.dispatch.graph)
+    written = form.region.dispatch.graph
+    assert written.owning_module is not None
+    graph = pristine_copy(written.owning_module).graph
+    env = dict(zip(written.nodes, graph.nodes, strict=True))
     theirs = frozenset(env[node] for node in env if node not in around)
     form, rewrite = _carried((form, rewrite), env)
     old = set(graph.nodes)
@@ -60,14 +64,6 @@ def gathered_work(
         ),
         num_rows=rows,
     )
-
-
-def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    env: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    made.output(made.graph_copy(graph, env))
-    fx.GraphModule(graph.owning_module or {}, made)
-    return made, env
 
 
 def _carried(value: Any, env: dict[fx.Node, fx.Node]) -> Any:

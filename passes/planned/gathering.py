@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_compile.analysis.body_needs import needs_of_body
-from moe_compile.analysis.regions import MoERegion, Refused, RowProof
-from moe_compile.analysis.rewrites import Rewrite, Surroundings
-from moe_compile.analysis.surroundings import examine_surroundings
-from moe_compile.analysis.token_regions import GatheredForm, NotFound, TokenRows
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import waits_on
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.choose_plan import Decision
-from moe_compile.planning.decide import asks_planner
-from moe_compile.planning.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
-from moe_compile.planning.planned import FoundExperts
+from moe_compile.plan.choose_plan import Decision
+from moe_compile.plan.decide import asks_planner
+from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.regions.body_needs import needs_of_body
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.rewrites import Rewrite, Surroundings
+from moe_compile.regions.surroundings import examine_surroundings
+from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
 
 
 def gathered_form(

@@ -14,15 +14,15 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, Refused
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.modes import Mode
 from moe_compile.graph.query import is_integer, tensor_of, waits_on
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
-from moe_compile.planning.choose_plan import Decision
-from moe_compile.planning.planned import FoundExperts
+from moe_compile.plan.choose_plan import Decision
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.regions.regions import MoERegion, Refused
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
+from moe_compile.regions.regions import MoERegion
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.new_order import parts
-from moe_compile.analysis.rewrites import Surroundings
-from moe_compile.analysis.token_regions import GatheredForm
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D
+from moe_compile.regions.new_order import parts
+from moe_compile.regions.rewrites import Surroundings
+from moe_compile.regions.token_regions import GatheredForm
 from passes.replay.gathered_routing import Routing, emit_gather, emit_routing
 from passes.replay.gathered_slice import Slice, SliceWriter
 from passes.replay.host_reads import BulkRead

@@ -14,11 +14,11 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion
-from moe_compile.analysis.token_regions import TokenRows
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D
 from moe_compile.ops.gathered_rows import SLICE_COUNTS
+from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.token_regions import TokenRows
 from passes.replay.sizes import Size, extent
 
 ON_THE_WIRE: Final = torch.int32

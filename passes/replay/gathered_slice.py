@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.token_regions import GatheredForm
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.gathered_rows import LOCAL_ROWS, PAD_LAST_RUN
+from moe_compile.regions.token_regions import GatheredForm
 from passes.replay.gathered_routing import Routing, emit_factor
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.sizes import Size, extent, times

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, RowProof
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import called_name, has_gradient, overload_name, value_of, waits_on
+from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.prune import Pruned, prune_other_experts
 
 

@@ -21,12 +21,12 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.analysis.attention_regions import AttentionRegion
-from moe_compile.analysis.head_factors import Dims, Factor, flat, group_size, holds, size_of
-from moe_compile.analysis.head_split import HeadSplit
-from moe_compile.analysis.head_tracking import CUTS, cut_dim, is_form, move_name
-from moe_compile.analysis.linear_layers import Linear
-from moe_compile.analysis.move_arguments import moved
+from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.attention.head_factors import Dims, Factor, flat, group_size, holds, size_of
+from moe_compile.attention.head_split import HeadSplit
+from moe_compile.attention.head_tracking import CUTS, cut_dim, is_form, move_name
+from moe_compile.attention.linear_layers import Linear
+from moe_compile.attention.move_arguments import moved
 from moe_compile.graph.edit import Emitter, recompute_between
 from moe_compile.graph.query import is_launch, value_of
 

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.new_order import parts
-from moe_compile.analysis.regions import MoERegion, RowProof
-from moe_compile.analysis.rewrites import Surroundings
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
+from moe_compile.regions.new_order import parts
+from moe_compile.regions.regions import MoERegion, RowProof
+from moe_compile.regions.rewrites import Surroundings
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
 from passes.replay.host_reads import BulkRead
 from passes.replay.prune import prune_other_experts

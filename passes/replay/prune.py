@@ -20,7 +20,7 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.analysis.regions import MoERegion, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 
 CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from moe_compile.analysis.host_reads import is_move_to_host
-from moe_compile.analysis.new_order import Part
-from moe_compile.analysis.regions import MoERegion
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
+from moe_compile.regions.host_reads import is_move_to_host
+from moe_compile.regions.new_order import Part
+from moe_compile.regions.regions import MoERegion
 from passes.replay.host_reads import BulkRead
 from passes.replay.prune import Pruned
 from passes.replay.sizes import name_inferred_size

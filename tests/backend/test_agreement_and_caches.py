@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_compile.ops.launch_records import executed_records
+from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankPool
 from tests.backend.test_agreement import WIDTH, step
 from tests.layers import GroupedExperts

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
 from moe_compile.errors import RankDisagreement
-from moe_compile.ops.watcher import EXIT_STATUS
+from moe_compile.runtime.watcher import EXIT_STATUS
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from tests.backend.test_agreement import OPTIONS, CentredExperts, compiled
 from tests.layers import GroupedExperts

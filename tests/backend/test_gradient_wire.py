@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-from moe_compile.ops.launch_records import executed_records
+from moe_compile.runtime.launch_records import executed_records
 from tests.gradient_sums import check_rounded_once
 from tests.layers import GroupedExperts
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_compile.codegen import LevelPass
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import load_profile
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.pipeline import JOINT
 
 
@@ -59,7 +59,7 @@ for folder in sys.argv[1:]:
         from moe_compile.codegen import LevelPass
         from moe_compile.config import MegaMoEConfig
         from moe_compile.hardware import load_profile
-        from moe_compile.planning.state import CompileState
+        from moe_compile.plan.state import CompileState
         from passes.pipeline import JOINT
         state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
         print("UUID", LevelPass((JOINT,), state, None).uuid(), flush=True)

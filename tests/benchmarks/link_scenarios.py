@@ -11,10 +11,10 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from benchmarks.clocks import VirtualClock, WallClock
-from benchmarks.emulated_link import LinkRate, Traffic, make_emulated_group
-from benchmarks.post_board import PostBoard
-from benchmarks.step import largest
+from benchmarks.link.clocks import VirtualClock, WallClock
+from benchmarks.link.emulated_link import LinkRate, Traffic, make_emulated_group
+from benchmarks.link.post_board import PostBoard
+from benchmarks.link.step import largest
 
 LAUNCH = torch.ops._c10d_functional.all_to_all_single
 WAIT = torch.ops._c10d_functional.wait_tensor

@@ -5,10 +5,10 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from benchmarks.block import replicated_names
-from benchmarks.cases import BlockCase, Plan
-from benchmarks.subjects import BlockSubjects
-from benchmarks.variants import named_variants
+from benchmarks.link.block import replicated_names
+from benchmarks.link.cases import BlockCase, Plan
+from benchmarks.link.subjects import BlockSubjects
+from benchmarks.link.variants import named_variants
 from moe_compile.report.process_report import REPORT
 
 PLANS = [Plan(attention=a, experts=e) for a in ("tp", "sp") for e in ("tp", "a2a")]

@@ -15,9 +15,9 @@ ABSOLUTE = re.compile(r"(?<![\w.)/])/\w+/\w")
 
 
 def test_places_of_files_keep_their_last_part_alone():
-    given = ["--json", "/a/b/wire.json", "--cache=/a/c", "--variants", "megamoe N=1", "x/y.json"]
-    assert recorded_command("benchmarks.overlap", given) == (
-        "python -m benchmarks.overlap --json wire.json --cache=c --variants 'megamoe N=1' x/y.json"
+    given = ["--json", "/a/b/wire.json", "--cache=/a/c", "--variants", "N=1 a", "x/y.json"]
+    assert recorded_command("benchmarks.link.overlap", given) == (
+        "python -m benchmarks.link.overlap --json wire.json --cache=c --variants 'N=1 a' x/y.json"
     )
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.planner import PROFILES
-from benchmarks.recorded_dispatch import recorded_choices
-from benchmarks.simulated_dispatch import choose, simulated_layers
-from moe_compile.planning.choose_plan import Why
+from benchmarks.planner.chunk_choice import PROFILES
+from benchmarks.planner.recorded_dispatch import recorded_choices
+from benchmarks.planner.simulated_dispatch import choose, simulated_layers
+from moe_compile.plan.choose_plan import Why
 
 NEAR = 0.02
 MISSED = {("deepseek-moe-16b", "h800"): 0.045}

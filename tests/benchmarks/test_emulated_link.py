@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.emulated_link import ExchangeEnds, LinkRate, Traffic
-from benchmarks.post_board import SLOTS, Post, PostBoard, create_board
+from benchmarks.link.emulated_link import ExchangeEnds, LinkRate, Traffic
+from benchmarks.link.post_board import SLOTS, Post, PostBoard, create_board
 from tests.benchmarks import link_scenarios as scenarios
 
 ALPHA, BANDWIDTH = 0.5, 100.0

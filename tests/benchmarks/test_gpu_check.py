@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulated_link import LinkRate
 from benchmarks.gpu.exact_layer import exact_results, relative_errors
 from benchmarks.gpu.kernels import measure_op
 from benchmarks.gpu.lanes import Pace, ProcessorLane
@@ -24,6 +23,7 @@ from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import SMOKE
+from benchmarks.link.emulated_link import LinkRate
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.planner import PROFILES, cells, judge, layers, worst_regret
+from benchmarks.planner.chunk_choice import PROFILES, cells, judge, layers, worst_regret
+from moe_compile.cost.rates import Rates
 from moe_compile.hardware import load_profile
-from moe_compile.planning.rates import Rates
 
 NEAR = 0.02
 """Of the best number of chunks: what was asked for, by either simulator, all constants right or

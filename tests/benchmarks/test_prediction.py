@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.cases import Case
-from benchmarks.clocks import ChargedClock
-from benchmarks.layer import route
-from benchmarks.prediction import choice_of, run_settings, summary
-from benchmarks.prediction_settings import SETTINGS, Setting
-from benchmarks.stated_routing import rows_per_expert, state_routing
-from benchmarks.subjects import OneLayer
+from benchmarks.link.cases import Case
+from benchmarks.link.clocks import ChargedClock
+from benchmarks.link.layer import route
+from benchmarks.link.subjects import OneLayer
+from benchmarks.planner.prediction import choice_of, run_settings, summary
+from benchmarks.planner.prediction_settings import SETTINGS, Setting
+from benchmarks.planner.stated_routing import rows_per_expert, state_routing
 
 MAPE = 0.03
 REGRET = 0.02

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recorded_prediction import recorded_steps, summary
+from benchmarks.planner.recorded_prediction import recorded_steps, summary
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 MAPE = 0.15

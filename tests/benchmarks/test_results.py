@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import PRESETS, RATIOS, ROUTED, Preset
-from benchmarks.emulated_link import LinkRate, Traffic
-from benchmarks.measure import CaseResult, Job, Outcome
-from benchmarks.results import rows_of, warnings_of, with_other_cases
-from benchmarks.step import Sample
-from benchmarks.variants import VARIANTS, named_variants
+from benchmarks.link.cases import PRESETS, RATIOS, ROUTED, Preset
+from benchmarks.link.emulated_link import LinkRate, Traffic
+from benchmarks.link.measure import CaseResult, Job, Outcome
+from benchmarks.link.results import rows_of, warnings_of, with_other_cases
+from benchmarks.link.step import Sample
+from benchmarks.link.variants import VARIANTS, named_variants
 
 JOB = Job(case=ROUTED, preset=PRESETS["quick"], clock="virtual", folder=Path(), cache=Path())
 LATENCY, BYTES = 0.5, 100.0

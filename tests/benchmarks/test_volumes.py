@@ -12,13 +12,13 @@ import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks.block import (
+from benchmarks.link.block import (
     SequenceParallelAttention,
     TensorParallelAttention,
     TensorParallelExperts,
 )
-from benchmarks.cases import BlockCase
-from benchmarks.layer import MoELayer
+from benchmarks.link.cases import BlockCase
+from benchmarks.link.layer import MoELayer
 from tests.alike_ranks import alike_ranks
 from torchtitan_integration.ulysses import Ulysses
 

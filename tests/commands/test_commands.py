@@ -9,7 +9,7 @@ import pytest
 from moe_compile.cli import main
 from moe_compile.commands.doctor import doctor
 from moe_compile.hardware.devices import Machine, read_machine
-from moe_compile.planning.cluster.checks import check_table_3
+from moe_compile.simulator.checks import check_table_3
 from tests.hardware.test_devices import Library
 
 

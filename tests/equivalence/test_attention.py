@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from moe_compile.planning.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
 from tests.attention_layers import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_compile.planning.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.report.process_report import REPORT
 from tests.attention_layers import (
     STYLES,

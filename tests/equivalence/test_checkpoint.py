@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_compile.ops.launch_records import executed_records
+from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.equivalence import differing_tensors
 from tests.layers import GroupedExperts
 from tests.quantized_layers import quantized_eagerly

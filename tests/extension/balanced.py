@@ -16,7 +16,7 @@ from moe_compile.entry_points import hash_of_packages
 from moe_compile.errors import InvalidConfig
 from moe_compile.graph.query import is_launch, overload_name
 from moe_compile.hardware import load_profile
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.rank_pool import RankPool

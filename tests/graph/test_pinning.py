@@ -11,7 +11,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.pinning import pin_order, pinning_patches
 from moe_compile.graph.wrapper_order import event_letters, wrapper_events
 from moe_compile.hardware import load_profile
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
 from tests.scheduled_layers import ChunkedMoE, exchange, letters, one_rank_group

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
-from moe_compile.analysis.detect_attention import find_attention
-from moe_compile.analysis.head_split import split_projections
+from moe_compile.attention.detect_attention import find_attention
+from moe_compile.attention.head_split import split_projections
 from tests.capture import dynamo_graphs
 from torchtitan_integration.ulysses import apply_ulysses
 

@@ -2,7 +2,7 @@
 
 `python -m tests.mutants.defects --seed 1`: exit status 1 when one is not found within the number of
 programs allowed. Generated programs have two dozen rows at most: what shows only with hundreds is
-for tests of its own (`tests/analysis/test_row_premises.py`).
+for tests of its own (`tests/proof/test_row_premises.py`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LEGALITY: Final = "moe_compile/graph/legality.py"
 GRADIENTS: Final = "moe_compile/graph/gradient_order.py"
 DEPENDENCE: Final = "moe_compile/graph/dependence.py"
 EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random)"
-SURROUNDINGS: Final = "moe_compile/analysis/surroundings.py"
+SURROUNDINGS: Final = "moe_compile/regions/surroundings.py"
 EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
-PROOF: Final = "moe_compile/analysis/row_proof.py"
-ROUNDING: Final = "moe_compile/analysis/position_rounding.py"
+PROOF: Final = "moe_compile/proof/row_proof.py"
+ROUNDING: Final = "moe_compile/proof/position_rounding.py"
 FIRST_RUN: Final = "moe_compile/first_run.py"
 SPLIT: Final = """    for gemm in sliceable:
         weight, tensor"""
@@ -184,7 +184,7 @@ DEFECTS: Final = (
         "an empty vector may be all that a concatenation is left",
         (
             Change(
-                "moe_compile/analysis/view_rules.py",
+                "moe_compile/proof/view_rules.py",
                 "len({(t.dtype, t.dim()) for t in ts}) == 1",
                 "len({t.dtype for t in ts}) == 1",
             ),
@@ -194,19 +194,19 @@ DEFECTS: Final = (
         "sums over several rows at once are taken to round alike for any number of rows",
         (
             Change(PROOF, "return far and sums_by_place(rows)", "return False"),
-            Change("moe_compile/analysis/repeated_elements.py", "id(t) in marked and", "False and"),
+            Change("moe_compile/proof/repeated_elements.py", "id(t) in marked and", "False and"),
         ),
     ),
     Defect(
         "rows of one expert may stand in any order",
         (
             Change(
-                "moe_compile/analysis/sampled_rows.py",
+                "moe_compile/proof/sampled_rows.py",
                 "if len(premise.experts) == 1 and not torch.equal(chosen[: len(found)], whole):",
                 "if False:",
             ),
             Change(
-                "moe_compile/analysis/order_rules.py",
+                "moe_compile/proof/order_rules.py",
                 "if not stable and call.is_sized_by_counts():",
                 "if False:",
             ),
@@ -216,7 +216,7 @@ DEFECTS: Final = (
         "rows in an order not followed are cut anywhere",
         (
             Change(
-                "moe_compile/analysis/view_rules.py",
+                "moe_compile/proof/view_rules.py",
                 "if is_part and not call.facts.note_experts_of(segment):",
                 "if False:",
             ),
@@ -236,7 +236,7 @@ DEFECTS: Final = (
         "a weight that an operator gives back is another one",
         (
             Change(
-                "moe_compile/analysis/row_domain.py",
+                "moe_compile/regions/row_domain.py",
                 "for node in sorted(set(map(origin, outside.nodes))):",
                 "for node in sorted(outside.nodes):",
             ),

@@ -12,8 +12,8 @@ from typing import Final
 Key = tuple[str, str, str]
 """Module, line of source without its indent, change."""
 
-ANALYSIS: Final = "moe_compile/analysis/"
-CHOICE: Final = "moe_compile/planning/choose_schedule.py"
+PROOF: Final = "moe_compile/proof/"
+CHOICE: Final = "moe_compile/schedule/choose_schedule.py"
 
 DECLARED: Final = (
     "the default given here is never used: every overload of the operator declares the argument, "
@@ -22,22 +22,22 @@ DECLARED: Final = (
 
 EQUIVALENT: Final[dict[Key, str]] = {
     (
-        f"{ANALYSIS}view_rules.py",
+        f"{PROOF}view_rules.py",
         'if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:',
         "0  ->  1",
     ): DECLARED,
     (
-        f"{ANALYSIS}order_rules.py",
+        f"{PROOF}order_rules.py",
         'descending = bool(call.argument("descending", False))',
         "False  ->  True",
     ): DECLARED,
     (
-        f"{ANALYSIS}view_rules.py",
+        f"{PROOF}view_rules.py",
         "ahead, after = (*amounts[place : place + 2], 0, 0)[:2]",
         "2  ->  3",
     ): "a slice one longer reads one number more, and only the first two are kept",
     (
-        f"{ANALYSIS}repeated_elements.py",
+        f"{PROOF}repeated_elements.py",
         "for tensor, result in zip(call.outputs, results, strict=True):",
         "True  ->  False",
     ): "a rule gives one result for each output, so neither list is longer",
@@ -54,7 +54,7 @@ EQUIVALENT: Final[dict[Key, str]] = {
 
 HARMLESS: Final[dict[Key, str]] = {
     (
-        f"{ANALYSIS}row_rules.py",
+        f"{PROOF}row_rules.py",
         "if value.order != rows.order or bias.dim() - value.dim != from_right:",
         "bias.dim() - value.dim  ->  bias.dim() + value.dim",
     ): (
@@ -62,7 +62,7 @@ HARMLESS: Final[dict[Key, str]] = {
         "the changed source would refuse what the other proves"
     ),
     (
-        f"{ANALYSIS}position_rounding.py",
+        f"{PROOF}position_rounding.py",
         'mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1',
         "1  ->  2",
     ): (

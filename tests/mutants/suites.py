@@ -25,28 +25,32 @@ class Group:
 
 
 ROWS: Final = (
-    "row_rules", "view_rules", "index_rules", "order_rules", "count_rules", "count_facts",
-    "row_proof", "row_domain", "grouped_rules", "understood_arguments", "sampled_rows",
+    "row_rules", "view_rules", "index_rules", "order_rules", "count_rules",
+    "row_proof", "grouped_rules", "understood_arguments", "sampled_rows",
 )  # fmt: skip
 
-PROOF: Final = "tests/analysis/test_row_proof.py"
-PREMISES: Final = "tests/analysis/test_row_premises.py"
-ROUNDING: Final = "tests/analysis/test_position_rounding.py"
+PROOF: Final = "tests/proof/test_row_proof.py"
+PREMISES: Final = "tests/proof/test_row_premises.py"
+ROUNDING: Final = "tests/proof/test_position_rounding.py"
 MIRRORED: Final = "tests/equivalence/test_mirrored_programs.py"
 
 GROUPS: Final = (
     Group(
         "proof",
-        tuple(f"moe_compile/analysis/{name}.py" for name in ROWS),
+        (
+            "moe_compile/regions/count_facts.py",
+            "moe_compile/regions/row_domain.py",
+            *(f"moe_compile/proof/{name}.py" for name in ROWS),
+        ),
         (
             f"{ROUNDING}::test_silu_in_rows_that_do_not_fill_vectors_is_refused",
             f"{ROUNDING}::test_products_of_rows_that_begin_between_boundaries_are_refused",
             f"{ROUNDING}::test_a_variance_in_float64_is_refused",
             f"{ROUNDING}::test_gelu_in_bfloat16_rows_that_do_not_fill_vectors_is_refused",
             PROOF,
-            "tests/analysis/test_row_orders.py",
-            "tests/analysis/test_row_refusals.py",
-            "tests/analysis/test_row_sizes.py",
+            "tests/proof/test_row_orders.py",
+            "tests/proof/test_row_refusals.py",
+            "tests/proof/test_row_sizes.py",
             PREMISES,
         ),
         left_out=(
@@ -57,13 +61,13 @@ GROUPS: Final = (
     Group(
         "rounding",
         (
-            "moe_compile/analysis/position_rounding.py",
-            "moe_compile/analysis/repeated_elements.py",
+            "moe_compile/proof/position_rounding.py",
+            "moe_compile/proof/repeated_elements.py",
         ),
         (
             ROUNDING,
-            "tests/analysis/test_row_refusals.py",
-            "tests/analysis/test_row_layout.py::test_rows_laid_out_channels_last_are_refused",
+            "tests/proof/test_row_refusals.py",
+            "tests/proof/test_row_layout.py::test_rows_laid_out_channels_last_are_refused",
         ),
     ),
     Group(
@@ -75,17 +79,17 @@ GROUPS: Final = (
             "moe_compile/graph/dependence.py",
             "moe_compile/graph/same_tensor.py",
             "moe_compile/graph/memory.py",
-            "moe_compile/analysis/rewrites.py",
-            "moe_compile/analysis/surroundings.py",
-            "moe_compile/analysis/new_order.py",
-            "moe_compile/analysis/implied_assertions.py",
-            "moe_compile/analysis/detect_moe.py",
+            "moe_compile/regions/rewrites.py",
+            "moe_compile/regions/surroundings.py",
+            "moe_compile/regions/new_order.py",
+            "moe_compile/regions/implied_assertions.py",
+            "moe_compile/regions/detect_moe.py",
         ),
         (
             "tests/graph/test_legality.py",
             "tests/graph/test_gradient_order.py",
             "tests/graph/test_dependence.py",
-            "tests/analysis/test_detect_moe.py",
+            "tests/regions/test_detect_moe.py",
             MIRRORED,
             "tests/passes/test_chunk_regions.py",
         ),
@@ -114,15 +118,15 @@ GROUPS: Final = (
     Group(
         "scheduler",
         (
-            "moe_compile/planning/list_schedule.py",
-            "moe_compile/planning/choose_schedule.py",
+            "moe_compile/schedule/list_schedule.py",
+            "moe_compile/schedule/choose_schedule.py",
             "moe_compile/graph/precedence.py",
-            "moe_compile/planning/liveness.py",
+            "moe_compile/schedule/liveness.py",
             "moe_compile/graph/launch_order.py",
             "passes/verify_schedule.py",
         ),
         (
-            "tests/planning/test_list_schedule.py",
+            "tests/schedule/test_list_schedule.py",
             "tests/graph/test_precedence.py",
             "tests/graph/test_launch_order.py",
             "tests/passes/test_verify_schedule.py",

@@ -11,7 +11,7 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch, tensor_of
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import (

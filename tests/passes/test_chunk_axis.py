@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.fx.node import map_arg
 
-from moe_compile.analysis.detect_moe import find_moe_regions
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
+from moe_compile.regions.detect_moe import find_moe_regions
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
-from tests.analysis.verdicts import LOCAL, layer_of, tokens
 from tests.capture import dynamo_graphs
 from tests.layers import GatheredCounts, GroupedExperts
+from tests.proof.verdicts import LOCAL, layer_of, tokens
 
 
 def region_of(style, group):

@@ -10,8 +10,8 @@ from moe_compile.graph.query import is_all_to_all, is_reduce_scatter
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.choose_plan import Why
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.choose_plan import Why
+from moe_compile.plan.state import CompileState
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_remarks
 from passes.pipeline import DYNAMO, run_level

@@ -12,7 +12,7 @@ from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.choose_plan import Why
+from moe_compile.plan.choose_plan import Why
 from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import SplitAttention
 from tests.block_layers import SerialBlock, block_input

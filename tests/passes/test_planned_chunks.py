@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.choose_plan import Why
+from moe_compile.plan.choose_plan import Why
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from passes.detect_regions import DetectRegions
 from passes.plan_regions import PlanRegions

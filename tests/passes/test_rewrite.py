@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.errors import ContractViolation
 from moe_compile.journal.entries import Dropped, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.plan_digest import groups_rewritten, level_value, plan_digest
+from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.predicted_time import predicted_us
 from passes.pipeline import DYNAMO, Level, run_level
 from passes.rewrite import Proposed, Rewrite

@@ -7,7 +7,7 @@ from torch import fx
 from moe_compile.errors import InvalidConfig
 from moe_compile.graph.query import is_all_to_all, is_integer
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.plan_digest import groups_rewritten
+from moe_compile.plan.plan_digest import groups_rewritten
 from passes.outside import find_transport
 from passes.pipeline import DYNAMO, run_level
 from passes.route_exchanges import Routed, RouteExchanges

@@ -16,7 +16,7 @@ from moe_compile.graph.launch_order import collective_order
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import load_profile
 from moe_compile.journal.reasons import Reason
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
 from tests.scheduled_layers import (

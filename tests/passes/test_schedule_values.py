@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import load_profile
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
 from tests.scheduled_layers import c10d, one_rank_group

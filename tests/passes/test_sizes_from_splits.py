@@ -5,7 +5,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from moe_compile.testing.programs.choices import Rewrite, Wrapping
 from moe_compile.testing.programs.grammar import Experts, Program
 from moe_compile.testing.programs.judge import Judge, Kind

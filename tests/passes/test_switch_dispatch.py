@@ -18,7 +18,6 @@ from moe_compile.graph.query import (
 )
 from moe_compile.journal.reasons import Reason
 from passes.pipeline import DYNAMO, run_level
-from tests.analysis.titan_layer import TitanExperts, permute_indices
 from tests.capture import carried_out, dynamo_graphs, state
 from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
 from tests.layers import (
@@ -29,6 +28,7 @@ from tests.layers import (
     SharedAndBias,
     SortedChunks,
 )
+from tests.proof.titan_layer import TitanExperts, permute_indices
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
 STATIC = (GroupedExperts, FusedGateUp, SharedAndBias, SegmentStarts)

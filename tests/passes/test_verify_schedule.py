@@ -12,7 +12,7 @@ from moe_compile.graph.launch_order import record_launch_order
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import load_profile
-from moe_compile.planning.state import CompileState
+from moe_compile.plan.state import CompileState
 from passes.verify_schedule import VerifySchedule
 from tests.scheduled_layers import c10d, one_rank_group
 

@@ -22,11 +22,11 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import from_sources, split_options
+from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
-from moe_compile.ops.launch_records import RECORD_LAUNCHES
-from moe_compile.planning.sizes import NominalSizes
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import figures
+from moe_compile.runtime.launch_records import RECORD_LAUNCHES
 from torchtitan_integration.dry_run.attention import fused_attention
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options

@@ -1,0 +1,1 @@
+"""Steps over an emulated link, measured side by side."""

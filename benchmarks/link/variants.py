@@ -1,0 +1,151 @@
+"""The ways a layer is run: eagerly, by Inductor, by the rival's token halves, by megamoe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from benchmarks.link.cases import BASELINE, BLOCK_BASELINE, BLOCK_REORDERED, REORDERED, Plan
+from benchmarks.link.layer import TokenHalves
+
+REORDER_PASSES: Final[Mapping[str, Any]] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_compute_for_overlap",
+        "sink_waits",
+        "raise_comms",
+    ],
+}
+"""Inductor's own overlap: the flag alone does nothing, and of its passes these gain the most."""
+
+FP8_WIRES: Final = {"megamoe.dispatch_wire": "fp8", "megamoe.combine_wire": "fp8"}
+MAX_ERROR: Final = 0.02
+"""bfloat16 keeps 8 bits, and compilers round at other places."""
+MAX_ERROR_FP8: Final = 0.06
+"""25 decibels of signal to noise, the least any gradient may keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way; `backend` None means eager."""
+
+    name: str
+    backend: str | None = "inductor"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    in_token_halves: bool = False
+    max_error: float = MAX_ERROR
+    """Relative, against the reference."""
+    plan: Plan | None = None
+    """How a block is divided; None for a layer."""
+    rival: str = ""
+    """A variant to be compared with besides the baseline."""
+
+    def build(self, layer: nn.Module, profile: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the layer run this way; it compiles at its first call.
+
+        megamoe is told the rates in `profile`, Inductor's own passes estimate by themselves.
+        """
+        module = TokenHalves(layer) if self.in_token_halves else layer
+        if self.backend is None:
+            return module
+        options = dict(self.options)
+        if self.backend == "megamoe":
+            options["megamoe.hardware"] = str(profile)
+        return torch.compile(module, backend=self.backend, fullgraph=True, options=options)
+
+
+SLICED = Plan(attention="tp", experts="tp")
+HEADS_AND_EXPERTS = Plan(attention="tp", experts="a2a")
+SEQUENCE_AND_EXPERTS = Plan(attention="sp", experts="a2a")
+
+
+def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
+    return {
+        "megamoe.chunks": chunks,
+        "megamoe.attention_chunks": attention_chunks,
+        "megamoe.equal_tokens": True,
+    }
+
+
+def _gathered(chunks: int, padding: str = "exact") -> dict[str, Any]:
+    return {
+        "megamoe.dispatch": "all_gather",
+        "megamoe.dispatch_padding": padding,
+        "megamoe.chunk_by": "tokens" if chunks > 1 else "auto",
+        **_split(chunks, min(chunks, 2)),
+    }
+
+
+OF_BLOCKS: Final = (
+    Variant(name=BLOCK_BASELINE, plan=SLICED),
+    Variant(name=BLOCK_REORDERED, plan=SLICED, options=REORDER_PASSES),
+    Variant(name="tp+a2a N=2", plan=HEADS_AND_EXPERTS, backend="megamoe", options=_split(2, 1)),
+    Variant(name="sp+a2a inductor", plan=SEQUENCE_AND_EXPERTS),
+    Variant(name="sp+a2a inductor reorder", plan=SEQUENCE_AND_EXPERTS, options=REORDER_PASSES),
+    *(
+        Variant(
+            name=f"sp+a2a N={chunks}",
+            plan=SEQUENCE_AND_EXPERTS,
+            backend="megamoe",
+            options=_split(chunks, attention_chunks),
+            rival="sp+a2a N=1",
+        )
+        for chunks, attention_chunks in ((1, 1), (2, 2), (4, 2))
+    ),
+    *(
+        Variant(
+            name=f"{plan.attention}+ag/rs N=2", plan=plan, backend="megamoe", options=_gathered(2)
+        )
+        for plan in (HEADS_AND_EXPERTS, SEQUENCE_AND_EXPERTS)
+    ),
+)
+"""N is the chunks of the experts; attention goes in two groups of heads where N is more than 1."""
+
+OF_LAYERS: Final = (
+    Variant(name="eager", backend=None),
+    Variant(name=BASELINE),
+    Variant(name=REORDERED, options=REORDER_PASSES),
+    Variant(name="token halves reorder", options=REORDER_PASSES, in_token_halves=True),
+    Variant(
+        name="token halves in our order",
+        backend="megamoe",
+        options={"megamoe.chunks": 1},
+        in_token_halves=True,
+    ),
+    Variant(name="megamoe N=1", backend="megamoe", options={"megamoe.chunks": 1}),
+    Variant(name="megamoe N=2", backend="megamoe", options={"megamoe.chunks": 2}),
+    Variant(name="megamoe N=4", backend="megamoe", options={"megamoe.chunks": 4}),
+    *(
+        Variant(
+            name=f"megamoe N={chunks} fp8",
+            backend="megamoe",
+            options={"megamoe.chunks": chunks, **FP8_WIRES},
+            max_error=MAX_ERROR_FP8,
+        )
+        for chunks in (1, 2, 4)
+    ),
+    *(
+        Variant(
+            name=f"ag/rs {padding} N={chunks}",
+            backend="megamoe",
+            options=_gathered(chunks, padding),
+            rival="megamoe N=2",
+        )
+        for padding in ("exact", "worst")
+        for chunks in (1, 2)
+    ),
+)
+VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS)
+
+
+def named_variants(names: tuple[str, ...]) -> tuple[Variant, ...]:
+    """Return the variants called `names`, in that order."""
+    known = {variant.name: variant for variant in VARIANTS}
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"no variant {unknown}; known: {', '.join(known)}")
+    return tuple(known[name] for name in names)

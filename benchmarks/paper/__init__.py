@@ -1,0 +1,1 @@
+"""What published figures say: fits of the constants that hardware profiles carry."""

@@ -1,0 +1,1 @@
+"""What the planner chooses and predicts, held against the best and against steps that ran."""

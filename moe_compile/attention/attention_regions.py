@@ -1,0 +1,108 @@
+"""An attention region: what the passes know of attention and the exchanges around it.
+
+Contract
+    A region names nodes of one graph and is stale once that graph is edited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Factor
+from moe_compile.attention.head_rounding import rounds_alone
+from moe_compile.attention.head_tracking import Tracker
+from moe_compile.journal.reasons import Reason
+
+UNPROVEN: Final = frozenset(
+    {
+        Reason.HEADS_LOST,
+        Reason.VARIES_BY_HEAD,
+        Reason.RANDOM,
+        Reason.ESCAPES,
+        Reason.MUTATED_MEANWHILE,
+        Reason.STATE_CHANGES,
+        Reason.GRADIENT_ORDER,
+        Reason.GRADIENT_BESIDE,
+    }
+)
+"""Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
+All others say that there is no region, or that nothing is to be split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRegion:
+    """Attention between an exchange of heads for sequence and the exchange back."""
+
+    name: str
+    """Of the attention node."""
+    core: fx.Node
+    """The attention operator."""
+    operands: tuple[fx.Node, ...]
+    """Query, key and value."""
+    sources: tuple[fx.Node | None, ...]
+    """The launch that brings each operand; None for one that is computed here, as from a gathered
+    latent."""
+    exchanges: tuple[fx.Node, ...]
+    """Launches that bring operands, in graph order: one each, or one for all."""
+    inward: tuple[fx.Node, ...]
+    """What moves data from the exchanges to the attention, both excluded, in graph order."""
+    outward: tuple[fx.Node, ...]
+    """What moves the result, from after the attention to the last wait, in graph order."""
+    cut: tuple[fx.Node, ...]
+    """What the body reads that has heads: what is sent, operands that no exchange brings, and what
+    is joined to either."""
+    state_calls: tuple[fx.Node, ...]
+    """Selections of a backend that the attention stands between."""
+    tracker: Tracker
+    head: Factor | None
+    """The factor that is the index of KV heads of this rank; None when there is one head."""
+    num_heads: int
+    """Query heads of this rank."""
+    num_kv_heads: int
+    """Those of this rank, repetitions not counted where they can be told."""
+    rounds: bool
+    """Whether groups of any number may differ from the whole in the last bits."""
+    group: str
+    num_ranks: int
+
+    @property
+    def result(self) -> fx.Node:
+        """The last wait of the exchange back."""
+        return self.outward[-1]
+
+    def may_round(self, num_groups: int) -> bool:
+        """Whether `num_groups` groups may differ from the whole in the last bits."""
+        alone = self.num_heads == num_groups and rounds_alone(self.operands)
+        return num_groups > 1 and (self.rounds or alone)
+
+    @property
+    def local_operands(self) -> tuple[fx.Node, ...]:
+        """Operands that no exchange brings."""
+        pairs = zip(self.operands, self.sources, strict=True)
+        return tuple(dict.fromkeys(operand for operand, source in pairs if source is None))
+
+    @property
+    def body(self) -> tuple[fx.Node, ...]:
+        """All that is replayed for a group of heads, in the order it runs."""
+        return (*self.exchanges, *self.inward, self.core, *self.outward)
+
+    @property
+    def launches(self) -> tuple[fx.Node, ...]:
+        """Every exchange of the region."""
+        back = [node for node in self.outward if node in self.tracker.sent]
+        return (*self.exchanges, *back)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRefused:
+    """An attention operator left alone, and why."""
+
+    name: str
+    core: fx.Node
+    reason: Reason
+    detail: str = ""
+    groups: tuple[str, ...] = ()
+    """Under tensor parallelism: the groups that gather before it and reduce after it."""

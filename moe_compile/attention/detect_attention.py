@@ -1,0 +1,186 @@
+"""Find attention between exchanges of heads for sequence, by data flow and named factors.
+
+Contract
+    Every scaled dot product attention of the graph ends in a region or gets a refusal; the graph
+    is not edited. The answer is a function of the graph's structure, the same on every rank.
+    In a region one factor of one dimension is proven to be the index of heads all the way.
+
+Pseudo-code
+    for each attention operator:
+        walk up from q, k, v through movements of data: one even exchange above q; above k and v
+            one each, the same one, or a local computation from a gathered latent
+        walk down from its result through movements of data to an even exchange, and its wait
+        track factors down both ways; check that heads left, sequence came, sequence goes back
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+
+from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
+from moe_compile.attention.attention_surroundings import (
+    backend_choices,
+    movements_above,
+    nearest_launches,
+    tensor_parallel_groups,
+)
+from moe_compile.attention.head_factors import Lost, size_of
+from moe_compile.attention.head_inputs import heads_read
+from moe_compile.attention.head_proof import (
+    Refuse,
+    check_escapes,
+    check_heads_stay,
+    check_meanwhile,
+    find_heads,
+    track,
+)
+from moe_compile.attention.head_rounding import has_local_gradient, rounds_by_group
+from moe_compile.attention.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.query import (
+    argument_of,
+    group_name,
+    is_all_gather,
+    is_launch,
+    is_wait,
+    output_splits,
+)
+from moe_compile.journal.reasons import Reason
+
+ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+TENSOR_PARALLEL: Final = Reason.TENSOR_PARALLEL
+
+
+def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[AttentionRefused]]:
+    """Return the attention regions of a Dynamo graph in graph order, and the other attentions."""
+    cores = [n for n in graph.nodes if n.op == "call_function" and n.target in ATTENTION]
+    regions: list[AttentionRegion] = []
+    refused: list[AttentionRefused] = []
+    dependence = Dependence(graph) if cores else None
+    for core in cores:
+        assert dependence is not None
+        try:
+            regions.append(_region(core, dependence))
+        except Refuse as e:
+            refused.append(
+                AttentionRefused(
+                    name=core.name,
+                    core=core,
+                    reason=e.reason,
+                    detail=e.detail,
+                    groups=tensor_parallel_groups(core) if e.reason is TENSOR_PARALLEL else (),
+                )
+            )
+        except Lost as e:
+            lost = Reason.HEADS_LOST
+            refused.append(AttentionRefused(name=core.name, core=core, reason=lost, detail=str(e)))
+    return regions, refused
+
+
+def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
+    operands = [argument_of(core, i, name) for i, name in enumerate(("query", "key", "value"))]
+    above = [movements_above(operand) for operand in operands]
+    entering = [[n for n in moved if is_launch(n)] for moved in above]
+    outward = _outward(core)
+    _check_shape(core, operands, entering, outward)
+    if any(len(sizes_of(operand)) != 4 for operand in operands):
+        raise Lost("operands without four dimensions")
+    exchanges = dependence.in_order({n for found in entering for n in found})
+    local = [o for o, found in zip(operands, entering, strict=True) if not found]
+    moved = {n for nodes, found in zip(above, entering, strict=True) if found for n in nodes}
+    sources = tuple(found[0] if found else None for found in entering)
+    tracker = Tracker()
+    track(tracker, dependence.in_order(moved), local)
+    head = find_heads(tracker, core, operands, sources, outward)
+    _check_arithmetic(core)
+    below = dependence.below(exchanges)
+    inward = [n for n in dependence.in_order(moved) if n in below - set(exchanges)]
+    body = (*exchanges, *inward, core, *outward)
+    if head is not None:
+        check_heads_stay(tracker, (*inward, *outward), head)
+    num_kv_heads = head.size if head else 1
+    rounds = rounds_by_group(core, operands, num_kv_heads)
+    rounds = rounds or has_local_gradient(operands, sources)
+    cut = heads_read(tracker, head, body, core, dependence, may_round=rounds) if head else []
+    region = AttentionRegion(
+        name=core.name,
+        core=core,
+        operands=tuple(operands),
+        sources=sources,
+        exchanges=tuple(exchanges),
+        inward=tuple(inward),
+        outward=tuple(outward),
+        cut=tuple(cut),
+        state_calls=backend_choices(core),
+        tracker=tracker,
+        head=head,
+        num_heads=size_of(tracker.dims(operands[0])[-3]),
+        num_kv_heads=num_kv_heads,
+        rounds=rounds,
+        group=group_name(exchanges[0]),
+        num_ranks=len(output_splits(exchanges[0])),
+    )
+    check_escapes(region.body[:-1], region.body)
+    check_meanwhile(region.body, core, dependence)
+    return region
+
+
+def _outward(core: fx.Node) -> list[fx.Node]:
+    """Return the movements from `core` to the last wait of the exchange back; [] without one."""
+    found: list[fx.Node] = []
+    node = core
+    while len(node.users) == 1:
+        following = next(iter(node.users))
+        back = any(is_launch(n) for n in found)
+        if not is_movement(following) or (back and not is_wait(following)):
+            break
+        found.append(following)
+        node = following
+    return found if len(found) > 1 and is_wait(found[-1]) else []
+
+
+def _check_shape(
+    core: fx.Node,
+    operands: list[fx.Node],
+    entering: list[list[fx.Node]],
+    outward: list[fx.Node],
+) -> None:
+    """Refuse unless exchanges stand around the attention as around a region."""
+    if not entering[0]:
+        raise _no_exchange(core, operands)
+    launches = [n for found in entering for n in found] + [n for n in outward if is_launch(n)]
+    if any(len(found) > 1 for found in entering):
+        raise Refuse(Reason.SEVERAL_EXCHANGES)
+    for operand, found in zip(operands, entering, strict=True):
+        if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
+            raise Refuse(Reason.COMPUTED_BETWEEN, operand.name)
+    if not outward:
+        raise Refuse(Reason.NO_EXCHANGE_BACK)
+    if not all(is_even_exchange(n) for n in launches):
+        raise Refuse(Reason.UNEVEN)
+    if len({group_name(n) for n in launches}) > 1:
+        raise Refuse(Reason.GROUPS_DIFFER)
+
+
+def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
+    if tensor_parallel_groups(core):
+        return Refuse(TENSOR_PARALLEL)
+    above = [n for operand in operands for n in nearest_launches(operand, up=True)]
+    below = nearest_launches(core, up=False)
+    if any(is_even_exchange(n) for n in above) and any(is_even_exchange(n) for n in below):
+        return Refuse(Reason.COMPUTED_BETWEEN, operands[0].name)
+    return Refuse(Reason.NO_EXCHANGE)
+
+
+def _check_arithmetic(core: fx.Node) -> None:
+    mask, dropout = argument_of(core, 3, "attn_mask"), argument_of(core, 4, "dropout_p", 0.0)
+    if isinstance(mask, fx.Node):
+        sizes = sizes_of(mask)
+        if len(sizes) > 2 and sizes[-3] != 1:
+            raise Refuse(Reason.VARIES_BY_HEAD, mask.name)
+    if dropout != 0.0:
+        raise Refuse(Reason.RANDOM)

@@ -1,0 +1,181 @@
+"""Prove which factor is the index of heads, and that a region may be replayed where it stands.
+
+Contract
+    Raises Refuse or Lost where the proof fails; the graph is not edited.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.attention.attention_surroundings import movements_above
+from moe_compile.attention.head_factors import (
+    Dims,
+    Factor,
+    Lost,
+    flat,
+    group_size,
+    holds,
+    unify,
+)
+from moe_compile.attention.head_rules import step
+from moe_compile.attention.head_tracking import CUTS, Tracker, cut_sizes, is_movement, move_name
+from moe_compile.attention.move_arguments import argument, values_moved
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.query import is_launch
+from moe_compile.journal.reasons import Reason
+
+REFUSALS: Final = {
+    Hazard.WRITTEN_MEANWHILE: Reason.MUTATED_MEANWHILE,
+    Hazard.MODE_CHANGES: Reason.STATE_CHANGES,
+    Hazard.RANDOM: Reason.RANDOM,
+    Hazard.GRADIENT_ORDER: Reason.GRADIENT_ORDER,
+}
+"""What forbids a motion, as a reason to leave attention whole."""
+
+REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
+
+
+class Refuse(Exception):
+    """Attention is left as it is, for a reason."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        """Keep `reason`, and the node or value it speaks of in `detail`."""
+        super().__init__(reason.value)
+        self.reason, self.detail = reason, detail
+
+
+def track(tracker: Tracker, moved: Sequence[fx.Node], local: Sequence[fx.Node]) -> None:
+    """Follow factors through `moved`, in graph order, from what it reads; begin at `local` too."""
+    for node in moved:
+        for source in node.all_input_nodes:
+            if source not in tracker:
+                tracker.start(source)
+        step(tracker, node)
+    for operand in local:
+        if operand not in tracker:
+            tracker.start(operand)
+
+
+def find_heads(
+    tracker: Tracker,
+    core: fx.Node,
+    operands: Sequence[fx.Node],
+    sources: Sequence[fx.Node | None],
+    outward: Sequence[fx.Node],
+) -> Factor | None:
+    """Return the factor that is the index of KV heads; refuses what does not move heads.
+
+    None when there is one KV head, repeated after the exchange or not.
+    """
+    query, key, value = operands
+    unify(tracker.dims(key)[-3], tracker.dims(value)[-3])
+    unify(tracker.dims(key)[-3], tracker.dims(query)[-3], prefix=True)
+    heads = tracker.dims(query)[-3]
+    first = sources[0]
+    if first is None or not _sends_heads(tracker, first, heads):
+        raise Refuse(Reason.NOT_HEADS)
+    for operand, source in zip(operands, sources, strict=True):
+        if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
+            raise Refuse(Reason.NOT_SEQUENCE, operand.name)
+    tracker.result_of_attention(core, query, value)
+    track(tracker, outward, ())
+    back = next(n for n in outward if is_launch(n))
+    if flat(tracker.sent[back]) != flat([tracker.source[first]]):
+        raise Refuse(Reason.NOT_BACK)
+    kv_heads = tracker.dims(key)[-3]
+    head = kv_heads[0] if kv_heads else None
+    if head is not None and not any(head in dim for dim in tracker.dims(outward[-1])):
+        raise Lost("the heads cannot be told in the result")
+    sent = [source.all_input_nodes[0] for source in sources if source]
+    if head is None or all(has_factor(tracker, n, head) for n in sent):
+        return head
+    if any(_repeats_into(tracker, node, head) for node in movements_above(key)):
+        return None
+    raise Lost("the heads are not in what is sent")
+
+
+def has_factor(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
+    """Whether `factor` is in some dimension of `node`."""
+    return any(holds(dim, factor) for dim in tracker.dims(node))
+
+
+def _repeats_into(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
+    """Whether `node` makes the index `factor` by repeating what has one index only."""
+    if move_name(node) not in REPETITIONS or node not in tracker:
+        return False
+    return has_factor(tracker, node, factor) and not has_factor(
+        tracker, node.all_input_nodes[0], factor
+    )
+
+
+def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bool:
+    """Whether what `exchange` sends by is the outer part of the index that `heads` end."""
+    sent = flat(tracker.sent[exchange])
+    return any(
+        dim[i : i + len(sent) + len(heads)] == sent + heads
+        for node in tracker.started()
+        for dim in tracker.dims(node)
+        for i in range(len(dim))
+    )
+
+
+def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -> None:
+    """Refuse a movement whose result has heads that what it moves has not, or fewer of them.
+
+    It would run as it is for a group, and heads that it makes be all of them. An expansion alone
+    gets the sizes of the group.
+    """
+    for node in moves:
+        if move_name(node) == "expand" or not is_movement(node):
+            continue
+        if move_name(node) in CUTS:
+            pieces = [tracker.piece_read(node, i) for i in range(len(cut_sizes(node)))]
+            made, given = sum(_share(dims, head) for dims in pieces), [node]
+        elif node.target is operator.getitem:
+            continue
+        else:
+            made, given = _share(tracker.dims(node), head), values_moved(node)
+        times = argument(node, "repeats") if move_name(node) == "repeat_interleave" else 1
+        if made != times * sum(_share(tracker.dims(source), head) for source in given):
+            raise Lost(f"{node.name} makes heads of its own")
+
+
+def _share(dims: Dims, head: Factor) -> int:
+    """Return how many elements one head has of a tensor."""
+    return math.prod(group_size(dim, head, head.size) for dim in dims)
+
+
+def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
+    """Refuse when one of `nodes` is read outside `body`."""
+    inside = set(body)
+    for node in nodes:
+        if any(user not in inside for user in node.users):
+            raise Refuse(Reason.ESCAPES, node.name)
+
+
+def check_meanwhile(
+    body: Collection[fx.Node],
+    core: fx.Node,
+    dependence: Dependence,
+    *,
+    may_round: bool = False,
+) -> None:
+    """Refuse when `body` would compute something else, or tell otherwise, just before `core`.
+
+    Nor may others write what it reads before its last node. With `may_round` gradients may be
+    added up in another order.
+    """
+    legality = Legality(dependence, core.graph)
+    obstacle = legality.obstacle([n for n in body if n is not core], core)
+    last = dependence.in_order(body)[-1]
+    obstacle = obstacle or legality.written_meanwhile(body, last)
+    if obstacle is None or (may_round and obstacle.hazard is Hazard.GRADIENT_ORDER):
+        return
+    raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))

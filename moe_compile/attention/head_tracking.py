@@ -1,0 +1,278 @@
+"""Follow the factors of tensors through the operators that only move data.
+
+Contract
+    `is_movement` names the operators followed; every other one ends a path, or raises Lost.
+    Sizes must be numbers: a symbolic size raises Lost.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, regroup, size_of, unify
+from moe_compile.attention.move_arguments import (
+    PARAMETERS,
+    argument,
+    dim_of,
+    from_left,
+    joined,
+    moved,
+)
+from moe_compile.graph.query import (
+    input_splits,
+    is_all_to_all,
+    is_wait,
+    output_splits,
+    tensor_of,
+    value_of,
+)
+
+FORMS: Final = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"}
+)
+"""Operators that regroup dimensions in order: the sizes of the result say how."""
+
+COPIES: Final = frozenset({"contiguous", "clone"})
+SWAPS: Final = frozenset({"transpose", "swapaxes"})
+SHIFTS: Final = frozenset({"movedim", "moveaxis"})
+CUTS: Final = frozenset({"split", "chunk"})
+OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
+
+
+def move_name(node: fx.Node) -> str:
+    """Return the name of an operator of PyTorch, as a method or a function; "" for another."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverloadPacket):
+        return ""
+    target: Any = node.target
+    name = getattr(target, "__name__", "")
+    known = (getattr(torch, name, None), getattr(torch.functional, name, None))
+    return name if any(target is found for found in known if found) else ""
+
+
+def is_even_exchange(node: fx.Node) -> bool:
+    """Whether the node is an all-to-all that gives every rank as many rows, known beforehand."""
+    if not is_all_to_all(node):
+        return False
+    sizes = [*output_splits(node), *input_splits(node)]
+    return bool(sizes) and all(isinstance(s, int) and s == sizes[0] for s in sizes)
+
+
+def is_movement(node: fx.Node) -> bool:
+    """Whether the node moves data, within a rank or by an even exchange, and nothing else."""
+    if is_wait(node):
+        source = node.all_input_nodes[0]
+        return is_wait(source) or is_all_to_all(source)
+    if node.target is operator.getitem:
+        source = node.all_input_nodes[0]
+        return move_name(source) in CUTS and isinstance(node.args[1], int)
+    if is_form(node):
+        return _keeps_type(node)
+    return is_all_to_all(node) or move_name(node) in COPIES | SWAPS | SHIFTS | CUTS | OTHERS
+
+
+def _keeps_type(form: fx.Node) -> bool:
+    """Whether elements stay what they are: `x.view(dtype)` makes others of the same bytes."""
+    made, given = tensor_of(form), tensor_of(form.all_input_nodes[0])
+    return made is not None and given is not None and made.dtype is given.dtype
+
+
+def is_form(node: fx.Node) -> bool:
+    """Whether the node's arguments name the sizes of its result."""
+    return move_name(node) in FORMS
+
+
+def sizes_of(node: fx.Node) -> list[int]:
+    """Return the sizes of the tensor the node makes; raises Lost when one is symbolic."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or not all(isinstance(s, int) for s in value.shape):
+        raise Lost("a size is not known when compiling")
+    return [int(s) for s in value.shape]
+
+
+def cut_dim(node: fx.Node) -> int:
+    """Return the dimension a split, a chunk or a concatenation works along, from the left."""
+    made = pytree.tree_leaves(value_of(node))
+    if not made or not isinstance(made[0], torch.Tensor):
+        raise Lost(f"{node.name} makes something unknown")
+    return dim_of(node, made[0].dim(), default=0)
+
+
+def cut_sizes(cut: fx.Node) -> list[int]:
+    """Return how long the pieces of a split or chunk are."""
+    along = cut_dim(cut)
+    sizes = [piece.shape[along] for piece in value_of(cut)]
+    if not all(isinstance(size, int) for size in sizes):
+        raise Lost("a size is not known when compiling")
+    return sizes
+
+
+class Tracker:
+    """The factors of the values of one region."""
+
+    def __init__(self) -> None:
+        """Start with no value known."""
+        self._dims: dict[fx.Node, Dims] = {}
+        self._started: list[fx.Node] = []
+        self.sent: dict[fx.Node, list[Factor]] = {}
+        """Exchange -> the factors that said which rank a row went to."""
+        self.source: dict[fx.Node, Factor] = {}
+        """Exchange -> the factor that says which rank a row came from."""
+        self.closed: list[tuple[fx.Node, list[Factor]]] = []
+        """Node -> a dimension whose indices it does not treat apart."""
+
+    def __contains__(self, node: fx.Node) -> bool:
+        """Whether the factors of `node` are known."""
+        return node in self._dims
+
+    def start(self, node: fx.Node) -> None:
+        """Give every dimension of `node` a factor of its own."""
+        self._dims[node] = [[Factor(size)] for size in sizes_of(node)]
+        self._started.append(node)
+
+    def put(self, node: fx.Node, dims: Dims) -> None:
+        """Say what the factors of `node` are; raises Lost unless its sizes agree."""
+        if tensor_of(node) is not None and [size_of(dim) for dim in dims] != sizes_of(node):
+            raise Lost(f"{node.name} has other sizes than were followed to it")
+        self._dims[node] = dims
+
+    def started(self) -> tuple[fx.Node, ...]:
+        """Return every value that tracking began at."""
+        return tuple(self._started)
+
+    def result_of_attention(self, core: fx.Node, query: fx.Node, value: fx.Node) -> None:
+        """Give the result of attention the query's factors but for the last dimension."""
+        self._dims[core] = [*self.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
+
+    def dims(self, node: fx.Node) -> Dims:
+        """Return the factors of `node`."""
+        if node not in self:
+            raise Lost(f"{node.name} was not followed")
+        return [flat(dim) for dim in self._dims[node]]
+
+    def step(self, node: fx.Node) -> None:
+        """Find the factors of a movement from those of its inputs."""
+        self.put(node, _rule_of(node)(self, node))
+
+    def _source(self, node: fx.Node) -> Dims:
+        return self.dims(moved(node))
+
+    def _formed(self, node: fx.Node) -> Dims:
+        return regroup([f for dim in self._source(node) for f in dim], sizes_of(node))
+
+    def _swapped(self, node: fx.Node) -> Dims:
+        dims = self._source(node)
+        i, j = (from_left(argument(node, name), len(dims)) for name in _pair_of(node))
+        dims[i], dims[j] = dims[j], dims[i]
+        return dims
+
+    def _shifted(self, node: fx.Node) -> Dims:
+        dims = self._source(node)
+        given = [argument(node, name) for name in ("source", "destination")]
+        taken, places = (
+            [from_left(d, len(dims)) for d in (g if isinstance(g, list | tuple) else [g])]
+            for g in given
+        )
+        placed = dict(zip(places, taken, strict=True))
+        rest = iter(i for i in range(len(dims)) if i not in taken)
+        return [dims[placed[i] if i in placed else next(rest)] for i in range(len(dims))]
+
+    def _permuted(self, node: fx.Node) -> Dims:
+        dims = self._source(node)
+        order: Any = argument(node, "dims")
+        order = order if isinstance(order, list | tuple) else node.args[1:]
+        return [dims[from_left(i, len(dims))] for i in order]
+
+    def _expanded(self, node: fx.Node) -> Dims:
+        sizes, dims = sizes_of(node), self._source(node)
+        dims = [[] for _ in range(len(sizes) - len(dims))] + dims
+        return [
+            dim if size_of(dim) == size else [Factor(size)]
+            for dim, size in zip(dims, sizes, strict=True)
+        ]
+
+    def _repeated(self, node: fx.Node) -> Dims:
+        dims = self._source(node)
+        times = argument(node, "repeats")
+        if not isinstance(times, int):
+            raise Lost("an uneven repetition")
+        i = dim_of(node, len(dims))
+        dims[i] = [*dims[i], Factor(times)]
+        return dims
+
+    def _joined(self, node: fx.Node) -> Dims:
+        parts = joined(node)
+        given, along = [self.dims(part) for part in parts], cut_dim(node)
+        for dims in given[1:]:
+            if len(dims) != len(given[0]):
+                raise Lost("a concatenation of tensors with other numbers of dimensions")
+            for i, (first, other) in enumerate(zip(given[0], dims, strict=True)):
+                if i != along:
+                    unify(first, other)
+        dims = self.dims(parts[0])
+        pieces = tuple(self._dims[part][along] for part in parts)
+        dims[along] = [Factor(sum(size_of(piece) for piece in pieces), pieces=pieces)]
+        return dims
+
+    def _piece(self, node: fx.Node) -> Dims:
+        cut, index = node.args
+        assert isinstance(cut, fx.Node) and isinstance(index, int)
+        return self.piece(cut, index)
+
+    def piece(self, cut: fx.Node, index: int) -> Dims:
+        """Return the factors of one piece of a split."""
+        along, dims, sizes = cut_dim(cut), self.dims(cut), cut_sizes(cut)
+        whole = dims[along]
+        made = whole[0].pieces if len(whole) == 1 else ()
+        same = [size_of(piece) for piece in made] == sizes
+        dims[along] = flat(made[index]) if same else [Factor(sizes[index])]
+        return dims
+
+    def piece_read(self, cut: fx.Node, index: int) -> Dims:
+        """Return the factors of one piece of a split, as its readers told them where it has any."""
+        known = [u for u in cut.users if u in self and u.args[1] == index]
+        return self.dims(known[0]) if known else self.piece(cut, index)
+
+    def _exchanged(self, node: fx.Node) -> Dims:
+        if not is_even_exchange(node):
+            raise Lost("an exchange that is not even")
+        dims, num_ranks = self._source(node), len(output_splits(node))
+        sent, rest = regroup(dims[0], [num_ranks, size_of(dims[0]) // num_ranks])
+        self.sent[node], self.source[node] = sent, Factor(num_ranks)
+        return [[self.source[node], *rest], *dims[1:]]
+
+
+def _pair_of(swap: fx.Node) -> tuple[str, ...]:
+    """Return the names of the dimensions that change places."""
+    return PARAMETERS[move_name(swap)][1:]
+
+
+RULES: Final = {
+    **dict.fromkeys(COPIES | CUTS, Tracker._source),
+    **dict.fromkeys(FORMS, Tracker._formed),
+    **dict.fromkeys(SWAPS, Tracker._swapped),
+    **dict.fromkeys(SHIFTS, Tracker._shifted),
+    "permute": Tracker._permuted,
+    "expand": Tracker._expanded,
+    "repeat_interleave": Tracker._repeated,
+    "cat": Tracker._joined,
+}
+
+
+def _rule_of(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims]:
+    if is_all_to_all(node):
+        return Tracker._exchanged
+    if is_wait(node):
+        return Tracker._source
+    if node.target is operator.getitem:
+        return Tracker._piece
+    if (name := move_name(node)) not in RULES:
+        raise Lost(f"{node.name} is no movement of data")
+    return RULES[name]

@@ -1,0 +1,102 @@
+"""Arguments of the operators that heads are followed through, by position or by name.
+
+Contract
+    A call that names an argument which its operator is not known to have raises Lost: nothing is
+    taken from a default that the call may replace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Lost
+from moe_compile.graph.query import argument_of, called_name
+
+PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
+    "view": ("input", "size"),
+    "reshape": ("input", "shape"),
+    "flatten": ("input", "start_dim", "end_dim"),
+    "unflatten": ("input", "dim", "sizes"),
+    "squeeze": ("input", "dim"),
+    "unsqueeze": ("input", "dim"),
+    "view_as": ("input", "other"),
+    "reshape_as": ("input", "other"),
+    "contiguous": ("input", "memory_format"),
+    "clone": ("input", "memory_format"),
+    "transpose": ("input", "dim0", "dim1"),
+    "swapaxes": ("input", "axis0", "axis1"),
+    "movedim": ("input", "source", "destination"),
+    "moveaxis": ("input", "source", "destination"),
+    "split": ("input", "split_size", "dim"),
+    "chunk": ("input", "chunks", "dim"),
+    "permute": ("input", "dims"),
+    "expand": ("input", "size"),
+    "repeat_interleave": ("input", "repeats", "dim"),
+    "cat": ("tensors", "dim"),
+    "stack": ("tensors", "dim"),
+    "unbind": ("input", "dim"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "mean": ("input", "dim", "keepdim", "dtype"),
+    "sum": ("input", "dim", "keepdim", "dtype"),
+    "amax": ("input", "dim", "keepdim"),
+    "view_as_complex": ("input",),
+    "view_as_real": ("input",),
+}
+"""Operator -> its arguments in order, the value that it moves or reads first."""
+
+ALSO_CALLED: Final = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "a": "input",
+    "x": "input",
+    "x1": "input",
+    "tensor": "input",
+    "split_size_or_sections": "split_size",
+}
+"""Other names that torch takes: NumPy's, and those of its functions that are written in Python."""
+
+
+def argument(call: fx.Node, name: str, default: Any = None) -> Any:
+    """Return what `call`, of an operator in `PARAMETERS`, is given as `name`, or `default`."""
+    parameters = PARAMETERS[called_name(call)]
+    names = {ALSO_CALLED.get(given, given): given for given in call.kwargs}
+    if unknown := sorted(names.keys() - set(parameters)):
+        raise Lost(f"{call.name} is given {', '.join(unknown)}")
+    return argument_of(call, parameters.index(name), names.get(name, name), default)
+
+
+def dim_of(call: fx.Node, num_dims: int, default: int | None = None) -> int:
+    """Return the dimension that `call` works along, from the left."""
+    return from_left(argument(call, "dim", default), num_dims)
+
+
+def from_left(dim: Any, num_dims: int) -> int:
+    """Return a dimension counted from the left."""
+    if not isinstance(dim, int):
+        raise Lost("a dimension is not known when compiling")
+    return dim % num_dims
+
+
+def moved(call: fx.Node) -> fx.Node:
+    """Return the value that `call` moves or reads; of an operator with others, the first."""
+    parameters = PARAMETERS.get(called_name(call))
+    found = argument(call, parameters[0]) if parameters else argument_of(call, 0, "input")
+    if not isinstance(found, fx.Node):
+        raise Lost(f"{call.name} has its input in an unknown place")
+    return found
+
+
+def values_moved(call: fx.Node) -> list[fx.Node]:
+    """Return every value that `call` moves: several where it joins them."""
+    return joined(call) if "tensors" in PARAMETERS.get(called_name(call), ()) else [moved(call)]
+
+
+def joined(call: fx.Node) -> list[fx.Node]:
+    """Return the values that `call` concatenates or stacks."""
+    parts = argument(call, "tensors")
+    if not isinstance(parts, list | tuple) or not all(isinstance(p, fx.Node) for p in parts):
+        raise Lost(f"{call.name} joins something unknown")
+    return list(parts)

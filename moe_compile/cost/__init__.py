@@ -1,0 +1,1 @@
+"""What operators take and how long that is: amounts, rates, traced layers."""

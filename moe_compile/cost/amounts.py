@@ -1,0 +1,225 @@
+"""What each node takes, whatever the hardware: operations, bytes in memory and on a link, kernels.
+
+Contract
+    Pure arithmetic on nominal sizes; `cost/rates.py` turns amounts into time.
+    Between elementwise nodes nothing is read or written: a compiler fuses them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.precedence import is_view
+from moe_compile.graph.query import (
+    argument_of,
+    is_all_gather,
+    is_all_to_all,
+    is_launch,
+    is_reduce_scatter,
+    is_wait,
+    output_splits,
+    overload_name,
+    tensor_of,
+    value_of,
+)
+from moe_compile.hardware.collectives import leaving_share
+
+MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
+BACKWARD_OVER_FORWARD: Final = 2.5
+"""Operations of attention's backward over its forward: five matrix products instead of two."""
+CAUSAL_SHARE: Final = 0.5
+"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
+FUSED: Final = frozenset(
+    {
+        "aten::_to_copy",
+        "aten::constant_pad_nd",
+        "aten::select_scatter",
+        "aten::slice_scatter",
+        "prims::convert_element_type",
+    }
+)
+"""Elementwise to a compiler, though not tagged so."""
+ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
+"""Operators that take memory and touch none of it."""
+FILLS: Final = frozenset({"full_like", "new_ones", "new_zeros", "ones_like", "zeros_like"})
+"""Operators that read no element of what they are given."""
+GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators that read at most as much of their first tensor as they write."""
+PASSES_OF: Final = {"all_reduce": 2}
+"""Times the payload crosses the link, where not once: reduce-scatter, then all-gather."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amounts:
+    """What one node takes."""
+
+    operations: float = 0.0
+    """Floating-point operations of a matrix product."""
+    read: Mapping[fx.Node, float] = field(default_factory=dict)
+    """Input -> bytes read of it."""
+    written: float = 0.0
+    num_kernels: int = 0
+    link_bytes: float = 0.0
+    """That leave a rank in a collective."""
+
+    @property
+    def nbytes(self) -> float:
+        """Return bytes read and written."""
+        return sum(self.read.values()) + self.written
+
+
+def amounts_of(node: fx.Node, sizes: NominalSizes) -> Amounts:
+    """Return what `node` takes; nothing where it does no work on the device."""
+    if is_free(node) or _op(node) in ALLOCATIONS:
+        return Amounts()
+    if is_launch(node):
+        return Amounts(num_kernels=1, link_bytes=leaving_bytes(node, sizes))
+    if (module := called_module(node)) is not None:
+        inner = [amounts_of(n, sizes) for n in module.graph.nodes]
+        return Amounts(
+            operations=sum(a.operations for a in inner),
+            written=sum(a.nbytes for a in inner),
+            num_kernels=sum(a.num_kernels for a in inner),
+        )
+    fused = is_elementwise(node)
+    is_written = not fused or not all(is_elementwise(user) for user in node.users)
+    return Amounts(
+        operations=_operations(node, sizes),
+        read=_bytes_read(node, sizes, fused=fused),
+        written=float(sizes.nbytes(value_of(node))) if is_written else 0.0,
+        num_kernels=int(is_written),
+    )
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    if is_wait(node) or is_view(node):
+        return True
+    value = value_of(node)
+    return not isinstance(value, torch.Tensor | tuple | list)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether a compiler would fuse the node with its neighbours: one output per element."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags or target._schema.name in FUSED
+
+
+def leaving_bytes(launch: fx.Node, sizes: NominalSizes) -> float:
+    """Return the bytes that leave a rank in a collective, routed evenly."""
+    sent = sum(sizes.nbytes(value_of(a)) for a in launch.all_input_nodes)
+    received = sizes.nbytes(value_of(launch))
+    num_ranks = ranks_of(launch)
+    shared = num_ranks if num_ranks > 1 else 0  # with itself alone: as if with others
+    return max(sent, received) * PASSES_OF.get(_op(launch).rstrip("_"), 1) * leaving_share(shared)
+
+
+def ranks_of(launch: fx.Node) -> int:
+    """Return the ranks an exchange is among; 0 where the launch does not say.
+
+    All of the payload is then taken to leave a rank; else all but its own part, evenly routed.
+    """
+    return len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
+
+
+def called_module(node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph a higher-order operator calls, if it calls one."""
+    owner = node.graph.owning_module
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or owner is None:
+        return None
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            module = getattr(owner, str(argument.target), None)
+            if isinstance(module, fx.GraphModule):
+                return module
+    return None
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether the node is a matrix product of two of its arguments."""
+    return _op(node) in MATMULS
+
+
+def _bytes_read(node: fx.Node, sizes: NominalSizes, *, fused: bool) -> dict[fx.Node, float]:
+    if _op(node) in FILLS:
+        return {}
+    inputs = [a for a in node.all_input_nodes if not (fused and is_elementwise(a))]
+    read = {a: float(sizes.nbytes(value_of(a))) for a in inputs}
+    if _op(node) in GATHERS and inputs:
+        read[inputs[0]] = min(read[inputs[0]], float(sizes.nbytes(value_of(node))))
+    return read
+
+
+def _operations(node: fx.Node, sizes: NominalSizes) -> float:
+    op = _op(node)
+    if op in MATMULS:
+        return _matmul_operations(node, sizes)
+    if "attention" in op:
+        return _attention_operations(node, sizes, is_backward="backward" in op)
+    return 0.0
+
+
+def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
+    factors = [sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
+    if len(factors) < 2:
+        return 0.0
+    has_addend = overload_name(node) in ("aten::addmm", "aten::baddbmm")
+    left, right = factors[-2:] if has_addend else factors[:2]
+    groups = left[0] if len(left) == 3 and len(right) == 2 else 1
+    return 2.0 * math.prod(left) * right[-1] / groups
+
+
+def _attention_operations(node: fx.Node, sizes: NominalSizes, *, is_backward: bool) -> float:
+    """Two products of queries x keys x head size, forward; half of each where it is causal."""
+    shapes = [sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
+    if is_backward:
+        shapes = shapes[1:]  # the first is the gradient of the output
+    if len(shapes) < 2:
+        return 0.0
+    query, key = shapes[:2]
+    forward = 4.0 * math.prod(query) * key[-2] * _attended_share(node)
+    return forward * BACKWARD_OVER_FORWARD if is_backward else forward
+
+
+def _attended_share(attention: fx.Node) -> float:
+    """Return the share of all pairs of query and key that attention looks at.
+
+    Kernels leave out blocks above the diagonal; masks given as tensors are not looked into.
+    """
+    if not isinstance(attention.target, torch._ops.OpOverload):
+        return 1.0
+    names = [a.name for a in attention.target._schema.arguments]
+    position = names.index("is_causal") if "is_causal" in names else len(names)
+    return CAUSAL_SHARE if argument_of(attention, position, "is_causal", default=False) else 1.0
+
+
+def _op(node: fx.Node) -> str:
+    """Return the name of the operator without its namespace and overload."""
+    return overload_name(node).rpartition("::")[2]
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """Return the tensors among the arguments, in order; one given twice is there twice."""
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    values = (tensor_of(a) for a in arguments if isinstance(a, fx.Node))
+    return [t for t in values if t is not None]
+
+
+def _group_size(launch: fx.Node) -> int:
+    """Return the ranks of an all-gather or reduce-scatter, 0 of another collective."""
+    position = 1 if is_all_gather(launch) else 2 if is_reduce_scatter(launch) else None
+    size = None if position is None else argument_of(launch, position, "group_size")
+    return size if isinstance(size, int) else 0

@@ -1,0 +1,77 @@
+"""Estimated time of each node: on the compute stream, and of a collective on its link.
+
+Contract
+    Pure arithmetic on the amounts of `cost/amounts.py` and the rates of a hardware profile, as
+    the planner's; nothing is measured. Compute is max(operations / matmul rate, bytes / memory
+    rate) plus a fixed cost per kernel; a collective is latency plus bytes / link rate, over a
+    node's link and the network at once; a wait is free.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.cost.amounts import amounts_of, called_module, ranks_of
+from moe_compile.cost.rates import Bound, Rates
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_all_to_all, is_launch
+from moe_compile.hardware import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds one node takes on the compute stream and on a link."""
+
+    compute_us: float = 0.0
+    link_us: float = 0.0
+    bound: Bound = Bound.NOTHING
+    """What the larger part of the time follows from."""
+
+
+def estimate_costs(
+    graph: fx.Graph, sizes: NominalSizes, hardware: HardwareProfile
+) -> dict[fx.Node, Cost]:
+    """Return the estimated cost of every node."""
+    estimator = _Estimator(sizes, hardware)
+    return {node: estimator.cost(node) for node in graph.nodes}
+
+
+def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
+    """Return the time on the compute stream that follows from each bound; launches are calls."""
+    us = dict.fromkeys((Bound.COMPUTE, Bound.MEMORY, Bound.LAUNCH), 0.0)
+    for cost in costs:
+        bound = Bound.LAUNCH if cost.bound is Bound.LINK else cost.bound
+        if bound in us:
+            us[bound] += cost.compute_us
+    return us
+
+
+def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
+    """Return the estimated cost of one node."""
+    return _Estimator(sizes, hardware).cost(node)
+
+
+class _Estimator:
+    """Prices nodes; keeps the rates of each size of group."""
+
+    def __init__(self, sizes: NominalSizes, hardware: HardwareProfile) -> None:
+        self.sizes = sizes
+        self.rates_of = functools.cache(lambda num_ranks: Rates.of(hardware, num_ranks))
+        self.rates = self.rates_of(0)
+
+    def cost(self, node: fx.Node) -> Cost:
+        if (module := called_module(node)) is not None:
+            inner = [self.cost(n) for n in module.graph.nodes]
+            longest = max(inner, key=lambda cost: cost.compute_us, default=Cost())
+            return Cost(sum(cost.compute_us for cost in inner), bound=longest.bound)
+        found = amounts_of(node, self.sizes)
+        if is_launch(node):
+            rates, is_gather = self.rates_of(ranks_of(node)), not is_all_to_all(node)
+            us = rates.link_us(found.link_bytes, is_gather=is_gather)
+            return Cost(self.rates.op_overhead_us, us, Bound.LINK)
+        amounts = found.operations, found.nbytes, found.num_kernels
+        return Cost(self.rates.compute_us(*amounts), bound=self.rates.compute_bound(*amounts))

@@ -1,0 +1,188 @@
+"""A stretch of a Dynamo graph as a program of its own, to be traced.
+
+Contract
+    Its inputs are new fake tensors of the sizes, types and devices that the graph states, so that
+    tracing leaves nothing in the compilation at hand: no guard, no symbol, no alias.
+    Its text names nodes by their place: equal layers of a model have equal texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moe_compile.cost.aot_trace import aot_graphs
+from moe_compile.graph.modes import changes_mode
+from moe_compile.graph.query import overload_name, value_of
+
+ORIGIN: Final = "megamoe_origin"
+"""Key in a node's `custom` annotation, which AOTAutograd hands on: place of the Dynamo node."""
+
+OF_TORCH: Final = frozenset(
+    {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "megamoe"}
+)
+"""Namespaces of operators that are the same wherever torch and megamoe are the same."""
+OF_PYTHON: Final = frozenset({"torch", "_operator", "builtins", "math", "passes", "moe_compile"})
+
+
+@dataclass(slots=True)
+class LayerProgram:
+    """Nodes of a Dynamo graph as a graph module, with what it is called with."""
+
+    module: fx.GraphModule
+    inputs: list[torch.Tensor]
+    """On the graph's own fake mode; only sizes, types and devices are read."""
+    origins: list[fx.Node] = field(default_factory=list)
+    """The Dynamo node at each place."""
+    rows: int = 1
+    """What `NominalSizes` takes a number to be that the host reads and nothing explains."""
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether its text says all: it calls nothing that a user has written."""
+        return _is_of_torch(self.module)
+
+    @property
+    def text(self) -> str:
+        """Return a hash of what tracing depends on."""
+        given = [
+            f"{type(t).__name__} {t.dtype} {t.device} {tuple(t.shape)} {t.stride()} "
+            f"{t.requires_grad} {_inner(t)}"
+            for t in self.inputs
+        ]
+        parts = (
+            torch.__version__,
+            f"{torch.is_grad_enabled()} {self.rows}",
+            *given,
+            *_code(self.module),
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """Return AOTAutograd's forward graph, and backward graph where there is a gradient."""
+        with _apart() as mode:
+            inputs = [_fresh(t, mode) for t in self.inputs]
+            return tuple(gm.graph for gm in aot_graphs(self.module, inputs))
+
+
+def program_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> LayerProgram:
+    """Return the program of `nodes`, less those that are given a size which only a run knows.
+
+    These finish what stands before: the rows a layer's experts send back are no tokens yet.
+    Switches of grad mode and autocast before and behind it are part of it.
+    """
+    stretch = fx.Graph()
+    program = LayerProgram(fx.GraphModule({}, stretch), [])
+    owner = graph.owning_module
+    env: dict[fx.Node, fx.Node] = {}
+    body = _body(graph, nodes)
+    inside = set(body)
+    given = dict.fromkeys(a for n in body for a in n.all_input_nodes if a not in inside)
+    for place, node in enumerate(n for n in given if n.op != "get_attr"):
+        env[node] = stretch.placeholder(f"given_{place}")
+        program.inputs.append(value_of(node))
+    for place, node in enumerate(n for n in given if n.op == "get_attr"):
+        _set_attribute(program.module, f"attr_{place}", _attribute(owner, str(node.target)))
+        env[node] = stretch.get_attr(f"attr_{place}")
+    for place, node in enumerate(body):
+        args = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = stretch.create_node(node.op, node.target, *args, name=f"n{place}")
+        env[node].meta["custom"] = {ORIGIN: place}
+        program.origins.append(node)
+    read = [n for n in body if any(u not in inside for u in n.users)]
+    stretch.output([env[n] for n in read if isinstance(value_of(n), torch.Tensor | None)])
+    program.module.recompile()
+    return program
+
+
+def _body(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    inside: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op.startswith("call") and (node in nodes or changes_mode(node)):
+            given = (a for a in node.all_input_nodes if a not in inside)
+            if all(a.op == "get_attr" or _is_static(value_of(a)) for a in given):
+                inside.add(node)
+    return [node for node in graph.nodes if node in inside]
+
+
+@contextmanager
+def _apart() -> Iterator[FakeTensorMode]:
+    """Trace with fake tensors and symbols that nothing else knows."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        yield mode
+
+
+def _fresh(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a tensor of the same size, type and device, a leaf where `tensor` is one."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _fresh(getattr(tensor, name), mode) for name in names}
+        shape, stride = tensor.shape, tensor.stride()
+        made: Any = type(tensor).__tensor_unflatten__(inner, context, shape, stride)
+    else:
+        with mode:
+            made = torch.empty_strided(
+                tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+    fresh: torch.Tensor = made.detach().requires_grad_(tensor.requires_grad)
+    with mode:
+        return fresh if tensor.is_leaf else fresh.clone()  # only these may be written in place
+
+
+def _is_static(value: Any) -> bool:
+    """Whether it is a tensor of one size."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
+def _inner(tensor: torch.Tensor) -> str:
+    return str(tensor.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(tensor) else ""
+
+
+def _attribute(owner: torch.nn.Module | None, name: str) -> Any:
+    found: Any = owner
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _set_attribute(module: fx.GraphModule, name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        module.register_buffer(name, value)
+    else:
+        setattr(module, name, value)
+
+
+def _code(module: fx.GraphModule) -> Sequence[str]:
+    """Return the code of a module and of what its higher-order operators call."""
+    inner = [line for _, child in module.named_children() for line in _code(child)]
+    tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    shapes = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in sorted(tensors.items())]
+    return [getattr(module, "code", str(module)), *shapes, *inner]
+
+
+def _is_of_torch(module: torch.nn.Module) -> bool:
+    """Whether all calls are of torch or Python, and none of a kernel known by its number."""
+    graph = getattr(module, "graph", None)
+    nodes = graph.nodes if isinstance(graph, fx.Graph) else ()
+    return all(map(_calls_torch, nodes)) and all(map(_is_of_torch, module.children()))
+
+
+def _calls_torch(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return overload_name(node).partition("::")[0] in OF_TORCH
+    module = getattr(node.target, "__module__", None) or "torch"  # its functions in C have none
+    return str(module).partition(".")[0] in OF_PYTHON and "kernel_idx" not in node.kwargs

@@ -1,0 +1,166 @@
+"""The work around MoE and attention regions of a graph, for the planner.
+
+Contract
+    None where the rows of a region are a symbol, or what is given to the layer around it is: the
+    hint of such a size is this rank's own, and ranks must decide alike.
+    Around a region counts what stands between its neighbours: a layer, where each has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch.fx as fx
+
+from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.cost.layer_program import LayerProgram, program_of
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.stored_work import work_of
+from moe_compile.cost.traced_work import TracedWork
+from moe_compile.graph.query import tensor_of
+from moe_compile.ops.wire_format import row_bytes
+from moe_compile.regions.regions import MoERegion, RowProof
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """The nodes of a region that run once per chunk, and how."""
+
+    nodes: Collection[fx.Node]
+    exchanges: Mapping[fx.Node, str]
+    """Launch -> `dispatch`, `combine` or `heads`."""
+    expert_of: Mapping[fx.Node, int] = field(default_factory=dict)
+    whole_weights: Collection[fx.Node] = ()
+    """Products of which every chunk reads all weights."""
+
+
+def work_of_experts(
+    region: MoERegion, proof: RowProof, others: Iterable[MoERegion] = ()
+) -> RegionWork | None:
+    """Return the work around a MoE region; `others` are those of its graph."""
+    tensor = tensor_of(region.rows)
+    if tensor is None or not has_static_rows(region.rows):
+        return None
+    replayed = Replayed(
+        nodes=frozenset(region.body),
+        exchanges={region.dispatch: "dispatch", region.combine: "combine"},
+        expert_of=dict(proof.expert_rows),
+        whole_weights=frozenset(node for node, _ in proof.unsliceable),
+    )
+    nodes = nodes_around(region, others)
+    return read_work(
+        region.dispatch.graph,
+        nodes,
+        replayed,
+        RegionWork(
+            forward=(),
+            num_ranks=region.num_ranks,
+            num_parts=region.num_local_experts,
+            row_bytes=float(tensor.numel() * tensor.element_size()),
+            wire_shares=_wire_shares(region),
+        ),
+    )
+
+
+def work_of_attention(
+    region: AttentionRegion, others: Iterable[AttentionRegion] = ()
+) -> RegionWork | None:
+    """Return the work around an attention region; `others` are those of its graph."""
+    result = tensor_of(region.result)
+    if result is None or not has_static_rows(region.result):
+        return None
+    graph = region.core.graph
+    replayed = Replayed(
+        nodes=frozenset(region.body), exchanges=dict.fromkeys(region.launches, "heads")
+    )
+    neighbours = [(other.exchanges[0], other.result) for other in others]
+    nodes = _between(graph, region.exchanges[0], region.result, neighbours)
+    return read_work(
+        graph,
+        nodes,
+        replayed,
+        RegionWork(
+            forward=(),
+            num_ranks=region.num_ranks,
+            num_parts=region.head.size if region.head else 1,
+            row_bytes=float(result.numel() * result.element_size()),
+        ),
+    )
+
+
+def read_work(
+    graph: fx.Graph,
+    nodes: Collection[fx.Node],
+    replayed: Replayed,
+    empty: RegionWork,
+    num_rows: int = 1,
+) -> RegionWork | None:
+    """Return `empty` with the work of `nodes`; None where the region is given a varying size.
+
+    `num_rows` is what the host reads where nothing in the graph explains it.
+    """
+    program = program_of(graph, nodes)
+    if not {*replayed.nodes, *replayed.exchanges} <= set(program.origins):
+        return None
+    program.rows = num_rows
+    forward, *backward = (_with_roles(one, program, replayed) for one in work_of(program))
+    return replace(empty, forward=forward, backward=backward[0] if backward else ())
+
+
+def nodes_around(region: MoERegion, others: Iterable[MoERegion]) -> Collection[fx.Node]:
+    """Return the nodes after the region before, and before the region after."""
+    neighbours = [(other.count_exchange, other.result) for other in others]
+    return _between(region.dispatch.graph, region.rows, region.result, neighbours)
+
+
+def has_static_rows(node: fx.Node) -> bool:
+    """Whether every size of the node's tensor is a number."""
+    tensor = tensor_of(node)
+    return tensor is not None and all(type(size) is int for size in tensor.shape)
+
+
+def _with_roles(traced: TracedWork, program: LayerProgram, replayed: Replayed) -> tuple[Work, ...]:
+    """Say of each work what its node is to the region."""
+    return tuple(
+        _with_role(work, program.origins[origin], replayed) if origin >= 0 else work
+        for work, origin in traced
+    )
+
+
+def _with_role(work: Work, node: fx.Node, replayed: Replayed) -> Work:
+    exchange = work.exchange and replayed.exchanges.get(node, "other")
+    return replace(
+        work,
+        exchange=exchange,
+        is_chunked=node in replayed.nodes or exchange not in ("", "other"),
+        expert=replayed.expert_of.get(node),
+        slices_weights=node not in replayed.whole_weights,
+    )
+
+
+def _between(
+    graph: fx.Graph, first: fx.Node, last: fx.Node, others: Iterable[tuple[fx.Node, fx.Node]]
+) -> Collection[fx.Node]:
+    """Return the nodes after the region before, and before the region after.
+
+    `others` holds first and last node of each region; the one at hand may be among them.
+    """
+    others = list(others)
+    before = [end for _, end in others if end < first]
+    after = [start for start, _ in others if start > last]
+    start, end = max(before, default=None), min(after, default=None)
+    return frozenset(
+        n
+        for n in graph.nodes
+        if (start is None or n > start or n is start) and (end is None or n < end)
+    )
+
+
+def _wire_shares(region: MoERegion) -> Mapping[str, float]:
+    tensor = tensor_of(region.rows)
+    if tensor is None or tensor.dim() != 2 or not tensor.dtype.is_floating_point:
+        return {}
+    width = tensor.shape[1]
+    share = row_bytes(width) / (width * tensor.element_size())
+    return {"fp8": share} if share < 1.0 else {}

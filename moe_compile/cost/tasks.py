@@ -1,0 +1,177 @@
+"""Tasks of one layer on one rank, and how they run on two streams.
+
+Contract
+    A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
+    the ready task that its priority puts first. Computing slows by the link's stated contention
+    while a collective runs.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from moe_compile.cost.events import Served, Streams
+
+COMPUTE: Final = "compute"
+LINK: Final = "communication"
+STREAMS: Final = (COMPUTE, LINK)
+
+
+class Priority(enum.Enum):
+    """Which ready task an idle stream takes."""
+
+    LONGEST_PATH = "the longest path behind it"
+    NEXT_COLLECTIVE = "what the earliest collective needs, then the longest path behind it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One kernel, or one collective."""
+
+    name: str
+    stream: str
+    us: float
+    """Time it takes alone."""
+    needs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A task that ran."""
+
+    name: str
+    stream: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskTimeline:
+    """When each task ran, in order of start."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def total_us(self) -> float:
+        """Return the end of the last task."""
+        return max((span.end_us for span in self.spans), default=0.0)
+
+    def busy_us(self, stream: str) -> float:
+        """Return how long `stream` had a task."""
+        return sum(span.end_us - span.start_us for span in self.spans if span.stream == stream)
+
+    @property
+    def exposed_us(self) -> float:
+        """Return the time in which collectives ran and nothing was computed.
+
+        Idle streams do not occur together: a task that is ready runs.
+        """
+        return self.total_us - self.busy_us(COMPUTE)
+
+
+@dataclass(slots=True)
+class TaskList:
+    """Tasks under construction."""
+
+    tasks: list[Task] = field(default_factory=list)
+
+    def add(self, name: str, us: float, needs: Sequence[int] = (), stream: str = COMPUTE) -> int:
+        """Add a task; return its index."""
+        self.tasks.append(Task(name=name, stream=stream, us=us, needs=tuple(needs)))
+        return len(self.tasks) - 1
+
+
+def run_in_order(tasks: Sequence[Task]) -> TaskTimeline:
+    """Run one task after another: nothing overlaps."""
+    now, spans = 0.0, []
+    for task in tasks:
+        spans.append(_span(task, now, now + task.us))
+        now += task.us
+    return TaskTimeline(spans=tuple(spans))
+
+
+def run_tasks(
+    tasks: Sequence[Task], contention: float, priority: Priority = Priority.LONGEST_PATH
+) -> TaskTimeline:
+    """Run tasks as their needs allow."""
+    return _Run(tasks, contention, priority).timeline()
+
+
+class _Run:
+    """One simulation, under way."""
+
+    def __init__(self, tasks: Sequence[Task], contention: float, priority: Priority) -> None:
+        self.tasks = tasks
+        self.streams = Streams(slowed=COMPUTE, slowdown=contention)
+        self.missing = [len(task.needs) for task in tasks]
+        self.after: list[list[int]] = [[] for _ in tasks]
+        for index, task in enumerate(tasks):
+            for needed in task.needs:
+                self.after[needed].append(index)
+        path_us = _paths(tasks, self.after)
+        urgency = [0.0] * len(tasks)
+        if priority is Priority.NEXT_COLLECTIVE:
+            urgency = _urgencies(tasks, self.after)
+        self.keys = list(zip(urgency, (-us for us in path_us), range(len(tasks)), strict=True))
+        self.ready: dict[str, list[tuple[float, float, int]]] = {stream: [] for stream in STREAMS}
+        self.running: dict[str, tuple[int, Served]] = {}
+        self.spans: list[Span] = []
+
+    def timeline(self) -> TaskTimeline:
+        for index, count in enumerate(self.missing):
+            if not count:
+                self._offer(index)
+        now = 0.0
+        while self._start(now):
+            now = min(served.end for _, served in self.running.values())
+            self._finish(now)
+        return TaskTimeline(spans=tuple(sorted(self.spans, key=lambda span: span.start_us)))
+
+    def _offer(self, index: int) -> None:
+        heapq.heappush(self.ready[self.tasks[index].stream], self.keys[index])
+
+    def _start(self, now: float) -> bool:
+        """Give idle streams what is ready; return whether anything runs."""
+        for stream in STREAMS:
+            if stream not in self.running and self.ready[stream]:
+                index = heapq.heappop(self.ready[stream])[-1]
+                self.running[stream] = index, self.streams.serve(stream, now, self.tasks[index].us)
+        return bool(self.running)
+
+    def _finish(self, now: float) -> None:
+        over = [stream for stream in STREAMS if stream in self.running]
+        for stream in over:
+            index, served = self.running[stream]
+            if served.end > now:
+                continue
+            del self.running[stream]
+            self.spans.append(_span(self.tasks[index], served.start, served.end))
+            for later in self.after[index]:
+                self.missing[later] -= 1
+                if not self.missing[later]:
+                    self._offer(later)
+
+
+def _paths(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]:
+    path = [0.0] * len(tasks)
+    for index in reversed(range(len(tasks))):
+        path[index] = tasks[index].us + max((path[i] for i in after[index]), default=0.0)
+    return path
+
+
+def _urgencies(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]:
+    """Return the index of the earliest collective that needs each task; inf where none does."""
+    urgency = [math.inf] * len(tasks)
+    for index in reversed(range(len(tasks))):
+        own = float(index) if tasks[index].stream == LINK else math.inf
+        urgency[index] = min(own, *(urgency[i] for i in after[index]), math.inf)
+    return urgency
+
+
+def _span(task: Task, start_us: float, end_us: float) -> Span:
+    return Span(name=task.name, stream=task.stream, start_us=start_us, end_us=end_us)

@@ -1,0 +1,132 @@
+"""Read a layer as work: it is traced, and what each node of the traced graphs takes is noted.
+
+Contract
+    Sizes are numbers in the graph, and balanced routing for those that only a run knows.
+    Amounts are those of `cost/amounts.py`, with which the scheduler prices nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from moe_compile.cost.amounts import Amounts, amounts_of, is_free, is_product
+from moe_compile.cost.layer_program import ORIGIN, LayerProgram
+from moe_compile.cost.region_work import Work
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_all_to_all, is_launch, value_of
+
+NOWHERE = -1
+"""Origin of a node that no node of the program stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedWork:
+    """Work of one phase, each with the place of the program's node it comes from."""
+
+    work: tuple[Work, ...]
+    origins: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[tuple[Work, int]]:
+        """Return each work with its origin."""
+        return zip(self.work, self.origins, strict=True)
+
+
+def trace_work(program: LayerProgram) -> tuple[TracedWork, ...]:
+    """Return the work of the forward, and of the backward where there is one."""
+    sizes, products = NominalSizes({}, program.rows), _Products()
+    return tuple(_read(graph, sizes, products) for graph in program.graphs())
+
+
+@dataclass(slots=True)
+class _Products:
+    """What the forward graph says of weights, for the backward graph."""
+
+    is_forward_read: bool = False
+    weights: set[str] = field(default_factory=set)
+    """Names of inputs of the forward, and of their views: the backward calls them alike."""
+    with_weight: set[int] = field(default_factory=set)
+    """Origins of products of which an operand is a weight."""
+
+
+def _read(graph: fx.Graph, sizes: NominalSizes, products: _Products) -> TracedWork:
+    sizes.learn(graph)
+    work: list[Work] = []
+    origins: list[int] = []
+    made_by: dict[fx.Node, tuple[int, ...]] = {}
+    origin_of: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        _note_weight(node, inputs, products)
+        origin_of[node] = _origin(node, inputs, origin_of)
+        needs = tuple(sorted({i for a in inputs for i in made_by.get(a, ())}))
+        amounts = amounts_of(node, sizes)
+        if not (amounts.nbytes or amounts.num_kernels or amounts.operations):
+            made_by[node] = needs
+            continue
+        made_by[node] = (len(work),)
+        work.append(_work(node, needs, amounts, sizes, origin_of[node], products))
+        origins.append(origin_of[node])
+    products.is_forward_read = True
+    return TracedWork(tuple(work), tuple(origins))
+
+
+def _note_weight(node: fx.Node, inputs: Sequence[fx.Node], products: _Products) -> None:
+    """Note an input of the program, or a view of one."""
+    if node.op == "placeholder":
+        is_weight = not products.is_forward_read
+    else:
+        is_weight = (
+            is_free(node) and bool(inputs) and all(a.name in products.weights for a in inputs)
+        )
+    if is_weight:
+        products.weights.add(node.name)
+
+
+def _origin(node: fx.Node, inputs: Iterable[fx.Node], origin_of: dict[fx.Node, int]) -> int:
+    """Return where `node` comes from; the sum of two gradients from where the first does."""
+    own = node.meta.get("custom", {}).get(ORIGIN)
+    if own is not None:
+        return int(own)
+    known = (origin_of.get(a, NOWHERE) for a in inputs)
+    return next((place for place in known if place != NOWHERE), NOWHERE)
+
+
+def _work(
+    node: fx.Node,
+    needs: tuple[int, ...],
+    amounts: Amounts,
+    sizes: NominalSizes,
+    origin: int,
+    products: _Products,
+) -> Work:
+    if is_launch(node):
+        is_gather = not is_all_to_all(node)
+        return Work(
+            name=node.name,
+            needs=needs,
+            link_bytes=amounts.link_bytes,
+            exchange="other",
+            is_gather=is_gather,
+            written=float(sizes.nbytes(value_of(node))),
+        )
+    weights = 0.0
+    makes_gradient = False
+    if is_product(node):
+        weights = sum(read for a, read in amounts.read.items() if a.name in products.weights)
+        if weights:
+            products.with_weight.add(origin)
+        elif origin in products.with_weight:
+            weights, makes_gradient = amounts.written, True
+    return Work(
+        name=node.name,
+        needs=needs,
+        operations=amounts.operations,
+        nbytes=amounts.nbytes - weights,
+        weight_bytes=weights,
+        written=float(sizes.nbytes(value_of(node))),
+        num_kernels=amounts.num_kernels,
+        makes_gradient=makes_gradient,
+    )

@@ -1,0 +1,94 @@
+"""The ways a region can run: chunks and their axis, number formats on the wire, dispatch.
+
+Contract
+    Listed from simple to complicated, always in one order; the first is the region as it is.
+    Gathered tokens go in slices of tokens or whole: chunks of experts would repeat their sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from moe_compile.cost.region_work import RegionWork
+
+CHUNKS: Final = (1, 2, 4, 8)
+"""Numbers of chunks that are tried: beyond eight each chunk's fixed costs outgrow the gain."""
+WIRES: Final = ("same", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to run a region; fields are called as the options are."""
+
+    num_chunks: int = 1
+    chunk_by: str = "experts"
+    """`experts`, `tokens` or `heads`."""
+    dispatch_wire: str = "same"
+    combine_wire: str = "same"
+    dispatch: str = "all_to_all"
+
+    def is_lossy(self, work: RegionWork) -> bool:
+        """Whether it may change a bit of what the region computes."""
+        quantises = self.dispatch_wire != "same" or self.combine_wire != "same"
+        splits_sums = self.num_chunks > 1 and self.chunk_by == "tokens"
+        rounds = self.dispatch == "all_gather" and not work.gather_is_bitwise
+        return quantises or splits_sums or rounds
+
+    def wire_share(self, work: RegionWork, exchange: str) -> float:
+        """Return the bytes of an `exchange` of `work` over those in the model's number format."""
+        wires = {"dispatch": self.dispatch_wire, "combine": self.combine_wire}
+        return work.wire_shares.get(wires.get(exchange, "same"), 1.0)
+
+    @property
+    def complexity(self) -> tuple[int, int, str, str]:
+        """Return what orders ways from simple to complicated, each at a place of its own."""
+        changed = (self.dispatch_wire != "same", self.combine_wire != "same")
+        others = sum(changed) + (self.dispatch != "all_to_all")
+        return others, self.num_chunks, self.chunk_by, self.dispatch_wire
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        said = ["one chunk"]
+        if self.num_chunks > 1:
+            said = [f"{self.num_chunks} chunks of {self.chunk_by}"]
+        if self.dispatch != "all_to_all":
+            slices = f" in {self.num_chunks} slices" if self.num_chunks > 1 else ""
+            said = [f"tokens all-gathered{slices}"]
+        wires = (("dispatch", self.dispatch_wire), ("combine", self.combine_wire))
+        said += [f"{name} in {wire}" for name, wire in wires if wire != "same"]
+        return ", ".join(said)
+
+
+def list_candidates(work: RegionWork, axes: tuple[str, ...]) -> tuple[Candidate, ...]:
+    """Return all ways to run `work` in chunks along `axes`.
+
+    Chunks of experts and of heads are equal; those of tokens may be any number.
+    """
+    return tuple(_listed(work, axes))
+
+
+def _listed(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
+    wires = [w for w in WIRES if w == "same" or w in work.wire_shares]
+    for dispatch_wire, combine_wire in itertools.product(wires, wires):
+        for num, axis in _chunks(work, axes):
+            yield Candidate(
+                num_chunks=num,
+                chunk_by=axis,
+                dispatch_wire=dispatch_wire,
+                combine_wire=combine_wire,
+            )
+    if work.gathered is not None:
+        for num in CHUNKS if "tokens" in axes else CHUNKS[:1]:
+            axis = axes[0] if num == 1 else "tokens"
+            if work.gathered.num_parts % num == 0:
+                yield Candidate(num_chunks=num, chunk_by=axis, dispatch="all_gather")
+
+
+def _chunks(work: RegionWork, axes: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    for num in CHUNKS:
+        for axis in axes[:1] if num == 1 else axes:
+            if axis == "tokens" or work.num_parts % num == 0:
+                yield num, axis

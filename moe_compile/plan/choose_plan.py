@@ -1,0 +1,170 @@
+"""Choose how a region runs: the way least far from the fastest, whatever constant is wrong.
+
+Contract
+    A pure function of the region's work, the rates and what may be chosen: order of candidates,
+    rank and time of day do not matter.
+    What the caller does not allow, as what changes a bit, is advice.
+
+Pseudo-code
+    ways = those allowed that gain more than 1 % over the region as it is, and fit the memory
+    price each as constants are stated, and with each moved by its uncertainty: so many worlds
+    of those that gain in every world, and as stated are within 2 % of the fastest such,
+        take the one whose largest regret in any world is smallest, of near ones the simplest
+        (regret: time over that of the fastest way in that world, less 1)
+    none: the region as it is
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.region_work import RegionWork
+from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.price_bound import least_us
+from moe_compile.plan.region_tasks import price_us
+
+WORTH: Final = 0.01
+"""Gain that is enough to leave the region other than it is."""
+TIE: Final = 0.002
+"""Regret below which two ways count as equally good: the simpler is taken."""
+HEDGE: Final = 0.02
+"""Paid at most, where all constants are right, to be less far off where one is not: as far as a
+choice may be from the best."""
+EXTRA_COPIES: Final = 2.0
+"""Of a chunked region's rows that are alive beside those of the whole one: sorted, and joined."""
+
+
+class Why(enum.Enum):
+    """What decided. Values are what reports print."""
+
+    FASTEST = "gains, and is least far from the fastest, whichever constant is off"
+    NO_OTHER = "there is no other candidate"
+    NO_GAIN = "no other candidate gains more than 1 %"
+    UNSURE = "what gains more than 1 % would lose if a constant is off by its uncertainty"
+    MEMORY = "what gains more than 1 % needs more memory than max_memory_increase allows"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priced:
+    """One way and its predicted time."""
+
+    candidate: Candidate
+    us: float
+    """Forward and backward of the work around the region."""
+    is_lossy: bool = False
+    """Whether it may change a bit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The way a region runs, and what it was chosen against."""
+
+    chosen: Priced
+    as_it_is: Priced
+    runner_up: Priced | None
+    """The fastest of the other ways that may be chosen."""
+    why: Why
+    other_dispatch: Priced | None = None
+    """The fastest of the ways that may be chosen with the other dispatch."""
+    advice: tuple[Priced, ...] = ()
+    """Ways that were not allowed, faster than the chosen by more than 1 %; the fastest first."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether tokens are gathered instead of rows exchanged."""
+        return self.chosen.candidate.dispatch == "all_gather"
+
+    @property
+    def gain(self) -> float:
+        """Return the share of time the choice saves over the region as it is."""
+        return 1.0 - self.chosen.us / self.as_it_is.us
+
+    @property
+    def margin(self) -> float:
+        """Return the share by which the runner-up is slower; below 0 where it is less sure."""
+        return self.runner_up.us / self.chosen.us - 1.0 if self.runner_up else 0.0
+
+
+def choose_plan(
+    work: RegionWork,
+    rates: Rates,
+    candidates: Sequence[Candidate],
+    is_allowed: Callable[[Candidate], bool],
+    *,
+    allowed_bytes: float = float("inf"),
+) -> Decision:
+    """Return the way to run `work`, of the `candidates` that are allowed.
+
+    The first allowed one is the region as it is. `allowed_bytes` may be added to the peak.
+    """
+
+    def priced(candidates: Iterable[Candidate]) -> list[Priced]:
+        return [
+            Priced(candidate=c, us=price_us(work, c, rates), is_lossy=c.is_lossy(work))
+            for c in candidates
+        ]
+
+    ways = priced(c for c in candidates if is_allowed(c))
+    as_it_is = ways[0]
+    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
+    fitting = [way for way in gaining if extra_bytes(work, way.candidate) <= allowed_bytes]
+    regrets = _safe_regrets(work, rates, as_it_is, fitting)
+    chosen = min(regrets, key=lambda way: _place(way, regrets), default=as_it_is)
+    why = Why.FASTEST
+    if chosen is as_it_is:
+        why = Why.UNSURE if fitting else Why.MEMORY if gaining else Why.NO_GAIN
+        why = why if len(ways) > 1 else Why.NO_OTHER
+    others = [p for p in ways if p is not chosen]
+    switched = [p for p in others if p.candidate.dispatch != chosen.candidate.dispatch]
+    limit = (1.0 - WORTH) * chosen.us
+    forbidden = (c for c in candidates if not is_allowed(c) and least_us(work, c, rates) < limit)
+    faster = [p for p in priced(forbidden) if p.us < limit]
+    return Decision(
+        chosen=chosen,
+        as_it_is=as_it_is,
+        runner_up=min(others, key=lambda p: p.us, default=None),
+        why=why,
+        other_dispatch=min(switched, key=lambda p: p.us, default=None),
+        advice=tuple(sorted(faster, key=lambda p: p.us)),
+    )
+
+
+def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
+    """Return the bytes alive at once beside those of the region as it is, estimated."""
+    chosen = work.by_dispatch(candidate.dispatch)
+    extra = max(0.0, chosen.written_bytes - work.written_bytes)
+    return extra + (EXTRA_COPIES * chosen.row_bytes if candidate.num_chunks > 1 else 0.0)
+
+
+def _safe_regrets(
+    work: RegionWork, rates: Rates, as_it_is: Priced, ways: Sequence[Priced]
+) -> dict[Priced, float]:
+    """Return the largest regret of each of `ways` that gains in every world.
+
+    A constant that is wrong should neither make a loss of a gain, nor leave a way far behind the
+    one that would have been taken had it been known.
+    """
+    if not ways:
+        return {}
+    worlds = (rates, *rates.moved())
+    known = [as_it_is, *ways]
+    us = {way: [way.us, *(price_us(work, way.candidate, r) for r in worlds[1:])] for way in known}
+    best = [min(times) for times in zip(*us.values(), strict=True)]
+    was = us[as_it_is]
+    safe = [way for way in ways if all(a < b for a, b in zip(us[way], was, strict=True))]
+    limit = (1.0 + HEDGE) * min((way.us for way in safe), default=0.0)
+    return {
+        way: max(own / least - 1.0 for own, least in zip(us[way], best, strict=True))
+        for way in safe
+        if way.us <= limit
+    }
+
+
+def _place(way: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
+    """Return where `way` stands among others: those near the best by how simple they are."""
+    near = regrets[way] <= min(regrets.values()) + TIE
+    return not near, 0.0 if near else regrets[way], way.candidate.complexity

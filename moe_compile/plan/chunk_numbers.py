@@ -1,0 +1,115 @@
+"""How many chunks a region runs in, and how many groups of heads attention.
+
+Contract
+    A function of the options and of static facts of the region: the same on every rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import known_rows
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.choose_plan import Decision
+from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.token_regions import TokenRows
+
+AUTO_CHUNKS: Final = 2
+"""What "auto" asks for where nothing can be priced: one exchange always runs beside compute."""
+
+
+class Bound(enum.Enum):
+    """What chunks change where the options ask for them. Values are what reports print."""
+
+    BY_TOKENS = (
+        "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
+        "chunks * eps / 2 of the sum of their magnitudes; in four and eight bytes, whose products "
+        "a CPU rounds by their number of rows, outputs and all gradients may round otherwise"
+    )
+    QKV = (
+        "q, k and v projected by groups of heads: gradients of what the groups share are summed "
+        "over them, off by at most chunks * eps / 2 of the sum of their magnitudes"
+    )
+    OUT = (
+        "output projection summed over groups of heads: off by at most chunks * eps / 2 of the "
+        "sum of their magnitudes"
+    )
+    HEADS = (
+        "last bits may differ by group: of torch's kernel for these sizes, layouts, masks and "
+        "backends, or of the gradient of what no exchange brings"
+    )
+
+
+def plan_num_chunks(
+    config: MegaMoEConfig, region: MoERegion, decision: Decision | None = None
+) -> tuple[int, Reason | None]:
+    """Return the number of chunks for `region`, and a reason when it is not what was asked.
+
+    "auto" is what the planner decided, where it could.
+    """
+    if config.chunks == "auto" and decision is not None and region.num_local_experts > 1:
+        num_chunks = decision.chosen.candidate.num_chunks
+        if num_chunks == 1:
+            return 1, Reason.BY_PRICE
+        return num_chunks, None
+    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
+    num_chunks = min(asked, region.num_local_experts)
+    if asked == 1:
+        return 1, Reason.ONE_CHUNK
+    if config.chunk_by == "tokens":
+        return asked, None
+    if region.num_local_experts == 1:
+        return 1, Reason.ONE_EXPERT
+    clamped = num_chunks < asked and config.chunks != "auto"
+    return num_chunks, Reason.CLAMPED if clamped else None
+
+
+def plan_token_slices(
+    config: MegaMoEConfig, found: TokenRows, decision: Decision | None = None
+) -> tuple[int, Reason | None]:
+    """Return the slices of tokens an all-gathered region runs in, and a reason unless as asked.
+
+    "auto" is what the planner decided, where it could.
+    """
+    if config.chunks == "auto" and config.chunk_by == "tokens" and decision is not None:
+        num_slices = decision.chosen.candidate.num_chunks
+        return num_slices, Reason.BY_PRICE if num_slices == 1 else None
+    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
+    if asked == 1:
+        return 1, Reason.ONE_CHUNK
+    if config.chunk_by != "tokens":
+        return 1, Reason.GATHERED_WHOLE
+    num_tokens = known_rows(found.tokens)
+    if not num_tokens or num_tokens % asked or found.rows_per_token is None:
+        return 1, Reason.UNEVEN_SLICES
+    return asked, None
+
+
+def plan_head_groups(
+    config: MegaMoEConfig, region: AttentionRegion, decision: Decision | None = None
+) -> tuple[int, Reason | None]:
+    """Return the number of groups of heads for `region`, and why it is one; else None.
+
+    "auto" changes no bit, and is what the planner decided; where it could not, two groups where
+    the local KV heads are even in number, else one.
+    """
+    asked = config.attention_chunks
+    if asked == 1:
+        return 1, Reason.ONE_CHUNK
+    if region.head is None:
+        return 1, Reason.ONE_KV_HEAD
+    must_keep = asked == "auto" and not config.allows("lossy")
+    if must_keep and region.rounds:
+        return 1, Reason.MAY_ROUND
+    if asked == "auto" and decision is not None:
+        num_groups = decision.chosen.candidate.num_chunks
+        return num_groups, Reason.BY_PRICE if num_groups == 1 else None
+    num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
+    if region.head.size % num_groups:
+        return 1, Reason.NOT_DIVISIBLE
+    if must_keep and region.may_round(num_groups):
+        return 1, Reason.MAY_ROUND
+    return num_groups, None

@@ -1,0 +1,159 @@
+"""What the options leave to the planner, and its decision for one region.
+
+Contract
+    None where nothing is left to it, or where ranks might decide apart: without the promise of
+    `equal_tokens` the sizes in a graph are this rank's own.
+    A function of graph, options, profile and size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.read_regions import work_of_attention, work_of_experts
+from moe_compile.cost.region_work import RegionWork
+from moe_compile.hardware import HardwareProfile
+from moe_compile.plan.candidates import CHUNKS, Candidate, list_candidates
+from moe_compile.plan.choose_plan import Decision, choose_plan
+from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.regions.regions import MoERegion, Refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathering:
+    """What a region would take whose tokens are gathered, and how it would round."""
+
+    work: RegionWork | None
+    rounding: Rounding
+
+
+def decide_experts(
+    found: FoundExperts,
+    others: Iterable[MoERegion],
+    config: MegaMoEConfig,
+    hardware: HardwareProfile,
+    gathering: Gathering | None = None,
+) -> Decision | None:
+    """Return the decision for a MoE region; `others` are those of its graph.
+
+    Without `gathering` its tokens cannot be gathered.
+    """
+    if not asks_planner(config, can_gather=gathering is not None):
+        return None
+    if isinstance(found.proof, Refused):
+        return None
+    work = work_of_experts(found.region, found.proof, others)
+    if work is None:
+        return None
+    if gathering is not None:
+        is_bitwise = gathering.rounding.is_bitwise
+        work = replace(work, gathered=gathering.work, gather_is_bitwise=is_bitwise)
+        if config.dispatch == "all_gather" and work.gathered is None:
+            return None
+    rounding = gathering.rounding if gathering is not None else None
+    axes = ("experts", "tokens")
+    return _choose(work, axes, experts_rule(config, work, rounding), config, hardware)
+
+
+def asks_planner(config: MegaMoEConfig, *, can_gather: bool) -> bool:
+    """Whether the options leave something of a MoE region to the planner that it may decide."""
+    left = [config.chunks, config.dispatch_wire, config.combine_wire]
+    left += [config.dispatch] if can_gather else []
+    return config.equal_tokens and "auto" in left
+
+
+def decide_attention(
+    region: AttentionRegion,
+    others: Iterable[AttentionRegion],
+    config: MegaMoEConfig,
+    hardware: HardwareProfile,
+) -> Decision | None:
+    """Return the decision for an attention region; `others` are those of its graph."""
+    rounds = region.rounds and not config.allows("lossy")
+    if config.attention_chunks != "auto" or not config.equal_tokens or rounds:
+        return None
+    work = work_of_attention(region, others)
+    if work is None:
+        return None
+
+    def is_allowed(candidate: Candidate) -> bool:
+        return config.allows("lossy") or not region.may_round(candidate.num_chunks)
+
+    return _choose(work, ("heads",), is_allowed, config, hardware)
+
+
+def experts_rule(
+    config: MegaMoEConfig, work: RegionWork, rounding: Rounding | None = None
+) -> Callable[[Candidate], bool]:
+    """Return which ways to run a MoE region the options allow.
+
+    What "auto" may change, `numerics` says.
+    """
+    axis = "tokens" if config.chunk_by == "tokens" else "experts"
+    gathers = rounding is not None and may_gather(config, rounding)
+
+    def is_gather_allowed(candidate: Candidate) -> bool:
+        if not gathers or work.gathered is None:
+            return False
+        if axis == "experts":
+            return candidate.num_chunks == 1
+        return _is_asked(candidate.num_chunks, config.chunks, work.gathered.num_parts)
+
+    def is_allowed(candidate: Candidate) -> bool:
+        if candidate.dispatch == "all_gather":
+            return is_gather_allowed(candidate)
+        wires = (
+            (candidate.dispatch_wire, config.dispatch_wire),
+            (candidate.combine_wire, config.combine_wire),
+        )
+        return (
+            not (gathers and config.dispatch == "all_gather")
+            and (candidate.num_chunks == 1 or candidate.chunk_by == axis)
+            and _is_asked(candidate.num_chunks, config.chunks, work.num_parts)
+            and all(_is_wire(wire, option, work, config) for wire, option in wires)
+        )
+
+    return is_allowed
+
+
+def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:
+    """Whether the options let the planner gather tokens: "auto" rounds as `numerics` allows."""
+    if config.dispatch != "auto":
+        return config.dispatch == "all_gather"
+    return config.allows(rounding.numerics) and not quantises_rows(config)
+
+
+def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
+    """Whether the option allows so many chunks; one stands for numbers that are not tried."""
+    if option == "auto":
+        return True
+    is_tried = option in CHUNKS and num_parts % int(option) == 0
+    return num_chunks == (option if is_tried else 1)
+
+
+def _is_wire(wire: str, option: str, work: RegionWork, config: MegaMoEConfig) -> bool:
+    if option == "auto":
+        return wire == "same" or config.allows("lossy")
+    return wire == ("fp8" if option != "same" and "fp8" in work.wire_shares else "same")
+
+
+def _choose(
+    work: RegionWork,
+    axes: tuple[str, ...],
+    is_allowed: Callable[[Candidate], bool],
+    config: MegaMoEConfig,
+    hardware: HardwareProfile,
+) -> Decision:
+    peak = max(float(config.step_peak_bytes), work.written_bytes)
+    return choose_plan(
+        work,
+        Rates.of(hardware, work.num_ranks),
+        list_candidates(work, axes),
+        is_allowed,
+        allowed_bytes=config.max_memory_increase * peak,
+    )

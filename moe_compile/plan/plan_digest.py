@@ -1,0 +1,76 @@
+"""A hash of what the passes decided, which ranks compare before they run.
+
+Contract
+    Covers decisions, the options that change code, and the collectives to run; no prose of a
+    report, no predicted time, no name of a hardware profile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+import torch.fx as fx
+
+from moe_compile.attention.gradient_sources import send_one_input
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.launch_order import dependences
+from moe_compile.plan.state import CompileState
+
+SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes"})
+"""Options that change no launch: where and how reports are made, and what prices are taken from.
+What is decided by price is among the decisions themselves."""
+
+
+def level_value(graph: fx.Graph, state: CompileState, *, dropped: Iterable[str]) -> dict[str, Any]:
+    """Return what one graph's Dynamo-level passes decided, and how they left `graph`.
+
+    `dropped` has the names of passes left out.
+    Where ranks promise equal sizes the order of launches follows from all dependences between them.
+    Which gradients are sent otherwise is decided in the backward graph, which comes later: by
+    where these go, which follows from what the collectives send.
+    """
+    are_gradients_sent_otherwise = state.config.gradient_wire != "same"
+    return {
+        "plan": state.plan,
+        "refused": [other.reason.name for other in state.found.others if other.is_region],
+        "dropped": sorted(dropped),
+        "dependences": dependences(graph) if state.config.equal_tokens else [],
+        "one_input": send_one_input(graph) if are_gradients_sent_otherwise else [],
+    }
+
+
+def plan_digest(
+    config: MegaMoEConfig, levels: list[dict[str, Any]], collectives: Mapping[str, Sequence[str]]
+) -> str:
+    """Return a hash of the decisions, the options that change code, and the collectives to run.
+
+    `collectives` are by process group, groups in the order of the graph: by that order they are
+    called, since groups of one axis have other names on other ranks.
+    """
+    options = {f.name: getattr(config, f.name) for f in fields(config)}
+    options = {name: value for name, value in options.items() if name not in SAYS_NOTHING}
+    number = {group: i for i, group in enumerate(collectives)}
+    found = [level | {"plan": level["plan"].value(number)} for level in levels]
+    text = json.dumps([options, found, list(collectives.values())], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the process groups on which a rewritten program may launch anything but as written.
+
+    Those of exchanges, which are chunked, reordered or saved; and those whose collectives may pass
+    one another, or have their gradients sent otherwise, or are handed to Inductor. A rewrite that
+    is no region's may have moved any of them.
+    """
+    if state.config.gradient_wire != "same" or state.async_tp or state.has_outside_rewrites:
+        return set(collectives)
+    may_pass = state.config.equal_tokens and state.config.schedule
+    return {
+        group
+        for group, launched in collectives.items()
+        if any("all_to_all" in one for one in launched) or (may_pass and len(launched) > 1)
+    }

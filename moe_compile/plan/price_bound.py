@@ -1,0 +1,31 @@
+"""A time no way of running a region can be faster than: much quicker to tell than its price.
+
+Contract
+    Never above `region_tasks.price_us` of the same way. Chunks, joins, packing and contention only
+    add to what is summed here.
+"""
+
+from __future__ import annotations
+
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.region_work import RegionWork
+from moe_compile.plan.candidates import Candidate
+
+
+def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
+    """Return the time of forward and backward if each hid all of compute or all of exchanges."""
+    work = work.by_dispatch(candidate.dispatch)
+    total = 0.0
+    for phase in work.phases:
+        compute = link = 0.0
+        for one in phase:
+            rows = work.imbalance if one.is_chunked else 1.0
+            if one.exchange:
+                sent = one.link_bytes * rows * candidate.wire_share(work, one.exchange)
+                link += rates.link_us(sent, is_gather=one.is_gather)
+                compute += rates.op_overhead_us
+            else:
+                moved = one.nbytes * rows + one.weight_bytes
+                compute += rates.compute_us(one.operations * rows, moved, one.num_kernels)
+        total += max(compute, link)
+    return total

@@ -1,0 +1,173 @@
+"""Time of one way to run a region: its work as tasks on a compute stream and a link.
+
+Contract
+    Tasks run by `cost/tasks.py`, on the streams of `cost/events.py`: the ones the
+    scheduler's own estimate keeps time with, in the order it looks for: what the next exchange
+    needs comes first, what none needs fills gaps. Forward and backward are priced one after
+    the other, each from its own traced graph.
+
+Pseudo-code
+    work of the region: one task per chunk, of its share; else one task
+    the first exchange of a chunked region needs its rows sorted by chunk
+    who needs the whole of chunked work needs its chunks joined: concatenated, rows sorted back too
+    a launch is an operator on the compute stream
+    an exchange in eight bits: packed before, unpacked after
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
+from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, run_tasks
+from moe_compile.plan.candidates import Candidate
+
+WHOLE: Final = -1
+"""Key of a task that no chunk divides."""
+GRADIENT_SUM: Final = 3.0
+"""Passes over a weight's gradient to add one chunk's to the others': two reads and a write."""
+
+ROW_PASSES: Final = 2.0
+"""Over bytes that are moved: read, written."""
+
+
+def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
+    """Return the time of forward and backward of `work` run as `candidate` says."""
+    work = work.by_dispatch(candidate.dispatch)
+    phases = (_Phase(work, one, candidate, rates) for one in work.phases)
+    return sum(_fastest_us(phase.tasks(), rates.contention) for phase in phases)
+
+
+def _fastest_us(tasks: Sequence[Task], contention: float) -> float:
+    """Return the time in the better of two orders: a scheduler has more, and takes the fastest."""
+    runs = (run_tasks(tasks, contention, priority) for priority in Priority)
+    return min(run.total_us for run in runs)
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Builds the tasks of one phase."""
+
+    region: RegionWork
+    work: tuple[Work, ...]
+    candidate: Candidate
+    rates: Rates
+    made: TaskList = field(default_factory=TaskList)
+    of_work: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Work -> chunk, or WHOLE -> the task others need."""
+    joined: dict[int, int] = field(default_factory=dict)
+    sorts: int | None = None
+    """The first exchange in chunks: before it rows are sorted."""
+    sorted: int | None = None
+    """The task that sorts rows by chunk."""
+
+    def tasks(self) -> Sequence[Task]:
+        self.sorts = self._first_sorted()
+        for index, work in enumerate(self.work):
+            self.of_work[index] = {
+                chunk: self._add(index, chunk) for chunk in self._chunks_of(work)
+            }
+        for index, work in enumerate(self.work):
+            if work.makes_gradient and WHOLE not in self.of_work[index]:
+                self._join(index)
+        return self.made.tasks
+
+    def _chunks_of(self, work: Work) -> Sequence[int]:
+        num = self.candidate.num_chunks
+        if num == 1 or not work.is_chunked:
+            return (WHOLE,)
+        if self._is_owned(work) and work.expert is not None:
+            return (work.expert * num // self.region.num_parts,)
+        return range(num)
+
+    def _is_owned(self, work: Work) -> bool:
+        return work.expert is not None and self.candidate.chunk_by == "experts"
+
+    def _slices(self, work: Work) -> bool:
+        """Whether a chunk reads its own part of the weights."""
+        return work.slices_weights and self.candidate.chunk_by != "tokens"
+
+    def _needs(self, work: Work, chunk: int) -> list[int]:
+        needs: list[int] = []
+        for other in work.needs:
+            tasks = self.of_work[other]
+            if chunk in tasks:
+                needs.append(tasks[chunk])
+            elif WHOLE in tasks:
+                needs.append(tasks[WHOLE])
+            elif chunk == WHOLE:
+                needs.append(self._join(other))
+        return needs
+
+    @property
+    def _sorts_rows(self) -> bool:
+        """Whether chunks are of exchanged rows; gathered tokens and heads come in slices."""
+        way = self.candidate
+        return way.num_chunks > 1 and way.chunk_by != "heads" and way.dispatch == "all_to_all"
+
+    def _moving_us(self, nbytes: float, num_times: int) -> float:
+        return self.rates.compute_us(0.0, ROW_PASSES * nbytes * num_times, num_times)
+
+    def _join(self, other: int) -> int:
+        """Return the task that makes one of what the chunks of a work made."""
+        if other not in self.joined:
+            work, parts = self.work[other], list(self.of_work[other].values())
+            is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
+            times = 2 if self._sorts_rows and work.exchange in ("dispatch", "combine") else 1
+            us = 0.0 if is_one else self._moving_us(work.written, times)
+            self.joined[other] = self.made.add("join", us, parts)
+        return self.joined[other]
+
+    def _first_sorted(self) -> int | None:
+        if not self._sorts_rows:
+            return None
+        chunked = (i for i, w in enumerate(self.work) if w.is_chunked and w.exchange)
+        return next(chunked, None)
+
+    def _sort(self, needs: list[int]) -> int:
+        """Return the task that sorts the rows by chunk before the first exchange."""
+        if self.sorted is None:
+            num_kernels = ORDER_KERNELS + MASK_KERNELS * self.candidate.num_chunks
+            is_forward = self.work is self.region.forward
+            us = self.rates.compute_us(0.0, 0.0, num_kernels) if is_forward else 0.0
+            us += self._moving_us(self.region.row_bytes, 1)
+            self.sorted = self.made.add("sort", us, needs)
+        return self.sorted
+
+    def _add(self, index: int, chunk: int) -> int:
+        work = self.work[index]
+        needs = self._needs(work, chunk)
+        share = 1.0
+        if chunk != WHOLE and not self._is_owned(work):
+            share /= self.candidate.num_chunks
+        rows = share * (self.region.imbalance if work.is_chunked else 1.0)
+        if work.exchange:
+            if index == self.sorts:
+                needs = [self._sort(needs)]
+            return self._add_exchange(work, needs, rows)
+        weights = work.weight_bytes
+        if chunk != WHOLE:
+            if self._slices(work):
+                weights *= share
+            elif work.makes_gradient:
+                weights *= 1.0 + GRADIENT_SUM
+        us = self.rates.compute_us(
+            work.operations * rows, work.nbytes * rows + weights, work.num_kernels
+        )
+        return self.made.add(work.name, us, needs)
+
+    def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
+        smaller = self.candidate.wire_share(self.region, work.exchange)
+        sent = work.link_bytes * share * smaller
+        pack_us = 0.0
+        if smaller < 1.0:  # rows are read and a smaller message written, and the reverse
+            pack_us = self.rates.compute_us(0.0, work.link_bytes * share * (1.0 + smaller), 1)
+            needs = [self.made.add("pack", pack_us, needs)]
+        launch = self.made.add("launch", self.rates.op_overhead_us, needs)
+        us = self.rates.link_us(sent, is_gather=work.is_gather)
+        done = self.made.add(work.name, us, [launch], LINK)
+        return self.made.add("unpack", pack_us, [done]) if pack_us else done

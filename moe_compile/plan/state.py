@@ -1,0 +1,118 @@
+"""What passes hand to one another during one compilation.
+
+Contract
+    One state per call of the backend; the forward and the backward graph of that call share it.
+    Findings and plans are those of the Dynamo graph at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.entries import Journal
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.plan import Plan, RewritePlan
+from moe_compile.plan.planned import Findings, PlannedAttention, PlannedExperts
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileState:
+    """The analyses and decisions of one compilation."""
+
+    config: MegaMoEConfig
+    hardware: HardwareProfile
+    found: Findings = field(default_factory=Findings)
+    """Of the Dynamo graph at hand."""
+    experts: tuple[PlannedExperts, ...] = ()
+    """One per MoE region of the Dynamo graph at hand."""
+    attention: tuple[PlannedAttention, ...] = ()
+    """One per attention operator of the Dynamo graph at hand."""
+    dead: tuple[fx.Node, ...] = ()
+    """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
+    launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
+    """MoE region of the Dynamo graph at hand -> `dispatch` and `combine` -> its launches now."""
+    rewrites: tuple[RewritePlan, ...] = ()
+    """What rewrites after those of regions were applied to the Dynamo graph at hand."""
+    predict: Callable[[fx.GraphModule, bool], float] | None = None
+    """Returns the predicted time of a Dynamo graph, microseconds, forward and backward; to be told
+    whether it is one that the levels after it run on in any case."""
+    journal: Journal = field(default_factory=Journal)
+    graph_name: str = "dynamo"
+    """Of the graph at hand, as the journal has it."""
+    family: str = ""
+    """Where in the user's source the compiled code stands; the same on every rank."""
+    is_chunked: bool = False
+    """Whether some region of the compilation, attention too, runs in more than one chunk."""
+    has_work: bool = False
+    """Whether there is anything for the levels after the Dynamo graph to do."""
+    has_outside_rewrites: bool = False
+    """Whether a rewrite of other than exchanges of regions was applied, in the compilation."""
+    async_tp: bool = False
+    """Whether some attention is handed to Inductor's async TP."""
+    num_marked: int = 0
+    """Regions whose exchanges were told from those of others, in all Dynamo graphs so far."""
+    is_compared: bool = False
+    """Whether ranks compare what the program launches: Dynamo saw a collective in it."""
+    plan_digest: str = ""
+    """Hash of what the Dynamo-level passes decided."""
+    dropped: list[str] = field(default_factory=list)
+    """Passes left out of an AOTAutograd graph, with its direction."""
+    tell_dropped: Callable[[], None] | None = None
+    """Called with each of these: a backward graph comes when the report of its compilation is
+    written."""
+    gathered_groups: set[str] = field(default_factory=set)
+    """Process groups of regions whose tokens are gathered, of the whole compilation."""
+    measures: dict[str, float] = field(default_factory=dict)
+    """Figures of the passes that ran on the AOTAutograd graph at hand."""
+    is_backward: bool = False
+    """Which AOTAutograd graph is at hand."""
+    nominal_sizes: dict[str, int] = field(default_factory=dict)
+    """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
+
+    def begin_graph(self, name: str) -> None:
+        """Forget the Dynamo graph before; `name` is that of the next."""
+        self.graph_name = name
+        self.found, self.experts, self.attention = Findings(), (), ()
+        self.dead, self.launches, self.rewrites = (), {}, ()
+
+    def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
+        """Take in that the nodes of the Dynamo graph at hand are others now."""
+        self.launches = {
+            region: {name: tuple(now.get(n, n) for n in nodes) for name, nodes in each.items()}
+            for region, each in self.launches.items()
+        }
+
+    def leave_out(self, passes: Collection[str]) -> None:
+        """Take in which passes were left out, whose share of the plan is not carried out."""
+        if "rewrite_regions" in passes:
+            is_asked = "rewrite_regions" in self.config.disable_passes
+            why = Reason.DISABLED if is_asked else Reason.FAILED
+            self.experts = tuple(one.as_written(why) for one in self.experts)
+            self.attention = tuple(one.as_written(why) for one in self.attention)
+        if "quantize_exchanges" in passes:
+            self.experts = tuple(one.unquantised() for one in self.experts)
+        self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
+        self.async_tp |= any(one.plan.is_handed_over for one in self.attention)
+        self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
+        has_regions = any(one.plan.group for one in self.regions)
+        self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
+        self.has_work |= self.async_tp or has_regions or self.has_outside_rewrites
+
+    @property
+    def regions(self) -> tuple[PlannedExperts | PlannedAttention, ...]:
+        """Return all that is planned of the Dynamo graph at hand."""
+        return (*self.experts, *self.attention)
+
+    @property
+    def plan(self) -> Plan:
+        """Return the decisions on the Dynamo graph at hand."""
+        return Plan(
+            experts=tuple(one.plan for one in self.experts),
+            attention=tuple(one.plan for one in self.attention),
+            rewrites=self.rewrites,
+        )

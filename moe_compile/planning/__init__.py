@@ -1,1 +1,0 @@
-"""What to do about it: costs, simulated time, plans. Pure arithmetic, the same on every rank."""

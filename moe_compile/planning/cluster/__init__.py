@@ -1,1 +1,0 @@
-"""Predicted step times of mixture-of-experts models on clusters, from formulas alone."""

@@ -1,0 +1,48 @@
+"""Which inputs of a region are constants: made by factories, never written.
+
+Contract
+    A node is constant only if no tensor that shares its memory is written anywhere in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.fx as fx
+
+from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.effects import may_draw
+from moe_compile.graph.query import is_launch, tensor_of
+from moe_compile.regions.regions import MoERegion
+
+
+def constant_nodes(region: MoERegion) -> list[fx.Node]:
+    """Return the inputs of `region` made of constants alone, and what makes them, in order."""
+    graph = region.result.graph
+    written = {s for n in graph.nodes for a in written_arguments(n) for s in storages(a)}
+    constant: set[fx.Node] = set()
+    for node in graph.nodes:
+        tensor = tensor_of(node)
+        if tensor is None or not _is_call(node) or storages(node) & written:
+            continue
+        if all(i in constant for i in node.all_input_nodes):
+            constant.add(node)
+    needed = _above(constant, region.others)
+    return [node for node in graph.nodes if node in needed]
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether the node is a call that makes the same each time: others' operators may not."""
+    is_call = node.op in ("call_function", "call_method") and not is_launch(node)
+    return is_call and not may_draw(node)
+
+
+def _above(constant: set[fx.Node], starts: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node for node in starts if node in constant]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found

@@ -1,0 +1,214 @@
+"""What an operator makes of counts and constants alone.
+
+Contract
+    A formula stands for exactly the integers the operator computes; where an operator is not
+    followed the result is opaque, never a guess.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv, Max
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
+from moe_compile.regions.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Formulas,
+    Labels,
+    Opaque,
+    Outside,
+    Permutation,
+    Unproven,
+    Value,
+    is_differentiable,
+)
+
+MOVES: Final = frozenset(
+    {
+        "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "t",
+        "expand", "slice", "select", "clone", "alias", "detach", "repeat", "flip", "roll", "cat",
+        "stack", "split", "split_with_sizes", "unbind", "index_select", "index", "diagonal",
+    }
+)  # fmt: skip
+"""Operators whose output elements are input elements."""
+
+EXACT: Final = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+"""Types that hold any count this project will see."""
+
+LARGEST_NUMBER: Final = {torch.int32: 1 << 10, torch.float32: 1 << 4}
+"""Largest number in a formula of which these types hold the value for counts of a million rows."""
+
+WHOLE: Final = frozenset({torch.int32, torch.int64})
+"""Types that hold any index."""
+
+
+def from_counts(call: Call) -> Value | list[Value]:
+    """Return what an operator makes of counts, constants and tensors from outside."""
+    values = [call.value(t) for t in call.inputs]
+    if call.name in SAME_VALUES and (kept := _kept(call)) is not None:
+        return _as_held(call, kept)
+    if (result := _formulas(call, values)) is not None:
+        return _as_held(call, result)
+    if (labels := _labels(call, values)) is not None:
+        return labels
+    outside = [v for v in values if isinstance(v, Outside)]
+    if any(is_differentiable(node) for v in outside for node in v.nodes):
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    tainted = bool(outside) or any(isinstance(v, Opaque) and v.reads_outside for v in values)
+    return [Opaque(reads_outside=tainted) for _ in call.outputs]
+
+
+def _as_held(call: Call, result: Value | list[Value]) -> list[Value]:
+    """Return formulas whose numbers the type may not hold as what is not followed."""
+    each = result if isinstance(result, list) else [result] * len(call.outputs)
+    held = [_is_held(v, t.dtype) for v, t in zip(each, call.outputs, strict=True)]
+    return [value if kept else Opaque() for value, kept in zip(each, held, strict=True)]
+
+
+def _is_held(value: Value, dtype: torch.dtype) -> bool:
+    if not isinstance(value, Formulas) or dtype not in LARGEST_NUMBER:
+        return True
+    numbers = (n for cell in value.cells for n in cell.atoms(sympy.Integer))
+    return all(abs(n) <= LARGEST_NUMBER[dtype] for n in numbers)
+
+
+def _kept(call: Call) -> Value | None:
+    source = call.inputs[-1]  # of `copy` too: what it copies
+    out = call.outputs[0]
+    if out.dtype not in (*EXACT, source.dtype) or call.shape(out) != call.shape(source):
+        return None
+    value = call.value(source)
+    if isinstance(value, Permutation | Opaque) and {source.dtype, out.dtype} - WHOLE:
+        return value if out.dtype is source.dtype else None  # a cast may lose what an index says
+    return value if isinstance(value, FROM_COUNTS) else None
+
+
+def _cells(call: Call, tensor: torch.Tensor) -> tuple[sympy.Expr, ...] | None:
+    value = call.value(tensor)
+    if isinstance(value, Formulas):
+        return value.cells
+    if isinstance(value, Fixed) and value.values is not None:
+        return tuple(sympy.Integer(int(v)) for v in value.values.reshape(-1).tolist())
+    return None
+
+
+def _formulas(call: Call, values: list[Value]) -> Value | list[Value] | None:
+    """Follow arithmetic on formulas; None where it is not followed."""
+    if not all(isinstance(v, Formulas | Fixed) for v in values):
+        return None
+    static = all(isinstance(s, int) for t in (*call.inputs, *call.outputs) for s in t.shape)
+    if not static or any(_cells(call, t) is None for t in call.inputs):
+        return None
+    if call.name in MOVES:
+        return _moved(call)
+    if call.name in ("sum", "cumsum"):
+        return _summed(call)
+    if call.name in ARITHMETIC:
+        return _computed(call)
+    return None
+
+
+def _moved(call: Call) -> Value | list[Value] | None:
+    """Move the numbers of the cells as the operator moves elements."""
+    pool: list[sympy.Expr] = []
+    indices = {id(i) for i in call.inputs[1:]} if call.name in ("index", "index_select") else set()
+
+    def numbers(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) in indices:
+            known = call.value(leaf)
+            return known.values if isinstance(known, Fixed) else None
+        cells = _cells(call, leaf) or ()
+        first = len(pool)
+        pool.extend(cells)
+        return torch.arange(first, len(pool), device="cpu").reshape(leaf.shape)
+
+    args, kwargs = pytree.tree_map(numbers, (call.args, call.kwargs))
+    if any(isinstance(call.value(i), Formulas) for i in call.inputs if id(i) in indices):
+        return None
+    moved = pytree.tree_leaves(call.func(*args, **kwargs))
+    return [Formulas(tuple(pool[i] for i in m.reshape(-1).tolist())) for m in moved]
+
+
+def _numbered(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape)
+
+
+def _summed(call: Call) -> Value | None:
+    (source,) = call.inputs
+    cells = _cells(call, source) or ()
+    if call.outputs[0].dtype not in EXACT:
+        return None
+    given = call.argument("dim")
+    dims = [given] if isinstance(given, int) else list(given or range(source.dim()))
+    last = [dim_of(d, source.dim()) for d in dims]
+    first = [d for d in range(source.dim()) if d not in last]
+    lines = _numbered(source).permute(*first, *last).reshape(-1, _size(source, last)).tolist()
+    if call.name == "sum":
+        return Formulas(tuple(sympy.Add(*(cells[i] for i in line)) for line in lines))
+    found = list(cells)
+    for line in lines:
+        for i, total in zip(line, itertools.accumulate(cells[i] for i in line), strict=True):
+            found[i] = total
+    return Formulas(tuple(found))
+
+
+def _size(tensor: torch.Tensor, dims: list[int]) -> int:
+    size = 1
+    for dim in dims:
+        size *= int(tensor.shape[dim])
+    return size
+
+
+ARITHMETIC: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "floor_divide": FloorDiv,
+    "clamp_min": Max,
+    "maximum": Max,
+}
+
+
+def _computed(call: Call) -> Value | None:
+    left, right = call.args[:2]
+    out = call.outputs[0]
+    if call.facts.formula(call.argument("alpha", 1)) != 1 or out.dtype not in EXACT:
+        return None
+    operands = []
+    for operand in (left, right):
+        if isinstance(operand, torch.Tensor):
+            cells = _cells(call, operand) or ()
+            numbers = _numbered(operand).expand(out.shape).reshape(-1).tolist()
+            operands.append([cells[i] for i in numbers])
+        elif isinstance(operand, float | bool | torch.SymFloat | torch.SymBool):
+            return None
+        else:
+            operands.append([call.facts.formula(operand)] * out.numel())
+    compute = ARITHMETIC[call.name]
+    if call.name == "floor_divide" and any(not b.is_Integer or b <= 0 for b in operands[1]):
+        return None
+    return Formulas(tuple(compute(a, b) for a, b in zip(*operands, strict=True)))
+
+
+def _labels(call: Call, values: list[Value]) -> Value | None:
+    """Follow arithmetic of labels and numbers: a run's label depends on the run alone."""
+    if len(values) != 1 or not isinstance(values[0], Labels) or not call.is_pointwise:
+        return None
+    if call.outputs[0].dtype not in (torch.int32, torch.int64) or call.reads_counts():
+        return None
+    labels = values[0]
+    given = torch.tensor(labels.values, dtype=call.inputs[0].dtype, device="cpu")
+    args, kwargs = pytree.tree_map(
+        lambda leaf: given if isinstance(leaf, torch.Tensor) else leaf, (call.args, call.kwargs)
+    )
+    return Labels(labels.order, tuple(int(v) for v in call.func(*args, **kwargs).tolist()))

@@ -1,0 +1,240 @@
+"""Run what a region computes from counts on real counts, on the CPU.
+
+Contract
+    Only what the wanted integers need is run; rows are not needed, and not there.
+    What would need values from outside the region raises Unevaluable.
+    Neither the user's tensors nor any random state is touched.
+
+Pseudo-code
+    needed = steps that make or write the memory of what is wanted, found backwards
+    per counts: run the needed steps in order; the host's reads give the sizes of later ones
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv, Max
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from moe_compile.graph.memory import storages_of
+from moe_compile.graph.query import value_of
+from moe_compile.proof.constant_rules import FILLS
+from moe_compile.proof.count_samples import Sample
+from moe_compile.proof.kernel_run import run_kernel
+from moe_compile.proof.operator_call import SYMBOLIC, written_tensors
+from moe_compile.proof.row_trace import HostRead, NotFollowed, Operator, Step, Trace
+from moe_compile.regions.count_facts import CountFacts
+
+
+class Unevaluable(Exception):
+    """Something needed cannot be computed from counts and constants alone."""
+
+
+class TooLarge(Exception):
+    """A tensor would take too much memory with these counts."""
+
+
+MOST_ELEMENTS: Final = 1 << 26
+"""Of one tensor, half a gigabyte of int64: what compares 5,000 rows with each other has less."""
+
+COMPUTED: Final[dict[type, Callable[[list[int]], int]]] = {
+    sympy.Add: sum,
+    sympy.Mul: math.prod,
+    sympy.Max: max,
+    Max: max,
+    FloorDiv: lambda parts: parts[0] // parts[1],
+}
+
+
+def number(formula: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
+    """Return what `formula` is; raise Unevaluable where a symbol has no value."""
+    if isinstance(formula, sympy.Symbol):
+        if formula not in values:
+            raise Unevaluable(f"the size {formula} comes from outside the region")
+        return values[formula]
+    if isinstance(formula, sympy.Integer):
+        return int(formula)
+    compute = COMPUTED.get(type(formula))
+    if compute is not None:  # what nearly all sizes are made of, much faster than below
+        return int(compute([number(part, values) for part in formula.args]))
+    try:
+        return int(sympy_interp(PythonReferenceAnalysis, values, formula))
+    except KeyError as error:
+        raise Unevaluable(f"the size {error} comes from outside the region") from error
+
+
+class CountRun:
+    """The steps of one trace that some integers need."""
+
+    def __init__(self, trace: Trace, facts: CountFacts, wanted: Iterable[torch.Tensor]) -> None:
+        """Find what `wanted` needs, and what the host reads."""
+        self.facts = facts
+        self.inputs = {id(given.tensor): given.node for given in trace.inputs}
+        needed = storages_of(list(wanted))
+        needed |= storages_of([s.tensor for s in trace.steps if isinstance(s, HostRead)])
+        kept: list[tuple[int, Step]] = []
+        for moment, step in reversed(list(enumerate(trace.steps))):
+            if isinstance(step, HostRead):
+                kept.append((moment, step))
+            elif storages_of(_made(step)) & needed:
+                kept.append((moment, step))
+                needed |= storages_of(_read(step))
+        self.steps = tuple(reversed(kept))
+        kernels = [step for _, step in kept if isinstance(step, NotFollowed)]
+        self.interprets = bool(kernels)
+        """Whether a kernel has to be interpreted."""
+        operators = [step.func for _, step in kept if isinstance(step, Operator)]
+        self.is_plain = not kernels and all(func.namespace == "aten" for func in operators)
+        """Whether operators of torch alone have to be run."""
+
+    def on(
+        self,
+        sample: Sample,
+        given: dict[fx.Node, torch.Tensor],
+        run: OneRun | None = None,
+        *,
+        skips: bool = False,
+    ) -> Iterator[tuple[int, Step, OneRun]]:
+        """Run the steps on `given` counts; yield after each, with what there is then.
+
+        With `skips`, what needs values from outside the region is left out, and what reads that.
+        """
+        run = run or OneRun(self.facts, sample)
+        for key, node in self.inputs.items():
+            if node in given:
+                run.tensors[key] = given[node]
+        for moment, step in self.steps:
+            try:
+                run.step(step)
+            except Unevaluable:
+                if not skips or _writes(step):
+                    raise
+                continue
+            yield moment, step, run
+
+
+def _made(step: Step) -> list[torch.Tensor]:
+    if isinstance(step, NotFollowed):
+        return [step.tensor]
+    if not isinstance(step, Operator):
+        return []
+    return _tensors(step.out) + written_tensors(step.func, step.args, step.kwargs)
+
+
+def _writes(step: Step) -> bool:
+    return isinstance(step, NotFollowed) or (
+        isinstance(step, Operator) and step.func._schema.is_mutable
+    )
+
+
+def _read(step: Step) -> list[torch.Tensor]:
+    if isinstance(step, NotFollowed):
+        return list(step.inputs)
+    if not isinstance(step, Operator) or _is_fill(step):
+        return []
+    return _tensors((step.args, step.kwargs))
+
+
+def _is_fill(step: Operator) -> bool:
+    name = str(step.func._schema.name).removeprefix("aten::")
+    return name in FILLS  # not those in place: they write what others made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(slots=True)
+class OneRun:
+    """The tensors and sizes of one run."""
+
+    facts: CountFacts
+    sample: Sample
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    sizes: dict[sympy.Symbol, int] = field(default_factory=dict)
+    done: set[fx.Node] = field(default_factory=set)
+
+    def step(self, step: Step) -> None:
+        """Run one step."""
+        if isinstance(step, Operator):
+            self._operator(step)
+        elif isinstance(step, HostRead):
+            size = value_of(step.node)
+            if isinstance(size, torch.SymInt):
+                self.sizes[size.node._expr] = int(self.tensor(step.tensor).item())
+        elif isinstance(step, NotFollowed) and step.node not in self.done:
+            self.done.add(step.node)
+            read = dict(step.read)
+            run_kernel(step.node, lambda node: self.real(read[node]))
+
+    def tensor(self, fake: torch.Tensor) -> torch.Tensor:
+        """Return the real tensor; raise Unevaluable where it was not computed."""
+        if not isinstance(fake, FakeTensor):
+            return fake.cpu()
+        if id(fake) not in self.tensors:
+            raise Unevaluable("it reads values from outside the region")
+        return self.tensors[id(fake)]
+
+    def size(self, size: Any) -> int:
+        """Return a size as the sampled counts make it."""
+        written = size.node._expr
+        if written.free_symbols <= self.sizes.keys():
+            return number(written, self.sizes)
+        return number(self.facts.formula(size), self.sample)
+
+    def real(self, leaf: Any) -> Any:
+        """Return what stands for one argument."""
+        if isinstance(leaf, torch.Tensor):
+            return self.tensor(leaf)
+        if isinstance(leaf, list | tuple):
+            return [self.real(part) for part in leaf]
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        return self.size(leaf) if isinstance(leaf, SYMBOLIC) else leaf
+
+    def _shape_only(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return self.real(leaf)
+        shape = [s if isinstance(s, int) else self.size(s) for s in leaf.shape]
+        return torch.empty((), dtype=leaf.dtype, device="cpu").expand(shape)
+
+    def _operator(self, step: Operator) -> None:
+        if torch.Tag.nondeterministic_seeded in step.func.tags:
+            raise Unevaluable(f"{step.func} draws random numbers")
+        self._check_size(step.out)
+        convert = self._shape_only if _is_fill(step) else self.real
+        kwargs = {name: convert(value) for name, value in step.kwargs.items()}
+        result = step.func(*(convert(value) for value in step.args), **kwargs)
+        if isinstance(step.out, torch.Tensor):
+            self._note(step.out, result)
+            return
+        for fake, real in zip(_tensors(step.out), _tensors(result), strict=True):
+            self._note(fake, real)
+
+    def _check_size(self, out: Any) -> None:
+        for fake in _tensors(out):
+            sizes = [s if isinstance(s, int) else self._size_if_known(s) for s in fake.shape]
+            if math.prod(sizes) > MOST_ELEMENTS:
+                raise TooLarge
+
+    def _size_if_known(self, size: Any) -> int:
+        try:
+            return self.size(size)
+        except Unevaluable:
+            return 1
+
+    def _note(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        self.tensors[id(fake)] = real
+        for size, found in zip(fake.shape, real.shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node._expr.is_Symbol:
+                self.sizes.setdefault(size.node._expr, int(found))

@@ -1,0 +1,85 @@
+"""Grouped GEMMs: rows up to each offset by the next expert's matrix.
+
+Contract
+    Group e holds all rows of expert e and no others. Of rows that an index not followed chose this
+    is taken for granted where sizes allow it, and noted as a premise to be checked.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.operator_call import Call
+from moe_compile.proof.position_rounding import check_product_rounding
+from moe_compile.regions.count_facts import Premise
+from moe_compile.regions.row_domain import (
+    FROM_COUNTS,
+    Formulas,
+    Order,
+    Outside,
+    Rows,
+    Selected,
+    Unproven,
+    Value,
+    cut,
+    is_padding,
+    length,
+)
+
+
+def grouped_matmul(call: Call) -> Value:
+    """`[R, K]` by `[E, K, N]`: rows up to each offset by the next matrix."""
+    rows = call.value(call.argument("self"))
+    weight = call.argument("mat2")
+    matrices, offs = call.value(weight), call.argument("offs")
+    if not isinstance(rows, Rows) or rows.dim != 0 or isinstance(matrices, Rows):
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
+    if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
+        raise call.unknown()
+    check_product_rounding(call, call.argument("self"), 0)
+    ends = call.value(offs)
+    experts = range(call.facts.num_local_experts)
+    if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
+        raise Unproven(Reason.SHARED_PARAMETER, "offsets not followed to one group per expert")
+    sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
+    _check_groups(call, rows.order, sizes)
+    if call.facts.premises:
+        call.facts.group_ends.append(offs)
+    _note_reads(call, matrices)
+    empty = all(call.facts.vanishes_without(sizes[e], e) for e in experts)
+    why_not = None if empty else "groups of other experts are padded"
+    if call.node in call.known.grouped:
+        why_not = "one of several grouped GEMMs of one operator"
+    call.known.grouped[call.node] = why_not
+    return rows
+
+
+def _note_reads(call: Call, matrices: Value) -> None:
+    if isinstance(matrices, FROM_COUNTS):
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    for expert in range(call.facts.num_local_experts):
+        if isinstance(matrices, Outside):
+            call.known.reads.add(matrices, expert, expert)
+
+
+def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
+    """Refuse unless group e holds all rows of expert e, and no others."""
+    chosen = order[0].rows if order and order[0].start == 0 else None
+    if isinstance(chosen, Selected):
+        for expert, size in enumerate(sizes):
+            own = call.facts.experts_of(size) == {expert}
+            if not own or not call.facts.has_room_for(size, expert, chosen):
+                detail = f"group {expert} is not proven to hold the rows of expert {expert}"
+                raise Unproven(Reason.SHARED_PARAMETER, detail)
+            start = sympy.Add(*sizes[:expert])
+            call.facts.premises.append(Premise(chosen, start, size, frozenset([expert])))
+        call.facts.note_all_rows(chosen, length(order))
+        return
+    pieces = cut(order, sizes)
+    if pieces is None or any(
+        call.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
+    ):
+        raise Unproven(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
+    if not all(is_padding(segment) for segment in pieces[-1]):
+        raise Unproven(Reason.ROWS_MIXED, "rows behind the last group")

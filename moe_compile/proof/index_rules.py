@@ -1,0 +1,235 @@
+"""Gathers and scatters: what they make of the order of rows.
+
+Contract
+    An index whose every entry follows from runs of rows moves an order exactly.
+    An index not followed is equal to itself only: a scatter by it undoes a gather by it, where
+    no row can have been left out. It can not when the index is a permutation, or when the rows
+    left out would be uninitialised memory, which no working program reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.operator_call import Call, dim_of
+from moe_compile.regions.row_domain import (
+    Fixed,
+    Labels,
+    Opaque,
+    Order,
+    Outside,
+    Permutation,
+    Rows,
+    Segment,
+    Selected,
+    Unproven,
+    Value,
+    is_padding,
+    length,
+)
+
+INDEX_TYPES: Final = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """`base` read or written along `dim` by the vector `index`."""
+
+    base: torch.Tensor
+    dim: int
+    index: torch.Tensor
+    source: torch.Tensor | None = None
+    adds: bool = False
+    wraps: bool = False
+    """Whether a negative index counts from the end."""
+
+
+def indexing(call: Call) -> Indexing | None:
+    """Return the one-vector form of an indexing operator, or None when it has another form."""
+    base = call.inputs[0]
+    source = call.argument("values", call.argument("source"))
+    adds = bool(call.argument("accumulate", False)) or call.name == "index_add"
+    if call.argument("indices") is not None and call.name != "embedding":
+        given = list(call.argument("indices"))
+        where = [i for i, index in enumerate(given) if index is not None]
+        if len(where) != 1:
+            return None
+        dim, index = where[0], given[where[0]]
+    else:
+        index = call.argument("index", call.argument("indices"))
+        dim = dim_of(call.argument("dim", 0), base.dim())
+        if call.name == "gather" and base.dim() != 1:
+            return None
+    if index.dim() != 1 or index.dtype not in INDEX_TYPES:
+        return None
+    wraps = call.name in ("index", "index_put", "_unsafe_index_put")
+    return Indexing(base, dim, index, source, adds, wraps)
+
+
+def gather(call: Call) -> Value | list[Value] | None:
+    """Return what reading by an index gives; None when the general rules are to say."""
+    form = indexing(call)
+    if form is None:
+        _refuse_mask(call)
+        return None
+    base, index = call.value(form.base), call.value(form.index)
+    if isinstance(base, Rows):
+        return _gather_rows(call, form, base, index)
+    if isinstance(index, Labels):
+        return _by_label(call, form, base, index)
+    if isinstance(base, Outside):
+        per_row = call.facts.depends_on_counts(form.index.shape[0])
+        reason = Reason.ROWS_FROM_OUTSIDE if per_row else Reason.VALUE_FROM_COUNTS
+        raise Unproven(reason, call.name)
+    if isinstance(index, Permutation):
+        return _permuted(base, index)
+    return None
+
+
+def _refuse_mask(call: Call) -> None:
+    masks = [t for t in call.inputs[1:] if t.dtype is torch.bool]
+    if masks and isinstance(call.value(call.inputs[0]), Rows):
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
+
+
+def _permuted(base: Value, index: Permutation) -> Value | None:
+    """Return labels, or indices, read in another order."""
+    if isinstance(base, Permutation) and base.target == index.source:
+        return Permutation(base.source, index.target)
+    if isinstance(base, Labels) and base.order == index.source:
+        of_segment = dict(zip(base.order, base.values, strict=True))
+        once = len(of_segment) == len(base.order)  # a run that stands twice has labels of its own
+        if once and all(segment in of_segment for segment in index.target):
+            return Labels(index.target, tuple(of_segment[s] for s in index.target))
+    return None
+
+
+def _by_label(call: Call, form: Indexing, base: Value, index: Labels) -> Value | None:
+    """Return a table read by label: a bias per expert, spread over the expert's rows."""
+    if not isinstance(base, Outside | Fixed):
+        return None
+    slots = _slots(call, form, index)
+    if isinstance(base, Fixed) and base.values is not None and base.values.dim() == 1:
+        table = base.values.tolist()
+        return Labels(index.order, tuple(int(table[slot]) for slot in slots))
+    if isinstance(base, Outside):
+        for segment, slot in zip(index.order, slots, strict=True):
+            place = slot if form.dim == 0 else None
+            call.note_read(base, place, (segment,))
+    return Rows(form.dim, index.order)
+
+
+def _slots(call: Call, form: Indexing, index: Labels) -> list[int]:
+    """Return which entry of the table each label reads: -1 and the last are the same."""
+    size = form.base.shape[form.dim]
+    if not isinstance(size, int):
+        raise call.unknown()
+    lowest = -size if form.wraps else 0
+    if any(not lowest <= label < size for label in index.values):
+        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
+    return [label % size for label in index.values]
+
+
+def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
+    if form.dim != rows.dim:
+        if isinstance(index, Fixed):
+            return rows
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    if isinstance(index, Permutation):
+        if rows.order != index.source:
+            raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+        return Rows(rows.dim, index.target)
+    if not isinstance(index, Opaque):
+        raise Unproven(Reason.ROWS_MIXED, call.name)
+    if index.reads_outside:
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+    return Rows(rows.dim, _select(call, form, rows.order, index))
+
+
+def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
+    total = call.shape(form.index)[0]
+    if index.is_arange and total == length(order):
+        return order
+    if index.inverse_of is not None:
+        undone = _undone(order, index.inverse_of)
+        if undone is None or length(order) != total:
+            raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
+        return undone
+    if index.is_permutation and length(order) != total:
+        raise Unproven(Reason.ROWS_MIXED, call.name)
+    return (Segment(Selected(index, order), total, None),)
+
+
+def _undone(order: Order, index: Opaque) -> Order | None:
+    """Return the order before a gather by all of `index`, when `order` is just what that gave."""
+    selected = order[0].rows if order else None
+    if not isinstance(selected, Selected) or selected.index is not index:
+        return None
+    whole = len(order) == 1 and order[0].start == 0
+    return selected.parent if whole else None
+
+
+def scatter(call: Call) -> Value | list[Value] | None:
+    """Return what writing rows by an index into a new tensor gives."""
+    form = indexing(call)
+    values = [call.value(t) for t in call.inputs]
+    has_rows = any(isinstance(v, Rows) for v in values)
+    if form is None or form.source is None:
+        if has_rows:
+            raise call.unknown()
+        return None
+    base, index = call.value(form.base), call.value(form.index)
+    source = call.value(form.source)
+    if not has_rows:
+        return _inverse(call, form)
+    if not isinstance(base, Fixed) or not base.is_uniform or not isinstance(source, Rows):
+        raise call.unknown()
+    same_form = source.dim == form.dim and form.source.dim() == form.base.dim()
+    if not same_form or (form.adds and base.is_uninitialised):
+        raise call.unknown()
+    return Rows(source.dim, _put_back(call, form, source.order, index, base))
+
+
+def _inverse(call: Call, form: Indexing) -> Value | None:
+    """Return the inverse of an index: `inverse[index] = arange(n)`, written over or into zeros."""
+    assert form.source is not None
+    base, index, source = (call.value(t) for t in (form.base, form.index, form.source))
+    counts_up = isinstance(source, Opaque) and source.is_arange and isinstance(base, Fixed)
+    lengths = {call.shape(t)[0] for t in (form.base, form.index, form.source) if t.dim() == 1}
+    if len(lengths) != 1 or form.base.dim() != 1 or form.source.dim() != 1:
+        return None
+    if form.adds and not (isinstance(base, Fixed) and base.is_zero):
+        return None
+    if form.base.dtype not in INDEX_TYPES or form.source.dtype not in INDEX_TYPES:
+        return None
+    if counts_up and isinstance(index, Permutation):
+        return Permutation(index.target, index.source)
+    if counts_up and isinstance(index, Opaque) and index.is_permutation:
+        return Opaque(is_permutation=True, inverse_of=index)
+    return None
+
+
+def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixed) -> Order:
+    rows = call.shape(form.base)[form.dim]
+    if isinstance(index, Permutation):
+        if order != index.target or length(index.source) != rows:
+            raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
+        return index.source
+    selected = order[0].rows if order else None
+    if not isinstance(index, Opaque) or not isinstance(selected, Selected):
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
+    if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
+    if length(order) != call.shape(form.index)[0]:
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
+    if index.is_permutation and len(order) == 1:
+        return selected.parent
+    padded = all(is_padding(s) for s in order[1:])
+    if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
+        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+    call.facts.note_all_rows(selected, length(order))
+    return selected.parent

@@ -1,0 +1,219 @@
+"""One aten operator of a region's body, with what is known of its inputs.
+
+Contract
+    Arguments are read by the names of the operator's schema, defaults included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.memory import storages_of
+from moe_compile.graph.observation import written_by_schema
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.count_facts import CountFacts
+from moe_compile.regions.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Order,
+    Outside,
+    Reads,
+    Unproven,
+    Value,
+    is_differentiable,
+    length,
+)
+
+SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+SAME_VALUES: Final = frozenset({"_to_copy", "clone", "alias", "detach", "lift_fresh", "copy"})
+"""Operators that only copy, cast or rename, beside those tagged pointwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """After step `moment` of the trace, `tensor` holds the integers that `value` says."""
+
+    moment: int
+    tensor: torch.Tensor
+    value: Value
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """What the proof knows so far."""
+
+    facts: CountFacts
+    reads: Reads = field(default_factory=Reads)
+    grouped: dict[fx.Node, str | None] = field(default_factory=dict)
+    """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
+    joins: list[fx.Node] = field(default_factory=list)
+    """Concatenations along the rows, of tensors of one type and number of dimensions: where the
+    only input is an empty vector, the result is one."""
+    claims: list[Claim] = field(default_factory=list)
+    moment: int = 0
+    """The step of the trace that is followed."""
+    _values: dict[int, tuple[torch.Tensor, Value | None]] = field(default_factory=dict)
+
+    def set(self, tensor: torch.Tensor, value: Value) -> None:
+        """Note the value of `tensor`, by identity."""
+        self._values[id(tensor)] = (tensor, value)
+        if isinstance(value, FROM_COUNTS):
+            self.claims.append(Claim(self.moment, tensor, value))
+
+    def forget_aliases(self, tensor: torch.Tensor) -> None:
+        """Forget what is known of all that shares memory with `tensor`, which is written."""
+        memory = storages_of(tensor)
+        for key, (other, _) in self._values.items():
+            if storages_of(other) & memory:
+                self._values[key] = (other, None)
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """Return what is known of `tensor`."""
+        if id(tensor) in self._values:
+            known = self._values[id(tensor)][1]
+            if known is None:
+                raise Unproven(Reason.UNKNOWN_OPERATOR, "read after a write through another view")
+            return known
+        if isinstance(tensor, FakeTensor):
+            raise Unproven(Reason.UNKNOWN_OPERATOR, "a tensor of unknown origin")
+        return Fixed(values=tensor if is_small_integer(tensor) else None)
+
+
+def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the operator that computes what `func` writes in place; itself when it writes none.
+
+    None where there is no such operator, or `func` changes the form of a tensor in place.
+    """
+    if not func._schema.is_mutable:
+        return func
+    name = str(func._schema.name).removeprefix("aten::")
+    if torch.Tag.inplace_view in func.tags or not name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `func`, made by the graph's `node`."""
+
+    node: fx.Node
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    known: Knowledge
+
+    @property
+    def name(self) -> str:
+        """`mm` of `aten::mm`; other namespaces are kept."""
+        return str(self.func._schema.name).removeprefix("aten::")
+
+    @property
+    def facts(self) -> CountFacts:
+        """What is known of the counts."""
+        return self.known.facts
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether element i of the output reads only elements i of the inputs, broadcast."""
+        return torch.Tag.pointwise in self.func.tags or self.name in SAME_VALUES
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """Return the argument called `name` in the schema, or its default, or `default`."""
+        for i, declared in enumerate(self.func._schema.arguments):
+            if declared.name == name:
+                given = self.args[i] if i < len(self.args) else None
+                found = self.kwargs.get(name, given)
+                return declared.default_value if found is None else found
+        return default
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """Return what is known of an input."""
+        return self.known.value(tensor)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All arguments, lists flattened."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All tensor arguments, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """All tensors returned, in order."""
+        return [leaf for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """All tensors the operator writes in place, by its schema."""
+        return written_tensors(self.func, self.args, self.kwargs)
+
+    def shape(self, tensor: torch.Tensor) -> list[sympy.Expr]:
+        """Return the sizes of `tensor` as formulas in the counts."""
+        return [self.facts.formula(size) for size in tensor.shape]
+
+    def reads_counts(self) -> bool:
+        """Whether a number among the arguments may differ between chunks."""
+        return any(self.facts.depends_on_counts(a) for a in self.leaves if isinstance(a, SYMBOLIC))
+
+    def is_sized_by_counts(self) -> bool:
+        """Whether a tensor read or made is as long as the counts say, in any dimension."""
+        tensors = (*self.inputs, *self.outputs)
+        return any(self.facts.depends_on_counts(size) for t in tensors for size in t.shape)
+
+    def note_read(self, outside: Outside, index: int | None, order: Order) -> None:
+        """Note that rows in `order` read slice `index` of `outside`, or all of it for None."""
+        if any(map(is_differentiable, outside.nodes)):
+            self.known.reads.add(outside, index, self.expert_of(order))
+
+    def expert_of(self, order: Order) -> int | None:
+        """Return the one expert of rows that a sum runs over; None when several.
+
+        Refuses padding that is as long as other experts' counts say: such sums, in products and in
+        gradients of what the rows read, round by the number of rows, padding included.
+        """
+        expert = self.facts.expert_of(order)
+        if expert is not None and self.facts.experts_of(length(order)) - {expert}:
+            detail = f"{self.name} rounds by the length of a padding that other experts' counts say"
+            raise Unproven(Reason.SHARED_PARAMETER, detail)
+        return expert
+
+    def unknown(self) -> Unproven:
+        """Return the refusal of an operator that no rule covers."""
+        return Unproven(Reason.UNKNOWN_OPERATOR, self.name)
+
+
+def written_tensors(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors that `func` writes in place, by its schema."""
+    written = pytree.tree_leaves(written_by_schema(func, args, kwargs))
+    return [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
+
+
+Rule = Callable[[Call], Value | list[Value]]
+
+
+def dim_of(dim: int, ndim: int) -> int:
+    """Return `dim` counted from the left."""
+    return dim + ndim if dim < 0 else dim
+
+
+def is_small_integer(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds integers, few enough to be looked at one by one."""
+    static = all(isinstance(size, int) for size in tensor.shape)
+    number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return static and not number and tensor.numel() <= 1 << 12

@@ -1,0 +1,76 @@
+"""Sorts of labels and spreads of counts: where the orders of rows come from.
+
+Contract
+    A stable sort of labels orders runs of rows exactly. One that is not stable is refused: in which
+    order it leaves the rows of one expert may depend on how many rows others have, and so then do
+    the roundings of sums over them, which gradients of weights are.
+"""
+
+from __future__ import annotations
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.operator_call import Call
+from moe_compile.regions.row_domain import (
+    Formulas,
+    Labels,
+    Opaque,
+    Outside,
+    Permutation,
+    Rows,
+    Segment,
+    Unproven,
+    Value,
+)
+
+
+def sort(call: Call) -> list[Value]:
+    """Return the values and the indices of a sort along the only dimension."""
+    key = call.value(call.inputs[0])
+    if isinstance(key, Rows):
+        raise Unproven(Reason.ROWS_MIXED, call.name)
+    descending = bool(call.argument("descending", False))
+    stable = call.argument("stable", False) or _are_distinct(key)
+    if not stable and call.is_sized_by_counts():
+        raise Unproven(Reason.UNSTABLE_SORT, call.name)
+    if isinstance(key, Labels):
+        return list(_sort_labels(key, descending))
+    if isinstance(key, Permutation) and not descending:
+        return [Opaque(is_arange=True), Permutation(key.target, key.source)]
+    if call.inputs[0].dim() != 1:
+        return [Opaque(reads_outside=True), Opaque(reads_outside=True)]
+    tainted = isinstance(key, Outside) or (isinstance(key, Opaque) and key.reads_outside)
+    undone = isinstance(key, Opaque) and key.is_permutation and not descending
+    inverse = key if undone and isinstance(key, Opaque) else None
+    order = Opaque(is_permutation=True, inverse_of=inverse, reads_outside=tainted)
+    return [Opaque(reads_outside=tainted), order]
+
+
+def _are_distinct(key: Value) -> bool:
+    """Whether no two elements are equal."""
+    if isinstance(key, Opaque):
+        return key.is_permutation or key.is_arange
+    return isinstance(key, Permutation)
+
+
+def _sort_labels(key: Labels, descending: bool) -> tuple[Labels, Permutation]:
+    pairs = sorted(
+        zip(key.values, key.order, strict=True), key=lambda pair: pair[0], reverse=descending
+    )
+    target = tuple(segment for _, segment in pairs)
+    return Labels(target, tuple(label for label, _ in pairs)), Permutation(key.order, target)
+
+
+def repeat_interleave(call: Call) -> Value | None:
+    """Return the index of the count each row belongs to; rows follow the order of the counts."""
+    repeats = call.value(call.inputs[0])
+    if not isinstance(repeats, Formulas):
+        return Opaque(reads_outside=isinstance(repeats, Outside))
+    order: list[Segment] = []
+    labels: list[int] = []
+    for label, cell in enumerate(repeats.cells):
+        runs = call.facts.runs(cell)
+        if runs is None:
+            return Opaque()
+        order += runs
+        labels += [label] * len(runs)
+    return Labels(tuple(order), tuple(labels))

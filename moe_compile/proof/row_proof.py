@@ -1,0 +1,272 @@
+"""Prove that a region's experts treat rows independently, so that chunks may run apart.
+
+Contract
+    A proof holds for any counts: running the body on the rows and the counts of some experts
+    gives the values, forward and backward, that running it on all gives for those rows. What is
+    not understood is refused, with the reason and the node.
+    No number of this rank's tokens decides: with none, or one, it proves what others prove.
+
+What is not followed (kernels, arithmetic that makes an index) is not believed: where the proof
+needs that such an index and the group sizes agree about which rows belong to which expert, both
+are computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
+
+Pseudo-code
+    run the body on fake tensors, noting aten operators
+    received rows = every run of rows in the order the dispatch's split sizes tell
+    for each operator: the value of its outputs follows from those of its inputs, or refuse
+    the combine must send the rows back in the order received
+    what was taken for granted of indices must hold on sampled counts
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
+from moe_compile.proof.position_rounding import is_channels_last, sums_by_place
+from moe_compile.proof.repeated_elements import Repeated
+from moe_compile.proof.row_rules import apply
+from moe_compile.proof.row_trace import (
+    UNTRACEABLE,
+    Dispatched,
+    HostRead,
+    NotFollowed,
+    Operator,
+    Produced,
+    Step,
+    Trace,
+    trace_body,
+)
+from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
+from moe_compile.regions.count_facts import CountFacts, said_to_be
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Formulas,
+    Labels,
+    Opaque,
+    Outside,
+    Permutation,
+    Rows,
+    Unproven,
+    Value,
+    length,
+)
+
+
+def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
+    """Return what chunking `region` may rely on, or why it must not be chunked."""
+    trace = trace_body(region)
+    if not isinstance(trace, Trace):
+        return _refused(region, *trace)
+    proof = _Proof(region, trace)
+    for moment, step in enumerate(trace.steps):
+        try:
+            proof.known.moment = moment
+            proof.follow(step)
+        except Unproven as unproven:
+            return _refused(region, step.node, unproven)
+        except UNTRACEABLE as error:
+            covered = Unproven(Reason.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
+            return _refused(region, step.node, covered)
+    for node, tensor in proof.inner_rows[:1]:
+        detail = f"rows are not the outermost dimension of shape {list(tensor.shape)}"
+        return _refused(region, node, Unproven(Reason.ROUNDED_BY_POSITION, detail))
+    try:
+        proof.check_combine()
+        return proof.result(proof.check_premises(trace))
+    except Unproven as unproven:
+        return _refused(region, region.combine, unproven)
+
+
+class _Proof:
+    """The proof of one region, step by step."""
+
+    def __init__(self, region: MoERegion, trace: Trace) -> None:
+        received = tensor_of(region.received_counts)
+        assert received is not None
+        self.facts = CountFacts(region.num_ranks, region.num_local_experts, received.numel())
+        self.facts.set_outside(_sizes_outside(region))
+        self.region, self.known = region, Knowledge(self.facts)
+        self.produced: dict[fx.Node, torch.Tensor] = {}
+        self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
+        """Tensors in which another dimension lies outside that of the rows, with their nodes."""
+        self.repeated = Repeated()
+        self._rows: torch.Tensor | None = None
+        for given in trace.inputs:
+            self.produced[given.node] = given.tensor
+            self.known.set(given.tensor, self._input(given))
+
+    def _input(self, given: Produced) -> Value:
+        if given.node is self.region.received_counts:
+            return Formulas(self.facts.received)
+        if given.node is self.region.counts:
+            return Formulas(self.facts.sent)
+        if given.node in self.region.others:
+            return Outside(frozenset({given.node}))
+        self._rows = given.tensor
+        return Opaque()  # until the dispatch tells their order; nothing reads them before
+
+    def follow(self, step: Step) -> None:
+        """Note what `step` makes known; raise Unproven where the proof ends."""
+        if isinstance(step, Operator):
+            self._operator(step)
+        elif isinstance(step, Produced):
+            self.produced[step.node] = step.tensor
+            self._name_sizes(step)
+        elif isinstance(step, HostRead):
+            self._host_read(step)
+        elif isinstance(step, NotFollowed):
+            self._not_followed(step)
+        elif isinstance(step, Dispatched) and self._rows is not None:
+            splits = output_splits(step.node), input_splits(step.node)
+            self.facts.set_root(*([_size(s) for s in side] for side in splits))
+            self.known.set(self._rows, Rows(0, self.facts.root))
+
+    def _operator(self, step: Operator) -> None:
+        func = functional(step.func)
+        if torch.Tag.nondeterministic_seeded in step.func.tags and step.node in self.region.body:
+            raise Unproven(Reason.RANDOM, str(step.func))
+        if func is None:
+            self._written_by_custom(step)
+            return
+        call = Call(step.node, func, step.args, step.kwargs, step.out, self.known)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        results: Value | list[Value] = Fixed() if random else apply(call)
+        outputs = call.outputs
+        each = results if isinstance(results, list) else [results] * len(outputs)
+        self.repeated.follow(call, each)
+        for tensor in written_tensors(step.func, step.args, step.kwargs):
+            self.known.forget_aliases(tensor)
+        for tensor, value in zip(outputs, each, strict=True):
+            self.known.set(tensor, self._checked(tensor, value))
+            if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
+                self.inner_rows.append((step.node, tensor))
+
+    def _lie_inside(self, rows: torch.Tensor, row_dim: int) -> bool:
+        """Whether another dimension lies outside that of the rows, in shape or in memory."""
+        others = [d for d, size in enumerate(rows.shape) if d != row_dim and size != 1]
+        far = any(d < row_dim or self.facts.depends_on_counts(rows.stride(d)) for d in others)
+        return far and sums_by_place(rows)
+
+    def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
+        """Return `value` when the sizes agree with it: all known, one of them that of the order."""
+        if isinstance(value, Rows):
+            size, order = tensor.shape[value.dim], value.order
+            others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
+            if any(self.facts.depends_on_counts(other) for other in others):
+                raise Unproven(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
+            if value.dim == 0 and is_channels_last(tensor):
+                raise Unproven(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
+        elif isinstance(value, Labels):
+            size, order = tensor.shape[0], value.order
+        elif isinstance(value, Permutation):
+            size, order = tensor.shape[0], value.source
+        else:
+            return value
+        if self.facts.is_unknown(size):
+            self.facts.read_on_host(size, length(order))
+        if self.facts.formula(size) != length(order):
+            raise Unproven(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
+        return value
+
+    def _name_sizes(self, step: Produced) -> None:
+        """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
+        in_graph = tensor_of(step.node)
+        if step.node is self.region.combine or in_graph is None:
+            return
+        for size, traced in zip(in_graph.shape, step.tensor.shape, strict=True):
+            if self.facts.is_unknown(size) and not self.facts.is_unknown(traced):
+                self.facts.read_on_host(size, self.facts.formula(traced))
+
+    def _host_read(self, step: HostRead) -> None:
+        value = self.known.value(step.tensor)
+        if isinstance(value, Rows):
+            raise Unproven(Reason.HOST_READ_OF_ROWS)
+        if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
+            raise Unproven(Reason.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
+        if isinstance(value, Formulas):
+            self.facts.read_on_host(value_of(step.node), value.cells[0])
+
+    def _written_by_custom(self, step: Operator) -> None:
+        if step.func.namespace == "aten":  # may change the form of its input, not only values
+            raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.func))
+        call = Call(step.node, step.func, step.args, step.kwargs, step.out, self.known)
+        for tensor in (*call.written, *call.outputs):
+            self._not_followed(NotFollowed(step.node, tensor, tuple(call.inputs)))
+
+    def _not_followed(self, step: NotFollowed) -> None:
+        values = [self.known.value(t) for t in step.inputs]
+        if not all(isinstance(v, (*FROM_COUNTS, Fixed)) for v in values):
+            raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.node.target))
+        tainted = any(isinstance(v, Opaque) and v.reads_outside for v in values)
+        self.known.forget_aliases(step.tensor)
+        self.known.set(step.tensor, Opaque(reads_outside=tainted))
+
+    def check_combine(self) -> None:
+        """Raise Unproven unless the rows sent back stand in the order received."""
+        if self.known.value(self.produced[self.region.combine]) != Rows(0, self.facts.root):
+            raise Unproven(Reason.ROWS_OUT_OF_ORDER)
+
+    def check_premises(self, trace: Trace) -> int:
+        """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
+        check_single_experts(self.region, trace, self.facts, self.known.claims)
+        premises = self.facts.premises
+        if not premises:
+            return 0
+        return check_on_samples(self.region, trace, self.facts, self.known.claims, premises)
+
+    def result(self, sampled: int) -> RowProof:
+        """Return the evidence gathered."""
+        unsliceable = [(n, why or _form(self.region, n)) for n, why in self.known.grouped.items()]
+        rows = [(n, self._only_expert(n)) for n in self.region.row_side]
+        return RowProof(
+            sliceable=tuple(n for n, why in unsliceable if why is None),
+            unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
+            expert_rows=tuple((n, e) for n, e in rows if e is not None),
+            facts=self.facts,
+            joins=tuple(dict.fromkeys(self.known.joins)),
+            sampled=sampled,
+        )
+
+    def _only_expert(self, node: fx.Node) -> int | None:
+        tensor = self.produced.get(node)
+        value = self.known.value(tensor) if tensor is not None else None
+        return self.facts.is_rows_of_one(value.order) if isinstance(value, Rows) else None
+
+
+def _size(size: object) -> object:
+    return value_of(size) if isinstance(size, fx.Node) else size
+
+
+def _sizes_outside(region: MoERegion) -> list[object]:
+    sizes: list[object] = []
+    for node in region.others:
+        value = value_of(node)
+        sizes += value.shape if isinstance(value, torch.Tensor) else [value]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def _form(region: MoERegion, gemm: fx.Node) -> str | None:
+    """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
+    weight = gemm.args[1] if len(gemm.args) > 1 else None
+    if weight not in region.others or gemm.kwargs.get("offs") not in region.count_side:
+        return "its weight or offsets are not plain arguments"
+    tensor = tensor_of(weight)
+    if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
+        return "its weight does not lie in memory matrix by matrix"
+    return None
+
+
+def _refused(region: MoERegion, node: fx.Node, why: Unproven) -> Refused:
+    """Return the refusal, naming the node and the user's line."""
+    where = [f"{node.name}: {why.detail}" if why.detail else node.name]
+    lines = (line.strip() for line in node.meta.get("stack_trace", "").splitlines())
+    where += [line for line in lines if line.strip("^~ ")][-2:]
+    return Refused(
+        candidate=region.name, reason=why.reason, detail=" | ".join(where), is_region=True
+    )

@@ -1,0 +1,240 @@
+"""What an operator makes of rows: independent of one another, or the proof ends.
+
+Contract
+    A rule returns rows only where row i of the output depends on row i of the inputs, on
+    constants and on the parameters of its expert, and is rounded alike for any number of rows.
+    The number of rows stands in one dimension, that of the rows; every other is known without
+    the counts. An argument that no rule looks at has its default value, or the call is refused.
+
+Rounded alike, by kind of operator:
+    elementwise   on a CPU where position_rounding.py says so, on CUDA always: one code for every
+                  element, wide loads or not
+    within rows   reductions, softmax and norms compute each row by itself. On a CPU this is
+                  relied on with one thread, where no row is cut between threads, and where rows
+                  are the outermost dimension (`sums_by_place`, repeated_elements.py). A GPU
+                  may share out a sum by the number of rows as well: not checked there
+    products      of rows of one expert only, padded at most by its own count: a chunk has all of
+                  them, so their number is the same
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof import (
+    constant_rules,
+    count_rules,
+    grouped_rules,
+    index_rules,
+    order_rules,
+    view_rules,
+)
+from moe_compile.proof.operator_call import Call, Rule, dim_of
+from moe_compile.proof.position_rounding import (
+    check_batch_rounding,
+    check_product_rounding,
+    check_rounding,
+    check_rounding_within,
+)
+from moe_compile.proof.understood_arguments import check_arguments
+from moe_compile.regions.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Order,
+    Outside,
+    Rows,
+    Unproven,
+    Value,
+    length,
+)
+
+
+def pointwise(call: Call) -> Value:
+    """Rows meet rows of the same order, constants, and parameters of their one expert."""
+    parts = [(t, call.value(t)) for t in call.inputs]
+    if any(isinstance(v, FROM_COUNTS) for _, v in parts):
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    seats = {(t.dim() - v.dim, v.order) for t, v in parts if isinstance(v, Rows)}
+    if len(seats) != 1:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+    ((from_right, order),) = seats
+    for tensor, value in parts:
+        if isinstance(value, Fixed):
+            _check_sizes(call, tensor, tensor.dim() - from_right, order)
+        uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
+        if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
+            raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+        if isinstance(value, Outside):
+            call.note_read(value, None, order)
+    check_rounding(call)
+    return Rows(call.outputs[0].dim() - from_right, order)
+
+
+def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order) -> None:
+    """Refuse a constant beside rows that is as long as a chunk's rows, or counts, are not."""
+    for dim, size in enumerate(call.shape(constant)):
+        if dim == row_dim and size not in (1, length(order)):
+            raise Unproven(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
+        if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
+            raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
+
+
+def reduction(call: Call) -> Value | list[Value]:
+    """A reduction, scan or sort within each row."""
+    tensor, rows = view_rules.the_rows(call)
+    given = call.argument("dim")
+    if given is None and call.name in ("sort", "topk"):
+        given = -1
+    dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dims = [dim_of(d, tensor.dim()) for d in dims]
+    if rows.dim in dims:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
+    if any(not isinstance(call.value(t), Rows) for t in call.inputs):
+        raise call.unknown()
+    check_rounding_within(call)
+    kept = call.outputs[0].dim() == tensor.dim()
+    dim = rows.dim if kept else rows.dim - sum(d < rows.dim for d in dims)
+    return [Rows(dim, rows.order) for _ in call.outputs]
+
+
+def norm(call: Call) -> Value | list[Value]:
+    """A normalisation within each row, by weights of its expert."""
+    tensor, rows = view_rules.the_rows(call)
+    normalized = len(call.argument("normalized_shape", ()))
+    if not normalized or rows.dim >= tensor.dim() - normalized:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
+    for other in call.inputs[1:]:
+        value = call.value(other)
+        if isinstance(value, Outside):
+            call.note_read(value, None, rows.order)
+        elif not isinstance(value, Fixed):
+            raise call.unknown()
+    return [Rows(rows.dim, rows.order) for _ in call.outputs]
+
+
+def matmul(call: Call) -> Value:
+    """`[R, K] @ [K, N]` or its transpose, the matrix read by rows of one expert only."""
+    left, right = call.argument("self"), call.argument("mat2")
+    bias = None
+    if call.name == "addmm":
+        bias, left, right = left, call.argument("mat1"), right
+    values = [call.value(left), call.value(right)]
+    if all(isinstance(v, Rows) for v in values):
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
+    side = 0 if isinstance(values[0], Rows) else 1
+    rows, matrix = values[side], values[1 - side]
+    if not isinstance(rows, Rows) or isinstance(matrix, FROM_COUNTS):
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    if rows.dim != side:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
+    if call.expert_of(rows.order) is None:
+        detail = f"{call.name} over rows of several experts rounds by their number"
+        raise Unproven(Reason.SHARED_PARAMETER, detail)
+    check_product_rounding(call, (left, right)[side], side)
+    if isinstance(matrix, Outside):
+        call.note_read(matrix, None, rows.order)
+    if bias is not None:
+        _bias(call, bias, rows, side)
+    return Rows(side, rows.order)
+
+
+def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
+    value = call.value(bias)
+    from_right = 2 - dim
+    if isinstance(value, Rows):
+        if value.order != rows.order or bias.dim() - value.dim != from_right:
+            raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        return
+    if isinstance(value, FROM_COUNTS):
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+    if isinstance(value, Outside):
+        call.note_read(value, None, rows.order)
+
+
+def batched_matmul(call: Call) -> Value:
+    """One small product per row."""
+    left, right = (call.value(t) for t in call.inputs)
+    if left != right or not isinstance(left, Rows) or left.dim != 0:
+        raise call.unknown()
+    check_batch_rounding(call)
+    return left
+
+
+SIZED: Final = frozenset(
+    {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "split_with_sizes"}
+)
+"""Operators whose numbers are sizes and positions, not values."""
+
+ROW_RULES: Final[dict[str, Rule]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), view_rules.reshaped),
+    **dict.fromkeys(view_rules.MOVED, view_rules.moved),
+    "squeeze": view_rules.squeezed,
+    "select": view_rules.selected,
+    "unbind": view_rules.selected,
+    "slice": view_rules.sliced,
+    "split": view_rules.split,
+    "split_with_sizes": view_rules.split,
+    "cat": view_rules.joined,
+    "stack": view_rules.stacked,
+    "constant_pad_nd": view_rules.padded,
+    **dict.fromkeys(
+        (
+            "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
+            "var_mean", "prod", "any", "all", "logsumexp", "linalg_vector_norm", "norm",
+            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "glu",
+        ),
+        reduction,
+    ),
+    "native_layer_norm": norm,
+    "_fused_rms_norm": norm,
+    "mm": matmul,
+    "addmm": matmul,
+    "bmm": batched_matmul,
+    "_grouped_mm": grouped_rules.grouped_matmul,
+}  # fmt: skip
+"""Operators on rows, beside indexing and those tagged pointwise."""
+
+
+def apply(call: Call) -> Value | list[Value]:
+    """Return what `call` makes of what is known of its inputs; raise Unproven when not known."""
+    if call.name in constant_rules.FILLS:
+        return constant_rules.fill(call)
+    values = [call.value(t) for t in call.inputs]
+    has_rows = any(isinstance(v, Rows) for v in values)
+    if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
+        nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
+        counted = call.reads_counts() or call.is_sized_by_counts()
+        if nodes and counted and call.name != "expand":
+            raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        return Outside(frozenset(nodes)) if nodes else constant_rules.fixed(call)
+    check_arguments(call)
+    result = _indexed(call)
+    if result is None:
+        result = _on_rows(call) if has_rows else count_rules.from_counts(call)
+    return result
+
+
+def _indexed(call: Call) -> Value | list[Value] | None:
+    if call.name in ("index", "index_select", "gather", "embedding"):
+        return index_rules.gather(call)
+    if call.name in ("index_put", "_unsafe_index_put", "index_copy", "index_add"):
+        return index_rules.scatter(call)
+    if call.name == "sort" and not isinstance(call.value(call.inputs[0]), Rows):
+        return order_rules.sort(call)
+    return order_rules.repeat_interleave(call) if call.name == "repeat_interleave" else None
+
+
+def _on_rows(call: Call) -> Value | list[Value]:
+    rule = ROW_RULES.get(call.name)
+    if call.reads_counts() and call.name not in SIZED:
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    if rule is not None:
+        return rule(call)
+    if call.is_pointwise:
+        return pointwise(call)
+    raise call.unknown()

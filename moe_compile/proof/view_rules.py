@@ -1,0 +1,240 @@
+"""Views, splits and joins of rows: where the row dimension goes, and in which order.
+
+Contract
+    A view keeps the row dimension whole or is refused.
+    Rows are cut only where the counts say that one run ends and the next begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import sympy
+import torch
+
+from moe_compile.graph.query import tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.operator_call import Call, dim_of
+from moe_compile.proof.position_rounding import check_parts_rounding
+from moe_compile.regions.row_domain import (
+    FROM_COUNTS,
+    Fixed,
+    Order,
+    Rows,
+    Unproven,
+    Value,
+    cut,
+    is_selected,
+    join,
+    length,
+    padding,
+)
+
+
+def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
+    """Return the first input with its rows."""
+    tensor = call.inputs[0]
+    rows = call.value(tensor)
+    if not isinstance(rows, Rows):
+        raise call.unknown()
+    return tensor, rows
+
+
+def reshaped(call: Call) -> Value:
+    """Find the dimension that holds the rows whole after a change of shape."""
+    tensor, rows = the_rows(call)
+    before, after = call.shape(tensor), call.shape(call.outputs[0])
+    ahead = sympy.Mul(*before[: rows.dim])
+    for dim, size in enumerate(after):
+        if size == before[rows.dim] and sympy.Mul(*after[:dim]) == ahead:
+            return Rows(dim, rows.order)
+    raise call.unknown()
+
+
+def _transposed(call: Call, dim: int, ndim: int) -> int:
+    if call.name == "permute":
+        dims = [dim_of(d, ndim) for d in call.argument("dims")]
+        return dims.index(dim)
+    pair = [dim_of(d, ndim) for d in (call.argument("dim0", 0), call.argument("dim1", 1))]
+    if call.name == "t" and ndim < 2:
+        return dim
+    return pair[1 - pair.index(dim)] if dim in pair else dim
+
+
+def _unsqueezed(call: Call, dim: int, ndim: int) -> int:
+    return dim + (dim_of(call.argument("dim"), ndim + 1) <= dim)
+
+
+def _expanded(call: Call, dim: int, ndim: int) -> int:
+    return dim + call.outputs[0].dim() - ndim
+
+
+MOVED: Final[dict[str, Callable[[Call, int, int], int]]] = {
+    "permute": _transposed,
+    "transpose": _transposed,
+    "t": _transposed,
+    "unsqueeze": _unsqueezed,
+    "expand": _expanded,
+}
+
+
+def moved(call: Call) -> Value:
+    """Follow the row dimension through a view that keeps every element, or repeats it."""
+    tensor, rows = the_rows(call)
+    return Rows(MOVED[call.name](call, rows.dim, tensor.dim()), rows.order)
+
+
+def squeezed(call: Call) -> Value:
+    """Follow the row dimension when others of size 1 go."""
+    tensor, rows = the_rows(call)
+    given = call.argument("dim")
+    dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dims = [dim_of(d, tensor.dim()) for d in dims]
+    if rows.dim in dims:  # it would go where there is one row
+        raise call.unknown()
+    ones = [d for d in dims if call.shape(tensor)[d] == 1]
+    return Rows(rows.dim - sum(d < rows.dim for d in ones), rows.order)
+
+
+def selected(call: Call) -> Value | list[Value]:
+    """One index, or each, of a dimension that does not hold the rows."""
+    tensor, rows = the_rows(call)
+    dim = dim_of(call.argument("dim", 0), tensor.dim())
+    _not_rows(call, rows, dim)
+    return [Rows(rows.dim - (dim < rows.dim), rows.order) for _ in call.outputs]
+
+
+def _not_rows(call: Call, rows: Rows, dim: int) -> None:
+    if dim == rows.dim:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
+
+
+def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
+    pieces = cut(order, sizes)
+    if pieces is None:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
+    return pieces
+
+
+def _kept(call: Call, order: Order, piece: Order) -> Order:
+    """Return `piece` of `order`; a part of what an index not followed chose is some experts'."""
+    for segment in piece:
+        is_part = is_selected(segment) and segment not in order
+        if is_part and not call.facts.note_experts_of(segment):
+            detail = f"{call.name} of rows in an order not followed, not where an expert's end"
+            raise Unproven(Reason.ROWS_MIXED, detail)
+    return piece
+
+
+def sliced(call: Call) -> Value:
+    """A slice of the rows must start and end where runs of rows do."""
+    tensor, rows = the_rows(call)
+    if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
+        return _by_position(call, rows)[0]
+    total = length(rows.order)
+    given = call.argument("start")
+    start = sympy.S.Zero if given is None else _position(call, given, total)
+    end = _position(call, call.argument("end"), total)
+    if call.facts.formula(call.argument("step", 1)) != 1:
+        raise Unproven(Reason.ROWS_MIXED, "every n-th row")
+    if start == 0 and end == total:
+        return rows
+    _, kept, _ = _pieces(call, rows.order, [start, end - start])
+    return Rows(rows.dim, _kept(call, rows.order, kept))
+
+
+def _by_position(call: Call, rows: Rows) -> list[Value]:
+    """Parts of each row, at positions that do not come from the counts."""
+    if call.reads_counts():
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    return [rows for _ in call.outputs]
+
+
+def _position(call: Call, position: Any, total: sympy.Expr) -> sympy.Expr:
+    if position is None or (isinstance(position, int) and position == sys.maxsize):
+        return total
+    formula = call.facts.formula(position)
+    return total + formula if formula.is_Integer and formula < 0 else formula
+
+
+def split(call: Call) -> Value | list[Value]:
+    """A split of the rows must fall between runs of rows."""
+    tensor, rows = the_rows(call)
+    if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
+        return _by_position(call, rows)
+    sizes = call.argument("split_sizes")
+    if sizes is None:
+        raise Unproven(Reason.ROWS_MIXED, "a split of the rows in equal parts")
+    formulas = [call.facts.formula(size) for size in sizes]
+    *pieces, rest = _pieces(call, rows.order, formulas)
+    if rest:
+        raise Unproven(Reason.ROWS_MIXED, "a split of the rows that leaves some out")
+    return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
+
+
+def joined(call: Call) -> Value:
+    """Rows after rows, with constants as padding; or the same rows side by side."""
+    parts = [(t, call.value(t)) for t in call.inputs]
+    dims = {v.dim for _, v in parts if isinstance(v, Rows)}
+    if len(dims) != 1 or any(isinstance(v, FROM_COUNTS) for _, v in parts):
+        raise Unproven(Reason.VALUE_FROM_COUNTS if len(dims) == 1 else Reason.ROWS_MIXED, "cat")
+    (row_dim,) = dims
+    if any(not isinstance(v, Rows | Fixed) for _, v in parts):
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+    if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
+        return _side_by_side(call, parts, row_dim)
+    in_graph = (tensor_of(node) for node in call.node.all_input_nodes)
+    given = [t for t in in_graph if t is not None]  # autocast gives them one type behind the node
+    if all(len({(t.dtype, t.dim()) for t in ts}) == 1 for ts in ([t for t, _ in parts], given)):
+        call.known.joins.append(call.node)
+    orders = (
+        v.order if isinstance(v, Rows) else (padding(call.shape(t)[row_dim]),) for t, v in parts
+    )
+    return Rows(row_dim, join(orders))
+
+
+def stacked(call: Call) -> Value:
+    """The same rows in a new dimension."""
+    seats = {call.value(t) for t in call.inputs}
+    rows = seats.pop() if len(seats) == 1 else None
+    if not isinstance(rows, Rows):
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+    new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
+    row_dim = rows.dim + (new <= rows.dim)
+    check_parts_rounding(call, row_dim, new, range(len(call.inputs)))
+    return Rows(row_dim, rows.order)
+
+
+def padded(call: Call) -> Value:
+    """Constants around each row, or behind the last."""
+    tensor, rows = the_rows(call)
+    _by_position(call, rows)
+    amounts = list(call.argument("pad"))
+    place = 2 * (tensor.dim() - 1 - rows.dim)
+    ahead, after = (*amounts[place : place + 2], 0, 0)[:2]
+    behind = call.facts.formula(after)
+    if ahead != 0 or not behind.is_nonnegative:  # a negative amount cuts rows off
+        raise call.unknown()
+    for i, ahead_of_part in enumerate(amounts[0::2]):
+        dim = tensor.dim() - 1 - i
+        if dim != rows.dim and any(amounts[2 * i : 2 * i + 2]):
+            check_parts_rounding(call, rows.dim, dim, [ahead_of_part])
+    return Rows(rows.dim, join([rows.order, (padding(behind),)]))
+
+
+def _side_by_side(call: Call, parts: list[tuple[torch.Tensor, Value]], row_dim: int) -> Value:
+    orders = {v.order for _, v in parts if isinstance(v, Rows)}
+    if len(orders) != 1:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+    (order,) = orders
+    constants = [(t, v) for t, v in parts if isinstance(v, Fixed)]
+    if any(not v.is_uniform or call.shape(t)[row_dim] != length(order) for t, v in constants):
+        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+    dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
+    if any(call.facts.depends_on_counts(t.shape[dim]) for t in call.inputs):
+        raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
+    sizes = [int(t.shape[dim]) for t in call.inputs]
+    check_parts_rounding(call, row_dim, dim, [sum(sizes[:i]) for i in range(len(sizes))])
+    return Rows(row_dim, order)

@@ -1,0 +1,92 @@
+"""Which assertions about host integers hold by themselves wherever a region runs at all.
+
+Contract
+    An assertion is called implied only where it follows from what the dispatch itself demands of
+    its split sizes: no count is negative, and the rows sent are as many as there are. A program
+    that breaks one of these fails in the exchange, asserted or not. All others are the user's, or
+    cannot be told from the user's, and stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+import sympy
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.query import tensor_of, value_of
+from moe_compile.regions.count_facts import CountFacts
+from moe_compile.regions.regions import MoERegion
+
+RELATIONS: Final[dict[Any, Callable[[Any, Any], Any]]] = {
+    operator.ge: sympy.Ge,
+    operator.gt: sympy.Gt,
+    operator.le: sympy.Le,
+    operator.lt: sympy.Lt,
+    operator.eq: sympy.Eq,
+}
+ARITHMETIC: Final[dict[Any, Callable[..., Any]]] = {
+    operator.add: operator.add,
+    operator.sub: operator.sub,
+    operator.mul: operator.mul,
+    operator.neg: operator.neg,
+    torch.sym_sum: lambda terms: sympy.Add(*terms),
+}
+
+
+def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
+    """Whether what `assertion` demands follows from the counts of `region` alone."""
+    condition = assertion.args[0]
+    if assertion.target is torch._check_is_size:
+        number = _formula(condition, facts)
+        return number is not None and bool(number.is_nonnegative)
+    if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
+        return False
+    left, right = (_formula(argument, facts) for argument in condition.args)
+    if left is None or right is None:
+        return False
+    if condition.target is operator.eq:
+        return _is_at_least(left, right, region, facts) and _is_at_least(right, left, region, facts)
+    if condition.target in (operator.gt, operator.lt):
+        left, right = _strict(left, right, condition.target)
+        return _is_at_least(left, right, region, facts)
+    low, high = (right, left) if condition.target is operator.ge else (left, right)
+    return _is_at_least(high, low, region, facts)
+
+
+def _strict(left: sympy.Expr, right: sympy.Expr, relation: object) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return (high, low + 1) of `high > low`, over integers."""
+    return (left, right + 1) if relation is operator.gt else (right, left + 1)
+
+
+def _formula(argument: Any, facts: CountFacts) -> sympy.Expr | None:
+    """Return a number of the host as a formula in the counts, or None.
+
+    As the program computes it: what an assertion says of it would make that assertion true.
+    """
+    if isinstance(argument, int):
+        return sympy.Integer(argument)
+    if not isinstance(argument, fx.Node):
+        return None
+    if argument.target not in ARITHMETIC or argument.kwargs:
+        return facts.formula_written(value_of(argument))
+    operands = [
+        [_formula(a, facts) for a in given] if isinstance(given, list | tuple) else given
+        for given in argument.args
+    ]
+    known = [o if isinstance(o, list) else _formula(o, facts) for o in operands]
+    if any(k is None or (isinstance(k, list) and None in k) for k in known):
+        return None
+    return ARITHMETIC[argument.target](*known)
+
+
+def _is_at_least(high: sympy.Expr, low: sympy.Expr, region: MoERegion, facts: CountFacts) -> bool:
+    """Whether `high >= low` by form, the rows sent being as many as there are."""
+    rows = tensor_of(region.rows)
+    assert rows is not None
+    spare = sympy.Add(*facts.sent) - facts.formula(rows.shape[0])  # zero where the dispatch runs
+    difference = sympy.expand(high - low)
+    return any(sympy.expand(difference + sign * spare).is_nonnegative for sign in (0, 1, -1))

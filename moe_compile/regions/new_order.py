@@ -1,0 +1,98 @@
+"""What runs in another order in a region's new form than in the region, and writes that tell.
+
+Contract
+    The new form makes first what the host reads depend on and what needs no number of the host,
+    then reads what the host must know, all at once, then makes what else is computed from counts,
+    then what is computed from rows; each part in the order of the graph. Integers that the region
+    brings to the host are read where they came from, with all others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph import gradient_order
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.query import value_of
+from moe_compile.graph.same_tensor import maker
+from moe_compile.regions.host_reads import is_host_read, is_move_to_host
+from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.rewrites import Rewrite
+
+
+class Part(enum.IntEnum):
+    """The parts of the new form, in their order."""
+
+    BEFORE_THE_READ = 0
+    THE_READ = 1
+    FROM_COUNTS = 2
+    FROM_ROWS = 3
+
+
+def parts(
+    region: MoERegion, bulk: Collection[fx.Node], dependence: Dependence
+) -> dict[fx.Node, Part]:
+    """Return where each node of the region runs, if the one read makes the host reads `bulk`.
+
+    Reads that need what the host must read before, by data or by a write in place, are no part of
+    the one read.
+    """
+    counted = set(region.count_side)
+    numbers = [n for n in region.count_side if is_host_read(n) or _is_number(n)]
+    after = dependence.below(numbers)
+    together = [n for n in bulk if after.isdisjoint(dependence.needs(n))]
+    given = {region.rows, region.counts, region.received_counts, *region.others}
+    first = (dependence.above(bulk, stops=given) & counted) - after
+
+    def part(node: fx.Node) -> Part:
+        if node not in counted:
+            return Part.FROM_ROWS
+        return Part.BEFORE_THE_READ if node in first else Part.FROM_COUNTS
+
+    found = {node: part(node) for node in region.body}
+    return {**found, **dict.fromkeys(together, Part.THE_READ)}
+
+
+def order_of_gradients(
+    rewrite: Rewrite, bulk: Collection[fx.Node], dependence: Dependence
+) -> gradient_order.Part | None:
+    """Return the order in which the new form reads what autograd adds gradients to.
+
+    Where counts come first that is: the rows, for all chunks; the weights of sliced products, in
+    one piece per chunk; what is computed from counts; what is computed from rows.
+    """
+    if not rewrite.counts_first:
+        return None
+    region, part_of = rewrite.region, parts(rewrite.region, bulk, dependence)
+
+    def part(reader: fx.Node, source: fx.Node) -> int:
+        if reader is region.dispatch:
+            return -2
+        weight = reader.args[1] if reader in rewrite.sliced else None
+        if isinstance(weight, fx.Node) and maker(weight) is source:
+            return -1
+        return part_of.get(reader, Part.FROM_ROWS)
+
+    return part
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def find_overtaken(
+    region: MoERegion, bulk: Collection[fx.Node], dependence: Dependence
+) -> tuple[fx.Node, fx.Node] | None:
+    """Return a write of the region, and what reads the same memory before and would do so after."""
+    place, part = dependence.position, parts(region, bulk, dependence)
+    for writer, written in dependence.writes.items():
+        for node in region.body if writer in part else ():
+            late = part[node] > part[writer] or is_move_to_host(node)
+            touched = not written or (dependence.reads(node) | storages(node)) & written
+            if late and touched and place[node] < place[writer]:
+                return writer, node
+    return None

@@ -1,0 +1,103 @@
+"""The parts of a graph the passes reason about.
+
+Contract
+    A region names nodes of one graph and is stale once that graph is edited.
+    Regions are built only by the detectors and are consistent by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.fx as fx
+
+from moe_compile.errors import ContractViolation
+from moe_compile.journal.reasons import Reason
+
+if TYPE_CHECKING:  # it names reasons of this module
+    from moe_compile.regions.count_facts import CountFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoERegion:
+    """One dispatch -> experts -> combine, as data flow.
+
+    Shapes: `rows` sends `[R, D]` routed rows, sorted by expert; `counts` holds the rows per
+    expert, `num_ranks * num_local_experts` values, rank-major; `received_counts` the same as
+    seen by the receiver.
+    """
+
+    name: str
+    """`region 0`, `region 1`, ... in graph order."""
+    rows: fx.Node
+    counts: fx.Node
+    count_exchange: fx.Node
+    received_counts: fx.Node
+    dispatch: fx.Node
+    combine: fx.Node
+    result: fx.Node
+    """The last wait of the combine: what the graph after the region reads."""
+    body: tuple[fx.Node, ...]
+    """Every node between rows, counts and result, those three excluded but for `result`, in
+    graph order. Holds the dispatch, the combine and their waits, never `count_exchange`."""
+    count_side: tuple[fx.Node, ...]
+    """The part of the body computed from counts alone, in graph order."""
+    others: tuple[fx.Node, ...]
+    """Inputs of the body from outside: parameters and constants, in order of first use."""
+    group: str
+    """Name of the process group of the exchanges."""
+    num_ranks: int
+    num_local_experts: int
+
+    def __post_init__(self) -> None:
+        """Raise ContractViolation when the pieces do not fit together."""
+        if not (self.count_exchange < self.dispatch < self.combine < self.result):
+            raise ContractViolation(f"{self.name}: exchanges out of order")
+        if self.num_ranks < 1 or self.num_local_experts < 1:
+            raise ContractViolation(f"{self.name}: no ranks or no experts")
+
+    @property
+    def row_side(self) -> tuple[fx.Node, ...]:
+        """The part of the body that depends on the dispatched rows, in graph order."""
+        counted = set(self.count_side)
+        return tuple(node for node in self.body if node not in counted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A candidate left alone, and why."""
+
+    candidate: str
+    reason: Reason
+    detail: str = ""
+    is_region: bool = False
+    """Whether a dispatch, its combine and its counts were matched."""
+
+    def __str__(self) -> str:
+        """Return `candidate: reason (detail)`."""
+        return f"{self.candidate}: {self.reason.value}" + (
+            f" ({self.detail})" if self.detail else ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowProof:
+    """Evidence that a region's experts treat rows independently given the counts."""
+
+    sliceable: tuple[fx.Node, ...] = ()
+    """Grouped GEMMs of the body whose groups are the local experts and whose offsets give the
+    experts of other chunks no rows: their weights and offsets may be sliced to one chunk's."""
+    unsliceable: tuple[tuple[fx.Node, str], ...] = ()
+    """The other grouped GEMMs of the body, each with the reason."""
+    expert_rows: tuple[tuple[fx.Node, int], ...] = ()
+    """Nodes of the body whose rows all belong to one local expert, and that expert's index;
+    only nodes that have no rows at all when that expert's counts are zero."""
+    facts: CountFacts | None = field(default=None, compare=False)
+    """What every size the host computed from the counts is, as a formula in the counts."""
+    joins: tuple[fx.Node, ...] = ()
+    """Concatenations of the body along the dimension that holds the rows, of tensors of one type:
+    they may do without inputs that have no rows."""
+    sampled: int = 0
+    """Vectors of counts on which indices that could not be followed were evaluated and found to
+    agree with the group sizes; 0 where the proof followed every index."""

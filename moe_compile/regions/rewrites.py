@@ -1,0 +1,79 @@
+"""How regions are to be rewritten, and what becomes of the graph around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewrite:
+    """How a region is to be rewritten: its body runs just before its result."""
+
+    region: MoERegion
+    proof: RowProof
+    replaced: fx.Node
+    """What the rewrite makes anew: the region's result, or what is made of it further on."""
+    before: tuple[fx.Node, ...] = ()
+    """Nodes outside the body that run just before the region's result as well."""
+    behind: tuple[fx.Node, ...] = ()
+    """Nodes from the region's result to `replaced` that run just before `replaced`."""
+    others: tuple[fx.Node, ...] = ()
+    """Nodes that the rewrite needs no more, wherever they run."""
+    reads_late: bool = False
+    """Whether the host reads at the region's result, not where the region's last read stands."""
+    not_served: frozenset[fx.Node] = frozenset()
+    """Host reads that must stay where they are if anybody else needs them."""
+
+    read_once: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
+    """Tensors of which one read of the new form serves several nodes, each with these nodes."""
+    counts_first: bool = False
+    """Whether all that is computed from counts runs before what is computed from rows."""
+    sliced: tuple[fx.Node, ...] = ()
+    """Grouped products whose weights are cut into pieces before either."""
+
+    @property
+    def rows(self) -> tuple[fx.Node, ...]:
+        """Everything on the rows that the rewrite takes the place of."""
+        return (*self.region.row_side, *self.behind)
+
+    @property
+    def inputs(self) -> frozenset[fx.Node]:
+        """What the new form reads of the graph: what the old one reads from outside."""
+        region = self.region
+        old = {*region.body, *self.before, *self.behind, *self.others}
+        given = {region.rows, region.counts, region.received_counts}
+        return frozenset({i for node in old for i in node.all_input_nodes} | given) - old
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What stays of a region's body when it is rewritten, and where the host reads for it."""
+
+    read_at: fx.Node
+    """The one read of everything the host must know stands before this node."""
+    bulk: frozenset[fx.Node]
+    """Host reads of the region that the one read makes: of integers that are never negative."""
+    served: tuple[fx.Node, ...]
+    """Host reads of the region that others need and that the one read serves, in graph order."""
+    moved: tuple[fx.Node, ...]
+    """What depends on these and must stand behind the one read, in graph order."""
+    num_kept: int
+    """Host reads of the region that stay where they are, because others need them earlier, or
+    because the host must read something else first."""
+    sizes: Mapping[fx.Node, fx.Node]
+    """Size of rows inside the region that others ask for -> the host integer that it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aftermath:
+    """What becomes of a graph by rewrites applied together."""
+
+    around: Mapping[str, Surroundings | Refused]
+    """By the region's name."""
+    dead: tuple[fx.Node, ...]
+    """What nothing needs any more, in graph order."""

@@ -1,0 +1,83 @@
+"""Steps that change rows one by one: casts, and products with one factor per row.
+
+Contract
+    A chain may be run on any rows, in any order, with the factors of those rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.query import expression_of, tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.token_regions import NotFound
+
+CASTS: Final = frozenset({"to", "float", "bfloat16", "half", "double", "contiguous"})
+PRODUCTS: Final = (operator.mul, torch.mul, "mul")
+
+
+class NotByRow(Exception):
+    """The search of a chain ended; carries why."""
+
+    def __init__(self, reason: Reason, node: fx.Node) -> None:
+        """Keep `reason` and `node`."""
+        super().__init__(node.name)
+        self.found = NotFound(reason=reason, detail=f"{node.name}: {node.target}")
+
+
+@dataclass(slots=True)
+class RowChain:
+    """Nodes that change rows one by one, and the factors they read."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    factors: list[fx.Node] = field(default_factory=list)
+
+    def add(self, node: fx.Node, otherwise: Reason) -> fx.Node:
+        """Add a step; return the rows it reads. Raise NotByRow, for `otherwise` if unknown."""
+        row, factors = _row_and_factors(node, otherwise)
+        self.nodes.append(node)
+        self.factors += factors
+        return row
+
+
+def only_reader(node: fx.Node) -> fx.Node:
+    """Return the one node that reads `node`; raise NotByRow where there are more or none."""
+    if len(node.users) != 1:
+        raise NotByRow(Reason.ROWS_READ, node)
+    return next(iter(node.users))
+
+
+def shape_of(node: fx.Node) -> list[object]:
+    """Return the sizes of a tensor, numbers or expressions; [] of anything else."""
+    tensor = tensor_of(node)
+    return [] if tensor is None else [expression_of(size) for size in tensor.shape]
+
+
+def num_rows(node: fx.Node) -> object:
+    """Return the first size of a tensor, None of anything else."""
+    return next(iter(shape_of(node)), None)
+
+
+def type_of(node: object) -> torch.dtype | None:
+    """Return the type of a tensor's numbers, None of anything else."""
+    tensor = tensor_of(node) if isinstance(node, fx.Node) else None
+    return None if tensor is None else tensor.dtype
+
+
+def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx.Node]]:
+    inputs = node.all_input_nodes
+    if node.op == "call_method" and node.target in CASTS and len(inputs) == 1:
+        return inputs[0], []
+    if node.target not in PRODUCTS or node.kwargs:
+        raise NotByRow(otherwise, node)
+    if len(inputs) == 1 and node.args[0] is not node.args[1]:
+        return inputs[0], []  # a number for all
+    is_factor = [shape_of(i)[1:] == [1] for i in inputs]
+    if len(inputs) == 2 and sum(is_factor) == 1:
+        return inputs[is_factor.index(False)], [inputs[is_factor.index(True)]]
+    raise NotByRow(Reason.NOT_BY_ROW, node)

@@ -1,0 +1,244 @@
+"""What is known of the index that tells each routed row its token.
+
+Contract
+    An answer holds for any routing. It rests on the graph's structure: two expressions are the
+    same when the same operators read the same inputs, and nothing writes what they read.
+
+Worked example, two experts a token of four: chosen [[2, 0], [0, 3]], flat [2, 0, 0, 3], order
+[1, 2, 0, 3], tokens of the rows order // 2 = [0, 1, 0, 1]: every token has two rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.dependence import storages
+from moe_compile.graph.effects import is_pure
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.query import called_name, expression_of, is_integer, tensor_of
+from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.regions.row_chain import num_rows, shape_of
+
+FORMS: Final = frozenset(
+    {"to", "int", "long", "view", "reshape", "flatten", "contiguous", "ravel", "detach", "squeeze"}
+)
+"""Methods that keep the flat order of integers, and where a type holds them all the integers."""
+CASTS: Final = frozenset({"to", "int", "long"})
+HOLDS_ALL: Final = (torch.int32, torch.int64)
+"""Types of integers that hold every row's number: a rank has fewer than 2**31."""
+FLOOR: Final = "floor"
+SORTS: Final = ("input", "dim", "descending", "stable")
+TOPK: Final = ("input", "k", "dim", "largest", "sorted")
+
+
+def is_same_value(left: Any, right: Any, legality: Legality) -> bool:
+    """Whether two arguments are the same expression: Dynamo writes what is said twice twice."""
+    apart: dict[fx.Node, None] = {}
+    if not _is_same_expression(left, right, apart):
+        return False
+    if not apart:
+        return True
+    last = legality.dependence.in_order(apart)[-1]
+    return all(map(_is_determined, apart)) and legality.obstacle(apart, last) is None
+
+
+def _is_same_expression(left: Any, right: Any, apart: dict[fx.Node, None]) -> bool:
+    """Whether the same operators read the same inputs; nodes said twice are added to `apart`."""
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return type(left) is type(right) and bool(left == right)
+    if left is right:
+        return True
+    same_call = (left.op, left.target) == (right.op, right.target)
+    if not same_call or left.op not in ("call_function", "call_method"):
+        return False
+    apart |= dict.fromkeys((left, right))
+    mine, other = ([*node.args, *node.kwargs.items()] for node in (left, right))
+    return len(mine) == len(other) and all(
+        _is_same_expression(a, b, apart) for a, b in zip(mine, other, strict=True)
+    )
+
+
+def _is_determined(node: fx.Node) -> bool:
+    """Whether what the node reads tells its value: memory that nobody wrote may hold anything."""
+    return is_pure(node) and "empty" not in called_name(node)
+
+
+def mean_rows_per_token(index: fx.Node, tokens: fx.Node) -> int | None:
+    """Return k where `index` has k times as many rows as there are tokens, on every rank.
+
+    It must be computed from a `topk` that chooses k for each token. An index that is handed in has
+    as many rows as it happens to have, on one rank or in one step.
+    """
+    found: list[int] = []
+    seen, todo = {index}, [index]
+    while todo:
+        node = todo.pop()
+        if node.op in ("placeholder", "get_attr") and _is_of_numbers(node):
+            return None
+        given = arguments_of(node, "topk", *TOPK)
+        if given is not None and type(given.get("k")) is int:
+            found.append(given["k"])
+            continue
+        todo += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    rows, of = _length(index), _length(tokens)
+    return next((k for k in found if k > 0 and rows == k * of), None)
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    """Whether a tensor holds integers or truth values: what rows can be counted by."""
+    tensor = tensor_of(node)
+    return tensor is not None and (is_integer(node) or tensor.dtype is torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndex:
+    """Proofs about indices of one graph."""
+
+    written: frozenset[int]
+    """Storages that the graph writes in place: what made them does not tell what they hold."""
+
+    def rows_of_each_token(self, index: fx.Node, tokens: fx.Node) -> int | None:
+        """Return how many rows every token has: `k` where `index` is `order // k`, else None.
+
+        `order` must be a permutation of as many rows as `k` times the tokens.
+        """
+        divided = self._divided(index)
+        if divided is None or self._sorted_by(divided[0]) is None:
+            return None
+        rows, k = _length(index), divided[1]
+        return k if rows is not None and rows == k * _length(tokens) else None
+
+    def order_of(self, index: fx.Node) -> fx.Node | None:
+        """Return `order` where `index` is `order // k`, else None."""
+        divided = self._divided(index)
+        return None if divided is None else divided[0]
+
+    def chosen_of(self, index: fx.Node) -> fx.Node | None:
+        """Return the indices of the `topk` whose flat order sorts the rows; None when not found.
+
+        A token has at most one row for an expert: `topk` of k chooses k different ones for it.
+        """
+        divided = self._divided(index)
+        key = None if divided is None else self._sorted_by(divided[0])
+        if divided is None or key is None:
+            return None
+        chosen = self._origin(key)
+        given, tensor = self._output(chosen, 1, "topk", *TOPK), tensor_of(chosen)
+        if given is None or tensor is None or given.get("k") != divided[1]:
+            return None
+        whole = expression_of(tensor.numel()) == num_rows(key)
+        return chosen if whole and given.get("dim", -1) in (-1, tensor.dim() - 1) else None
+
+    def counts_values(self, counts: fx.Node, chosen: fx.Node) -> bool:
+        """Whether `counts[e]` is proven to be how often `chosen` holds e."""
+        node = self._origin(counts)
+        counted = self._counted(node) or self._compared(node)
+        return counted is not None and _holds_all(node) and self._origin(counted) is chosen
+
+    def _counted(self, node: fx.Node) -> fx.Node | None:
+        """Return whose values `bincount`, or `histc` with a bin for each, counts."""
+        given = self._arguments(node, "bincount", "input", "weights", "minlength")
+        if given is not None and given.get("weights") is None:
+            return _node(given.get("input"))
+        given = self._arguments(node, "histc", "input", "bins", "min", "max")
+        if given is None or (given.get("min"), given.get("max")) != (0, given.get("bins")):
+            return None
+        return _node(given.get("input"))
+
+    def _compared(self, node: fx.Node) -> fx.Node | None:
+        """Return the values v of `(v[:, None] == arange(n)).sum(0)`."""
+        given = self._arguments(node, "sum", "input", "dim", "keepdim", "dtype")
+        if given is None or given.get("dim") not in (0, [0], (0,)) or given.get("keepdim"):
+            return None
+        compared = given.get("input")
+        pairs = (self._arguments(compared, name, "input", "other") for name in ("eq", "__eq__"))
+        pair = next(filter(None, pairs), {})
+        values, labels = _node(pair.get("input")), _node(pair.get("other"))
+        if values is None or labels is None or not self._is_range(labels):
+            return None
+        column = tensor_of(values)
+        numel = None if column is None else expression_of(column.numel())
+        crossed = shape_of(compared) == [numel, num_rows(labels)]
+        return _column(values) if crossed and not self._is_written(values) else None
+
+    def _is_range(self, node: fx.Node) -> bool:
+        """Whether the node is 0, 1, ... in order."""
+        given = self._arguments(node, "arange", "end", "dtype", "device")
+        return given is not None and len(node.args) == 1 and is_integer(node)
+
+    def _divided(self, index: fx.Node) -> tuple[fx.Node, int] | None:
+        """Return (order, k) of `order // k`."""
+        index = self._origin(index)
+        for name in ("floordiv", "__floordiv__", "floor_divide", "div", "divide"):
+            given = self._arguments(index, name, "input", "other", "rounding_mode")
+            if given is None or (name.startswith("div") and given.get("rounding_mode") != FLOOR):
+                continue
+            order, k = _node(given.get("input")), given.get("other")
+            return (order, k) if order is not None and type(k) is int and k > 0 else None
+        return None
+
+    def _sorted_by(self, order: fx.Node) -> fx.Node | None:
+        """Return the vector whose sort gives the permutation `order`."""
+        order = self._origin(order)
+        given = self._arguments(order, "argsort", *SORTS) or self._output(order, 1, "sort", *SORTS)
+        key = _node(given.get("input")) if given else None
+        return key if key is not None and len(shape_of(key)) == 1 else None
+
+    def _output(
+        self, result: fx.Node, position: int, name: str, *parameters: str
+    ) -> dict[str, Any] | None:
+        """Return the arguments of the call whose `position`-th output `result` is."""
+        if result.target is not operator.getitem or result.args[1] != position:
+            return None
+        return None if self._is_written(result) else arguments_of(result.args[0], name, *parameters)
+
+    def _arguments(self, node: Any, name: str, *parameters: str) -> dict[str, Any] | None:
+        """Return the arguments of the call that tells what `node` holds."""
+        given = arguments_of(node, name, *parameters)
+        return None if given is None or self._is_written(node) else given
+
+    def _origin(self, node: fx.Node) -> fx.Node:
+        """Return where integers come from, before changes of form only."""
+        while not self._is_written(node) and (source := _same_integers(node)) is not None:
+            node = source
+        return node
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return bool(storages(node) & self.written)
+
+
+def _same_integers(node: fx.Node) -> fx.Node | None:
+    """Return what holds the integers of `node` in the same flat order, in another form."""
+    source = _node(node.args[0]) if node.op == "call_method" and node.target in FORMS else None
+    before, after = (None if n is None else tensor_of(n) for n in (source, node))
+    if source is None or before is None or after is None or not is_integer(source):
+        return None
+    widened = node.target in CASTS and after.dtype in HOLDS_ALL
+    return source if widened or after.dtype is before.dtype else None
+
+
+def _holds_all(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype in HOLDS_ALL
+
+
+def _column(values: fx.Node) -> fx.Node:
+    """Return the vector that `v[:, None]` spreads; another form is taken as it is."""
+    spread = (slice(None, None, None), None)
+    if values.target is operator.getitem and values.args[1] == spread:
+        return values.all_input_nodes[0]
+    return values
+
+
+def _length(node: fx.Node) -> Any:
+    return num_rows(node)
+
+
+def _node(argument: Any) -> fx.Node | None:
+    return argument if isinstance(argument, fx.Node) else None

@@ -1,0 +1,86 @@
+"""The words of the dispatch switch: what is around a region, and why it keeps its all-to-all.
+
+Contract
+    A `TokenRows` names nodes of one graph and is stale once that graph is edited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.body_needs import BodyNeeds
+from moe_compile.regions.regions import MoERegion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSum:
+    """The sums after a combine."""
+
+    total: fx.Node
+    """`[T, D]`: one sum per token."""
+    index: fx.Node
+    """`[R]`: the token of each row; where rows are put in order first, the order."""
+    is_order: bool
+    """Whether `index` is the order of the rows, `k` to a token, instead of their tokens."""
+    num_slots: object = None
+    """Rows that are added up for a token, where these are put in order first; else None."""
+    base: fx.Node | None = None
+    """What the sums are added to; None for zeros."""
+    weights: fx.Node | None = None
+    """Weights of the rows in order, `k` to a token; None for 1."""
+    tail: tuple[fx.Node, ...]
+    """All nodes of the form, from the rows on, `total` included, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRows:
+    """The gather before a region's dispatch and the sum after its combine.
+
+    Shapes: `tokens` `[T, D]`, `index` `[R]`, each factor `[R, 1]`.
+    """
+
+    tokens: fx.Node
+    index: fx.Node
+    gather: fx.Node
+    before: tuple[fx.Node, ...]
+    """What changes the gathered rows before they are sent, in order."""
+    after: tuple[fx.Node, ...]
+    """What changes the rows that came back before they are summed, in order."""
+    factors: tuple[fx.Node, ...]
+    """Factors per row that `before` and `after` read, each once."""
+    sums: TokenSum
+    rows_per_token: int | None
+    """Rows that every token has; None when not proven to be one number."""
+    mean_rows_per_token: int | None
+    """Rows of a rank over its tokens where that is proven to be one number in every step and on
+    every rank, whichever tokens the rows are of; else None."""
+    is_chosen_once: bool
+    """Whether no token is proven to have two rows for one expert."""
+
+    def readers(self, factor: fx.Node) -> frozenset[fx.Node]:
+        """Return which of `before` and `after` read the factor."""
+        chain = (*self.before, *self.after)
+        return frozenset(node for node in chain if factor in node.all_input_nodes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredForm:
+    """How a region runs on gathered tokens."""
+
+    region: MoERegion
+    found: TokenRows
+    needs: BodyNeeds
+    num_slices: int
+    is_exact: bool
+    """Whether the host reads how many rows come; else there is room for all that may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFound:
+    """Why the gather and the sum of a region were not found, or must not be replaced."""
+
+    reason: Reason
+    detail: str = ""

@@ -1,0 +1,147 @@
+"""Where the rows of a region come from and go to: a gather of tokens, and a sum per token.
+
+Contract
+    A `TokenRows` says: row r of the dispatch is `tokens[index[r]]`, changed row by row, and what
+    follows the combine adds the results, changed row by row, to their tokens: all that is needed
+    to move tokens instead of rows. The graph is not edited.
+
+    tokens[index] -> before -> region -> after -> sums of the rows of each token
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.modes import changes_mode
+from moe_compile.graph.query import tensor_of
+from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.row_chain import (
+    NotByRow,
+    RowChain,
+    num_rows,
+    only_reader,
+    shape_of,
+    type_of,
+)
+from moe_compile.regions.token_index import TokenIndex, is_same_value, mean_rows_per_token
+from moe_compile.regions.token_regions import NotFound, TokenRows
+from moe_compile.regions.token_sums import find_token_sum
+
+WHOLE_ROW: Final = slice(None, None, None)
+
+
+def find_token_rows(region: MoERegion) -> TokenRows | NotFound:
+    """Return where the rows of `region` come from and go to, or why a switch must not be made."""
+    dependence = Dependence(region.result.graph)
+    try:
+        found = _find(region, dependence)
+    except NotByRow as stopped:
+        return stopped.found
+    kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
+    kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
+    for node in kept:
+        writer = _writer(dependence, node)
+        if writer is not None:
+            return NotFound(reason=Reason.WRITTEN, detail=f"{node.name} by {writer.name}")
+    if (change := _state_change(found.gather, found.sums.total)) is not None:
+        return NotFound(reason=Reason.STATE_CHANGES, detail=change.name)
+    return found
+
+
+def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
+    gather, before = _up_to_gather(region.rows)
+    gathered = _gathered(gather)
+    assert gathered is not None
+    tokens, index = gathered
+    after, found = find_token_sum(region.result, dependence)
+    known = TokenIndex(frozenset().union(*dependence.writes.values()))
+    rows_per_token = known.rows_of_each_token(index, tokens)
+    summed_by = known.order_of(index) if found.is_order else index
+    legality = Legality(dependence, region.result.graph)
+    in_slots = not found.is_order or rows_per_token == found.num_slots
+    if not in_slots or not is_same_value(summed_by, found.index, legality):
+        raise NotByRow(Reason.OTHER_INDEX, found.total)
+    if num_rows(found.total) != num_rows(tokens):
+        raise NotByRow(Reason.OTHER_TOKENS, found.total)
+    if not _can_be_reduced(found.total, tokens):
+        raise NotByRow(Reason.NO_SUM, found.total)
+    for factor in (*before.factors, *after.factors):
+        if num_rows(factor) != num_rows(index):
+            raise NotByRow(Reason.NOT_BY_ROW, factor)
+    chosen = known.chosen_of(index)
+    return TokenRows(
+        tokens=tokens,
+        index=index,
+        gather=gather,
+        before=tuple(reversed(before.nodes)),
+        after=tuple(after.nodes),
+        factors=tuple(dict.fromkeys([*before.factors, *after.factors])),
+        sums=found,
+        rows_per_token=rows_per_token,
+        mean_rows_per_token=rows_per_token or mean_rows_per_token(index, tokens),
+        is_chosen_once=chosen is not None and known.counts_values(region.counts, chosen),
+    )
+
+
+def _can_be_reduced(total: fx.Node, tokens: fx.Node) -> bool:
+    """Whether sums are a matrix of floating point, where the tokens are: of bools they are none."""
+    sums, source = tensor_of(total), tensor_of(tokens)
+    if sums is None or source is None or sums.device != source.device:
+        return False
+    return sums.dim() == 2 and sums.dtype.is_floating_point
+
+
+def _up_to_gather(rows: fx.Node) -> tuple[fx.Node, RowChain]:
+    chain = RowChain()
+    node = rows
+    while _gathered(node) is None:
+        only_reader(node)
+        node = chain.add(node, Reason.NO_GATHER)
+    only_reader(node)
+    return node, chain
+
+
+def _gathered(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the matrix of which `node` gathers rows, and the vector of integers it does it by."""
+    source: object = None
+    index: object = None
+    if node.target is operator.getitem:
+        source, index = node.args
+        if isinstance(index, tuple) and index[1:] == (WHOLE_ROW,):
+            index = index[0]
+    elif given := arguments_of(node, "index_select", "input", "dim", "index"):
+        source, index = (given.get(name) for name in ("input", "index"))
+        if given.get("dim") != 0:
+            return None
+    if not isinstance(source, fx.Node) or not isinstance(index, fx.Node):
+        return None
+    is_vector = len(shape_of(index)) == 1 and type_of(index) in (torch.int32, torch.int64)
+    return (source, index) if is_vector and len(shape_of(source)) == 2 else None
+
+
+def _writer(dependence: Dependence, node: fx.Node) -> fx.Node | None:
+    mine = storages(node)
+    return next((w for w, written in dependence.writes.items() if written & mine), None)
+
+
+def _state_change(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """Return a change of mode between two nodes, but for grad mode switched off and on again."""
+    grad_modes: list[object] = []
+    change, node = None, first
+    while node is not last:
+        node = node.next
+        if changes_mode(node):
+            change = node
+            if "grad_enabled" not in getattr(node.target, "__name__", ""):
+                return node
+            grad_modes.append(node.args[0])
+    off_and_on = grad_modes[:1] == [False] and grad_modes[-1:] == [True]
+    return None if off_and_on else change

@@ -1,0 +1,1 @@
+"""What compiled callables do before they run: ranks agree, launches are recorded."""

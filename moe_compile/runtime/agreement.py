@@ -1,0 +1,266 @@
+"""Ranks agree on what a compiled callable launches before it runs for the first time.
+
+Contract
+    Two digests stand for a callable: of the user's collectives before any pass, per process group,
+    and of our plan, "" where nothing is rewritten. At its first run a callable publishes both, with
+    its position: how many of the user's collectives compiled callables launched there before.
+    The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
+    its main thread waits in a collective, with a message and a status of its own, ten seconds
+    at most after the second of them was published.
+    Only plans differ, or one rank launches in two calls what another launches in one: all ranks
+    run the user's order. A cut through what runs rewritten on some rank ends every rank.
+    A rank waits for others only before the first run of what is rewritten, or of what was left
+    whole though other ranks may run it rewritten, and no longer than the process group's own
+    timeout. A rank that is late or was killed is waited for.
+
+Why rewritten collectives meet their like
+    Compiled calls of all ranks of a group launch one sequence of the user's collectives on it;
+    where they do not, these differ at some position, which is an error. A rank launches a
+    callable's first rewritten call only if it knows that all ranks of the group publish, or run,
+    that plan at this position: a plan speaks of all collectives of its program, so they end alike.
+    Later calls ask nobody. A rank that compiles the program anew, and otherwise, while others run
+    what was agreed on finds that they cannot change it any more, and stops the job.
+    Which of several programs of one place runs may follow from a rank's own sizes. Unless ranks
+    promise to have equal ones, such programs have one plan: where a second one is met, or one that
+    is left whole, all of them run as the user wrote them from then on.
+Why it cannot deadlock
+    Only ranks of groups on which something is rewritten are asked, one another's partners in an
+    exchange that only all of them can launch; on other groups the program runs as written, whatever
+    the plan, and says so without a question: their ranks may need what follows this call.
+    A rank that waits has launched all calls before this one in full, so no partner needs it to get
+    here. Each other rank gets here and publishes; or has run this position without publishing,
+    as it needed no consent, and then its watcher thread answers for it; or never gets here:
+    its program differs, which is noticed, or it is gone, which is the launcher's to notice. Ranks
+    of several such groups wait for all ranks that these connect, so that all decide from one set of
+    answers: who waits has launched nothing, and can always leave the program whole.
+What a rank may see
+    Only what others published. Sizes, caches and clocks decide when it looks, never what it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
+
+import torch.distributed as dist
+
+from moe_compile.errors import RankDisagreement
+from moe_compile.runtime.answers import REMEDY, Answers, answers_key, conflict_of, entry
+from moe_compile.runtime.call_log import Journal, Program
+from moe_compile.runtime.rank_store import (
+    UNCOMPARED,
+    NewEntries,
+    RankStore,
+    default_store,
+    open_prefix,
+    ranks_to_compare,
+    timeout_s,
+)
+from moe_compile.runtime.watcher import Watcher
+
+LOG: Final = logging.getLogger(__name__)
+
+POLL_S: Final = 0.02
+SLOWEST_POLL_S: Final = 0.5
+"""How often a rank that waits looks, at first and later: a late rank may be minutes late."""
+SILENCE_S: Final = 30.0
+"""After which a rank that waits says for whom, once; it waits on."""
+HEARD_S: Final = 4.0
+"""How long a rank that ends lets others hear of it: it may serve the store they read."""
+
+
+SECOND_PLAN: Final = (
+    "the program at {place} was decided differently for other sizes or in another mode; ranks may "
+    "choose apart, so it runs as it is written. Set megamoe.equal_tokens if all ranks always have "
+    "equally many tokens"
+)
+
+Calls = tuple[tuple[Journal, Program], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a callable may run."""
+
+    calls: Calls = ()
+    """What to note at each call; nothing where there is no other rank."""
+    is_left_whole: bool = False
+    """Whether it must run as the user wrote it though a rewritten form was compiled."""
+
+
+class Agreement:
+    """What this rank ran, and agreed on, within one default process group."""
+
+    def __init__(self, store: dist.Store) -> None:
+        """Begin to talk to the other ranks through `store`."""
+        self.rank = dist.get_rank()
+        self.default_store = store
+        self.prefix = open_prefix(store, self.rank)
+        self.store = RankStore(store, self.prefix)
+        self.journals: dict[str, Journal] = {}
+        self._entries = NewEntries(self.store)
+        self._ahead: dict[str, list[dict[str, Any]]] = {}
+        """What was published that goes beyond this rank's calls, by journal."""
+        self.stopped = ""
+        """Why all ranks end; "" while they need not."""
+        self.has_raised = False
+        """Whether the main thread knows."""
+        self.has_seconds = False
+        """Whether programs of one place have different plans."""
+        self._watcher: Watcher | None = None
+
+    def check(self) -> None:
+        """Raise RankDisagreement if some rank found that ranks disagree."""
+        if self.stopped:
+            self.has_raised = True
+            raise RankDisagreement(self.stopped)
+
+    def meet(self, programs: Mapping[str, Program]) -> Turn:
+        """Publish what is about to run first, group -> program; wait where others must consent.
+
+        Raises RankDisagreement.
+        """
+        calls = tuple(
+            (journal, program)
+            for group, program in programs.items()
+            if (journal := self._journal(group)) is not None
+        )
+        whole = tuple((journal, replace(program, plan="")) for journal, program in calls)
+        is_rewritten = calls != whole
+        if any(journal.is_second(program) for journal, program in calls):
+            LOG.warning("megamoe: %s", SECOND_PLAN.format(place=calls[0][1].places[0]))
+            calls = whole
+        asked = tuple(call for call in calls if call[0].must_ask(call[1]))
+        self._publish(calls, asked)
+        if asked and not self._ask(asked):
+            calls = whole
+        for journal, program in calls:
+            journal.agree(program)
+        self.has_seconds |= any(p.plan != plan for j, p in calls for plan in j.plans_of(p))
+        return Turn(calls=calls, is_left_whole=is_rewritten and calls == whole)
+
+    def end(self, message: str) -> NoReturn:
+        """End all ranks, this one by RankDisagreement; for the threads that run the program."""
+        self.has_raised = True
+        raise RankDisagreement(self.stop(message, self.store))
+
+    def first_of_group(self, group: str, key: str, value: str) -> tuple[int, int] | None:
+        """Return the ranks that say different values of `key`: the first to speak, and this one.
+
+        None where they say the same, or where there is nobody to compare with.
+        """
+        journal = self._journal(group)
+        if journal is None:
+            return None
+        mine = [self.rank, value]
+        first = self.store.first(f"{journal.key}/{key}", mine)
+        return None if first[1] == value else (first[0], self.rank)
+
+    def stop(self, message: str, store: RankStore) -> str:
+        """Tell all ranks why they end; return the reason, which another rank may have told first.
+
+        `store` is the connection of the calling thread. Waits until others heard, not for long.
+        """
+        self.stopped = str(store.first("stop", message))
+        store.append("heard", self.rank)
+        self.wait_until_heard(store)
+        return self.stopped
+
+    def wait_until_heard(self, store: RankStore) -> None:
+        """Wait until every rank that watches has heard, at most `HEARD_S`."""
+        deadline = time.monotonic() + HEARD_S
+        while time.monotonic() < deadline and store.length("heard") < store.length("watching"):
+            time.sleep(POLL_S)
+
+    def _journal(self, group: str) -> Journal | None:
+        if group not in self.journals:
+            ranks = ranks_to_compare(group)
+            if not ranks:
+                return None
+            key = f"{group}/{','.join(map(str, ranks))}"
+            self.journals[group] = Journal(key, group, ranks)
+            if self._watcher is None:
+                self._watcher = Watcher(self)
+                self._watcher.start()
+        return self.journals[group]
+
+    def _publish(self, calls: Calls, asked: Calls) -> None:
+        """Publish what is about to run; of `asked`, that it waits for others to consent."""
+        asks = bool(asked)
+        for journal, program in calls:
+            mine = entry(self.rank, journal.publish(program), program, is_launched=not asks)
+            if conflict := self._log(journal, mine):
+                self.end(conflict)
+        at = {j.key: [j.end, len(j.ranks)] for j, _ in asked}
+        for journal, program in calls:
+            answer = {"rank": self.rank, "plan": program.plan, "is_launched": not asks, "at": at}
+            self.store.append(answers_key(journal.key, journal.end), answer)
+
+    def _log(self, journal: Journal, mine: dict[str, Any]) -> str:
+        """Put an entry where others find it if it is the first of its kind; return conflicts.
+
+        Another kind begins elsewhere, or has more collectives, or fewer.
+        """
+        waiting = {**mine, "is_launched": False}
+        key = f"{journal.key}/{mine['start']}"
+        first = self.store.first(key, mine)
+        if conflict := conflict_of(journal, first, waiting):
+            return conflict
+        if self.store.first(f"{key}/{mine['order']}", self.rank) == self.rank:
+            self.store.append(f"{journal.key}/log", mine)
+        known = self._ahead.get(journal.key, []) + self._entries.of(f"{journal.key}/log")
+        ahead = [e for e in known if e["start"] + len(e["collectives"]) > mine["start"]]
+        self._ahead[journal.key] = ahead
+        return next(filter(None, (conflict_of(journal, e, waiting) for e in ahead)), "")
+
+    def _ask(self, calls: Calls) -> bool:
+        """Wait for all ranks that asked groups connect; return whether plans are alike."""
+        open_ = {(j.key, j.end): len(j.ranks) for j, _ in calls}
+        limit_s = max(timeout_s(journal.group) for journal, _ in calls)
+        answers = Answers(self.store, open_)
+        began, pause = time.monotonic(), POLL_S
+        is_said = False
+        while not answers.look():
+            self.check()
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s:
+                raise RankDisagreement(
+                    f"{answers.silence(limit_s)}; the process group waits no longer"
+                )
+            if waited_s > SILENCE_S and not is_said:
+                is_said = True
+                LOG.warning("megamoe: waits on: %s", answers.silence(waited_s))
+            time.sleep(pause)
+            pause = min(2 * pause, SLOWEST_POLL_S)
+        if answers.are_alike():
+            return True
+        if running := answers.ranks_that_run_rewritten():
+            self.end(
+                f"ranks {running} run a program rewritten that other ranks compiled anew, and "
+                f"otherwise ({answers.said()}). {REMEDY}"
+            )
+        LOG.warning(
+            "megamoe: ranks decided differently (%s): all run the program at %s as it is written",
+            answers.said(),
+            calls[0][1].places[0],
+        )
+        return False
+
+
+class _Current:
+    """The agreement of the process group at hand."""
+
+    agreement: Agreement | None = None
+
+
+def current_agreement() -> Agreement | None:
+    """Return the agreement of the default process group, begun if need be; None without one."""
+    store, known = default_store(), _Current.agreement
+    if store is None or dist.get_backend() in UNCOMPARED:
+        return None
+    if known is None or known.default_store is not store:
+        _Current.agreement = known = Agreement(store)
+    return known

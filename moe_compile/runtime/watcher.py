@@ -1,0 +1,135 @@
+"""A thread that notices disagreement while the main thread cannot.
+
+Contract
+    Reads what other ranks publish and compares it with what this rank ran at the same position;
+    answers for a main thread that ran on without asking. Says of a disagreement, on any rank, what
+    differs on stderr; if the main thread does not raise it soon, ends the process.
+    Ends in silence with the process, the process group or its store. Waits for nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+
+from moe_compile.runtime.answers import answers_key, conflict_of, entry
+from moe_compile.runtime.call_log import Call, Journal, Program
+from moe_compile.runtime.rank_store import NewEntries, RankStore, default_store
+
+if TYPE_CHECKING:
+    from moe_compile.runtime.agreement import Agreement
+
+LOG: Final = logging.getLogger(__name__)
+
+QUICK_S: Final = 0.1
+SLOW_S: Final = 2.0
+"""Seconds between two looks, after news and after none for a while: a job of a thousand ranks asks
+its store a few thousand small questions in that time."""
+GRACE_S: Final = 2.0
+"""How long the main thread has to raise the disagreement itself."""
+EXIT_STATUS: Final = 79
+"""Of a process that ends because ranks disagree while its main thread waits in a collective."""
+
+
+class Watcher(threading.Thread):
+    """See the module docstring."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        """Prepare to watch for `agreement`."""
+        super().__init__(name="megamoe-watcher", daemon=True)
+        self._agreement = agreement
+        self._store = RankStore(agreement.default_store, agreement.prefix)
+        self._ended = threading.Event()
+        self._entries = NewEntries(self._store)
+        self._answered: set[tuple[str, int]] = set()
+        self._pending: list[tuple[Journal, dict[str, Any]]] = []
+        self._store.append("watching", agreement.rank)
+        atexit.register(self.end)  # a thread that runs on would abort the interpreter's shutdown
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self.join(GRACE_S)
+
+    def run(self) -> None:
+        """Look, again and again."""
+        pause = QUICK_S
+        while not self._ended.wait(pause):
+            try:
+                if default_store() is not self._agreement.default_store:
+                    return
+                has_news = self._look()
+            except (RuntimeError, ValueError, dist.DistError) as error:
+                LOG.debug("megamoe: the store is gone, ranks are watched no more: %s", error)
+                return
+            pause = QUICK_S if has_news else min(1.5 * pause, SLOW_S)
+
+    def _look(self) -> bool:
+        if stopped := self._store.peek("stop"):
+            self._end_process(stopped)
+        before = len(self._pending)
+        for journal in list(self._agreement.journals.values()):
+            self._pending += [(journal, e) for e in self._entries.of(f"{journal.key}/log")]
+        has_news = len(self._pending) > before
+        self._pending = [(j, e) for j, e in self._pending if not self._compare(j, e)]
+        return has_news or bool(self._pending)
+
+    def _compare(self, journal: Journal, theirs: dict[str, Any]) -> bool:
+        """Return whether the entry is dealt with: this rank has come as far as its end."""
+        rank, start = self._agreement.rank, theirs["start"]
+        end = start + len(theirs["collectives"])
+        has_passed = journal.end >= end  # before looking: what comes meanwhile is looked at next
+        if theirs["rank"] == rank:
+            return True
+        waiting = journal.newest
+        if waiting is not None and waiting.number > journal.num_calls:
+            self._check(journal, theirs, waiting, is_launched=False)
+        for call in journal.between(start, end):
+            self._check(journal, theirs, call, is_launched=True)
+            if call.start <= start:
+                self._answer(journal, start, call.program)
+        return has_passed
+
+    def _check(
+        self, journal: Journal, theirs: dict[str, Any], call: Call, *, is_launched: bool
+    ) -> None:
+        mine = entry(self._agreement.rank, call.start, call.program, is_launched=is_launched)
+        if conflict := conflict_of(journal, theirs, mine):
+            self._end_process(self._agreement.stop(conflict, self._store))
+
+    def _answer(self, journal: Journal, start: int, program: Program) -> None:
+        """Say what the main thread ran at a position that another rank runs anew."""
+        if start in journal.published or (journal.key, start) in self._answered:
+            return
+        self._answered.add((journal.key, start))
+        at = {journal.key: [start, len(journal.ranks)]}
+        answer = {
+            "rank": self._agreement.rank, "plan": program.plan, "is_launched": True, "at": at,
+        }  # fmt: skip
+        self._store.append(answers_key(journal.key, start), answer)
+
+    def _end_process(self, message: str) -> None:
+        """Say why, and end the process unless its main thread is about to end it itself."""
+        agreement = self._agreement
+        if not agreement.stopped:
+            agreement.stopped = message
+            self._store.append("heard", agreement.rank)
+        if not agreement.has_raised:
+            _say(f"megamoe: rank {agreement.rank}: RankDisagreement: {message}\n")
+        self._ended.wait(GRACE_S)
+        if not agreement.has_raised and not self._ended.is_set():
+            agreement.wait_until_heard(self._store)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(EXIT_STATUS)
+        self._ended.set()
+
+
+def _say(text: str) -> None:
+    os.write(2, text.encode())  # whole, also while the main thread holds the stream's lock

@@ -1,0 +1,1 @@
+"""In which order nodes run: precedence and time as numbers, a list scheduler, memory."""

@@ -1,0 +1,192 @@
+"""List scheduling: at each step run the most useful of the nodes that can run now.
+
+Contract
+    Every order returned keeps all precedences and the order of launches of the problem.
+    A wait stands directly before the first node that reads it; so does a follower.
+    Near-linear: each node enters and leaves a heap once.
+
+Pseudo-code
+    candidates = compute whose inputs are there, exchanges over by now included
+    run the one nearest to the next launch, then with the longest path behind it
+    no candidate: let time pass until the next exchange is over
+    (patient) a node no launch needs does not start if an exchange a launch needs is over long
+              before it would end
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import Clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How candidates are chosen among."""
+
+    key: Callable[[ScheduleProblem, int], tuple[float, ...]]
+    """Smallest first; ties go to graph order."""
+    patience: float = 0.0
+    """Share of a filler's time that may be spent idle instead, for an exchange a launch needs."""
+    window: int | None = None
+    """How many nodes of the graph a node may overtake; None for any number."""
+
+
+def nearest_launch(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
+    """What the earliest launch needs first, then the longest path; what no launch needs last."""
+    return (problem.urgency[node], -problem.path_us[node])
+
+
+def longest_path(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
+    """The longest path to the end first."""
+    return (-problem.path_us[node],)
+
+
+def graph_order(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
+    """What a launch needs first, each kind in graph order."""
+    return (float(math.isinf(problem.urgency[node])),)
+
+
+def incoming_order(problem: ScheduleProblem) -> list[int]:
+    """Return the graph's own order, changed only as far as the order of launches demands."""
+    missing = problem.num_missing()
+    ready = [i for i, count in enumerate(missing) if not count]
+    order: list[int] = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for successor in problem.successors(node):
+            missing[successor] -= 1
+            if not missing[successor]:
+                heapq.heappush(ready, successor)
+    return order
+
+
+def list_schedule(problem: ScheduleProblem, policy: Policy) -> list[int]:
+    """Return an order of the nodes by `policy`."""
+    return _Run(problem, policy).order()
+
+
+class _Run:
+    """One list scheduling, under way."""
+
+    def __init__(self, problem: ScheduleProblem, policy: Policy) -> None:
+        self.problem = problem
+        self.policy = policy
+        self.clock = Clock(problem)
+        self.missing = problem.num_missing()
+        self.is_placed = [False] * len(problem.nodes)
+        self.placed: list[int] = []
+        self.candidates: list[tuple[float | int, ...]] = []  # (*key, node)
+        self.beyond_window: list[int] = []
+        self.in_flight: list[tuple[float, int]] = []  # (when it is over, wait)
+        self.oldest = 0
+        """No anchor below this index is still to be placed."""
+
+    def order(self) -> list[int]:
+        nodes = self.problem.nodes
+        inputs = [i for i, node in enumerate(nodes) if node.op in ("placeholder", "get_attr")]
+        for node in inputs:
+            self._place(node)
+        roots = [i for i, count in enumerate(self.missing) if not count and not self.is_placed[i]]
+        self._settle(roots + self._freed_by(inputs))
+        while (chosen := self._next()) is not None:
+            self._place(chosen)
+            self._settle(self._freed_by([chosen]))
+        for node in range(len(nodes)):  # waits that nothing reads, then the output
+            if not self.is_placed[node]:
+                self._place(node)
+        return self.placed
+
+    def _next(self) -> int | None:
+        """Return the node to run now; let time pass when there is none."""
+        while True:
+            self._admit()
+            while self.in_flight and self.in_flight[0][0] <= self.clock.now_us:
+                self._settle(self._freed_by([heapq.heappop(self.in_flight)[1]]))
+            if self.candidates and not self._better_wait(int(self.candidates[0][-1])):
+                return int(heapq.heappop(self.candidates)[-1])
+            if self.in_flight:
+                self.clock.now_us = max(self.clock.now_us, self.in_flight[0][0])
+            elif self.beyond_window:
+                return heapq.heappop(self.beyond_window)
+            else:
+                return None
+
+    def _better_wait(self, node: int) -> bool:
+        """Whether to stand still for an exchange that a launch needs, rather than start `node`."""
+        problem = self.problem
+        if not self.in_flight or not self.policy.patience or math.isfinite(problem.urgency[node]):
+            return False
+        over_us, wait = self.in_flight[0]
+        idle = over_us - self.clock.now_us
+        return math.isfinite(problem.urgency[wait]) and (
+            idle < self.policy.patience * problem.compute_us[node]
+        )
+
+    def _place(self, node: int) -> None:
+        """Run `node`, and before it what it needs that no one has run: followers and waits."""
+        pulled = {node}
+        todo = [node]
+        while todo:
+            for needed in self.problem.before[todo.pop()]:
+                if not self.is_placed[needed] and needed not in pulled:
+                    pulled.add(needed)
+                    todo.append(needed)
+        for needed in sorted(pulled):
+            self.is_placed[needed] = True
+            self.clock.run(needed)
+            self.placed.append(needed)
+
+    def _freed_by(self, nodes: list[int]) -> list[int]:
+        """Return the nodes whose last missing precedence is among `nodes`."""
+        freed: list[int] = []
+        for node in nodes:
+            for successor in self.problem.successors(node):
+                self.missing[successor] -= 1
+                if not self.missing[successor]:
+                    freed.append(successor)
+        return freed
+
+    def _settle(self, freed: list[int]) -> None:
+        """Make `freed` candidates; followers do not wait to be run: they free others at once."""
+        problem = self.problem
+        while freed:
+            node = freed.pop()
+            if problem.is_follower[node]:
+                freed.extend(self._freed_by([node]))
+            elif node in problem.awaits:
+                heapq.heappush(self.in_flight, (self.clock.wait_over_us(node), node))
+            elif problem.nodes[node].op != "output":
+                self._offer(node)
+
+    def _offer(self, node: int) -> None:
+        window = self.policy.window
+        if window is not None and node > self._oldest_anchor() + window:
+            heapq.heappush(self.beyond_window, node)
+        else:
+            heapq.heappush(self.candidates, (*self.policy.key(self.problem, node), node))
+
+    def _admit(self) -> None:
+        """Offer again what the window kept out, as far as it reaches now."""
+        window = self.policy.window
+        while (
+            self.beyond_window
+            and window is not None
+            and self.beyond_window[0] <= self._oldest_anchor() + window
+        ):
+            self._offer(heapq.heappop(self.beyond_window))
+
+    def _oldest_anchor(self) -> int:
+        problem = self.problem
+        while self.oldest < len(self.is_placed) - 1 and (
+            self.is_placed[self.oldest]
+            or problem.is_follower[self.oldest]
+            or self.oldest in problem.awaits
+        ):
+            self.oldest += 1
+        return self.oldest

@@ -1,0 +1,133 @@
+"""One graph as numbers for scheduling: what precedes what, costs, links, the order of launches.
+
+Contract
+    Nodes are indices in graph order. Every precedence goes from a lower to a higher index.
+    A follower costs little and fuses with its reader: it is never scheduled by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.cost.amounts import is_elementwise, is_free
+from moe_compile.cost.cost_model import Cost
+from moe_compile.graph.effects import may_draw
+from moe_compile.graph.launch_order import plan_launch_order
+from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
+from moe_compile.graph.query import group_name, is_launch, is_wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleProblem:
+    """What a scheduler needs to know; see the module docstring."""
+
+    nodes: tuple[fx.Node, ...]
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+    compute_us: tuple[float, ...]
+    link_us: tuple[float, ...]
+    launches: tuple[int, ...]
+    """Indices of launches, in the order they must run."""
+    next_launch: Mapping[int, int]
+    """Launch -> the launch that runs next; the one precedence that may go to a lower index."""
+    group_of: Mapping[int, str]
+    """Launch -> name of its process group: one link each."""
+    awaits: Mapping[int, int | None]
+    """Wait -> its launch; None when a graph input is waited for."""
+    is_follower: tuple[bool, ...]
+    urgency: tuple[float, ...]
+    """Place of the earliest launch that needs the node; inf when none does."""
+    path_us: tuple[float, ...]
+    """Time of the longest path from the node to the end, links included."""
+
+    def successors(self, node: int) -> Iterator[int]:
+        """Return what must come after `node`: precedences, and the next launch."""
+        yield from self.after[node]
+        if node in self.next_launch:
+            yield self.next_launch[node]
+
+    def num_missing(self) -> list[int]:
+        """Return how many nodes must come before each node."""
+        missing = [len(needed) for needed in self.before]
+        for launch in self.next_launch.values():
+            missing[launch] += 1
+        return missing
+
+    @classmethod
+    def of(
+        cls, graph: fx.Graph, costs: Mapping[fx.Node, Cost], *, keeps_program: bool = False
+    ) -> ScheduleProblem:
+        """Read one graph; `keeps_program` as in `plan_launch_order`."""
+        nodes = tuple(graph.nodes)
+        index = {node: i for i, node in enumerate(nodes)}
+        predecessors = find_predecessors(graph, keeps_program=keeps_program)
+        before = tuple(tuple(index[p] for p in predecessors[n]) for n in nodes)
+        after = _reversed(before)
+        planned = plan_launch_order(nodes, predecessors, keeps_program=keeps_program)
+        launches = tuple(index[n] for n in planned)
+        compute_us = tuple(costs[n].compute_us for n in nodes)
+        link_us = tuple(costs[n].link_us for n in nodes)
+        waits = {index[n]: awaited(n) for n in nodes if is_wait(n)}
+        return cls(
+            nodes=nodes,
+            before=before,
+            after=after,
+            compute_us=compute_us,
+            link_us=link_us,
+            launches=launches,
+            next_launch=dict(itertools.pairwise(launches)),
+            group_of={i: group_name(nodes[i]) for i in launches},
+            awaits={w: None if launch is None else index[launch] for w, launch in waits.items()},
+            is_follower=_followers(nodes),
+            urgency=_urgency(after, launches),
+            path_us=_path_us(after, compute_us, link_us),
+        )
+
+
+def _reversed(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    after: list[list[int]] = [[] for _ in before]
+    for node, needed in enumerate(before):
+        for p in needed:
+            after[p].append(node)
+    return tuple(map(tuple, after))
+
+
+def _followers(nodes: Sequence[fx.Node]) -> tuple[bool, ...]:
+    returned = set(nodes[-1].all_input_nodes)
+    return tuple(_is_follower(node, is_returned=node in returned) for node in nodes)
+
+
+def _is_follower(node: fx.Node, *, is_returned: bool) -> bool:
+    if node.op != "call_function" or not node.users:
+        return False
+    if is_launch(node) or is_wait(node) or is_host_read(node) or may_draw(node):
+        return False
+    if is_free(node):
+        return True
+    is_constant = not node.all_input_nodes
+    return (is_constant or is_elementwise(node)) and not is_returned
+
+
+def _urgency(after: Sequence[Sequence[int]], launches: Sequence[int]) -> tuple[float, ...]:
+    urgency = [math.inf] * len(after)
+    for rank, launch in enumerate(launches):
+        urgency[launch] = rank
+    for node in reversed(range(len(after))):
+        for successor in after[node]:
+            urgency[node] = min(urgency[node], urgency[successor])
+    return tuple(urgency)
+
+
+def _path_us(
+    after: Sequence[Sequence[int]], compute_us: Sequence[float], link_us: Sequence[float]
+) -> tuple[float, ...]:
+    path = [0.0] * len(after)
+    for node in reversed(range(len(after))):
+        below = max((path[s] for s in after[node]), default=0.0)
+        path[node] = compute_us[node] + link_us[node] + below
+    return tuple(path)

@@ -1,0 +1,1 @@
+"""Steps of whole jobs on a cluster, by formulas: `megamoe simulate`."""

@@ -1,0 +1,210 @@
+"""Time of every operator of one MoE layer on one rank, for one micro-batch.
+
+Contract
+    Times are microseconds on one rank, the busiest where routing is imbalanced. `part` is the
+    share of the micro-batch's rows, or of the local experts, that a chunk has.
+    Byte counts are those of Megatron-style bf16 training; sources stand with each formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from moe_compile.cost.rewrite_costs import PLACE_BYTES, PLACE_KERNELS
+from moe_compile.simulator.kernels import Kernels
+from moe_compile.simulator.layer_sizes import BF16, LayerSizes
+from moe_compile.simulator.method import Attention
+
+ROUTER_KERNELS: Final = 12
+"""Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
+ATTENTION_BACKWARD: Final = 2.5
+"""Operations of attention's backward over its forward: five matrix products for two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCosts(LayerSizes):
+    """See the module docstring."""
+
+    @property
+    def _kernels(self) -> Kernels:
+        return Kernels(self.profile, self.fit, fp8=self.method.fp8_gemms)
+
+    def before_attention_us(self) -> float:
+        """MegaScale-MoE eq. 1 and 2: all-gather of rows, or all-to-all of q, k and v."""
+        ranks, width = self.method.ranks, self.model.head_width + 2 * self.model.kv_width
+        if self.has_heads:
+            return self._kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
+        if self.method.attention is Attention.WHOLE:
+            return 0.0
+        return self._kernels.exchange_us(self.local_tokens * width * BF16, ranks)
+
+    def after_attention_us(self) -> float:
+        """MegaScale-MoE eq. 1 and 2: reduce-scatter of rows, or all-to-all of the output."""
+        ranks, sent = self.method.ranks, self.local_tokens * self.model.head_width * BF16
+        if self.has_heads:
+            return self._kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
+        return self._kernels.exchange_us(sent, ranks) if ranks > 1 else 0.0
+
+    def dispatch_us(self, part: float = 1.0) -> float:
+        """Rows to their experts; MegaScale-MoE eq. 3 and 4."""
+        return self._rows_us(part * self.method.dispatch_bytes)
+
+    def combine_us(self, part: float = 1.0) -> float:
+        """Rows back from their experts; MegaScale-MoE eq. 3 and 4."""
+        return self._rows_us(part * self.method.combine_bytes)
+
+    def _rows_us(self, element_bytes: float) -> float:
+        row = self.model.width * element_bytes * self.imbalance
+        if self.has_slices:
+            return self._kernels.gather_us(self.tokens * row, self.method.ranks)
+        if self.method.gathers_rows:
+            ranks = self.method.expert_ranks
+            return self._kernels.gather_us(self.local_tokens * ranks * row, ranks)
+        sent = self.local_tokens * self.model.top_k * row
+        remote = self.method.remote_nodes(self.model, self.profile)
+        if remote and self.method.sends_flat:
+            return self._kernels.flat_exchange_us(sent, self.method.expert_ranks)
+        if remote:
+            return self._kernels.far_exchange_us(sent, self.local_tokens * row * remote)
+        slices = self.method.expert_slices
+        gathered = self._kernels.gather_us(slices * sent, slices)
+        return self._kernels.exchange_us(sent, self.method.expert_ranks) + gathered
+
+    # compute, forward
+
+    def qkv_us(self) -> float:
+        """Query, key and value projections."""
+        model = self.model
+        return self.latent_share * self._kernels.gemm_us(
+            self.attention_rows, self.qkv_columns, model.width
+        )
+
+    def output_us(self) -> float:
+        """Output projection of attention."""
+        model = self.model
+        return self.latent_share * self._kernels.gemm_us(
+            self.attention_rows, model.width, self.head_columns
+        )
+
+    def attention_us(self, *, is_backward: bool = False) -> float:
+        """Causal attention: 4 * tokens * sequence / 2 operations per head element, forward."""
+        operations = 2.0 * self.local_tokens * self.seq_len * self.model.head_width
+        if is_backward:
+            operations *= ATTENTION_BACKWARD
+        return self._kernels.attention_us(operations, is_backward=is_backward)
+
+    def norm_us(self) -> float:
+        """One RMSNorm and a residual sum."""
+        return self._kernels.memory_us(4 * self.rows_bytes, 2)
+
+    def router_us(self) -> float:
+        """Gate and bookkeeping of the routing."""
+        return self._kernels.memory_us(3 * self.rows_bytes, ROUTER_KERNELS)
+
+    def residual_us(self, passes: int = 3) -> float:
+        """Sum of rows after the experts."""
+        return self._kernels.memory_us(passes * self.rows_bytes)
+
+    def permute_us(self, part: float = 1.0) -> float:
+        """Rows sorted by expert, or back: read once, written once."""
+        factor = self.fit.slow_operators if self.method.has_slow_operators else 1.0
+        nbytes = 2 * self.routed_rows * self.model.width * BF16 * factor
+        return self._kernels.memory_us(nbytes * part * self.imbalance)
+
+    def first_experts_us(self, part: float = 1.0) -> float:
+        """Gate and up projection of all experts of a rank, or of a chunk."""
+        return self._grouped_us(part, 2 * self.expert_slice, self.model.width)
+
+    def second_experts_us(self, part: float = 1.0) -> float:
+        """Down projection of all experts of a rank, or of a chunk."""
+        return self._grouped_us(part, self.model.width, self.expert_slice)
+
+    def activation_us(self, part: float = 1.0, passes: int = 3) -> float:
+        """SwiGLU: two reads and a write of routed rows forward, five passes backward."""
+        nbytes = passes * self.routed_rows * self.expert_slice * BF16
+        return self._kernels.memory_us(nbytes * part * self.imbalance)
+
+    def shared_us(self) -> float:
+        """Shared experts, on a rank's own tokens or a slice of them on all."""
+        rows, width = self.shared_size
+        kernels = self._kernels
+        return kernels.gemm_us(rows, 2 * width, self.model.width) + kernels.gemm_us(
+            rows, self.model.width, width
+        )
+
+    # compute, weight gradients
+
+    def qkv_gradient_us(self) -> float:
+        """Of the query, key and value projections."""
+        return self.latent_share * self._gradient_us(
+            self.attention_rows, self.model.width, self.qkv_columns
+        )
+
+    def output_gradient_us(self) -> float:
+        """Of attention's output projection."""
+        return self.latent_share * self._gradient_us(
+            self.attention_rows, self.head_columns, self.model.width
+        )
+
+    def shared_gradient_us(self) -> float:
+        """Of the three matrices of the shared experts."""
+        rows, width = self.shared_size
+        return 3 * self._gradient_us(rows, self.model.width, width)
+
+    def first_experts_gradient_us(self, part: float = 1.0) -> float:
+        """Of gate and up projection; `part` of the local experts."""
+        return self._grouped_gradient_us(part, self.model.width, 2 * self.expert_slice)
+
+    def second_experts_gradient_us(self, part: float = 1.0) -> float:
+        """Of the down projection; `part` of the local experts."""
+        return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
+
+    # what a rewrite into chunks adds
+
+    def cut_us(self, num_finding: int = 0) -> float:
+        """Rows put in the order of chunks, and so many small kernels that find it."""
+        return self._kernels.memory_us(self._moved_rows_bytes, 1 + num_finding)
+
+    def glue_us(self) -> float:
+        """Rows of all chunks joined, then put back in their order."""
+        return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
+
+    def place_us(self) -> float:
+        """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        return self._kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)
+
+    def wide_sums_us(self, part: float = 1.0) -> float:
+        """Sums for the tokens of all other ranks too: zeros, which rows are then added to."""
+        if not (self.method.gathers_rows and self.method.sums_gathered):
+            return 0.0
+        others = self.method.expert_ranks - 1
+        return self._kernels.memory_us(3 * others * self.rows_bytes * part, 2)
+
+    def gradient_glue_us(self) -> float:
+        """Gradients of the chunks' slices of gate, up and down projection: read once, written."""
+        weights = 3 * self.local_experts * self.model.width * self.expert_slice
+        return self._kernels.memory_us(2 * weights * BF16, 3)
+
+    @property
+    def _moved_rows_bytes(self) -> float:
+        return 2 * self.routed_rows * self.model.width * BF16 * self.imbalance
+
+    # shapes into kernels
+
+    def _grouped_us(self, part: float, columns: float, reduction: float) -> float:
+        by_tokens = self.method.chunks_tokens
+        groups = self.local_experts * (1.0 if by_tokens else part)
+        rows = self.expert_rows * (part if by_tokens else 1.0)
+        return self._kernels.grouped_us(groups, rows, columns, reduction) * self.imbalance
+
+    def _gradient_us(self, rows: float, left: float, right: float) -> float:
+        return self._kernels.gradient_us(rows, left, right, self.method.gradient_sum_bytes)
+
+    def _grouped_gradient_us(self, part: float, left: float, right: float) -> float:
+        groups = self.local_experts * part
+        sum_bytes = self.method.gradient_sum_bytes
+        us = self._kernels.grouped_gradient_us(groups, self.expert_rows, left, right, sum_bytes)
+        return us * self.imbalance

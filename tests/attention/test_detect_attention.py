@@ -1,0 +1,103 @@
+"""Attention regions are found by what moves; what only looks like one is left with a reason."""
+
+import inspect
+import operator
+import re
+
+import pytest
+import torch
+
+from moe_compile.attention import detect_attention, head_inputs, head_proof
+from moe_compile.attention.detect_attention import find_attention
+from moe_compile.attention.head_split import split_projections
+from moe_compile.journal.reasons import Reason
+from tests import attention_layers as layers
+from tests import attention_variants as variants
+from tests.attention_refusals import REFUSED
+from tests.capture import dynamo_graphs
+
+
+def find(style, group, heads=8, kv_heads=4, batch=4):
+    layer = style(16, heads, kv_heads, 8, group)
+    (gm,) = dynamo_graphs(layer, torch.randn(batch, 6, 16))
+    return find_attention(gm.graph)
+
+
+@pytest.mark.parametrize(
+    ("style", "exchanges", "local", "kv_heads"),
+    [
+        (layers.SplitAttention, 3, 0, 2),
+        (layers.RecipesAttention, 3, 0, 2),
+        (layers.FusedAttention, 1, 0, 2),
+        (layers.TitanAttention, 3, 0, 2),
+        (layers.RepeatedKVAttention, 3, 0, 2),
+        (layers.LateRepeatAttention, 3, 0, 2),
+        (layers.NormedAttention, 3, 0, 2),
+        (layers.LatentAttention, 1, 2, 4),
+        (layers.SharedKeyAttention, 3, 0, 4),
+        (variants.NamedArguments, 3, 0, 2),
+        (variants.NamedExchange, 3, 0, 2),
+        (variants.SlopesInFeatures, 3, 0, 4),
+        (variants.SlopesBesideResult, 3, 0, 4),
+        (variants.FixedMask, 3, 0, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
+    (region,), refused = find(style, fake_ranks)
+    assert not refused
+    assert len(region.exchanges) == exchanges
+    assert len(region.local_operands) == local
+    assert (region.num_ranks, region.num_heads, region.num_kv_heads) == (2, 4, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("style", "reason"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", None)
+)
+def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style, reason):
+    regions, (refused,) = find(style, fake_ranks)
+    assert not regions
+    assert refused.reason is reason
+
+
+def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):
+    (region,), _ = find(layers.NormedAttention, fake_ranks)
+    entering, leaving = region.state_calls
+    assert entering < region.core < leaving
+
+
+@pytest.mark.parametrize("style", [layers.SplitAttention, layers.LateRepeatAttention])
+def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style):
+    (region,), _ = find(style, fake_ranks, kv_heads=2)
+    assert region.head is None
+
+
+def test_every_reason_has_a_program():
+    """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
+    files = (detect_attention, head_inputs, head_proof)
+    said = re.findall(r"Reason\.([A-Z_]+)", "".join(map(inspect.getsource, files)))
+    assert {Reason[name] for name in said} == set(REFUSED.values())
+
+
+def test_what_holds_no_heads_is_computed_once_for_all_groups(fake_ranks):
+    layer = layers.SharedKeyAttention(16, 8, 8, 8, fake_ranks)
+    (gm,) = dynamo_graphs(layer, torch.randn(4, 6, 16))
+    ((region,), _) = find_attention(gm.graph)
+    split = split_projections(region, qkv=True, out=False)
+    assert len(split.projections) == 2, "the latent and the shared key are made by a third"
+    per_group = [n for n in split.path if n.target in ("mul", operator.mul)]
+    assert not per_group, "the rotation of the shared key"
+
+
+def test_projections_are_followed_through_arguments_given_by_name(fake_ranks):
+    (region,), _ = find(variants.NamedArguments, fake_ranks)
+    split = split_projections(region, qkv=True, out=True)
+    assert not split.kept_whole
+    assert len(split.projections) == 2
+
+
+def test_no_projection_is_cut_above_a_view_as_another_type(fake_ranks):
+    """It was followed as a view, replayed as a reshape, and a gradient flowed through it."""
+    (region,), _ = find(variants.ProjectedAsIntegers, fake_ranks)
+    split = split_projections(region, qkv=True, out=False)
+    assert [linear.node.name for linear in split.projections] == ["linear"], "that of k and v"

@@ -1,0 +1,281 @@
+"""What the planner reads of a layer is what AOTAutograd makes of it, forward and backward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost import stored_work
+from moe_compile.cost.cost_model import estimate_costs
+from moe_compile.cost.layer_program import program_of
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.read_regions import Replayed, read_work, work_of_experts
+from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_launch
+from moe_compile.hardware import HardwareProfile, load_profile
+from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.region_tasks import price_us
+from passes.detect_regions import DetectRegions
+from passes.normalize_exchanges import NormalizeExchanges
+from passes.pipeline import Level, run_level
+from tests.capture import CapturedError, dynamo_graphs, state
+from tests.layers import GroupedExperts
+from tests.scheduled_layers import c10d, one_rank_group
+
+MEMORY = HardwareProfile(  # a kilobyte moved is a microsecond, all else is nothing
+    name="memory",
+    matmul_tflops=1e9,
+    memory_gb_per_s=1.0,
+    op_overhead_us=0.0,
+    link_gb_per_s=1e9,
+    link_latency_us=0.0,
+)
+OPERATORS = replace(MEMORY, name="operators", memory_gb_per_s=1e9, op_overhead_us=1.0)
+ROWS = torch.ones(8, 4, requires_grad=True)
+WEIGHT = torch.ones(4, 4, requires_grad=True)
+EMPTY = RegionWork(forward=(), num_ranks=1, num_parts=2, row_bytes=0.0)
+
+
+def graph_of(program, *inputs):
+    (gm,) = dynamo_graphs(program, *inputs)
+    return gm.graph
+
+
+def work_of(program, *inputs, chunked=()):
+    """Return the work of a program of which the nodes named run in chunks."""
+    graph = graph_of(program, *inputs)
+    nodes = [n for n in graph.nodes if n.name in chunked]
+    return read_work(graph, set(graph.nodes), Replayed(nodes=nodes, exchanges={}), EMPTY)
+
+
+def graphs_us(module, tokens, num_chunks):
+    """Return the cost of all nodes of AOTAutograd's graphs after every pass, by profile."""
+    found = {MEMORY: [], OPERATORS: []}
+
+    def keep(gm, inputs):
+        ours, _ = rewrite(gm, MegaMoEConfig(chunks=num_chunks, equal_tokens=True, strict=True))
+        for graph_module in trace_both(gm, inputs, ours):
+            sizes = NominalSizes(ours.nominal_sizes)
+            sizes.learn(graph_module.graph)
+            for hardware, us in found.items():
+                costs = estimate_costs(graph_module.graph, sizes, hardware)
+                us.append(sum(cost.compute_us for cost in costs.values()))
+        raise CapturedError
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="CapturedError"):
+        torch.compile(module, backend=keep, fullgraph=True)(tokens)
+    assert all(len(us) == 2 for us in found.values())
+    return {hardware: sum(us) for hardware, us in found.items()}
+
+
+class WithShared(GroupedExperts):
+    """Beside the routed experts one that every token goes to."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return super().forward(x) + self.down(F.silu(self.up(x)))
+
+
+def work_of_layer(layer, tokens):
+    """Return the work of a layer's one region, as the planner reads it."""
+    ours = state()
+    run_level(Level((NormalizeExchanges(), DetectRegions())), graph_of(layer, tokens), ours)
+    (found,) = ours.found.experts
+    return work_of_experts(found.region, found.proof)
+
+
+@pytest.mark.parametrize(("num_chunks", "style"), [(1, WithShared), (2, GroupedExperts)])
+def test_bytes_and_operators_are_those_of_the_compiled_graphs(fake_ranks, num_chunks, style):
+    layer = style(128, 128, 4, 2, fake_ranks).to(torch.bfloat16)
+    tokens = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
+    work = work_of_layer(layer, tokens)
+    counted = graphs_us(layer, tokens, num_chunks)
+    for hardware, near in ((MEMORY, 0.03), (OPERATORS, 0.06)):
+        predicted = price_us(work, Candidate(num_chunks=num_chunks), Rates.of(hardware, 2))
+        assert predicted == pytest.approx(counted[hardware], rel=near), hardware.name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 64])
+def test_a_chain_costs_the_scheduler_what_it_costs_the_planner(num_ranks):
+    """One operator after another: the price is the sum of what the scheduler counts per node."""
+    splits, group = [16] * num_ranks, one_rank_group()
+    hardware = replace(load_profile("h100"), op_overhead_us=0.0)  # of a launch, the scheduler's
+
+    def program(x, left, right):
+        sent = c10d.all_to_all_single(x @ left, splits, splits, group)
+        return torch.softmax(c10d.wait_tensor(sent) @ right, -1)
+
+    inputs = [torch.ones(*s).bfloat16() for s in ((16 * num_ranks, 256), (256, 512), (512, 128))]
+    graph = graph_of(program, *inputs)
+    program_here = program_of(graph, set(graph.nodes))
+    (traced,) = program_here.graphs()
+    scheduled = estimate_costs(traced, NominalSizes({}), hardware).values()
+    (launch,) = [node for node in graph.nodes if is_launch(node)]
+    replayed = Replayed(nodes=(), exchanges={launch: "dispatch"})
+    work = read_work(graph, set(graph.nodes), replayed, EMPTY)
+    assert [w.exchange for w in work.forward if w.link_bytes] == ["dispatch"]
+    planned = price_us(work, Candidate(), Rates.of(hardware, num_ranks))
+    assert planned == pytest.approx(sum(c.compute_us + c.link_us for c in scheduled))
+
+
+def test_work_of_a_nodes_backward_is_that_nodes():
+    work = work_of(lambda x, w: F.silu(x.sin() @ w).sum(), ROWS, WEIGHT, chunked=["matmul"])
+    assert [w.is_chunked for w in work.forward if w.operations] == [True]
+    products = [w for w in work.backward if w.operations]
+    assert [(w.makes_gradient, w.is_chunked) for w in products] == [(True, True), (False, True)]
+    gradient, of_rows = products
+    assert gradient.weight_bytes == of_rows.weight_bytes == 4 * 4 * 4
+    assert gradient.nbytes == of_rows.nbytes == 2 * 8 * 4 * 4
+    assert not any(w.is_chunked for w in (*work.forward, *work.backward) if not w.operations)
+
+
+def test_a_program_without_a_gradient_has_no_backward():
+    work = work_of(lambda x: (x @ x.t()).exp(), torch.ones(8, 4))
+    assert work.forward and work.backward == ()
+
+
+def test_a_stretch_runs_under_the_modes_that_surround_it():
+    """Its first node is inside autocast, which is entered before it and left behind it."""
+
+    def program(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ w
+            z = y @ w
+        return z.float() + 1
+
+    graph = graph_of(program, ROWS, WEIGHT)
+    stretch = {n for n in graph.nodes if n.name == "z"}
+    (product,) = (w for w in read_work(
+        graph, stretch, Replayed(nodes=(), exchanges={}), EMPTY
+    ).forward if w.operations)  # fmt: skip
+    assert product.written == 8 * 4 * 2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_is_given_a_size_that_only_a_run_knows_is_left_out():
+    """Rows as many as the host reads, summed: behind the sum all has one size again."""
+
+    def program(x, n):
+        rows = x[n.tolist()[0] :]
+        return rows.exp().sum(0) + 1
+
+    graph = graph_of(program, ROWS, torch.ones(1).long())
+    rows = next(n for n in graph.nodes if n.name == "rows")
+    after = {n for n in graph.nodes if n > rows}
+    assert [n.name for n in program_of(graph, after).origins] == ["add"]
+    assert len(program_of(graph, set(graph.nodes)).origins) > len(after)
+    replayed = Replayed(nodes=[n for n in after if n.name == "exp"], exchanges={})
+    assert read_work(graph, after, replayed, EMPTY) is None
+
+
+class TracedOnce:
+    """Counts traces, with nothing known before."""
+
+    def __init__(self, monkeypatch, folder):
+        self.num = 0
+        self.folder = folder
+        trace = stored_work.trace_work
+
+        def counted(program):
+            self.num += 1
+            return trace(program)
+
+        monkeypatch.setattr(stored_work, "trace_work", counted)
+        self.forget = lambda: monkeypatch.setattr(stored_work, "_KNOWN", {})
+        self.forget()
+
+    def read(self, width=4):
+        rows = torch.ones(8, width, requires_grad=True)
+        weight = torch.ones(width, 4, requires_grad=True)
+        with temporary_cache_dir(str(self.folder)):
+            return work_of(lambda x, w: (x @ w).sum(), rows, weight)
+
+
+@pytest.fixture
+def traced_once(monkeypatch, tmp_path):
+    return TracedOnce(monkeypatch, tmp_path)
+
+
+def test_equal_layers_are_traced_once(traced_once):
+
+    def layers(x, a, b):
+        return ((x @ a).exp() @ b).exp()
+
+    graph = graph_of(layers, ROWS, WEIGHT, WEIGHT.detach().requires_grad_())
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    first, second = (program_of(graph, set(pair)) for pair in (calls[:2], calls[2:]))
+    assert first.text == second.text
+    assert first.text != program_of(graph, set(calls)).text
+    with temporary_cache_dir(str(traced_once.folder)):
+        works = [stored_work.work_of(program) for program in (first, second)]
+    assert works[0] is works[1] and traced_once.num == 1
+
+
+def test_what_was_traced_is_kept_beside_inductors_cache(traced_once):
+    first = traced_once.read()
+    traced_once.forget()
+    assert traced_once.read() == first and traced_once.num == 1
+    traced_once.forget()
+    traced_once.read(width=8)
+    assert traced_once.num == 2
+    for entry in (traced_once.folder / "megamoe").iterdir():
+        entry.write_text("{ half an ent")
+    traced_once.forget()
+    assert traced_once.read() == first and traced_once.num == 3
+
+
+def test_nothing_is_kept_where_inductor_keeps_nothing(traced_once):
+    with torch._inductor.config.patch(force_disable_caches=True):
+        traced_once.read()
+    assert not (traced_once.folder / "megamoe").exists()
+
+
+@torch.library.custom_op("tests_traced::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_of_torch"),
+    [
+        (lambda x: torch.matmul(x, x.t()).softmax(-1), True),
+        (lambda x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False), True),
+        (lambda x: F.linear(x, x), True),
+        (twice, False),
+        (lambda x: torch.utils.checkpoint.checkpoint(twice, x, use_reentrant=False), False),
+    ],
+)
+def test_what_a_user_has_written_may_change_and_is_kept_in_the_process_alone(program, is_of_torch):
+    graphs = [gm.graph for gm in dynamo_graphs(lambda x: program(x), ROWS.detach())]
+    found = [program_of(graph, set(graph.nodes)) for graph in graphs]
+    assert all(f.origins and f.is_of_torch is is_of_torch for f in found)
+
+
+def test_a_stretch_may_write_in_place_what_was_computed_before_it():
+    def program(x, w):
+        y = x @ w
+        y.add_(1.0)
+        return y.exp()
+
+    graph = graph_of(program, ROWS, WEIGHT)
+    after = {n for n in graph.nodes if n.op.startswith("call")} - {
+        next(n for n in graph.nodes if n.op.startswith("call"))
+    }
+    work = read_work(graph, after, Replayed(nodes=(), exchanges={}), EMPTY)
+    assert work.forward and work.backward

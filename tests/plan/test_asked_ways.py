@@ -1,0 +1,95 @@
+"""What options leave to the planner: of all ways to run a region, those it may choose."""
+
+import pytest
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.plan.candidates import Candidate, list_candidates
+from moe_compile.plan.decide import experts_rule
+
+
+def allowed(num_parts=8, wires=("fp8",), **options):
+    """Return the ways that the options allow, exchanges all to all."""
+    work = RegionWork(
+        forward=(Work(name="experts", operations=1.0),),
+        num_ranks=8,
+        num_parts=num_parts,
+        row_bytes=1.0,
+        wire_shares=dict.fromkeys(wires, 0.5),
+    )
+    rule = experts_rule(MegaMoEConfig(equal_tokens=True, **options), work)
+    ways = list_candidates(work, ("experts", "tokens"))
+    assert ways[0] == Candidate()
+    return [way for way in ways if rule(way)]
+
+
+def chunks(ways):
+    return {(way.num_chunks, way.chunk_by) for way in ways}
+
+
+def wires(ways):
+    return {(way.dispatch_wire, way.combine_wire) for way in ways}
+
+
+def test_auto_leaves_every_divisor_and_nothing_that_changes_bits():
+    ways = allowed(chunks="auto")
+    assert chunks(ways) == {(num, "experts") for num in (1, 2, 4, 8)}
+    assert wires(ways) == {("same", "same")}
+    assert chunks(allowed(6, chunks="auto")) == {(1, "experts"), (2, "experts")}
+
+
+def test_a_number_that_is_asked_for_is_the_only_one():
+    assert chunks(allowed(chunks=4, dispatch_wire="auto")) == {(4, "experts")}
+
+
+@pytest.mark.parametrize(("num_parts", "asked"), [(6, 3), (6, 4)])
+def test_one_chunk_stands_for_a_number_that_is_not_tried(num_parts, asked):
+    """Wires are then priced whole: the region runs as asked, which no way is."""
+    assert chunks(allowed(num_parts, chunks=asked, dispatch_wire="auto")) == {(1, "experts")}
+
+
+def test_chunks_of_tokens_are_chosen_only_where_they_are_asked_for():
+    ways = allowed(chunks="auto", chunk_by="tokens")
+    assert {axis for num, axis in chunks(ways) if num > 1} == {"tokens"}
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "combine", "found"),
+    [
+        ("auto", "auto", {(a, b) for a in ("same", "fp8") for b in ("same", "fp8")}),
+        ("auto", "same", {("same", "same"), ("fp8", "same")}),
+        ("fp8", "auto", {("fp8", "same"), ("fp8", "fp8")}),
+        ("same", "fp8", {("same", "fp8")}),
+    ],
+)
+def test_each_wire_is_what_its_option_says_or_either_by_auto(dispatch, combine, found):
+    options = {"chunks": 2, "dispatch_wire": dispatch, "combine_wire": combine}
+    assert wires(allowed(**options, numerics="lossy")) == found
+
+
+@pytest.mark.parametrize("numerics", ["exact", "bounded"])
+def test_auto_sends_no_eight_bits_unless_numerics_is_lossy(numerics):
+    ways = allowed(chunks=2, dispatch_wire="auto", combine_wire="fp8", numerics=numerics)
+    assert wires(ways) == {("same", "fp8")}
+
+
+def test_a_wire_the_region_cannot_have_is_not_tried():
+    ways = allowed(wires=(), chunks="auto", dispatch_wire="fp8", combine_wire="auto")
+    assert wires(ways) == {("same", "same")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_lossy"),
+    [
+        ({}, False),
+        ({"num_chunks": 4}, False),
+        ({"num_chunks": 4, "chunk_by": "heads"}, False),
+        ({"num_chunks": 4, "chunk_by": "tokens"}, True),
+        ({"chunk_by": "tokens"}, False),
+        ({"dispatch_wire": "fp8"}, True),
+        ({"combine_wire": "fp8"}, True),
+    ],
+)
+def test_sums_in_parts_and_rows_in_eight_bits_change_bits(changes, is_lossy):
+    work = RegionWork(forward=(), num_ranks=2, num_parts=4, row_bytes=1.0)
+    assert Candidate(**changes).is_lossy(work) is is_lossy

@@ -1,0 +1,82 @@
+"""No price is below the bound, whatever the work and however it is run."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.plan.candidates import list_candidates
+from moe_compile.plan.price_bound import least_us
+from moe_compile.plan.region_tasks import price_us
+from tests.region_works import mirrored
+
+AMOUNTS = st.floats(0, 1e6)
+RATES = Rates(
+    matmul_tflops=1e-3,
+    memory_gb_per_s=1.0,
+    op_overhead_us=3.0,
+    link_gb_per_s=1.0,
+    link_latency_us=5.0,
+    gather_share=0.7,
+    contention=0.2,
+)
+
+
+@st.composite
+def regions(draw):
+    """Draw a dispatch, experts whole or one by one, a combine, and work beside them."""
+
+    def compute(*needs, **more):
+        return Work(
+            name="compute",
+            needs=needs,
+            operations=draw(AMOUNTS),
+            nbytes=draw(AMOUNTS),
+            weight_bytes=draw(st.just(0.0) | AMOUNTS),
+            num_kernels=draw(st.integers(0, 3)),
+            written=draw(AMOUNTS),
+            slices_weights=draw(st.booleans()),
+            **more,
+        )
+
+    def exchange(kind, need, **more):
+        sizes = {"link_bytes": draw(AMOUNTS), "written": draw(AMOUNTS)}
+        return Work(name=kind, needs=(need,), exchange=kind, **sizes, **more)
+
+    num_parts = draw(st.sampled_from([1, 2, 4, 8]))
+    by_expert = range(num_parts) if draw(st.booleans()) else [None]
+    works = [compute(), exchange("dispatch", 0, is_chunked=True)]
+    works += [compute(1, is_chunked=True, expert=expert) for expert in by_expert]
+    last = len(works) - 1
+    works += [exchange("combine", last, is_chunked=True), compute(0), exchange("other", 0)]
+    works += [compute(last + 1, last + 2)]
+    work = RegionWork(
+        forward=tuple(works),
+        backward=mirrored(works) if draw(st.booleans()) else (),
+        num_ranks=8,
+        num_parts=num_parts,
+        row_bytes=draw(AMOUNTS),
+        imbalance=draw(st.sampled_from([1.0, 1.4])),
+        wire_shares={"fp8": 0.52},
+    )
+    gathered = tuple(dataclasses.replace(w, is_gather=bool(w.exchange)) for w in works)
+    return dataclasses.replace(work, gathered=dataclasses.replace(work, forward=gathered))
+
+
+@given(work=regions())
+def test_no_way_is_faster_than_its_bound(work):
+    for candidate in list_candidates(work, ("experts", "tokens")):
+        assert least_us(work, candidate, RATES) <= price_us(work, candidate, RATES) * (1 + 1e-9)
+
+
+def test_where_all_that_is_not_bound_is_hidden_it_is_the_price():
+    exchange = Work(name="dispatch", link_bytes=1e6, exchange="dispatch")
+    compute = Work(name="beside", operations=1e5)
+    phases = {"forward": (exchange, compute), "backward": (compute,)}
+    work = RegionWork(**phases, num_ranks=2, num_parts=1, row_bytes=0.0)
+    (whole, *_) = list_candidates(work, ("experts",))
+    calm = dataclasses.replace(RATES, contention=0.0, op_overhead_us=0.0)
+    assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm))

@@ -1,0 +1,107 @@
+"""What chunks cost beside the work they share: told by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
+from moe_compile.cost.tasks import LINK, Priority, Task, run_tasks
+from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.region_tasks import price_us
+from tests.region_works import mirrored
+
+UNIT = Rates(  # 1 us per 1e6 operations, 1e3 bytes in memory, 1e3 bytes on the link
+    matmul_tflops=1.0,
+    memory_gb_per_s=1.0,
+    op_overhead_us=0.0,
+    link_gb_per_s=1.0,
+    link_latency_us=0.0,
+)
+TWO = Candidate(num_chunks=2)
+
+
+def region(row_bytes=0.0, weight_bytes=0.0, link_us=100.0, experts_us=10.0, **settings):
+    """Return rows, dispatch, experts, combine, sum; the exchanges outlast the experts."""
+    experts = {"operations": experts_us * 1e6, "weight_bytes": weight_bytes}
+    sent = {"link_bytes": link_us * 1e3, "written": row_bytes, "is_chunked": True}
+    works = (
+        Work(name="rows", nbytes=1e3),
+        Work(name="dispatch", needs=(0,), exchange="dispatch", **sent),
+        Work(name="experts", needs=(1,), is_chunked=True, **experts),
+        Work(name="combine", needs=(2,), exchange="combine", **sent),
+        Work(name="sum", needs=(3,), nbytes=1e3),
+    )
+    return there_and_back(works, row_bytes=row_bytes, **settings)
+
+
+def there_and_back(works, row_bytes=0.0, **settings):
+    return RegionWork(
+        forward=works,
+        backward=mirrored(works),
+        num_ranks=2,
+        num_parts=4,
+        row_bytes=row_bytes,
+        **settings,
+    )
+
+
+def test_rows_are_sorted_by_chunk_and_chunks_are_joined_each_way():
+    """Sorted is a read and a write; joined a concatenation and a gather, two of each."""
+    more = price_us(region(row_bytes=5e3), TWO, UNIT) - price_us(region(), TWO, UNIT)
+    assert more == pytest.approx(2 * (2 + 4) * 5)
+    whole = [price_us(region(row_bytes=r), Candidate(), UNIT) for r in (0.0, 5e3)]
+    assert whole[0] == whole[1]
+
+
+def test_gradients_of_weights_in_pieces_are_joined():
+    """Behind the last exchange nothing hides it: 40 us read and 40 written."""
+    work = region(weight_bytes=40e3, link_us=0.0)
+    joined = price_us(work, TWO, UNIT) - price_us(work, Candidate(), UNIT)
+    assert joined == pytest.approx(80.0)
+    unsliced = there_and_back(tuple(replace(w, slices_weights=False) for w in work.forward))
+    assert price_us(unsliced, TWO, UNIT) > price_us(unsliced, Candidate(), UNIT)
+
+
+def test_small_operators_and_launches_take_their_time():
+    """Whole: three operators and two launches each way, one after another."""
+    slow = replace(UNIT, op_overhead_us=1.0)
+    work = region()
+    whole = price_us(work, Candidate(), slow) - price_us(work, Candidate(), UNIT)
+    assert whole == pytest.approx(2 * 5)
+    sort = ORDER_KERNELS + 2 * MASK_KERNELS
+    two = price_us(work, TWO, slow) - price_us(work, TWO, UNIT)
+    assert two >= sort + 2 * (3 + 3)  # rows, a launch, and the sort; then join (two) and sum
+
+
+def test_the_busiest_rank_sets_the_time_of_the_region():
+    work = region()
+    busy = replace(work, imbalance=1.5)
+    assert price_us(busy, Candidate(), UNIT) == pytest.approx(2 * (1.5 * 210 + 2))
+    assert price_us(work, Candidate(), UNIT) == pytest.approx(2 * (210 + 2))
+
+
+def test_chunks_follow_one_another_where_the_next_collective_comes_first():
+    """Longest path first begins the second chunk before the first can leave."""
+    tasks = [
+        Task(name="a1", stream="compute", us=10.0),
+        Task(name="b1", stream="compute", us=10.0),
+        Task(name="a2", stream="compute", us=10.0, needs=(0,)),
+        Task(name="b2", stream="compute", us=10.0, needs=(1,)),
+        Task(name="a leaves", stream=LINK, us=30.0, needs=(2,)),
+        Task(name="b leaves", stream=LINK, us=30.0, needs=(3,)),
+    ]
+    assert run_tasks(tasks, 0.0).total_us == 90.0
+    assert run_tasks(tasks, 0.0, Priority.NEXT_COLLECTIVE).total_us == 80.0
+
+
+def test_a_price_lets_chunks_follow_one_another():
+    """Products of 10, then 30 on the link, per chunk: 20 + 2 x 30 forward, and mirrored."""
+    works = (
+        Work(name="dispatch", exchange="dispatch", is_chunked=True),
+        Work(name="up", needs=(0,), operations=20e6, is_chunked=True),
+        Work(name="down", needs=(1,), operations=20e6, is_chunked=True),
+        Work(name="combine", needs=(2,), link_bytes=60e3, exchange="combine", is_chunked=True),
+    )
+    assert price_us(there_and_back(works), TWO, UNIT) == pytest.approx(80 + 80)

@@ -1,0 +1,29 @@
+"""The prover's verdict on a layer, as its backend would ask for it."""
+
+import torch
+
+from moe_compile.proof.row_proof import prove_rows_independent
+from moe_compile.regions.detect_moe import find_moe_regions
+from tests.capture import dynamo_graphs
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
+LOCAL = 4
+
+
+def tokens(dtype=torch.bfloat16):
+    return torch.randn(32, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def judge(layer, x):
+    """Return the verdict on the one region of `layer`: a proof, or what refused it."""
+    verdicts = []
+    for gm in dynamo_graphs(layer, x):
+        regions, refused = find_moe_regions(gm.graph)
+        verdicts += [prove_rows_independent(region) for region in regions]
+        verdicts += [r for r in refused if r.is_region]
+    (verdict,) = verdicts
+    return verdict
+
+
+def layer_of(style, group, dtype=torch.bfloat16):
+    return style(WIDTH, HIDDEN, EXPERTS, TOP_K, group, dtype)

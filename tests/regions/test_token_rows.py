@@ -1,0 +1,358 @@
+"""Which gathers and sums of tokens are proven, and what in them is not understood."""
+
+import pytest
+import torch
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.token_regions import NotFound
+from moe_compile.regions.token_rows import find_token_rows
+from passes.detect_regions import DetectRegions
+from tests.capture import dynamo_graphs, state
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.layers import STYLES, GroupedExperts
+
+WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 32
+
+
+def found_in(style, group, *, experts=EXPERTS, top_k=TOP_K):
+    """Return what is found around the region of a layer of `style`."""
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, experts, top_k, group), x)
+    ours = state()
+    DetectRegions().run(gm.graph, ours)
+    (found,) = ours.found.experts
+    return find_token_rows(found.region)
+
+
+def onto(make_base):
+    """Return a layer that adds its rows to what `make_base` makes of the tokens."""
+
+    class Onto(Around):
+        def total(self, x, order, out, scores):
+            return make_base(x).index_add(0, order // self.top_k, out)
+
+    return Onto
+
+
+def zeros_added_to(x):
+    zeros = torch.zeros_like(x)
+    zeros.add_(x)
+    return zeros
+
+
+def zeros_assigned(x):
+    zeros = torch.zeros_like(x)
+    zeros[:2] = x[:2]
+    return zeros
+
+
+def zeros_written_through_a_view(x):
+    zeros = x.new_zeros(x.shape)
+    zeros.view(-1)[:2].add_(1)
+    return zeros
+
+
+def zeros_written_by_their_own_call(x):
+    base = x * 2
+    return torch.zeros(x.shape, out=base)
+
+
+@torch._dynamo.allow_in_graph
+def zeros_like(x):
+    return torch.ones_like(x)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        zeros_added_to,
+        zeros_assigned,
+        zeros_written_through_a_view,
+        zeros_written_by_their_own_call,
+    ],
+)
+def test_zeros_that_are_written_are_no_zeros(fake_ranks, base):
+    """They were left out of the sum, with all that had been written to them."""
+    assert found_in(onto(base), fake_ranks).reason is Reason.WRITTEN
+
+
+def test_what_is_called_zeros_by_others_is_a_base_like_any_other(fake_ranks):
+    assert found_in(onto(zeros_like), fake_ranks).sums.base is not None
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        torch.zeros_like,
+        lambda x: torch.zeros(*x.shape, dtype=x.dtype, device=x.device),
+        lambda x: torch.zeros(size=x.shape, dtype=x.dtype),
+        lambda x: x.new_zeros(x.shape),
+    ],
+)
+def test_zeros_that_nobody_writes_add_nothing(fake_ranks, base):
+    assert found_in(onto(base), fake_ranks).sums.base is None
+
+
+def summed_by(sum_of, style=InOrder):
+    """Return a layer that puts rows in order, and adds them up by `sum_of`."""
+
+    class Summed(style):
+        def summed(self, by_token, scores):
+            return sum_of(by_token, scores.reshape(-1, 1, self.top_k))
+
+    return Summed
+
+
+def ordered_in(make, style=InOrder, slots=TOP_K):
+    """Return a layer that puts rows in order in what `make` makes, and adds them up."""
+
+    class Ordered(style):
+        def total(self, x, order, out, scores):
+            z = make(x, slots * x.shape[0])
+            z[order] = out
+            return self.summed(z.view(x.shape[0], slots, x.shape[1]), scores)
+
+    return Ordered
+
+
+class ReadBefore(InOrder):
+    """The rows of a token are summed before they are there."""
+
+    def total(self, x, order, out, scores):
+        z = torch.zeros(self.top_k * x.shape[0], x.shape[1], dtype=x.dtype)
+        y = z.view(x.shape[0], self.top_k, x.shape[1]).sum(1)
+        z[order] = out
+        return y
+
+
+class WrittenAgain(InOrder):
+    """Some of the rows in order are replaced before they are summed."""
+
+    def total(self, x, order, out, scores):
+        z = torch.zeros(self.top_k * x.shape[0], x.shape[1], dtype=x.dtype)
+        z[order] = out
+        by_token = z.view(x.shape[0], self.top_k, x.shape[1])
+        z.mul_(2)
+        return by_token.sum(1)
+
+
+def zeros(x, rows):
+    return torch.zeros(rows, x.shape[1], dtype=x.dtype)
+
+
+def wide_zeros(x, rows):
+    return torch.zeros(rows, x.shape[1])
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        summed_by(lambda rows, weights: rows.sum(1, dtype=torch.float32)),
+        summed_by(lambda rows, weights: rows.sum(1, keepdim=True).squeeze(1)),
+        ordered_in(wide_zeros),
+        ReadBefore,
+        WrittenAgain,
+    ],
+    ids=["dtype", "keepdim", "wide zeros", "read before", "written again"],
+)
+def test_a_sum_that_is_not_understood_is_none(fake_ranks, style):
+    """Its arguments and its place were not looked at: values were wrong."""
+    assert found_in(style, fake_ranks).reason is Reason.NO_SUM
+
+
+def test_slots_that_no_row_fills_are_not_proven(fake_ranks):
+    """Two rows to a token, in four slots: the first half of the tokens gets all of them."""
+    style = ordered_in(zeros, slots=2 * TOP_K)
+    assert found_in(style, fake_ranks).reason is Reason.OTHER_INDEX
+
+
+@pytest.mark.parametrize("dim", [1, -2, (1,)])
+def test_a_dimension_may_be_counted_from_either_end(fake_ranks, dim):
+    style = summed_by(lambda rows, weights: rows.sum(dim))
+    assert found_in(style, fake_ranks).rows_per_token == TOP_K
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda rows, weights: torch.bmm(weights, rows.float() * 0.5).squeeze(1),
+        lambda rows, weights: (torch.bmm(weights, rows.float()) * 2).squeeze(1),
+        lambda rows, weights: torch.bmm(weights, rows.half().float()).squeeze(1),
+        lambda rows, weights: torch.bmm(weights, rows.float()).bfloat16().float().squeeze(1),
+    ],
+    ids=["rows times a number", "sums times a number", "rows rounded", "sums rounded"],
+)
+def test_a_weighted_sum_with_more_between_is_not_understood(fake_ranks, product):
+    """Casts were skipped, and products with a number too."""
+    style = summed_by(product, InOrderWeighted)
+    assert found_in(style, fake_ranks).reason is Reason.NO_SUM
+
+
+def test_a_weighted_sum_may_be_taken_in_the_type_of_its_weights(fake_ranks):
+    style = summed_by(
+        lambda rows, weights: torch.bmm(weights.to(rows.dtype), rows).squeeze(dim=1),
+        InOrderWeighted,
+    )
+    assert found_in(style, fake_ranks).sums.weights is not None
+
+
+@torch.library.custom_op("megamoe_tests::index_add", mutates_args=())
+def index_add(
+    base: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    return base.index_add(dim, index, rows, alpha=3)
+
+
+@index_add.register_fake
+def _(base, dim, index, rows):
+    return torch.empty_like(base)
+
+
+def test_an_operator_of_that_name_is_not_torchs(fake_ranks):
+    class OfOthers(Around):
+        def total(self, x, order, out, scores):
+            zeros = torch.zeros_like(x)
+            return torch.ops.megamoe_tests.index_add(zeros, 0, order // self.top_k, out)
+
+    assert found_in(OfOthers, fake_ranks).reason is Reason.NO_SUM
+
+
+class OneNumber(Around):
+    """Adds one number of each row: sums are no matrix."""
+
+    def total(self, x, order, out, scores):
+        return x * x.new_zeros(x.shape[0]).index_add(0, order // self.top_k, out)[:, None]
+
+    def experts(self, rows, received):
+        return super().experts(rows, received).sum(-1)
+
+
+class WholeSums(Around):
+    """Its sums are integers."""
+
+    def total(self, x, order, out, scores):
+        zeros = torch.zeros_like(x, dtype=torch.int8)
+        return zeros.index_add(0, order // self.top_k, out.to(torch.int8)).to(x.dtype)
+
+
+@pytest.mark.parametrize("style", [OneNumber, WholeSums])
+def test_sums_that_are_no_matrix_of_floats_are_none(fake_ranks, style):
+    assert found_in(style, fake_ranks).reason is Reason.NO_SUM
+
+
+def test_an_index_that_is_read_after_a_write_is_another(fake_ranks):
+    """Both times it is `order // k`, of another order."""
+
+    class Turned(Around):
+        def total(self, x, order, out, scores):
+            order.copy_(order.flip(0))
+            return torch.zeros_like(x).index_add(0, order // self.top_k, out)
+
+    assert found_in(Turned, fake_ranks).reason is Reason.OTHER_INDEX
+
+
+def test_rows_are_not_put_in_an_order_that_was_written(fake_ranks):
+    """The index was read off the order before that."""
+
+    class Turned(InOrder):
+        def total(self, x, order, out, scores):
+            order.copy_(order.flip(0))
+            return super().total(x, order, out, scores)
+
+    assert isinstance(found_in(Turned, fake_ranks), NotFound)
+
+
+class WrittenOrder(Around):
+    """Its order is no permutation any more when rows are gathered by it."""
+
+    def gather(self, x, order, scores):
+        order.copy_(order // 2)
+        self.index = order // self.top_k
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+class NarrowOrder(WrittenOrder):
+    """Its order is sent through a type that holds few numbers."""
+
+    def gather(self, x, order, scores):
+        self.index = order.to(torch.int8).long() // self.top_k
+        return x[self.index]
+
+
+@pytest.mark.parametrize("style", [WrittenOrder, NarrowOrder])
+def test_an_order_that_may_be_no_permutation_proves_no_number_of_rows(fake_ranks, style):
+    found = found_in(style, fake_ranks)
+    assert (found.rows_per_token, found.mean_rows_per_token) == (None, TOP_K)
+
+
+class Routes(GroupedExperts):
+    """Sends rows to experts whose numbers went through another type."""
+
+    through = torch.int32
+
+    def route(self, x):
+        scores, chosen = super().route(x)
+        return scores, chosen.to(self.through).long()
+
+
+class RoutesByBytes(Routes):
+    through = torch.uint8
+
+
+@pytest.mark.parametrize(("style", "is_proven"), [(Routes, True), (RoutesByBytes, False)])
+def test_numbers_of_experts_that_a_type_does_not_hold_prove_nothing(fake_ranks, style, is_proven):
+    """Of 260 experts two numbers become one: a token may have both rows on one rank."""
+    assert found_in(style, fake_ranks, experts=260).is_chosen_once is is_proven
+
+
+class HandedIn(Around):
+    """Its index is made before its graph begins, of as many rows as came to be."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("index", torch.arange(TOKENS).repeat(TOP_K))
+
+    def gather(self, x, order, scores):
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+class ByThreshold(Around):
+    """Its rows are those of large scores: data tells how many."""
+
+    def gather(self, x, order, scores):
+        large = scores >= scores.mean()
+        self.index = large.nonzero(as_tuple=True)[0]
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+class Joined(Around):
+    """As many rows as `topk` chose, in a form in which their tokens are not read off."""
+
+    def gather(self, x, order, scores):
+        self.index = torch.cat([order // self.top_k])
+        return x[self.index]
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, self.index, out)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"), [(HandedIn, None), (ByThreshold, None), (Joined, TOP_K)]
+)
+def test_as_many_rows_on_every_rank_are_proven_by_what_chose_them(fake_ranks, style, expected):
+    found = found_in(style, fake_ranks)
+    assert (found.rows_per_token, found.mean_rows_per_token) == (None, expected)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_has_as_many_rows_on_every_rank(fake_ranks, style):
+    assert found_in(style, fake_ranks).mean_rows_per_token == TOP_K

@@ -1,0 +1,68 @@
+"""Every figure of docs/cluster.md's tables is what the simulator computes."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_compile.simulator import checks
+from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
+from moe_compile.simulator.systems import shipped
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+
+
+def rows(first_heading):
+    """Return the cells of the table whose first heading is so, by first cell."""
+    lines = PAGE.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_heading} |"))
+    found = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return found
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found[name] = cells
+    return found
+
+
+def test_the_waterfall_is_what_is_computed():
+    table = rows("what changes")
+    changes = explain_speedup(1440)
+    assert list(table) == [change.name for change in changes]
+    for change in changes:
+        seconds, gain, total, _ = table[change.name]
+        assert seconds == f"{change.seconds:.2f}"
+        assert gain in ("", f"{change.gain:.3f}x")
+        assert total == f"{change.total_gain:.2f}x"
+    own = predict_own_part(1440)
+    assert f"predicted at {own.seconds:.2f} s: {own.total_gain:.2f}x" in PAGE
+
+
+def test_the_bounds_are_what_is_computed():
+    table = rows("model")
+    profile = shipped("h800")
+    for bound in find_bounds(profile, profile.fit("bytedance")):
+        ideal, over, *near = table.pop(bound.model)
+        assert ideal == f"{bound.ideal_ms:.2f}"
+        if bound.tensor_over_ideal is not None:
+            assert over == f"{bound.tensor_over_ideal:.2f}x"
+        schedules = ("sequential", "inter-op", "best chunks", "tiles", "two-batches")
+        shares = bound.of_bound_percent
+        assert near == [f"{shares[s]:.0f} / {shares[s + ' + fp8 wire']:.0f}" for s in schedules]
+    assert table == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("MegaScale-MoE table 3, seconds per step", checks.check_table_3().heldout_mape_percent),
+        ("MoE Parallel Folding on H100 (Eos), MFU", checks.check_eos().heldout_mape_percent),
+    ],
+)
+def test_the_errors_are_what_is_computed(source, error):
+    assert rows("source")[source][2] == f"{error:.1f} %"
+
+
+def test_deepseeks_figure_is_what_is_computed():
+    unfitted = checks.check_deepseek().rows[0]
+    (cells,) = [cells for name, cells in rows("source").items() if name.startswith("DeepSeek-V3")]
+    assert cells[2] == f"{unfitted.predicted:,.0f} ({unfitted.error_percent:+.1f} %)"
