@@ -90,7 +90,7 @@ def megamoe(
     written.learn_guards()
     plan = plan_of(state)
     if plan:
-        forbid_eager_beyond_limit(compilation.family)
+        forbid_eager_beyond_limit(compilation.site)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
 
@@ -98,12 +98,12 @@ def megamoe(
         REPORT.add_as_written(compilation)
         return written.compile(again)
 
-    family = f"{compilation.family} {config.digest_text()} {weights}"
+    site = f"{compilation.site} {config.digest_text()} {weights}"
     programs = programs_of(
         order,
         plan,
         rewritten=groups_rewritten(state, {g: user.collectives for g, user in order.items()}),
-        family=family,
+        site=site,
         is_promised=config.equal_tokens,
     )
     return agreed_callable(compiled, programs, compile_whole if plan else None)
@@ -140,7 +140,7 @@ def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Co
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []
     _run_dynamo_level(gm, state, compilation, levels)
-    state.family = compilation.family
+    state.site = compilation.site
     collectives = {group: order.collectives for group, order in user_order(gm).items()}
     state.is_compared = bool(collectives)
     state.plan_digest = plan_digest(config, levels, collectives)
@@ -170,7 +170,7 @@ def _run_dynamo_level(
     state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
     if state.config.strict:
-        refuse_unmet(state.journal, compilation.family)
+        refuse_unmet(state.journal, compilation.site)
     dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
     levels.append(level_value(gm.graph, state, dropped=dropped))
     compilation.add_level(state)
@@ -215,11 +215,11 @@ def _log(compilation: Compilation) -> None:
     if not compilation.has_regions:
         return
     chunks = [region.num_chunks for region in compilation.regions]
-    LOG.info("%s: %d MoE regions in %s chunks", compilation.family, len(chunks), chunks)
+    LOG.info("%s: %d MoE regions in %s chunks", compilation.site, len(chunks), chunks)
     groups = [a.num_chunks for a in compilation.attention if a.is_region]
-    LOG.info("%s: %d attention regions in %s chunks", compilation.family, len(groups), groups)
+    LOG.info("%s: %d attention regions in %s chunks", compilation.site, len(groups), groups)
     for line in (*compilation.left_alone, *compilation.dropped):
-        LOG.debug("%s: left alone: %s", compilation.family, line)
+        LOG.debug("%s: left alone: %s", compilation.site, line)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "megamoe_report", "encoding": "json"},

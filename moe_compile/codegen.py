@@ -82,7 +82,7 @@ def _sources() -> str:
 
 
 def _identity(state: CompileState) -> str:
-    return f"{state.config.digest_text()} {state.hardware} {state.family} {state.plan_digest}"
+    return f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
 
 
 def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None:

@@ -82,13 +82,13 @@ def programs_of(
     plan: str,
     *,
     rewritten: Collection[str] = (),
-    family: str = "",
+    site: str = "",
     is_promised: bool = False,
 ) -> dict[str, Program]:
     """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
 
     On groups that are not among `rewritten` it launches what the user wrote, whatever the plan.
-    `family` and `is_promised` as in `Program`.
+    `site` and `is_promised` as in `Program`.
     """
     return {
         group: Program(
@@ -96,7 +96,7 @@ def programs_of(
             plan=plan if group in rewritten else "",
             collectives=user.collectives,
             places=user.places,
-            family=family,
+            site=site,
             is_promised=is_promised,
         )
         for group, user in order.items()

@@ -46,7 +46,7 @@ class RecordOrder(GraphPass):
 def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
     order = collective_order(graph)
     return {
-        "family": state.family,
+        "site": state.site,
         "plan": state.plan_digest,
         "phase": "backward" if state.is_backward else "forward",
         "launches": {group: list(launches) for group, launches in sorted(order.items())},

@@ -37,7 +37,7 @@ class VerifyAsyncTP(GraphPass):
             return self._without(Reason.NOT_ASKED)
         fused = count_fused(graph)
         if not fused:
-            LOG.warning("megamoe: %s: %s", state.family, Reason.NO_MATCH.value)
+            LOG.warning("megamoe: %s: %s", state.site, Reason.NO_MATCH.value)
             return self._without(Reason.NO_MATCH, {"num_async_tp_products": 0.0})
         return PassReport(
             pass_name=self.name,

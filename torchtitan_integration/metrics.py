@@ -124,7 +124,7 @@ def bytes_of_routed_row(width: int, itemsize: int, options: MegaMoEConfig) -> in
 
 def _predicted() -> dict[str, float]:
     """Return what the newest graphs of blocks with experts are predicted to hide and to expose."""
-    newest = {(r["family"], r["phase"]): figures(r) for r in executed_records()}
+    newest = {(r["site"], r["phase"]): figures(r) for r in executed_records()}
     with_exchanges = [f for f in newest.values() if "hidden_us" in f]
     found = {"megamoe/recompiles": float(REPORT.num_recompiles())}
     if with_exchanges:

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.paper.fitting`: fits the constants that profiles carry, from the rows marked for it and no others.
+"""`python -m benchmarks.paper.fitting`: fits the constants that profiles carry.
+
+Only the rows marked for it are read.
 
 Contract
     A fit is a search over a stated grid for the least sum of squared relative errors. Running it

@@ -58,9 +58,9 @@ class Rates:
     link_latency_us: float
     gather_share: float = 1.0
     """Rate of an all-gather or a reduce-scatter over that of an all-to-all."""
-    near_gb_per_s: float = 0.0
+    intra_node_gb_per_s: float = 0.0
     """Of a node's link, where the group spans several nodes; 0 where there is none."""
-    near_gather_share: float = 1.0
+    intra_node_gather_share: float = 1.0
     """`gather_share` of a node's link."""
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
@@ -75,19 +75,19 @@ class Rates:
     def of(cls, hardware: HardwareProfile, num_ranks: int) -> Self:
         """Return the rates of a group of `num_ranks`."""
         node, link = hardware.node, hardware.link_of(num_ranks)
-        near = node if node is not None and num_ranks > node.num_ranks else None
+        intra = node if node is not None and num_ranks > node.num_ranks else None
         origins = {name: _kind(text) for name, text in hardware.origins.items()}
         if link is node:
             origins |= {"link_gb_per_s": "assumed", "link_latency_us": "assumed"}
-        if near:
-            origins |= {"near_gb_per_s": "assumed"}
+        if intra:
+            origins |= {"intra_node_gb_per_s": "assumed"}
         shares = {name: UNCERTAINTY.get(origins.get(name, ""), UNKNOWN) for name in CONSTANTS}
         if link is node:
             shares["gather_share"] = GATHER_STEP
         if link.gather_share is None:  # one rate for all collectives: they are off together
             shares["gather_share"] = 0.0
-        if near is None or near.gather_share is None:
-            shares["near_gather_share"] = 0.0
+        if intra is None or intra.gather_share is None:
+            shares["intra_node_gather_share"] = 0.0
         return cls(
             matmul_tflops=hardware.matmul_tflops,
             memory_gb_per_s=hardware.memory_gb_per_s,
@@ -95,11 +95,11 @@ class Rates:
             link_gb_per_s=link.gb_per_s,
             link_latency_us=link.latency_us,
             gather_share=link.gather_share or 1.0,
-            near_gb_per_s=near.gb_per_s if near else 0.0,
-            near_gather_share=(near.gather_share if near else None) or 1.0,
+            intra_node_gb_per_s=intra.gb_per_s if intra else 0.0,
+            intra_node_gather_share=(intra.gather_share if intra else None) or 1.0,
             contention=link.contention,
             num_ranks=num_ranks,
-            node_ranks=near.num_ranks if near else 1,
+            node_ranks=intra.num_ranks if intra else 1,
             uncertainty=tuple(shares.items()),
         )
 
@@ -124,11 +124,11 @@ class Rates:
         Those that stay within the node and those that do not travel at once: the slower counts.
         """
         rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
-        if not self.near_gb_per_s:
+        if not self.intra_node_gb_per_s:
             return self.link_latency_us + nbytes / (rate * 1e9) * US_PER_S
-        near = self.near_gb_per_s * (self.near_gather_share if is_gather else 1.0)
+        intra = self.intra_node_gb_per_s * (self.intra_node_gather_share if is_gather else 1.0)
         spread = spread_of(self.num_ranks, self.node_ranks, is_gather=is_gather)
-        slower = max(spread.between * nbytes / rate, spread.within * nbytes / near)
+        slower = max(spread.between * nbytes / rate, spread.within * nbytes / intra)
         return self.link_latency_us + slower / 1e9 * US_PER_S
 
     def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
@@ -140,8 +140,8 @@ class Rates:
         """Return the same with one constant `factor` times as large."""
         return replace(self, **{name: getattr(self, name) * factor})
 
-    def moved(self) -> Iterator[Self]:
-        """Return the rates with each constant moved up, then down, by its uncertainty."""
+    def perturbed(self) -> Iterator[Self]:
+        """Return the rates with each constant perturbed up, then down, by its uncertainty."""
         for name, share in self.uncertainty:
             for factor in (1.0 + share, 1.0 - share):
                 if share and getattr(self, name):

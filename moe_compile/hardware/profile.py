@@ -66,9 +66,9 @@ class HardwareProfile:
     """Time of an empty all-to-all, microseconds."""
     node: GroupLink | None = None
     """The link of groups within one node, where it is another; None where the profile is silent."""
-    far_contention: float = 0.0
+    inter_node_contention: float = 0.0
     """Contention of the link between nodes."""
-    far_gather_share: float | None = None
+    inter_node_gather_share: float | None = None
     """`gather_share` of the link between nodes."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
@@ -95,8 +95,8 @@ class HardwareProfile:
         return GroupLink(
             gb_per_s=self.link_gb_per_s,
             latency_us=self.link_latency_us,
-            contention=self.far_contention,
-            gather_share=self.far_gather_share,
+            contention=self.inter_node_contention,
+            gather_share=self.inter_node_gather_share,
         )
 
     def as_toml(self) -> str:
@@ -122,11 +122,11 @@ def load_profile(name: str) -> HardwareProfile:
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
     links = {link["name"]: link for link in file.values.get("link", ())}
-    far = links.get("network", {})
+    inter = links.get("network", {})
     return HardwareProfile(
         node=_node_link(links["nvlink"]) if "nvlink" in links else None,
-        far_contention=far.get("contention", 0.0),
-        far_gather_share=_gather_share(far) if far else None,
+        inter_node_contention=inter.get("contention", 0.0),
+        inter_node_gather_share=_gather_share(inter) if inter else None,
         origins=_own(file.origins),
         **{key: file.values[key] for key in wanted},
     )

@@ -1,4 +1,4 @@
-"""The ways a region can run: chunks and their axis, number formats on the wire, dispatch.
+"""The candidates for how a region runs: chunks, their axis, communication dtypes, dispatch.
 
 Contract
     Listed from simple to complicated, always in one order; the first is the region as it is.
@@ -21,7 +21,7 @@ WIRES: Final = ("same", "fp8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to run a region; fields are called as the options are."""
+    """One candidate; fields are called as the options are."""
 
     num_chunks: int = 1
     chunk_by: str = "experts"
@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, str, str]:
-        """Return what orders ways from simple to complicated, each at a place of its own."""
+        """Return what orders candidates from simple to complicated, each at a place of its own."""
         changed = (self.dispatch_wire != "same", self.combine_wire != "same")
         others = sum(changed) + (self.dispatch != "all_to_all")
         return others, self.num_chunks, self.chunk_by, self.dispatch_wire
@@ -63,7 +63,7 @@ class Candidate:
 
 
 def list_candidates(work: RegionWork, axes: tuple[str, ...]) -> tuple[Candidate, ...]:
-    """Return all ways to run `work` in chunks along `axes`.
+    """Return all candidates for `work`, in chunks along `axes`.
 
     Chunks of experts and of heads are equal; those of tokens may be any number.
     """

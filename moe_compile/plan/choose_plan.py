@@ -1,4 +1,4 @@
-"""Choose how a region runs: the way least far from the fastest, whatever constant is wrong.
+"""Choose how a region runs: the candidate with the least regret, whatever constant is wrong.
 
 Contract
     A pure function of the region's work, the rates and what may be chosen: order of candidates,
@@ -6,11 +6,11 @@ Contract
     What the caller does not allow, as what changes a bit, is advice.
 
 Pseudo-code
-    ways = those allowed that gain more than 1 % over the region as it is, and fit the memory
-    price each as constants are stated, and with each moved by its uncertainty: so many worlds
-    of those that gain in every world, and as stated are within 2 % of the fastest such,
-        take the one whose largest regret in any world is smallest, of near ones the simplest
-        (regret: time over that of the fastest way in that world, less 1)
+    candidates = those allowed that gain more than 1 % over the region as it is, and fit the memory
+    price each with the constants as stated, and with each constant perturbed by its uncertainty
+    of those that gain under every perturbation, and as stated are within 2 % of the fastest such,
+        take the one whose largest regret is smallest; of equal ones the simplest
+        (regret: time over that of the fastest candidate under the same perturbation, less 1)
     none: the region as it is
 """
 
@@ -30,7 +30,7 @@ from moe_compile.plan.region_tasks import price_us
 WORTH: Final = 0.01
 """Gain that is enough to leave the region other than it is."""
 TIE: Final = 0.002
-"""Regret below which two ways count as equally good: the simpler is taken."""
+"""Regret below which two candidates count as equally good: the simpler is taken."""
 HEDGE: Final = 0.02
 """Paid at most, where all constants are right, to be less far off where one is not: as far as a
 choice may be from the best."""
@@ -50,7 +50,7 @@ class Why(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """One way and its predicted time."""
+    """One candidate and its predicted time."""
 
     candidate: Candidate
     us: float
@@ -61,17 +61,17 @@ class Priced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The way a region runs, and what it was chosen against."""
+    """The candidate that a region runs as, and what it was chosen against."""
 
     chosen: Priced
     as_it_is: Priced
     runner_up: Priced | None
-    """The fastest of the other ways that may be chosen."""
+    """The fastest of the other candidates that may be chosen."""
     why: Why
     other_dispatch: Priced | None = None
-    """The fastest of the ways that may be chosen with the other dispatch."""
+    """The fastest of those that may be chosen with the other dispatch."""
     advice: tuple[Priced, ...] = ()
-    """Ways that were not allowed, faster than the chosen by more than 1 %; the fastest first."""
+    """Candidates not allowed that are faster than the chosen by over 1 %, the fastest first."""
 
     @property
     def gathers(self) -> bool:
@@ -97,7 +97,7 @@ def choose_plan(
     *,
     allowed_bytes: float = float("inf"),
 ) -> Decision:
-    """Return the way to run `work`, of the `candidates` that are allowed.
+    """Return how to run `work`, of the `candidates` that are allowed.
 
     The first allowed one is the region as it is. `allowed_bytes` may be added to the peak.
     """
@@ -108,17 +108,17 @@ def choose_plan(
             for c in candidates
         ]
 
-    ways = priced(c for c in candidates if is_allowed(c))
-    as_it_is = ways[0]
-    gaining = [way for way in ways if way.us < (1.0 - WORTH) * as_it_is.us]
-    fitting = [way for way in gaining if extra_bytes(work, way.candidate) <= allowed_bytes]
+    allowed = priced(c for c in candidates if is_allowed(c))
+    as_it_is = allowed[0]
+    gaining = [one for one in allowed if one.us < (1.0 - WORTH) * as_it_is.us]
+    fitting = [one for one in gaining if extra_bytes(work, one.candidate) <= allowed_bytes]
     regrets = _safe_regrets(work, rates, as_it_is, fitting)
-    chosen = min(regrets, key=lambda way: _place(way, regrets), default=as_it_is)
+    chosen = min(regrets, key=lambda one: _place(one, regrets), default=as_it_is)
     why = Why.FASTEST
     if chosen is as_it_is:
         why = Why.UNSURE if fitting else Why.MEMORY if gaining else Why.NO_GAIN
-        why = why if len(ways) > 1 else Why.NO_OTHER
-    others = [p for p in ways if p is not chosen]
+        why = why if len(allowed) > 1 else Why.NO_OTHER
+    others = [p for p in allowed if p is not chosen]
     switched = [p for p in others if p.candidate.dispatch != chosen.candidate.dispatch]
     limit = (1.0 - WORTH) * chosen.us
     forbidden = (c for c in candidates if not is_allowed(c) and least_us(work, c, rates) < limit)
@@ -141,30 +141,32 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
 
 
 def _safe_regrets(
-    work: RegionWork, rates: Rates, as_it_is: Priced, ways: Sequence[Priced]
+    work: RegionWork, rates: Rates, as_it_is: Priced, others: Sequence[Priced]
 ) -> dict[Priced, float]:
-    """Return the largest regret of each of `ways` that gains in every world.
+    """Return the largest regret of each of `others` that gains under every perturbation.
 
-    A constant that is wrong should neither make a loss of a gain, nor leave a way far behind the
-    one that would have been taken had it been known.
+    A constant that is wrong should neither make a loss of a gain, nor leave a candidate far behind
+    the one that would have been taken had it been known.
     """
-    if not ways:
+    if not others:
         return {}
-    worlds = (rates, *rates.moved())
-    known = [as_it_is, *ways]
-    us = {way: [way.us, *(price_us(work, way.candidate, r) for r in worlds[1:])] for way in known}
+    perturbed = tuple(rates.perturbed())
+    us = {
+        one: [one.us, *(price_us(work, one.candidate, r) for r in perturbed)]
+        for one in (as_it_is, *others)
+    }
     best = [min(times) for times in zip(*us.values(), strict=True)]
     was = us[as_it_is]
-    safe = [way for way in ways if all(a < b for a, b in zip(us[way], was, strict=True))]
-    limit = (1.0 + HEDGE) * min((way.us for way in safe), default=0.0)
+    safe = [one for one in others if all(a < b for a, b in zip(us[one], was, strict=True))]
+    limit = (1.0 + HEDGE) * min((one.us for one in safe), default=0.0)
     return {
-        way: max(own / least - 1.0 for own, least in zip(us[way], best, strict=True))
-        for way in safe
-        if way.us <= limit
+        one: max(own / least - 1.0 for own, least in zip(us[one], best, strict=True))
+        for one in safe
+        if one.us <= limit
     }
 
 
-def _place(way: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
-    """Return where `way` stands among others: those near the best by how simple they are."""
-    near = regrets[way] <= min(regrets.values()) + TIE
-    return not near, 0.0 if near else regrets[way], way.candidate.complexity
+def _place(one: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
+    """Return where a candidate stands: those near the best by how simple they are."""
+    near = regrets[one] <= min(regrets.values()) + TIE
+    return not near, 0.0 if near else regrets[one], one.candidate.complexity

@@ -90,7 +90,7 @@ def decide_attention(
 def experts_rule(
     config: MegaMoEConfig, work: RegionWork, rounding: Rounding | None = None
 ) -> Callable[[Candidate], bool]:
-    """Return which ways to run a MoE region the options allow.
+    """Return which candidates for a MoE region the options allow.
 
     What "auto" may change, `numerics` says.
     """

@@ -1,8 +1,8 @@
-"""A time no way of running a region can be faster than: much quicker to tell than its price.
+"""A time that no candidate can be faster than: much quicker to tell than its price.
 
 Contract
-    Never above `region_tasks.price_us` of the same way. Chunks, joins, packing and contention only
-    add to what is summed here.
+    Never above `region_tasks.price_us` of the same candidate. Chunks, joins, packing and
+    contention only add to what is summed here.
 """
 
 from __future__ import annotations

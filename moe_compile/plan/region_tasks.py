@@ -1,4 +1,4 @@
-"""Time of one way to run a region: its work as tasks on a compute stream and a link.
+"""Time of one candidate: the work of its region as tasks on a compute stream and a link.
 
 Contract
     Tasks run by `cost/tasks.py`, on the streams of `cost/events.py`: the ones the
@@ -106,8 +106,8 @@ class _Phase:
     @property
     def _sorts_rows(self) -> bool:
         """Whether chunks are of exchanged rows; gathered tokens and heads come in slices."""
-        way = self.candidate
-        return way.num_chunks > 1 and way.chunk_by != "heads" and way.dispatch == "all_to_all"
+        one = self.candidate
+        return one.num_chunks > 1 and one.chunk_by != "heads" and one.dispatch == "all_to_all"
 
     def _moving_us(self, nbytes: float, num_times: int) -> float:
         return self.rates.compute_us(0.0, ROW_PASSES * nbytes * num_times, num_times)

@@ -44,7 +44,7 @@ class CompileState:
     journal: Journal = field(default_factory=Journal)
     graph_name: str = "dynamo"
     """Of the graph at hand, as the journal has it."""
-    family: str = ""
+    site: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
     """Whether some region of the compilation, attention too, runs in more than one chunk."""

@@ -90,7 +90,7 @@ class AttentionReport:
 class Compilation:
     """One call of the backend."""
 
-    family: str
+    site: str
     regions: list[RegionReport] = field(default_factory=list)
     attention: list[AttentionReport] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Compilation:
         first, others = left[0], f"; so are {len(left) - 1} others" if len(left) > 1 else ""
         if self.has_regions:
             return (
-                f"megamoe: an exchange beside the MoE regions at {self.family} is left as it is"
+                f"megamoe: an exchange beside the MoE regions at {self.site} is left as it is"
                 f"{others}. {first}. To do: {first.remedy}"
             )
         attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
@@ -174,7 +174,7 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     places = list(dict.fromkeys(source_place(node) for node in launches))
     exchanges = [source_place(node) for node in launches if is_all_to_all(node)]
     return Compilation(
-        family="; ".join(places[:1]),
+        site="; ".join(places[:1]),
         settings=state.config.digest_text(),
         journal=state.journal,
         place_of_exchange="; ".join(exchanges[:1]),

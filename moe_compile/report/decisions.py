@@ -45,27 +45,27 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
         "other_dispatch_us": other.us if other else 0.0,
         "why": decision.why.value,
         "advice": [
-            {"candidate": str(way.candidate), "predicted_us": way.us, "is_lossy": way.is_lossy}
-            for way in decision.advice
+            {"candidate": str(one.candidate), "predicted_us": one.us, "is_lossy": one.is_lossy}
+            for one in decision.advice
         ],
     }
 
 
 def _named(decision: Decision) -> list[Priced]:
-    """Return the advice to print: the fastest ways, one of them with another dispatch if any is."""
+    """Return the advice to print: the fastest, and the fastest with another dispatch."""
     fastest = list(decision.advice[:MOST_ADVICE])
     dispatch = decision.chosen.candidate.dispatch
-    others = [way for way in decision.advice if way.candidate.dispatch != dispatch]
+    others = [one for one in decision.advice if one.candidate.dispatch != dispatch]
     if others and others[0] not in fastest:
         fastest[-1] = others[0]
     return fastest
 
 
-def _advice(way: Priced, decision: Decision) -> str:
-    less = 1.0 - way.us / decision.chosen.us
-    why = "it changes bits" if way.is_lossy else "options ask for another"
-    return f"not chosen, since {why}: {way.candidate}, predicted {less:.1%} less"
+def _advice(one: Priced, decision: Decision) -> str:
+    less = 1.0 - one.us / decision.chosen.us
+    why = "it changes bits" if one.is_lossy else "options ask for another"
+    return f"not chosen, since {why}: {one.candidate}, predicted {less:.1%} less"
 
 
-def _ms(way: Priced) -> str:
-    return f"{way.us / 1e3:.2f} ms"
+def _ms(one: Priced) -> str:
+    return f"{one.us / 1e3:.2f} ms"

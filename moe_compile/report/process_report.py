@@ -97,12 +97,10 @@ class ProcessReport:
             "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
             "rewrites": sorted({x for c in self.compilations for x in c.rewrites}),
             "passes": [
-                {"where": c.family, **data}
-                for c in self.compilations
-                for data in c.journal.as_data()
+                {"where": c.site, **data} for c in self.compilations for data in c.journal.as_data()
             ],
             "graphs": [
-                {"where": g["family"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
+                {"where": g["site"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
                 for g in graphs
             ],
             "compilations": len(self._with_regions()),
@@ -112,7 +110,7 @@ class ProcessReport:
     def num_recompiles(self) -> int:
         """Return how many compilations were of a place compiled before."""
         compilations = self._with_regions()
-        return len(compilations) - len({(c.family, c.settings) for c in compilations})
+        return len(compilations) - len({(c.site, c.settings) for c in compilations})
 
     def _with_regions(self) -> list[Compilation]:
         return [c for c in self.compilations if c.has_regions]

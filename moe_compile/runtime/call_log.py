@@ -27,9 +27,9 @@ class Program:
     """Digest of what we made of the program; "" where it runs as the user wrote it."""
     collectives: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
-    family: str = ""
+    site: str = ""
     """Where in the user's source it stands, the options, and the sizes of its weights: programs
-    of one family are those between which a call may choose by the sizes of its inputs."""
+    of one site are those between which a call may choose by the sizes of its inputs."""
     is_promised: bool = False
     """Whether ranks promise to have equal sizes, and so to choose alike."""
 
@@ -123,12 +123,12 @@ class Journal:
 
     def plans_of(self, program: Program) -> set[str]:
         """Return the plans by which all ranks ran the like of `program`."""
-        return self._plans.get((program.order, program.family), set())
+        return self._plans.get((program.order, program.site), set())
 
     def agree(self, program: Program) -> None:
         """All ranks run `program`."""
         if program.plan:
             self._rewritten.add(program.collectives)
         if not program.is_promised:
-            key = program.order, program.family
+            key = program.order, program.site
             self._plans.setdefault(key, set()).add(program.plan)

@@ -8,10 +8,10 @@ Contract
     need gradients, ends all ranks with RankDisagreement. Nobody is waited for: what ranks must
     agree on before they run is said in `moe_compile.runtime.agreement`.
 
-A family is one place in the user's source, one direction and one plan: ranks of a group on which
-nothing is rewritten may have other plans. The i-th different order a rank
-meets in a family must be the i-th of every other rank: a rank that recompiles alone, for another
-number of tokens, meets no new order, because orders speak neither of local sizes nor, unless ranks
+A compile site here is one place in the user's source, one direction and one plan: ranks of a
+group on which nothing is rewritten may have other plans. The i-th different order a rank meets at
+a site must be the i-th of every other rank: a rank that recompiles alone, for another number of
+tokens, meets no new order, because orders speak neither of local sizes nor, unless ranks
 promise to have as many tokens, of dependences that such sizes change (`graph/launch_order.py`).
 """
 
@@ -50,32 +50,32 @@ class _Records:
         content = json.loads(record)
         agreement = current_agreement()
         if agreement is not None:
-            family = f"{agreement.prefix} {content['plan']} {content['family']} {content['phase']}"
+            site = f"{agreement.prefix} {content['plan']} {content['site']} {content['phase']}"
             for group, launches in sorted(content["launches"].items()):
-                self._compare(agreement, family, group, launches)
+                self._compare(agreement, site, group, launches)
         self.records[record] = content
         for listener in self.listeners:
             listener()
 
-    def _compare(self, agreement: Agreement, family: str, group: str, launches: list[str]) -> None:
-        met = self._met.setdefault((family, group), [])
+    def _compare(self, agreement: Agreement, site: str, group: str, launches: list[str]) -> None:
+        met = self._met.setdefault((site, group), [])
         text = "\n".join(ROW_LENGTH.sub("", launch) for launch in launches)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest in met:
             return
         met.append(digest)
-        key = f"orders/{family}/{len(met)}"
-        if conflict := _conflict(family, agreement.first_of_group(group, key, digest)):
+        key = f"orders/{site}/{len(met)}"
+        if conflict := _conflict(site, agreement.first_of_group(group, key, digest)):
             agreement.end(conflict)
 
 
-def _conflict(family: str, first: tuple[int, int] | None) -> str:
+def _conflict(site: str, first: tuple[int, int] | None) -> str:
     """Return what to say when another rank of the group has another order; "" else."""
     if first is None:
         return ""
     return (
         f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph "
-        f"at {family.split(' ', 2)[2]}, though what they planned is alike: a pass failed on some "
+        f"at {site.split(' ', 2)[2]}, though what they planned is alike: a pass failed on some "
         f"ranks only, or other values need gradients, or gradients go elsewhere there. {REMEDY}"
     )
 

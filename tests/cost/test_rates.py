@@ -21,7 +21,7 @@ def test_between_nodes_the_slower_of_network_and_node_counts():
     """Of 7 equal messages of a rank of two nodes 3 stay within and 4 do not."""
     far = Rates.of(PROFILE, 8)
     assert far.link_us(7 * 80) == pytest.approx(3.0 + 4 * 80)
-    slow_node = far.scaled("near_gb_per_s", 1 / 80)
+    slow_node = far.scaled("intra_node_gb_per_s", 1 / 80)
     assert slow_node.link_us(7 * 80) == pytest.approx(3.0 + 3 * 80 / 0.1)
 
 
@@ -29,7 +29,7 @@ def test_a_gather_between_nodes_brings_each_block_into_a_node_once():
     """Of 7 blocks each rank fetches one by network, the other six are its neighbours'."""
     far = Rates.of(PROFILE, 8)
     assert far.link_us(7 * 80, is_gather=True) == pytest.approx(3.0 + 80)
-    slow_node = far.scaled("near_gb_per_s", 1 / 80)
+    slow_node = far.scaled("intra_node_gb_per_s", 1 / 80)
     assert slow_node.link_us(7 * 80, is_gather=True) == pytest.approx(3.0 + 6 * 80 / 0.2)
 
 
@@ -37,7 +37,7 @@ def test_within_a_node_the_network_does_not_count():
     near = Rates.of(PROFILE, 4)
     assert near.link_us(80) == pytest.approx(1.0 + 10)
     assert near.link_us(80, is_gather=True) == pytest.approx(1.0 + 5)
-    assert not near.near_gb_per_s
+    assert not near.intra_node_gb_per_s
 
 
 def test_a_profile_of_one_link_sends_all_over_it():
@@ -62,9 +62,9 @@ def test_the_bound_is_what_most_of_the_time_follows_from(amounts, bound):
 
 def test_every_constant_that_there_is_moves_up_and_down():
     rates = Rates.of(load_profile("h100"), 64)
-    moved = list(rates.moved())
+    moved = list(rates.perturbed())
     for name in CONSTANTS:
         factors = {round(getattr(m, name) / getattr(rates, name), 6) for m in moved} - {1.0}
         assert len(factors) == 2, name
     within = Rates.of(load_profile("h100"), 8)
-    assert all(m.near_gb_per_s == 0.0 for m in within.moved())
+    assert all(m.intra_node_gb_per_s == 0.0 for m in within.perturbed())

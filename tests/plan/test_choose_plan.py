@@ -124,14 +124,14 @@ def test_the_choice_gains_one_percent_with_no_constant_off_and_never_loses_with_
     assert decision.chosen.us <= decision.as_it_is.us
     if decision.chosen is not decision.as_it_is:
         assert decision.gain > 0.01
-        for rates in UNIT.moved():
+        for rates in UNIT.perturbed():
             ours = price_us(work, decision.chosen.candidate, rates)
             assert ours < price_us(work, decision.as_it_is.candidate, rates)
 
 
 def largest_regret(work, way, ways, rates):
     """Return by how much `way` is slower than the best of `ways` at most, constants moved."""
-    worlds = (rates, *rates.moved())
+    worlds = (rates, *rates.perturbed())
     return max(
         price_us(work, way, r) / min(price_us(work, other, r) for other in ways) - 1 for r in worlds
     )
@@ -153,7 +153,7 @@ def test_two_percent_are_paid_to_be_less_far_off_when_a_constant_is_wrong():
 @example(work=region(120.0, 100.0, 100.0, row_bytes=1e3), latency_us=2.0)
 def test_the_choice_is_never_more_than_two_percent_from_the_fastest_that_is_safe(work, latency_us):
     rates = dataclasses.replace(UNIT, link_latency_us=latency_us)
-    decision, worlds = decide(work, rates), list(rates.moved())
+    decision, worlds = decide(work, rates), list(rates.perturbed())
     was = [price_us(work, decision.as_it_is.candidate, r) for r in worlds]
     for way in list_candidates(work, ("experts",)):
         us = price_us(work, way, rates)

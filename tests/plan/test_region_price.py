@@ -136,7 +136,7 @@ def test_a_constant_is_moved_up_and_down_one_at_a_time_and_none_that_is_nothing(
     rates = dataclasses.replace(
         UNIT, op_overhead_us=2.0, uncertainty=tuple((name, 0.25) for name in CONSTANTS)
     )
-    moved = list(rates.moved())
+    moved = list(rates.perturbed())
     stated = [name for name in CONSTANTS if getattr(rates, name)]
     assert len(moved) == 2 * len(stated)
     assert {"matmul_tflops", "op_overhead_us"} < set(stated) < set(CONSTANTS)
@@ -171,5 +171,5 @@ def test_a_nodes_link_is_assumed_whatever_is_known_of_the_network():
     measured = dict.fromkeys(CONSTANTS, "measured: once")
     profile = dataclasses.replace(load_profile("h100"), origins=measured)
     near, far = (dict(Rates.of(profile, num).uncertainty) for num in (8, 64))
-    assert near["link_gb_per_s"] == near["link_latency_us"] == far["near_gb_per_s"] == 0.2
+    assert near["link_gb_per_s"] == near["link_latency_us"] == far["intra_node_gb_per_s"] == 0.2
     assert far["link_gb_per_s"] == far["link_latency_us"] == near["matmul_tflops"] == 0.1
