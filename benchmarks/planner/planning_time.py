@@ -4,8 +4,8 @@ Contract
     Wall time of one process: rank 0 of a group that does not exist. Blocks of attention between
     exchanges and routed experts are captured by Dynamo, planned and compiled by Inductor for the
     CPU, forward and backward, and not run.
-    Planning is all of `decide_experts` and `decide_attention`: reading the graph, and pricing.
-    "cold" has an empty cache; "again" finds there what "cold" compiled.
+    Planning is all that the pass `plan_regions` does: tracing layers, pricing, what stays around.
+    "cold" has an empty cache; "again" finds there what "cold" compiled, as another process would.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from rich.table import Table
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-import passes.planned.attention
-import passes.planned.experts
+import passes.plan_regions
 from benchmarks.link.block import Block
 from benchmarks.link.cases import BlockCase, Plan
 from benchmarks.planner.planned_models import CapturedError, fake_group
 from moe_compile.backend import megamoe
-from moe_compile.plan.choose_plan import Decision
+from moe_compile.cost import stored_work
+from moe_compile.journal.entries import PassReport
+from moe_compile.plan.state import CompileState
 
 CASE: Final = BlockCase(
     name="planned", num_ranks=8, tokens=1024, batch=8, experts=64, heads=64, kv_heads=64
@@ -49,10 +50,6 @@ OPTIONS: Final = {
     "megamoe.attention_chunks": "auto",
     "megamoe.hardware": "h100",
 }
-DECIDERS: Final = (
-    (passes.planned.experts, "decide_experts"),
-    (passes.planned.attention, "decide_attention"),
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,22 +68,19 @@ class Compiled:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Count the planner's time in the body."""
-        with contextlib.ExitStack() as stack:
-            for module, name in DECIDERS:
-                stack.enter_context(mock.patch.object(module, name, self._timed(module, name)))
-            yield
+        run = passes.plan_regions.PlanRegions.run
 
-    def _timed(self, module: Any, name: str) -> Callable[..., Decision | None]:
-        decide = getattr(module, name)
-
-        def timed(*arguments: Any) -> Decision | None:
+        def timed(
+            self_: passes.plan_regions.PlanRegions, graph: fx.Graph, state: CompileState
+        ) -> PassReport:
             began = time.perf_counter()
-            decision: Decision | None = decide(*arguments)
+            report = run(self_, graph, state)
             self.planning_s += time.perf_counter() - began
-            self.num_decisions += decision is not None
-            return decision
+            self.num_decisions += sum(one.decision is not None for one in state.regions)
+            return report
 
-        return timed
+        with mock.patch.object(passes.plan_regions.PlanRegions, "run", timed):
+            yield
 
 
 def compile_blocks(num_blocks: int) -> Compiled:
@@ -106,6 +100,7 @@ def compile_blocks(num_blocks: int) -> Compiled:
         return stop
 
     torch._dynamo.reset()
+    stored_work.forget()
     eager = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with eager, found.watching(), contextlib.suppress(CapturedError):
         began = time.perf_counter()

@@ -60,12 +60,7 @@ class LayerProgram:
             f"{t.requires_grad} {_inner(t)}"
             for t in self.inputs
         ]
-        parts = (
-            torch.__version__,
-            f"{torch.is_grad_enabled()} {self.rows}",
-            *given,
-            *_code(self.module),
-        )
+        parts = (torch.__version__, str(self.rows), *_modes(), *given, *_code(self.module))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -124,7 +119,7 @@ def _apart() -> Iterator[FakeTensorMode]:
 
 
 def _fresh(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a tensor of the same size, type and device, a leaf where `tensor` is one."""
+    """Return a tensor of the same size, type and device."""
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: _fresh(getattr(tensor, name), mode) for name in names}
@@ -137,13 +132,21 @@ def _fresh(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
             )
     fresh: torch.Tensor = made.detach().requires_grad_(tensor.requires_grad)
     with mode:
-        return fresh if tensor.is_leaf else fresh.clone()  # only these may be written in place
+        return fresh.clone() if fresh.requires_grad else fresh  # a leaf may not be written in place
 
 
 def _is_static(value: Any) -> bool:
     """Whether it is a tensor of one size."""
     is_tensor = isinstance(value, torch.Tensor)
     return is_tensor and all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
+def _modes() -> Iterator[str]:
+    """Return what is in force around the compilation and is no node of the graph."""
+    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}"
+    yield str(torch.get_default_dtype())
+    for device in ("cpu", "cuda"):
+        yield f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
 
 
 def _inner(tensor: torch.Tensor) -> str:

@@ -8,8 +8,10 @@ Contract
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch.fx as fx
 
@@ -21,6 +23,8 @@ from moe_compile.cost.traced_work import TracedWork
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.regions.regions import MoERegion, RowProof
+
+LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +102,20 @@ def read_work(
 ) -> RegionWork | None:
     """Return `empty` with the work of `nodes`; None where the region is given a varying size.
 
+    None as well for a layer that torch does not trace by itself, as it does not on any rank.
+
     `num_rows` is what the host reads where nothing in the graph explains it.
     """
     program = program_of(graph, nodes)
     if not {*replayed.nodes, *replayed.exchanges} <= set(program.origins):
         return None
     program.rows = num_rows
-    forward, *backward = (_with_roles(one, program, replayed) for one in work_of(program))
+    try:
+        phases = work_of(program)
+    except Exception as error:  # noqa: BLE001  (the program is compiled whole all the same)
+        LOG.info("not priced: a layer could not be traced by itself: %s", error)
+        return None
+    forward, *backward = (_with_roles(one, program, replayed) for one in phases)
     return replace(empty, forward=forward, backward=backward[0] if backward else ())
 
 

@@ -40,6 +40,11 @@ def work_of(program: LayerProgram) -> tuple[TracedWork, ...]:
     return _KNOWN[name]
 
 
+def forget() -> None:
+    """Forget what this process has traced; what is on disk stays."""
+    _KNOWN.clear()
+
+
 def _path(name: str) -> Path | None:
     """Return where the entry is kept, or None where Inductor keeps nothing either."""
     if inductor_config.force_disable_caches or not inductor_config.fx_graph_cache:

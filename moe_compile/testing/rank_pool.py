@@ -67,16 +67,20 @@ class RankPool:
         num_ranks: int,
         *,
         timeout_s: float = 300.0,
+        collective_timeout_s: float | None = None,
         at_start: Callable[[], None] | None = None,
     ) -> None:
         """Prepare; processes start on entry.
 
         `timeout_s` bounds the time in one call of `run` in which no rank computes; ten times as
-        long bounds the call.
+        long bounds the call, and a collective unless `collective_timeout_s` is given. Where that is
+        less than `timeout_s`, a wait whose wake-up was lost goes on by itself: seen in gloo on a
+        loaded machine, with all bytes arrived; glibc before 2.41 may lose one (its bug 25847).
         Every process calls `at_start` before anything else: imports that must come first.
         """
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
+        self._collective_s = collective_timeout_s or self._longest_s
         self._at_start = at_start
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -115,7 +119,7 @@ class RankPool:
         Everything else that earlier calls left in the processes stays.
         """
         store = meeting_point()
-        self.run(_regroup, self.num_ranks, store.port, self._longest_s)
+        self.run(_regroup, self.num_ranks, store.port, self._collective_s)
         self._store = store
 
     def _start(self) -> None:
@@ -125,7 +129,7 @@ class RankPool:
         self._store = meeting_point()
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            meeting = (self.num_ranks, self._store.port, self._longest_s)
+            meeting = (self.num_ranks, self._store.port, self._collective_s)
             arguments = (rank, meeting, there, dict(os.environ), self._at_start)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()

@@ -17,6 +17,7 @@ from moe_compile.cost.region_work import RegionWork
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import known_rows, tensor_of
+from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
@@ -43,7 +44,7 @@ def gathered_work(
     graph = pristine_copy(written.owning_module).graph
     env = dict(zip(written.nodes, graph.nodes, strict=True))
     theirs = frozenset(env[node] for node in env if node not in around)
-    form, rewrite = _carried((form, rewrite), env)
+    form, rewrite = _carried((form, rewrite), env, proof.facts)
     old = set(graph.nodes)
     routing = _apply(form, rewrite)
     new = {node for node in graph.nodes if node not in old}
@@ -66,9 +67,10 @@ def gathered_work(
     )
 
 
-def _carried(value: Any, env: dict[fx.Node, fx.Node]) -> Any:
-    """Return the same said of the nodes of a copy."""
-    return copy.deepcopy(value, {id(node): twin for node, twin in env.items()})
+def _carried(value: Any, env: dict[fx.Node, fx.Node], facts: CountFacts | None) -> Any:
+    """Return the same said of the nodes of a copy; `facts` name no node."""
+    twins = {id(node): twin for node, twin in env.items()}
+    return copy.deepcopy(value, {**twins, id(facts): facts})
 
 
 def _apply(form: GatheredForm, rewrite: Rewrite) -> frozenset[fx.Node]:

@@ -14,6 +14,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.config",
         "moe_compile.frame_space",
         "moe_compile.hardware",
+        "moe_compile.source_hash",
     ),
     ("moe_compile.ops", "moe_compile.runtime"),
     ("moe_compile.graph",),
@@ -73,3 +74,11 @@ def test_imports_point_left(path):
     for name in imports(path):
         if theirs := room(name):
             assert RANK[theirs] <= RANK[mine], f"{mine} must not import {theirs}"
+
+
+def test_benchmarks_are_imported_by_themselves_and_by_their_tests_alone():
+    folders = ("moe_compile", "passes", "torchtitan_integration", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    readers = [p for p in paths if any(n.split(".")[0] == "benchmarks" for n in imports(p))]
+    assert readers
+    assert all(path.is_relative_to(ROOT / "tests" / "benchmarks") for path in readers), readers

@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost import stored_work
+from moe_compile.cost import read_regions, stored_work
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.layer_program import program_of
 from moe_compile.cost.rates import Rates
@@ -192,8 +192,7 @@ class TracedOnce:
             return trace(program)
 
         monkeypatch.setattr(stored_work, "trace_work", counted)
-        self.forget = lambda: monkeypatch.setattr(stored_work, "_KNOWN", {})
-        self.forget()
+        stored_work.forget()
 
     def read(self, width=4):
         rows = torch.ones(8, width, requires_grad=True)
@@ -208,7 +207,6 @@ def traced_once(monkeypatch, tmp_path):
 
 
 def test_equal_layers_are_traced_once(traced_once):
-
     def layers(x, a, b):
         return ((x @ a).exp() @ b).exp()
 
@@ -224,14 +222,14 @@ def test_equal_layers_are_traced_once(traced_once):
 
 def test_what_was_traced_is_kept_beside_inductors_cache(traced_once):
     first = traced_once.read()
-    traced_once.forget()
+    stored_work.forget()
     assert traced_once.read() == first and traced_once.num == 1
-    traced_once.forget()
+    stored_work.forget()
     traced_once.read(width=8)
     assert traced_once.num == 2
     for entry in (traced_once.folder / "megamoe").iterdir():
         entry.write_text("{ half an ent")
-    traced_once.forget()
+    stored_work.forget()
     assert traced_once.read() == first and traced_once.num == 3
 
 
@@ -279,3 +277,27 @@ def test_a_stretch_may_write_in_place_what_was_computed_before_it():
     }
     work = read_work(graph, after, Replayed(nodes=(), exchanges={}), EMPTY)
     assert work.forward and work.backward
+
+
+def test_a_layer_that_cannot_be_traced_by_itself_is_not_priced(monkeypatch, fake_ranks):
+    def fail(program):
+        raise RuntimeError("of torch")
+
+    monkeypatch.setattr(read_regions, "work_of", fail)
+    layer = GroupedExperts(16, 16, 4, 2, fake_ranks)
+    tokens = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    assert work_of_layer(layer, tokens) is None
+    ours, compilation = rewrite(*dynamo_graphs(layer, tokens), MegaMoEConfig(equal_tokens=True))
+    assert [one.plan.num_chunks for one in ours.experts] == [2]
+    assert not compilation.dropped
+
+
+def test_a_layer_under_autocast_is_another_layer():
+    graph = graph_of(lambda x, w: x @ w, ROWS, WEIGHT)
+    program = program_of(graph, set(graph.nodes))
+    plain = program.text
+    with torch.autocast("cpu", torch.bfloat16):
+        assert program.text != plain
+    with torch.no_grad():
+        assert program.text != plain
+    assert program.text == plain

@@ -103,6 +103,14 @@ def test_ranks_that_do_nothing_are_ended_long_before_the_longest_time():
     assert time.monotonic() - began < 20
 
 
+def test_a_collective_may_give_up_before_the_ranks_are_taken_to_hang():
+    with (
+        RankPool(2, timeout_s=60, collective_timeout_s=2) as pool,
+        pytest.raises(RankFailure, match=r"rank 0:\n(.|\n)*[Tt]imed out"),
+    ):
+        pool.run(wait_for_all, 1)
+
+
 def do_nothing(rank, seconds):
     time.sleep(seconds)
 

@@ -159,7 +159,7 @@ class Judge:
 def _started(num_processes: int, timeout_s: float) -> RankPool:
     """Return a pool whose processes have joined; starting is tried again on a busy machine."""
     for _ in range(STARTS):
-        pool = RankPool(num_processes, timeout_s=timeout_s)
+        pool = RankPool(num_processes, timeout_s=timeout_s, collective_timeout_s=timeout_s / 2)
         try:
             return pool.__enter__()
         except RankFailure:
