@@ -74,8 +74,7 @@ class RankPool:
 
         `timeout_s` bounds the time in one call of `run` in which no rank computes; ten times as
         long bounds the call, and a collective unless `collective_timeout_s` is given. Where that is
-        less than `timeout_s`, a wait whose wake-up was lost goes on by itself: seen in gloo on a
-        loaded machine, with all bytes arrived; glibc before 2.41 may lose one (its bug 25847).
+        less than `timeout_s` a collective that does not end is an error that says where.
         Every process calls `at_start` before anything else: imports that must come first.
         """
         self.num_ranks = num_ranks

@@ -30,6 +30,7 @@ from moe_compile.testing.programs.shrink import simplest
 from moe_compile.testing.programs.strategy import LEAVES_WHOLE
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
+from moe_compile.testing.rank_pool import RankFailure
 
 FIXED = (
     Program(
@@ -232,6 +233,47 @@ class TorchFailsOnce(Judge):
 
 def test_what_torch_cannot_compile_is_tried_in_new_processes():
     assert TorchFailsOnce().judge("").kind is Kind.AS_TORCH
+
+
+class Said(Judge):
+    """Every run says what stands next in `runs`: findings, or a failure of the ranks."""
+
+    def __init__(self, *runs):
+        super().__init__()
+        self.runs = list(runs)
+        self.num_ended = 0
+
+    def _run(self, text, backend, reference="eager"):
+        run = self.runs.pop(0)
+        if isinstance(run, Exception):
+            raise run
+        return [run]
+
+    def _end_all(self):
+        self.num_ended += 1
+
+
+LOST = Findings(eager_error="RuntimeError: Application timeout caused pair closure")
+HUNG = RankFailure("ranks [0] did not answer within 300 s")
+
+
+@pytest.mark.parametrize("first", [[LOST], [HUNG, Findings()]], ids=["link", "hang"])
+def test_what_a_broken_link_says_is_asked_again_of_new_processes(first):
+    """The hang is first compared with AOTAutograd alone, which does not hang."""
+    judge = Said(*first, Findings())
+    judgement = judge.judge("")
+    assert (judgement.kind, judgement.is_second, judge.num_ended) == (Kind.SAME, True, 1)
+    assert not judge.runs
+
+
+def test_what_hangs_again_is_a_hang():
+    judgement = Said(HUNG, Findings(), HUNG, Findings()).judge("")
+    assert (judgement.kind, judgement.is_second) == (Kind.HANG, True)
+
+
+def test_other_failures_are_judged_once():
+    judgement = Said(Findings(eager_error="ValueError: of the program")).judge("")
+    assert (judgement.kind, judgement.is_second) == (Kind.INVALID, False)
 
 
 def test_a_check_that_fails_ends_every_rank(judge):

@@ -65,6 +65,7 @@ class Campaign:
                     "features": sorted(features(program)),
                     "verdicts": judgement.verdicts,
                     "cpu_s": judgement.cpu_s,
+                    "second": judgement.is_second,
                     "detail": judgement.detail,
                     "number": len(seen),
                     "source": self._shown(judge, program, judgement, len(seen)),

@@ -19,6 +19,7 @@ class Coverage:
         """Start empty."""
         self.kinds: Counter[str] = Counter()
         self.num_chunked = 0
+        self.num_second = 0
         self.cpu_s = 0.0
         self.tried: Counter[str] = Counter()
         self.chunked: Counter[str] = Counter()
@@ -29,6 +30,7 @@ class Coverage:
         """Take in what became of one program."""
         self.kinds[line["kind"]] += 1
         self.cpu_s += line["cpu_s"]
+        self.num_second += line["second"]
         if line["kind"] == Kind.INVALID.value:
             return
         self.num_chunked += line["chunked"]
@@ -63,7 +65,8 @@ class Coverage:
         share = self.num_chunked / max(1, self.num_valid)
         return (
             f"{self.num_valid} distinct programs in {seconds / 60:.0f} min ({kinds}); "
-            f"{self.num_chunked} with a region in chunks or of gathered tokens ({share:.0%})"
+            f"{self.num_chunked} with a region in chunks or of gathered tokens ({share:.0%}); "
+            f"{self.num_second} judged by new processes after a hang or a broken link"
         )
 
     def table(self) -> str:

@@ -46,6 +46,7 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
         "programs": coverage.num_valid,
         "chunked": coverage.num_chunked,
         "failed": coverage.num_failed,
+        "judged_twice": coverage.num_second,
         "by_kind": dict(coverage.kinds),
         "failures": [
             {key: failure[key] for key in ("kind", "number", "detail", "source")}
