@@ -8,7 +8,8 @@ Contract
 Pseudo-code
     candidates = those allowed that gain more than 1 % over the region as it is, and fit the memory
     price each with the constants as stated, and with each constant perturbed by its uncertainty
-    of those that gain under every perturbation, and as stated are within 2 % of the fastest such,
+    of those that under no perturbation lose more than half of what they gain as stated, and
+    as stated are within 2 % of the fastest such,
         take the one whose largest regret is smallest; of equal ones the simplest
         (regret: time over that of the fastest candidate under the same perturbation, less 1)
     none: the region as it is
@@ -34,6 +35,9 @@ TIE: Final = 0.002
 HEDGE: Final = 0.02
 """Paid at most, where all constants are right, to be less far off where one is not: as far as a
 choice may be from the best."""
+RISK: Final = 0.5
+"""Of the gain as stated: the largest loss against the region as it is that one wrong constant may
+bring. At 0, gains of 3 % are given up that might be losses of 0.3 to 1.2 % (docs/planner.md)."""
 EXTRA_COPIES: Final = 2.0
 """Of a chunked region's rows that are alive beside those of the whole one: sorted, and joined."""
 
@@ -44,7 +48,7 @@ class Why(enum.Enum):
     FASTEST = "gains, and is least far from the fastest, whichever constant is off"
     NO_OTHER = "there is no other candidate"
     NO_GAIN = "no other candidate gains more than 1 %"
-    UNSURE = "what gains more than 1 % would lose if a constant is off by its uncertainty"
+    UNSURE = "what gains more than 1 % might lose over half of that if a constant is off"
     MEMORY = "what gains more than 1 % needs more memory than max_memory_increase allows"
 
 
@@ -143,10 +147,10 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
 def _safe_regrets(
     work: RegionWork, rates: Rates, as_it_is: Priced, others: Sequence[Priced]
 ) -> dict[Priced, float]:
-    """Return the largest regret of each of `others` that gains under every perturbation.
+    """Return the largest regret of each of `others` that no perturbation makes lose much.
 
-    A constant that is wrong should neither make a loss of a gain, nor leave a candidate far behind
-    the one that would have been taken had it been known.
+    A constant that is wrong should neither make a loss of a gain, beyond `RISK`, nor leave a
+    candidate far behind the one that would have been taken had it been known.
     """
     if not others:
         return {}
@@ -157,7 +161,11 @@ def _safe_regrets(
     }
     best = [min(times) for times in zip(*us.values(), strict=True)]
     was = us[as_it_is]
-    safe = [one for one in others if all(a < b for a, b in zip(us[one], was, strict=True))]
+    safe = []
+    for one in others:
+        limit = 1.0 + RISK * (1.0 - one.us / as_it_is.us)
+        if all(own < limit * whole for own, whole in zip(us[one], was, strict=True)):
+            safe.append(one)
     limit = (1.0 + HEDGE) * min((one.us for one in safe), default=0.0)
     return {
         one: max(own / least - 1.0 for own, least in zip(us[one], best, strict=True))
