@@ -83,9 +83,8 @@ class Compiled:
             yield
 
 
-def compile_blocks(num_blocks: int) -> Compiled:
+def compile_blocks(num_blocks: int, group: dist.ProcessGroup) -> Compiled:
     """Compile so many blocks in one graph, forward and backward; Inductor's cache as it is."""
-    group = fake_group(CASE.num_ranks)
     blocks = nn.Sequential(*(_block(group) for _ in range(num_blocks)))
     shape = (CASE.sequence // CASE.num_ranks, CASE.batch, CASE.width)
     x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
@@ -123,10 +122,11 @@ def measure(num_blocks: Sequence[int]) -> Iterator[tuple[str, Compiled]]:
     """Return what compiling takes, by number of blocks, cold and again."""
     with temporary_cache_dir(tempfile.mkdtemp()):
         torch.compile(lambda x: x + 1)(torch.zeros(8))  # imports and probes are no compilation
+    group = fake_group(CASE.num_ranks)  # of one name, which compiled code knows it by
     for num in num_blocks:
         with tempfile.TemporaryDirectory() as folder, temporary_cache_dir(folder):
             for state in ("cold", "again"):
-                yield f"{num} blocks, {state}", compile_blocks(num)
+                yield f"{num} blocks, {state}", compile_blocks(num, group)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
