@@ -53,11 +53,15 @@ def _path(name: str) -> Path | None:
 
 
 def _load(path: Path) -> tuple[TracedWork, ...] | None:
+    """Return an entry; None where there is none, or what is there is none of ours."""
     try:
-        phases = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return tuple(map(_traced, json.loads(path.read_text()))) or None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return tuple(TracedWork(tuple(map(_work, p["work"])), tuple(p["origins"])) for p in phases)
+
+
+def _traced(phase: dict[str, Any]) -> TracedWork:
+    return TracedWork(tuple(map(_work, phase["work"])), tuple(phase["origins"]))
 
 
 def _work(fields: dict[str, Any]) -> Work:

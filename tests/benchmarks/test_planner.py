@@ -14,8 +14,8 @@ WIRES_NEAR = 0.05
 CLOSEST = {("deepseek-v3", 64): "h800", ("qwen3-30b", 8): "h800"}
 """Where two numbers of chunks are nearest to each other."""
 UNSURE = {("deepseek-v3", 8, "h800"): 0.05}
-"""Where a constant that is wrong costs more: a gain of 4.8 % would be lost were memory 36 % slower
-or the link 44 % faster, and what is not gained with every constant moved is not taken."""
+"""Where a constant that is wrong costs more: a gain is not taken that one constant may turn into a
+loss of more than half as much."""
 
 
 @pytest.fixture(scope="module")

@@ -227,10 +227,18 @@ def test_what_was_traced_is_kept_beside_inductors_cache(traced_once):
     stored_work.forget()
     traced_once.read(width=8)
     assert traced_once.num == 2
-    for entry in (traced_once.folder / "megamoe").iterdir():
-        entry.write_text("{ half an ent")
-    stored_work.forget()
-    assert traced_once.read() == first and traced_once.num == 3
+    others = (
+        "{ half an ent",
+        "{}",
+        '[{"work": []}]',
+        '[{"work": [{"name": 1}], "origins": []}]',
+        "7",
+    )
+    for num, other in enumerate(others, start=3):
+        for entry in (traced_once.folder / "megamoe").iterdir():
+            entry.write_text(other)
+        stored_work.forget()
+        assert traced_once.read() == first and traced_once.num == num
 
 
 def test_nothing_is_kept_where_inductor_keeps_nothing(traced_once):

@@ -9,9 +9,12 @@ import torch
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
-from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter
+from moe_compile.cost.rewrite_costs import PLACE_KERNELS
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter, tensor_of
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import extra_bytes
 from moe_compile.plan.decide import experts_rule
@@ -119,6 +122,25 @@ def test_all_that_gathered_tokens_add_is_divided_by_slices_but_what_is_told_of_t
     assert {w.exchange for w in launches} == {"other"} and all(w.is_gather for w in launches)
     assert [w.is_chunked for w in launches].count(False) == 1
     assert all(w.is_chunked for w in gathered.backward if w.exchange)
+
+
+def small_kernels(group, **options):
+    """Return the operators on integers that a compiler has a kernel for, of the forward graph."""
+    gm = captured(GroupedExperts, group)
+    compile_state, _ = rewrite(gm, state(chunks=1, equal_tokens=True, **options).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    graph = trace_both(gm, inputs, compile_state)[0].graph
+    sizes = NominalSizes({})
+    sizes.learn(graph)
+    launched = [n for n in graph.nodes if amounts_of(n, sizes).num_kernels and not is_launch(n)]
+    values = [t for n in launched if (t := tensor_of(n)) is not None]
+    return sum(not t.is_floating_point() for t in values)
+
+
+def test_small_kernels_are_counted_as_the_rewritten_graph_has_them(fake_ranks):
+    """By the constant of `megamoe simulate`; two sums of counts, for split sizes, go."""
+    exchanged = small_kernels(fake_ranks)
+    assert small_kernels(fake_ranks, dispatch="all_gather") == exchanged - 2 + PLACE_KERNELS
 
 
 class Counts(GroupedExperts):
