@@ -122,7 +122,12 @@ def agreed_callable(
             agreement.check()
         for note, program in agreed.notes:
             note(program)
-        return agreed.current(*arguments)
+        try:
+            return agreed.current(*arguments)
+        except RuntimeError as error:
+            if agreement is not None and agreement.stopped:  # the link broke as others ended
+                agreement.check(error)
+            raise
 
     return run
 

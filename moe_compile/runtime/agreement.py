@@ -112,11 +112,11 @@ class Agreement:
         """Whether programs of one place have different plans."""
         self._watcher: Watcher | None = None
 
-    def check(self) -> None:
-        """Raise RankDisagreement if some rank found that ranks disagree."""
+    def check(self, cause: BaseException | None = None) -> None:
+        """Raise RankDisagreement, from `cause`, if some rank found that ranks disagree."""
         if self.stopped:
             self.has_raised = True
-            raise RankDisagreement(self.stopped)
+            raise RankDisagreement(self.stopped) from cause
 
     def meet(self, programs: Mapping[str, Program]) -> Turn:
         """Publish what is about to run first, group -> program; wait where others must consent.

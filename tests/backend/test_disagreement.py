@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
 from moe_compile.errors import RankDisagreement
+from moe_compile.runtime.agreement import current_agreement
 from moe_compile.runtime.watcher import EXIT_STATUS
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from tests.backend.test_agreement import OPTIONS, CentredExperts, compiled
@@ -99,7 +100,7 @@ def test_a_graph_new_on_one_rank_only_ends_every_rank(tmp_path):
     """Rank 0 runs what it ran before and publishes nothing: rank 1's is no second digest."""
     programs = [[exchange, exchange], [exchange, gather]]
     statuses, times, printed = outcome(tmp_path, programs)
-    assert statuses == [EXIT_STATUS] * 2  # both wait in a collective
+    assert EXIT_STATUS in statuses  # both wait in a collective, until one ends and its link breaks
     assert max(times) - min(times) < NOTICED_S
     for rank in (0, 1):
         assert f"rank {rank}: RankDisagreement: ranks" in printed
@@ -124,6 +125,30 @@ def test_a_difference_in_what_one_rank_launches_in_one_call_ends_every_rank(tmp_
     for rank in (0, 1):
         assert f"rank {rank}: RankDisagreement: ranks" in printed
     assert "the first difference is collective 2: rank " in printed
+
+
+def end_where_the_other_waits(rank, path):
+    """Rank 1 ends, which breaks the link on which rank 0 waits, while rank 0 has yet to end."""
+    run = compiled(exchange)
+    run(torch.ones(4, 3), dist.group.WORLD)
+    if rank == 1:
+        agreement = current_agreement()
+        agreement.stop("rank 1 found it", agreement.store)
+        os._exit(0)
+    try:
+        run(torch.ones(4, 3), dist.group.WORLD)
+    except RankDisagreement as error:
+        write_at_once(path / "raised", f"{error}\n{error.__cause__}")
+
+
+def test_a_link_that_breaks_as_others_end_is_told_as_what_ended_them(tmp_path):
+    with RankPool(2, timeout_s=180) as pool:
+        with pytest.raises(RankFailure):
+            pool.run(end_where_the_other_waits, tmp_path)
+        wait_for(tmp_path / "raised")
+    told, cause = (tmp_path / "raised").read_text().split("\n", 1)
+    assert told == "rank 1 found it"
+    assert "Connection" in cause
 
 
 class Breaking(GroupedExperts):
