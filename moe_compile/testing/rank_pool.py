@@ -68,6 +68,7 @@ class RankPool:
         *,
         timeout_s: float = 300.0,
         collective_timeout_s: float | None = None,
+        vain_s: float | None = None,
         at_start: Callable[[], None] | None = None,
     ) -> None:
         """Prepare; processes start on entry.
@@ -75,11 +76,14 @@ class RankPool:
         `timeout_s` bounds the time in one call of `run` in which no rank computes; ten times as
         long bounds the call, and a collective unless `collective_timeout_s` is given. Where that is
         less than `timeout_s` a collective that does not end is an error that says where.
+        `vain_s` is how long ranks may do nothing once another has answered, where that tells that
+        they wait for it in vain; `timeout_s` where it is not given.
         Every process calls `at_start` before anything else: imports that must come first.
         """
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
         self._collective_s = collective_timeout_s or self._longest_s
+        self._vain_s = vain_s or timeout_s
         self._at_start = at_start
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -153,15 +157,17 @@ class RankPool:
 
     def _collect(self, idle_s: float, longest_s: float) -> list[Any]:
         """Return all ranks' results; a rank that failed is told before one that hangs for it."""
-        began = time.monotonic()
+        began = answered = time.monotonic()
         idleness = Idleness([process.pid for process in self._processes])
         results: dict[int, Any] = {}
         while len(results) < self.num_ranks and time.monotonic() - began <= longest_s:
-            if idleness.seconds() > idle_s:
+            idle = min(idleness.seconds(), time.monotonic() - answered)
+            if idle > (min(idle_s, self._vain_s) if results else idle_s):
                 break
             for rank, pipe in enumerate(self._pipes):
                 if rank not in results and pipe.poll(0.01):
                     results[rank] = _receive(rank, pipe)
+                    answered = time.monotonic()
         said = _failures(results)
         if missing := sorted(set(range(self.num_ranks)) - set(results)):
             waited, idle = time.monotonic() - began, idleness.seconds()

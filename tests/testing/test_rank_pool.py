@@ -103,6 +103,18 @@ def test_ranks_that_do_nothing_are_ended_long_before_the_longest_time():
     assert time.monotonic() - began < 20
 
 
+def test_a_rank_waits_in_vain_for_one_that_has_answered_not_for_long():
+    began = time.monotonic()
+    with (
+        RankPool(2, timeout_s=120, vain_s=2) as pool,
+        pytest.raises(RankFailure, match=r"ranks \[0\] did not answer(.|\n)*from rank 1"),
+    ):
+        pool.run(wait_for_all, 1)
+    assert time.monotonic() - began < 60
+    with RankPool(2, timeout_s=120, vain_s=2) as pool:
+        assert pool.run(do_nothing, 5) == [None, None]  # nobody has answered: they may be slow
+
+
 def test_a_collective_may_give_up_before_the_ranks_are_taken_to_hang():
     with (
         RankPool(2, timeout_s=60, collective_timeout_s=2) as pool,

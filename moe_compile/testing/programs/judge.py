@@ -32,6 +32,10 @@ STARTS: Final = 5
 """Times that processes are started before it is given up: it is no program's fault."""
 
 
+VAIN_S: Final = 20.0
+"""How long a rank may do nothing once the other has finished: it waits for what never comes."""
+
+
 BROKEN_LINK: Final = re.compile(r"pair closure|Connection (closed|reset) by peer|[Tt]imed out wait")
 """How gloo says that a message did not come."""
 
@@ -176,7 +180,12 @@ class Judge:
 def _started(num_processes: int, timeout_s: float) -> RankPool:
     """Return a pool whose processes have joined; starting is tried again on a busy machine."""
     for _ in range(STARTS):
-        pool = RankPool(num_processes, timeout_s=timeout_s, collective_timeout_s=timeout_s / 2)
+        pool = RankPool(
+            num_processes,
+            timeout_s=timeout_s,
+            collective_timeout_s=timeout_s / 2,
+            vain_s=min(VAIN_S, timeout_s),
+        )
         try:
             return pool.__enter__()
         except RankFailure:
