@@ -1,17 +1,28 @@
 """One blocking copy to the host for everything the host must know.
 
 Contract
-    However many integers are asked for, `finish` emits one copy to the host.
+    However many integers are asked for, `finish` emits one copy to the host. Integers that are
+    elements of one vector are copied as that vector: each by itself would be a kernel of its own.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import known_rows, tensor_of
+
+
+class Place(NamedTuple):
+    """Where an integer is: an element of a vector, or, without a length, a tensor by itself."""
+
+    tensor: fx.Node
+    index: int = 0
+    length: int = 0
 
 
 class BulkRead:
@@ -20,30 +31,58 @@ class BulkRead:
     def __init__(self, emit: Emitter) -> None:
         """Emit through `emit`."""
         self._emit = emit
-        self._sources: list[fx.Node] = []
+        self._places: list[Place] = []
         self._asked: dict[int, dict[fx.Node, int]] = {}
 
     def add(self, source: fx.Node) -> int:
-        """Ask for the value of a tensor of one integer; return its place in the bulk read."""
-        self._sources.append(self._emit.method("reshape", source, 1))
-        return len(self._sources) - 1
+        """Ask for the value of a tensor of one integer; return its number in the bulk read."""
+        return self._add(Place(source))
 
     def ask(self, chunk: object, item: fx.Node, source: fx.Node) -> None:
-        """Ask for what the host read `item` reads, in `chunk`, from `source`."""
-        self._asked.setdefault(id(chunk), {})[item] = self.add(source)
+        """Ask for what the host read `item` of the region reads, in `chunk` from `source`."""
+        written = item.args[0]
+        assert isinstance(written, fx.Node)
+        self._asked.setdefault(id(chunk), {})[item] = self._add(_place(source, written))
 
     def asked_by(self, chunk: object) -> dict[fx.Node, int]:
-        """Return the place in the bulk read of each host read that `chunk` asked for."""
+        """Return the number in the bulk read of each host read that `chunk` asked for."""
         return self._asked.get(id(chunk), {})
 
     def finish(self) -> list[fx.Node]:
         """Emit the bulk read; return the integers in the order they were asked for."""
         emit = self._emit
-        wide = [emit.method("to", source, torch.int64) for source in self._sources]
-        host = emit.method("to", emit.call(torch.cat, wide), torch.device("cpu"))
-        values = []
-        for i in range(len(wide)):
-            value = emit.method("item", emit.call(operator.getitem, host, i))
-            emit.call(torch._check, emit.call(operator.ge, value, 0))
-            values.append(value)
-        return values
+        starts: dict[fx.Node, int] = {}
+        pieces: list[fx.Node] = []
+        num_before = 0
+        for tensor, _, length in self._places:
+            if tensor not in starts:
+                starts[tensor] = num_before
+                num_before += length or 1
+                piece = tensor if length else emit.method("reshape", tensor, 1)
+                pieces.append(emit.method("to", piece, torch.int64))
+        host = emit.method("to", emit.call(torch.cat, pieces), torch.device("cpu"))
+        values: dict[Place, fx.Node] = {}
+        for place in self._places:
+            if place not in values:
+                element = emit.call(operator.getitem, host, starts[place.tensor] + place.index)
+                values[place] = emit.method("item", element)
+                emit.call(torch._check, emit.call(operator.ge, values[place], 0))
+        return [values[place] for place in self._places]
+
+    def _add(self, place: Place) -> int:
+        self._places.append(place)
+        return len(self._places) - 1
+
+
+def _place(source: fx.Node, written: fx.Node) -> Place:
+    """Return where `source` is; it is `written`, or a copy of that for a chunk.
+
+    Counts of a chunk are as many as those of the region, which say how long a vector is.
+    """
+    if source.target is operator.getitem and isinstance(index := source.args[1], int):
+        vector, of_region = source.args[0], written.args[0]
+        assert isinstance(vector, fx.Node) and isinstance(of_region, fx.Node)
+        tensor, length = tensor_of(of_region), known_rows(of_region)
+        if tensor is not None and tensor.dim() == 1 and length:
+            return Place(vector, index % length, length)
+    return Place(source)
