@@ -15,9 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
-from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
@@ -27,7 +25,7 @@ from moe_compile.graph.query import group_name, is_launch, overload_name, tensor
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import figures
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES
-from torchtitan_integration.dry_run.attention import fused_attention
+from torchtitan_integration.dry_run.blocks import calls_of_blocks, one_block_of_each_kind
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
 
@@ -75,52 +73,13 @@ def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
         raise EndOfTrace
 
     job.compile.backend = backend
-    model = _one_block_of_each_kind(rank)
+    model = one_block_of_each_kind(rank)
     apply_model_parallelism(model, rank.dims, job)
-    for block, arguments in _calls(model, rank):
+    for block, arguments in calls_of_blocks(model, rank):
         _compile(block.compiled, arguments)
         found[-1].has_experts = bool(block.moe_enabled)
         found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
     return found
-
-
-def _one_block_of_each_kind(rank: FakeRank) -> nn.Module:
-    """Return the model with the first block of each kind, in the type the GPUs compute in."""
-    model = rank.build_model()
-    kinds: set[bool] = set()
-    for name, block in list(model.layers.items()):
-        if block.moe_enabled in kinds:
-            del model.layers[name]
-        kinds.add(block.moe_enabled)
-        block.attention.inner_attention.forward = fused_attention
-    dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def _calls(model: nn.Module, rank: FakeRank) -> list[tuple[nn.Module, tuple[Any, ...]]]:
-    """Return each block with the arguments the model calls it with."""
-    calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
-
-    def record(block: nn.Module) -> Callable[..., Any]:
-        def forward(*arguments: Any) -> Any:
-            calls.append((block, arguments))
-            return arguments[0]
-
-        return forward
-
-    for block in model.layers.values():
-        block.compiled, block.forward = block.forward, record(block)
-    settings = rank.job.training
-    batch = settings.local_batch_size
-    if rank.dims.pp_enabled:
-        batch = rank.job.parallelism.pipeline_parallel_microbatch_size
-    part = (batch, settings.seq_len // rank.dims.cp)
-    tokens = torch.zeros(part, dtype=torch.int64, device="meta")
-    positions = torch.zeros(part, dtype=torch.int32, device="meta")
-    model(tokens, **({"positions": positions} if rank.dims.cp_enabled else {}))
-    return calls
 
 
 class EndOfTrace(Exception):
