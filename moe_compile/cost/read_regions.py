@@ -8,23 +8,17 @@ Contract
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRegion
-from moe_compile.cost.layer_program import LayerProgram, program_of
 from moe_compile.cost.region_work import RegionWork, Work
-from moe_compile.cost.stored_work import work_of
-from moe_compile.cost.traced_work import TracedWork
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.regions.regions import MoERegion, RowProof
-
-LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +34,12 @@ class Replayed:
 
 
 def work_of_experts(
-    region: MoERegion, proof: RowProof, others: Iterable[MoERegion] = ()
+    region: MoERegion,
+    proof: RowProof,
+    others: Iterable[MoERegion] = (),
+    traced: TracedNodes | None = None,
 ) -> RegionWork | None:
-    """Return the work around a MoE region; `others` are those of its graph."""
+    """Return the work around a MoE region; `others` are those of its graph, which is `traced`."""
     tensor = tensor_of(region.rows)
     if tensor is None or not has_static_rows(region.rows):
         return None
@@ -52,10 +49,9 @@ def work_of_experts(
         expert_of=dict(proof.expert_rows),
         whole_weights=frozenset(node for node, _ in proof.unsliceable),
     )
-    nodes = nodes_around(region, others)
     return read_work(
-        region.dispatch.graph,
-        nodes,
+        traced or TracedNodes(region.dispatch.graph),
+        nodes_around(region, others),
         replayed,
         RegionWork(
             forward=(),
@@ -68,7 +64,9 @@ def work_of_experts(
 
 
 def work_of_attention(
-    region: AttentionRegion, others: Iterable[AttentionRegion] = ()
+    region: AttentionRegion,
+    others: Iterable[AttentionRegion] = (),
+    traced: TracedNodes | None = None,
 ) -> RegionWork | None:
     """Return the work around an attention region; `others` are those of its graph."""
     result = tensor_of(region.result)
@@ -79,10 +77,9 @@ def work_of_attention(
         nodes=frozenset(region.body), exchanges=dict.fromkeys(region.launches, "heads")
     )
     neighbours = [(other.exchanges[0], other.result) for other in others]
-    nodes = _between(graph, region.exchanges[0], region.result, neighbours)
     return read_work(
-        graph,
-        nodes,
+        traced or TracedNodes(graph),
+        _between(graph, region.exchanges[0], region.result, neighbours),
         replayed,
         RegionWork(
             forward=(),
@@ -94,28 +91,18 @@ def work_of_attention(
 
 
 def read_work(
-    graph: fx.Graph,
-    nodes: Collection[fx.Node],
-    replayed: Replayed,
-    empty: RegionWork,
-    num_rows: int = 1,
+    traced: TracedNodes, nodes: Collection[fx.Node], replayed: Replayed, empty: RegionWork
 ) -> RegionWork | None:
     """Return `empty` with the work of `nodes`; None where the region is given a varying size.
 
-    None as well for a layer that torch does not trace by itself, as it does not on any rank.
-
-    `num_rows` is what the host reads where nothing in the graph explains it.
+    None as well for a graph that torch does not trace by itself.
     """
-    program = program_of(graph, nodes)
-    if not {*replayed.nodes, *replayed.exchanges} <= set(program.origins):
+    if not {*replayed.nodes, *replayed.exchanges} <= set(traced.program.origins):
         return None
-    program.rows = num_rows
-    try:
-        phases = work_of(program)
-    except Exception as error:  # noqa: BLE001  (the program is compiled whole all the same)
-        LOG.info("not priced: a layer could not be traced by itself: %s", error)
+    phases = [tuple(_with_role(*one, replayed) for one in phase) for phase in traced.among(nodes)]
+    if not phases:
         return None
-    forward, *backward = (_with_roles(one, program, replayed) for one in phases)
+    forward, *backward = phases
     return replace(empty, forward=forward, backward=backward[0] if backward else ())
 
 
@@ -131,15 +118,10 @@ def has_static_rows(node: fx.Node) -> bool:
     return tensor is not None and all(type(size) is int for size in tensor.shape)
 
 
-def _with_roles(traced: TracedWork, program: LayerProgram, replayed: Replayed) -> tuple[Work, ...]:
-    """Say of each work what its node is to the region."""
-    return tuple(
-        _with_role(work, program.origins[origin], replayed) if origin >= 0 else work
-        for work, origin in traced
-    )
-
-
-def _with_role(work: Work, node: fx.Node, replayed: Replayed) -> Work:
+def _with_role(work: Work, node: fx.Node | None, replayed: Replayed) -> Work:
+    """Say what the work of a node is to the region."""
+    if node is None:
+        return work
     exchange = work.exchange and replayed.exchanges.get(node, "other")
     return replace(
         work,

@@ -16,6 +16,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_attention, work_of_experts
 from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
 from moe_compile.plan.candidates import CHUNKS, Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
@@ -38,8 +39,9 @@ def decide_experts(
     config: MegaMoEConfig,
     hardware: HardwareProfile,
     gathering: Gathering | None = None,
+    traced: TracedNodes | None = None,
 ) -> Decision | None:
-    """Return the decision for a MoE region; `others` are those of its graph.
+    """Return the decision for a MoE region; `others` are those of its graph, which is `traced`.
 
     Without `gathering` its tokens cannot be gathered.
     """
@@ -47,7 +49,7 @@ def decide_experts(
         return None
     if isinstance(found.proof, Refused):
         return None
-    work = work_of_experts(found.region, found.proof, others)
+    work = work_of_experts(found.region, found.proof, others, traced)
     if work is None:
         return None
     if gathering is not None:
@@ -72,12 +74,13 @@ def decide_attention(
     others: Iterable[AttentionRegion],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
+    traced: TracedNodes | None = None,
 ) -> Decision | None:
     """Return the decision for an attention region; `others` are those of its graph."""
     rounds = region.rounds and not config.allows("lossy")
     if config.attention_chunks != "auto" or not config.equal_tokens or rounds:
         return None
-    work = work_of_attention(region, others)
+    work = work_of_attention(region, others, traced)
     if work is None:
         return None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.attention.head_split import HeadSplit, split_projections
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.async_tp import AsyncTPMeans, probe_means
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Kind, Reason
@@ -22,14 +23,14 @@ from moe_compile.plan.planned import FoundAttention, PlannedAttention
 from moe_compile.plan.state import CompileState
 
 
-def plan_attention(state: CompileState) -> tuple[PlannedAttention, ...]:
-    """Return the plan of every attention operator in `state.found`."""
+def plan_attention(state: CompileState, traced: TracedNodes) -> tuple[PlannedAttention, ...]:
+    """Return the plan of every attention operator in `state.found`; `traced` is the graph."""
     found = state.found.attention
     regions = [one.region for one in found if isinstance(one.region, AttentionRegion)]
     groups = {g for f in found for g in _tp_groups(f)}
     means = probe_means(groups) if groups else AsyncTPMeans()
     return tuple(
-        _region(one, one.region, regions, state)
+        _region(one, one.region, regions, state, traced)
         if isinstance(one.region, AttentionRegion)
         else _no_region(one, one.region, state.config, means)
         for one in found
@@ -45,9 +46,10 @@ def _region(
     region: AttentionRegion,
     regions: list[AttentionRegion],
     state: CompileState,
+    traced: TracedNodes,
 ) -> PlannedAttention:
     config = state.config
-    decision = decide_attention(region, regions, config, state.hardware)
+    decision = decide_attention(region, regions, config, state.hardware, traced)
     num_groups, reason = plan_head_groups(config, region, decision)
     split, left = None, dict[str, Verdict]()
     if reason is None:

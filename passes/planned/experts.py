@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import known_rows
@@ -41,7 +42,13 @@ from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
 from passes.planned.gathered_work import gathered_work
-from passes.planned.gathering import against, gathered_form, gathering, reads_host
+from passes.planned.gathering import (
+    against,
+    gathered_form,
+    gathering,
+    may_be_priced,
+    reads_host,
+)
 from passes.planned.wires import plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
@@ -78,33 +85,40 @@ class _Draft:
 
 
 def plan_experts(
-    graph: fx.Graph, state: CompileState
+    graph: fx.Graph, state: CompileState, traced: TracedNodes
 ) -> tuple[tuple[PlannedExperts, ...], tuple[fx.Node, ...]]:
-    """Return the plan of every MoE region in `state.found`, and what nothing needs after it."""
+    """Return the plan of every MoE region in `state.found`, and what nothing needs after it.
+
+    `traced` is the graph, which is traced if something is to be priced.
+    """
     drafts = [_Draft(found=found, proof=found.proof) for found in state.found.experts]
     regions = [draft.region for draft in drafts]
     for draft in drafts:
-        _decide_dispatch(draft, regions, state)
+        _decide_dispatch(draft, regions, state, traced)
     exchanged = [draft.region for draft in drafts if draft.gathered is None]
     dependence = Dependence(graph)
     for draft in drafts:
         if draft.gathered is None and isinstance(draft.proof, RowProof):
-            _decide_chunks(draft, exchanged, state)
+            _decide_chunks(draft, exchanged, state, traced)
             _check_gradients(draft, draft.proof, state.config, dependence)
     after = _examine_together(drafts, state.config)
     in_force = modes(graph)
     return tuple(_planned(draft, state.config, in_force) for draft in drafts), after.dead
 
 
-def _decide_dispatch(draft: _Draft, regions: Sequence[MoERegion], state: CompileState) -> None:
+def _decide_dispatch(
+    draft: _Draft, regions: Sequence[MoERegion], state: CompileState, traced: TracedNodes
+) -> None:
     """Decide whether the tokens of a region are gathered."""
     config, found = state.config, find_token_rows(draft.region)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
-    form = gathered_form(draft.found, regions, config, found)
+    form: GatheredForm | NotFound = NotFound(reason=Reason.NOT_ASKED)
+    if may_be_priced(config, draft.costs):
+        form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
         how = _gathering(draft, form, regions, config)
-        draft.decision = decide_experts(draft.found, regions, config, state.hardware, how)
+        draft.decision = decide_experts(draft.found, regions, config, state.hardware, how, traced)
         refused = against(form, draft.decision, draft.costs, config)
         form = NotFound(reason=refused) if refused else form
     elif config.dispatch == "all_to_all":
@@ -128,10 +142,14 @@ def _gathering(
     return Gathering(work=work, rounding=rounding_of(form.found))
 
 
-def _decide_chunks(draft: _Draft, exchanged: Iterable[MoERegion], state: CompileState) -> None:
+def _decide_chunks(
+    draft: _Draft, exchanged: Iterable[MoERegion], state: CompileState, traced: TracedNodes
+) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
-        draft.decision = decide_experts(draft.found, exchanged, state.config, state.hardware)
+        draft.decision = decide_experts(
+            draft.found, exchanged, state.config, state.hardware, traced=traced
+        )
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
         state.config, draft.region, draft.decision
     )

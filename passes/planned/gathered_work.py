@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from moe_compile.cost.read_regions import Replayed, nodes_around, read_work
 from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import known_rows, tensor_of
@@ -53,9 +54,10 @@ def gathered_work(
         for n in (found.tokens, total)
         if (t := tensor_of(n)) is not None
     ]
+    nodes = frozenset(graph.nodes) - theirs
     return read_work(
-        graph,
-        frozenset(graph.nodes) - theirs,
+        TracedNodes(graph, nodes, num_rows=rows),
+        nodes,
         Replayed(nodes=new - routing, exchanges={}),
         RegionWork(
             forward=(),
@@ -63,7 +65,6 @@ def gathered_work(
             num_parts=tokens if found.rows_per_token is not None else 1,
             row_bytes=float(max(per_rank)),
         ),
-        num_rows=rows,
     )
 
 

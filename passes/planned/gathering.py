@@ -29,8 +29,6 @@ def gathered_form(
     found: TokenRows | NotFound,
 ) -> GatheredForm | NotFound:
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
-    if config.dispatch == "all_to_all" and not asks_planner(config, can_gather=True):
-        return NotFound(reason=Reason.NOT_ASKED)
     if isinstance(experts.proof, Refused):
         return NotFound(reason=Reason.NOT_PROVEN, detail=experts.proof.reason.value)
     if isinstance(found, NotFound):
@@ -54,6 +52,14 @@ def gathered_form(
         num_slices=1,
         is_exact=is_exact or reads_host(around),
     )
+
+
+def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:
+    """Whether gathering may be chosen, or be advice: then the rule of bytes must speak for it."""
+    if config.dispatch != "all_to_all":
+        return True
+    is_asked = asks_planner(config, can_gather=True)
+    return is_asked and costs is not None and costs.by_measurement
 
 
 def reads_host(around: Surroundings) -> bool:

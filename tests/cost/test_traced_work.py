@@ -11,13 +11,14 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost import read_regions, stored_work
+from moe_compile.cost import stored_work, traced_nodes
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.layer_program import program_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import Replayed, read_work, work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.plan.candidates import Candidate
@@ -48,11 +49,19 @@ def graph_of(program, *inputs):
     return gm.graph
 
 
+def read_stretch(graph, nodes, chunked=()):
+    """Return the work of nodes that are traced without the others."""
+    replayed = Replayed(nodes=chunked, exchanges={})
+    return read_work(TracedNodes(graph, nodes), nodes, replayed, EMPTY)
+
+
 def work_of(program, *inputs, chunked=()):
     """Return the work of a program of which the nodes named run in chunks."""
     graph = graph_of(program, *inputs)
     nodes = [n for n in graph.nodes if n.name in chunked]
-    return read_work(graph, set(graph.nodes), Replayed(nodes=nodes, exchanges={}), EMPTY)
+    return read_work(
+        TracedNodes(graph), set(graph.nodes), Replayed(nodes=nodes, exchanges={}), EMPTY
+    )
 
 
 def graphs_us(module, tokens, num_chunks):
@@ -123,7 +132,7 @@ def test_a_chain_costs_the_scheduler_what_it_costs_the_planner(num_ranks):
     scheduled = estimate_costs(traced, NominalSizes({}), hardware).values()
     (launch,) = [node for node in graph.nodes if is_launch(node)]
     replayed = Replayed(nodes=(), exchanges={launch: "dispatch"})
-    work = read_work(graph, set(graph.nodes), replayed, EMPTY)
+    work = read_work(TracedNodes(graph), set(graph.nodes), replayed, EMPTY)
     assert [w.exchange for w in work.forward if w.link_bytes] == ["dispatch"]
     planned = price_us(work, Candidate(), Rates.of(hardware, num_ranks))
     assert planned == pytest.approx(sum(c.compute_us + c.link_us for c in scheduled))
@@ -156,9 +165,7 @@ def test_a_stretch_runs_under_the_modes_that_surround_it():
 
     graph = graph_of(program, ROWS, WEIGHT)
     stretch = {n for n in graph.nodes if n.name == "z"}
-    (product,) = (w for w in read_work(
-        graph, stretch, Replayed(nodes=(), exchanges={}), EMPTY
-    ).forward if w.operations)  # fmt: skip
+    (product,) = (w for w in read_stretch(graph, stretch).forward if w.operations)
     assert product.written == 8 * 4 * 2
     assert not torch.is_autocast_enabled("cpu")
 
@@ -175,8 +182,7 @@ def test_what_is_given_a_size_that_only_a_run_knows_is_left_out():
     after = {n for n in graph.nodes if n > rows}
     assert [n.name for n in program_of(graph, after).origins] == ["add"]
     assert len(program_of(graph, set(graph.nodes)).origins) > len(after)
-    replayed = Replayed(nodes=[n for n in after if n.name == "exp"], exchanges={})
-    assert read_work(graph, after, replayed, EMPTY) is None
+    assert read_stretch(graph, after, [n for n in after if n.name == "exp"]) is None
 
 
 class TracedOnce:
@@ -283,7 +289,7 @@ def test_a_stretch_may_write_in_place_what_was_computed_before_it():
     after = {n for n in graph.nodes if n.op.startswith("call")} - {
         next(n for n in graph.nodes if n.op.startswith("call"))
     }
-    work = read_work(graph, after, Replayed(nodes=(), exchanges={}), EMPTY)
+    work = read_stretch(graph, after)
     assert work.forward and work.backward
 
 
@@ -291,7 +297,7 @@ def test_a_layer_that_cannot_be_traced_by_itself_is_not_priced(monkeypatch, fake
     def fail(program):
         raise RuntimeError("of torch")
 
-    monkeypatch.setattr(read_regions, "work_of", fail)
+    monkeypatch.setattr(traced_nodes, "work_of", fail)
     layer = GroupedExperts(16, 16, 4, 2, fake_ranks)
     tokens = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
     assert work_of_layer(layer, tokens) is None

@@ -1,0 +1,81 @@
+"""Nodes of a Dynamo graph, traced once, of which stretches are read as the work around a region.
+
+Contract
+    The graph stays as it is while its work is read.
+    What a layer takes does not depend on which other layers stand beside it in the graph, but for
+    what the partitioner computes again in the backward pass instead of keeping it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import torch.fx as fx
+
+from moe_compile.cost.layer_program import LayerProgram, program_of
+from moe_compile.cost.region_work import Work
+from moe_compile.cost.stored_work import work_of
+
+LOG: Final = logging.getLogger(__name__)
+
+Phase: TypeAlias = tuple[tuple[Work, fx.Node | None], ...]
+"""Work of the forward or the backward, each with the Dynamo node it comes from, if it has one."""
+
+
+class TracedNodes:
+    """Nodes of one graph as a program; it is traced when its work is first asked for."""
+
+    def __init__(
+        self, graph: fx.Graph, nodes: Collection[fx.Node] | None = None, num_rows: int = 1
+    ) -> None:
+        """Note what to trace: `nodes`, or all; not those given a size which only a run knows.
+
+        `num_rows` is what the host reads where nothing in the graph explains it.
+        """
+        self._graph, self._num_rows = graph, num_rows
+        self._nodes = frozenset(graph.nodes) if nodes is None else nodes
+
+    @functools.cached_property
+    def program(self) -> LayerProgram:
+        """Return the program."""
+        program = program_of(self._graph, self._nodes)
+        program.rows = self._num_rows
+        return program
+
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the forward and, where there is a gradient, the backward.
+
+        () where torch does not trace the program by itself, as it does not on any rank.
+        """
+        try:
+            traced = work_of(self.program)
+        except Exception as error:  # noqa: BLE001  (the program is compiled whole all the same)
+            LOG.info("not priced: a graph could not be traced by itself: %s", error)
+            return ()
+        origins = [*self.program.origins, None]  # the last for what no node stands for
+        return tuple(tuple((work, origins[place]) for work, place in one) for one in traced)
+
+    def among(self, nodes: Collection[fx.Node]) -> tuple[Phase, ...]:
+        """Return the work of `nodes`, and what no node stands for; of other work, who needs whom.
+
+        What is read of other work is there from the start.
+        """
+        return tuple(tuple(_among(phase, nodes)) for phase in self.phases)
+
+
+def _among(phase: Phase, nodes: Collection[fx.Node]) -> Iterator[tuple[Work, fx.Node | None]]:
+    needed: list[tuple[int, ...]] = []
+    num_kept = 0
+    for work, node in phase:
+        needs = tuple(sorted({place for index in work.needs for place in needed[index]}))
+        if node is not None and node not in nodes:
+            needed.append(needs)
+            continue
+        needed.append((num_kept,))
+        num_kept += 1
+        yield replace(work, needs=needs), node
