@@ -36,6 +36,7 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.frame_space import with_frame_space
+from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.journal.entries import Dropped
@@ -175,6 +176,7 @@ def _run_dynamo_level(
     levels.append(level_value(gm.graph, state, dropped=dropped))
     compilation.add_level(state)
     gm.recompile()
+    note_outer_terms(gm.graph)
     for child, body in gm.named_children():
         if isinstance(body, fx.GraphModule):
             _run_dynamo_level(body, state, compilation, levels, f"{name}/{child}")

@@ -4,7 +4,8 @@ Autograd runs the nodes of a backward pass in the reverse order of their creatio
 numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gradient is added up
 from its last reader to its first, and running a reader later moves its term to the front. The first
 two terms may change places, adding two numbers commutes, if they are terms of two readers that add
-one each, `x * x` adds two, and lie in memory alike (gradient_layout.py).
+one each, `x * x` adds two, and lie in memory alike (gradient_layout.py); but no two of a graph
+inside another, where terms from outside come before them (outer_terms.py).
 
 Contract
     A reader is known to add one term only where running it on the tracer's values shows one edge
@@ -18,7 +19,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx as fx
@@ -36,6 +37,9 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.graph.same_tensor import maker, readers
+
+OUTER_TERMS: Final = "megamoe_outer_terms"
+"""Key in the `meta` of an input: terms of its gradient come before those of its graph's readers."""
 
 Part = Callable[[fx.Node, fx.Node], int]
 """Reader and what it reads -> which of the parts that run one after another it belongs to."""
@@ -55,7 +59,7 @@ def find_reordered(
     for source in dict.fromkeys(maker(i) for node in moved for i in node.all_input_nodes):
         if not has_gradient(source):
             continue
-        adding = [r for r in readers(source) if _adds_gradient(r)]
+        adding = [r for r in readers(source) if adds_gradient(r)]
         if source in together:
             adding = [r for r in adding if r in together]
         elif _has_stale_view(source, anchor, dependence):
@@ -75,15 +79,18 @@ def find_later_reader(
     """Return what keeps the nodes `together` from reading `source` once for all of them.
 
     Their terms would then be added up before any other is added to them: the order of autograd only
-    where all other readers run before the first of them.
+    where all other readers run before the first of them. An input that has terms from outside its
+    graph is such an obstacle itself.
     """
     if not has_gradient(source):
         return None
     source, place = maker(source), dependence.position
-    adding = [r for r in readers(source) if _adds_gradient(r)]
+    adding = [r for r in readers(source) if adds_gradient(r)]
     joined = [r for r in adding if r in together]
     if len(joined) < 2:
         return None
+    if source.meta.get(OUTER_TERMS):
+        return source
     first, last = min(place[r] for r in joined), _views_among_outputs(source, adding)
     others = (r for r in adding if r not in together)
     return next((r for r in others if place[r] > first or r in last), None)
@@ -110,13 +117,15 @@ def _is_same_sum(before: list[fx.Node], after: list[fx.Node], source: fx.Node) -
     """Whether the terms of readers in one order and in the other make the same sum."""
     if before == after:
         return True
+    if source.meta.get(OUTER_TERMS):
+        return False
     swapped = [*before[1::-1], *before[2:]]
     if after != swapped or not all(_adds_one_term(r, source) for r in before[:2]):
         return False
     return all(lies_by_rows(r, source) for r in before[:2])
 
 
-def _adds_gradient(reader: fx.Node) -> bool:
+def adds_gradient(reader: fx.Node) -> bool:
     """Whether `reader` adds a term to the gradient of what it reads; unknown values may.
 
     So does the output: what comes from there is the first term.

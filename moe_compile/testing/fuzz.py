@@ -2,7 +2,7 @@
 
 Contract
     Programs are a function of the seed and the number of workers. Distinct ones are counted.
-    Interrupted, it reports and records what was done so far.
+    Interrupted or terminated, it reports and records what was done so far.
     Exit status 1 when a program was wrong, crashed, hung or made a pass fail; each kind of failure
     is made plainer, printed as code and, with `--keep`, written to a folder.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ def main() -> int:
     options = _arguments()
     if options.worker is not None:
         return _work(options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     coverage, began = Coverage(), time.monotonic()
     commands = [[*_command(options), "--worker", str(i)] for i in range(options.workers)]
     workers = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """Where an integer is: an element of a vector, or, without a length, a tensor by itself."""
 
     tensor: fx.Node
-    index: int = 0
+    element: int = 0
     length: int = 0
 
 
@@ -64,8 +64,8 @@ class BulkRead:
         values: dict[Place, fx.Node] = {}
         for place in self._places:
             if place not in values:
-                element = emit.call(operator.getitem, host, starts[place.tensor] + place.index)
-                values[place] = emit.method("item", element)
+                at = starts[place.tensor] + place.element
+                values[place] = emit.method("item", emit.call(operator.getitem, host, at))
                 emit.call(torch._check, emit.call(operator.ge, values[place], 0))
         return [values[place] for place in self._places]
 
