@@ -127,7 +127,7 @@ class Judge:
                 self._end_all()
                 fails = self._torch_fails(text)
         except RankFailure:
-            fails = kind is Kind.HANG
+            fails = kind is not Kind.WRONG
         detail = f"AOTAutograd alone too: {judgement.detail}"
         return Judgement(kind=Kind.INVALID, detail=detail) if fails else judgement
 

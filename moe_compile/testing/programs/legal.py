@@ -71,6 +71,8 @@ def legal(program: Program) -> Program:
     banned: set[Reader] = set(WRITES) if recomputed else set()
     if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
         banned.add(Reader.FAILING_CHECK)
+    if program.sharing is Sharing.ROUTING:  # the second region repeats what the counts say
+        banned.add(Reader.ARRIVED_WRITTEN)
     layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
     program = replace(program, layers=layers)
     if program.sharing is Sharing.INSIDE and isinstance(layers[0], Attention):
