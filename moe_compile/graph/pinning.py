@@ -36,7 +36,7 @@ def pinning_patches() -> dict[str, object]:
 
 
 def pin_order(graph: fx.Graph) -> bool:
-    """Hold launches and waits in their order, each wait behind the matrix product before it.
+    """Hold launches and waits in their order, each wait behind the matrix products before it.
 
     Stronger than the settings: fusion cannot pull a wait before compute it stands after. Matrix
     products themselves stay free to fuse. To be the last edit of a graph, as launches and waits
@@ -48,16 +48,16 @@ def pin_order(graph: fx.Graph) -> bool:
         return False
     after: dict[fx.Node, Any] = {}
     exchange: fx.Node | None = None
-    product: fx.Node | None = None
+    products: list[fx.Node] = []
     for node in graph.nodes:
         if is_launch(node) or is_wait(node):
-            earlier = (exchange, product if is_wait(node) else None)
+            earlier = [exchange, *(products if is_wait(node) else ())]
             behind = [e for e in earlier if e is not None and e not in node.all_input_nodes]
             if behind:
                 after[node] = OrderedSet(behind)
-            exchange, product = node, None
+            exchange, products = node, []
         elif _is_matrix_product(node):
-            product = node
+            products.append(node)
     control.preserve_node_ordering(graph, after)
     return True
 

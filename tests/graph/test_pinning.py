@@ -67,6 +67,32 @@ def test_fusion_does_not_pull_a_wait_over_compute():
     assert event_letters(wrapper_events(source)) == "LmmW"
 
 
+def test_a_wait_is_held_behind_all_products_since_the_exchange_before_it():
+    """Behind the last one alone the others may be computed where they are read: under no link."""
+    group, weight = one_rank_group(), torch.randn(64, 64)
+    held = []
+
+    class Pinned(Scheduling):
+        def __call__(self, graph):
+            products = [n.name for n in graph.nodes if n.target is torch.ops.aten.mm.default]
+            super().__call__(graph)
+            calls = [n for n in graph.nodes if str(n.target) == "control_deps"]
+            held.extend((products, [a.name for a in n.args[0]]) for n in calls)
+
+    def program(x):
+        received = exchange(x, [64], [64], group)
+        return received + 1, torch.cat([f(x) @ weight for f in (torch.cos, torch.sin, torch.exp)])
+
+    def backend(gm, example_inputs):
+        return compile_fx(gm, example_inputs, config_patches=patches(Pinned(pin=True)))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(program, backend=backend)(torch.ones(64, 64))
+    ((products, behind),) = held
+    assert len(products) == 3 and set(products) <= set(behind)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_generated_wrapper_keeps_the_order(chunks):
