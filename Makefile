@@ -20,7 +20,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-torch coverage fuzz defects mutants lint format clean
+.PHONY: train test test-all test-slow test-torch coverage fuzz defects mutants cuda-table lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -61,6 +61,11 @@ MUTANTS_RECORD ?= benchmarks/results/mutants_cpu.json
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --seed $(SEED) --count $(COUNT) --workers $(WORKERS) \
 		--record $(MUTANTS_RECORD)
+
+# CUDA code for an H100 that need not be there: generated, read, held to bars; an hour or two
+CUDA_RECORD ?= benchmarks/results/cuda_code.json
+cuda-table: $(READY)
+	$(BIN)/python -m benchmarks.cuda --json $(CUDA_RECORD)
 
 lint: $(READY)
 	$(BIN)/ruff check .

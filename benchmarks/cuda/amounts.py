@@ -1,0 +1,127 @@
+"""Bytes that generated code reads and writes where routing is balanced.
+
+Contract
+    Of every kernel each tensor counts once, and no more of it than the kernel has elements: caches
+    are taken to serve what one kernel reads again, and nothing that another has read.
+    Sizes that only a run knows are those of balanced routing: the solution of least norm of what
+    the code asserts of them, each rank receiving as many rows as it sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+
+from benchmarks.cuda.wrapper import Call, Kind, Tensor, Wrapper, names_in
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(kw_only=True, slots=True)
+class Bytes:
+    """What one pass of the code moves."""
+
+    weights: float = 0.0
+    """Parameters read and their gradients written, copies of them included."""
+    activations: float = 0.0
+    collectives: float = 0.0
+    """Handed to collectives."""
+
+
+def balanced_sizes(forward: Wrapper) -> dict[str, int]:
+    """Return the value of each size that only a run knows; the backward has the same ones."""
+    symbols = sorted({c.name for c in forward.calls if c.kind is Kind.ITEM})
+    sides = [*forward.equations]
+    for call in forward.calls:
+        if call.splits is not None:
+            sides += zip(*call.splits, strict=True)
+    rows, right = [], []
+    for pair in sides:
+        terms = _difference(*pair).as_coefficients_dict()
+        constant = float(terms.pop(sympy.S.One, 0))
+        if terms and {str(term) for term in terms} <= set(symbols):
+            rows.append([float(terms.get(sympy.Symbol(name), 0)) for name in symbols])
+            right.append(-constant)
+    if not rows:
+        return dict.fromkeys(symbols, 0)
+    solution, *_ = np.linalg.lstsq(np.array(rows), np.array(right), rcond=None)
+    return {name: round(float(value)) for name, value in zip(symbols, solution, strict=True)}
+
+
+def _difference(left: str, right: str) -> sympy.Expr:
+    return sympy.expand(sympy.sympify(f"({left}) - ({right})".replace("//", "/")))
+
+
+def bytes_of(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
+    """Return what the code moves; `weights` are the storages of weights and of their gradients."""
+    found = Bytes()
+    for call in wrapper.calls:
+        if call.kind is Kind.LAUNCH:
+            found.collectives += sum(_nbytes(t, sizes) for t in call.reads)
+        elif call.kind in (Kind.TRITON, Kind.EXTERN):
+            most = elements_of(call, sizes)
+            for tensor in (*call.reads, *call.writes):
+                nbytes = min(_nbytes(tensor, sizes), most * tensor.itemsize)
+                if tensor.storage in weights:
+                    found.weights += nbytes
+                else:
+                    found.activations += nbytes
+    return found
+
+
+def elements_of(call: Call, sizes: Sizes) -> float:
+    """Return the elements a Triton kernel is run for; without limit where it is not said."""
+    return math.prod(evaluated(n, sizes) for n in call.numels) if call.numels else math.inf
+
+
+def evaluated(expression: str, sizes: Sizes) -> int:
+    """Return the value of a size."""
+    known = {"__builtins__": {}, "max": max, "min": min}
+    return int(eval(expression, known, dict(sizes)))
+
+
+def _nbytes(tensor: Tensor, sizes: Sizes) -> float:
+    shape = tensor.shape or ()
+    return tensor.itemsize * math.prod(evaluated(size, sizes) for size in shape)
+
+
+def weights_of_forward(forward: Wrapper, parameters: Iterable[int]) -> set[str]:
+    """Return the storages of parameters, given by their places among the inputs, and of copies."""
+    named = {f"primals_{number + 1}" for number in parameters}
+    found = named & set(forward.inputs)
+    for call in forward.calls:
+        if call.kind is Kind.TRITON and call.reads and {t.storage for t in call.reads} <= found:
+            found |= {t.storage for t in call.writes}
+    return found
+
+
+def weights_of_backward(
+    forward: Wrapper, backward: Wrapper, sizes: Sizes, parameters: Collection[int]
+) -> set[str]:
+    """Return the storages of parameters, of their gradients, and of parts of these.
+
+    What the forward keeps the backward is given, in one order; gradients stand among its results
+    in the order of the forward's inputs. A part of a gradient is what a kernel that writes the
+    gradient reads, if it is of known size and not larger.
+    """
+    weights = weights_of_forward(forward, parameters)
+    given = [i for i in backward.inputs if i in backward.tensors and not i.startswith("tangents")]
+    kept = [storage for storage in forward.results if storage][-len(given) :]
+    found = {name for name, storage in zip(given, kept, strict=True) if storage in weights}
+    found |= {s for number, s in enumerate(backward.results) if s and number in parameters}
+    for call in reversed(backward.calls):
+        written = [t for t in call.writes if t.storage in found]
+        if call.kind is Kind.TRITON and written:
+            most = max(_nbytes(t, sizes) for t in written)
+            found |= {
+                t.storage
+                for t in call.reads
+                if t.storage not in backward.inputs
+                and not any(names_in(size) for size in t.shape or ())
+                and _nbytes(t, sizes) <= most
+            }
+    return found

@@ -1,0 +1,70 @@
+"""What CUDA code is generated of: MoE layers and transformer blocks, laid out in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+CHUNKS: Final = (1, 2, 4)
+MODELS: Final[Mapping[str, tuple[str, str]]] = {
+    "deepseek-16b": ("deepseek_v3", "16B"),
+    "deepseek-671b": ("deepseek_v3", "671B"),
+    "qwen3": ("qwen3", "235B-A22B"),
+    "llama4": ("llama4", "17bx16e"),
+    "debug": ("deepseek_v3", "debug_cpu"),
+}
+"""Block -> torchtitan's name of the model, and its flavor."""
+LOCAL_EXPERTS: Final = 8
+"""Of the layer that is no model's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A layer or block, and how it is laid out; compiled in each number of chunks of `CHUNKS`."""
+
+    block: str
+    """`layer`, ours without attention, or a key of `MODELS`."""
+    ep: int
+    is_checkpointed: bool = False
+    """Whether all is computed again in the backward but what exchanges received."""
+    tp: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return a name that says all."""
+        how = ["checkpoint"] * self.is_checkpointed + [f"tp{self.tp}"] * (self.tp > 1)
+        return "-".join([self.block, f"ep{self.ep}", *how])
+
+    @property
+    def experts(self) -> int:
+        """Return the experts of the layer that is no model's."""
+        return LOCAL_EXPERTS * self.ep
+
+    @property
+    def model(self) -> str:
+        """Return torchtitan's name of the model."""
+        return MODELS[self.block][0]
+
+    @property
+    def flavor(self) -> str:
+        """Return torchtitan's name of its size."""
+        return MODELS[self.block][1]
+
+
+PROGRAMS: Final = (
+    Program(block="layer", ep=8),
+    Program(block="layer", ep=64, is_checkpointed=True),
+    Program(block="deepseek-16b", ep=8),
+    Program(block="deepseek-16b", ep=64, is_checkpointed=True, tp=2),
+    Program(block="deepseek-671b", ep=64),
+    Program(block="deepseek-671b", ep=64, is_checkpointed=True, tp=2),
+    Program(block="deepseek-671b", ep=8, is_checkpointed=True),
+    Program(block="qwen3", ep=8, tp=2),
+    Program(block="qwen3", ep=64),
+    Program(block="qwen3", ep=8, is_checkpointed=True),
+    Program(block="llama4", ep=8, tp=2),
+    Program(block="llama4", ep=16, is_checkpointed=True),
+)
+"""Every pair of block, EP, checkpointing and TP, each in one, two and four chunks. A layer by
+itself has no TP. Llama 4 has 16 experts: EP 64 would leave none to some ranks."""

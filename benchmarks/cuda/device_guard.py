@@ -1,0 +1,53 @@
+"""Build and load CUDA hooks for a CPU build of torch; to be called before torch is imported.
+
+Contract
+    Needs g++ and torch's headers; the library is kept in the temporary folder, by a hash of
+    torch's version and of the source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+SOURCE: Final = Path(__file__).with_suffix(".cpp")
+
+
+def missing() -> str:
+    """Return what this machine lacks to generate CUDA code, "" if nothing."""
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return ""
+
+
+def load_guard() -> None:
+    """Give this process, which has not imported torch yet, a CUDA device that does nothing."""
+    if "torch" in sys.modules:
+        raise RuntimeError("load_guard() comes before torch is imported")
+    ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL)
+
+
+def _library() -> Path:
+    found = find_spec("torch")
+    assert found is not None and found.submodule_search_locations is not None
+    torch = Path(found.submodule_search_locations[0])
+    key = (torch / "version.py").read_text() + SOURCE.read_text()
+    name = f"megamoe_guard_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    library = Path(tempfile.gettempdir()) / name
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder) / name
+            command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", str(SOURCE)]
+            command += [f"-I{torch}/include", f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
+            subprocess.run([*command, f"-Wl,-rpath,{torch}/lib", "-o", str(built)], check=True)
+            built.replace(library)  # another process may build it too
+    return library

@@ -1,0 +1,111 @@
+"""What generated code of one program comes to, forward and backward, as figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.cuda.amounts import (
+    balanced_sizes,
+    bytes_of,
+    elements_of,
+    weights_of_backward,
+    weights_of_forward,
+)
+from benchmarks.cuda.in_flight import faults
+from benchmarks.cuda.wrapper import Call, Kind, Wrapper, read_wrapper
+from moe_compile.graph.wrapper_order import EventKind
+
+LETTERS: Final = {Kind.LAUNCH: EventKind.LAUNCH.value, Kind.WAIT: EventKind.WAIT.value}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What one graph's code comes to."""
+
+    triton: int
+    """Launches of Triton kernels."""
+    extern: int
+    """Calls of operators of torch, and of ours."""
+    one_element: int
+    """Triton kernels that are run for one element."""
+    to_host: int
+    """Copies to the host that are waited for."""
+    items: int
+    """Integers unpacked on the host."""
+    most_range_checks: int
+    """Comparisons of one of these with a constant."""
+    sources: int
+    """Distinct Triton kernels."""
+    most_symbols: int
+    """Sizes that one kernel is given as arguments."""
+    weight_bytes: float
+    activation_bytes: float
+    collective_bytes: float
+    order: str
+    """Of launches, waits, matrix products and attention, one letter each."""
+    keeps_order: bool
+    """Whether the same work stands between launches and waits as in the scheduler's."""
+    faults: tuple[str, ...]
+    """What is done to a buffer in flight."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+
+def findings_in(folder: Path) -> dict[str, Findings]:
+    """Return what the code in `folder` comes to, by phase; written by `generate`."""
+    scheduled = json.loads((folder / "order.json").read_text())
+    parameters = json.loads((folder / "compilation.json").read_text())["weights"]
+    forward = read_wrapper((folder / "forward.py").read_text())
+    sizes = balanced_sizes(forward)
+    weights = weights_of_forward(forward, parameters)
+    found = {"forward": _findings(forward, sizes, weights, scheduled["forward"])}
+    if (path := folder / "backward.py").exists():
+        backward = read_wrapper(path.read_text())
+        weights = weights_of_backward(forward, backward, sizes, parameters)
+        found["backward"] = _findings(backward, sizes, weights, scheduled["backward"])
+    return found
+
+
+def _findings(
+    wrapper: Wrapper, sizes: Mapping[str, int], weights: set[str], scheduled: str
+) -> Findings:
+    triton = [c for c in wrapper.calls if c.kind is Kind.TRITON]
+    moved = bytes_of(wrapper, sizes, weights)
+    order = "".join(map(_letter, wrapper.calls))
+    return Findings(
+        triton=len(triton),
+        extern=sum(c.kind is Kind.EXTERN for c in wrapper.calls),
+        one_element=sum(elements_of(c, sizes) == 1 for c in triton),
+        to_host=sum(c.kind is Kind.TO_HOST for c in wrapper.calls),
+        items=sum(c.kind is Kind.ITEM for c in wrapper.calls),
+        most_range_checks=max(wrapper.num_range_checks.values(), default=0),
+        sources=wrapper.num_triton_sources,
+        most_symbols=max((len(c.symbols) for c in triton), default=0),
+        weight_bytes=moved.weights,
+        activation_bytes=moved.activations,
+        collective_bytes=moved.collectives,
+        order=order,
+        keeps_order=_by_exchange(order) == _by_exchange(scheduled),
+        faults=tuple(faults(wrapper)),
+    )
+
+
+def _by_exchange(order: str) -> list[str]:
+    """Return the launches and waits, and what stands between them in any order."""
+    return ["".join(sorted(part)) for part in re.split("([LW])", order)]
+
+
+def _letter(call: Call) -> str:
+    if call.kind is Kind.EXTERN and "mm" in call.name.rpartition(".")[2]:
+        return EventKind.GEMM.value
+    if call.kind is Kind.EXTERN and ("dot_product" in call.name or "flex" in call.name):
+        return EventKind.ATTENTION.value
+    return LETTERS.get(call.kind, "")

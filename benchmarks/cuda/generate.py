@@ -1,0 +1,136 @@
+"""`python -m benchmarks.cuda.generate PROGRAM CHUNKS --out FOLDER`: write one program's code.
+
+Contract
+    Writes forward.py and backward.py, Inductor's wrappers; order.json, the order the scheduler
+    chose; report.json; kernels.json, registers and spills where kernels were compiled; and
+    compilation.json, the CPU seconds it took and which inputs are weights. No cache is used.
+"""
+
+from benchmarks.cuda.device_guard import load_guard
+
+load_guard()  # before torch is imported
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.fx as fx
+import triton
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+from benchmarks.cuda import fake_h100
+from benchmarks.cuda.cases import CHUNKS, MODELS, PROGRAMS, Program
+from benchmarks.cuda.letters import graph_letters
+from benchmarks.cuda.programs import built
+from moe_compile.backend import megamoe
+from passes.pin_order import PinOrder
+
+PHASES = ("forward", "backward")
+KNOWN = {p.name: p for p in (*PROGRAMS, *(Program(block=b, ep=8) for b in ("layer", *MODELS)))}
+
+
+class Generated(Exception):
+    """All code is there; nothing is to run."""
+
+
+def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any]) -> None:
+    """Write the code of `program` in so many chunks."""
+    codes: list[str] = []
+    orders: list[str] = []
+    weights: list[int] = []
+    pin = PinOrder.run
+
+    def noting(self: PinOrder, graph: fx.Graph, state: Any) -> Any:
+        orders.append(graph_letters(graph))
+        return pin(self, graph, state)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        weights.extend(number for number, name in enumerate(names) if "_parameters_" in name)
+        ours = {
+            "megamoe.chunks": chunks,
+            "megamoe.hardware": "h100",
+            "megamoe.report": str(folder / "report.json"),
+            **options,
+        }
+        megamoe(gm, inputs, options=ours)
+        raise Generated
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        temporary_cache_dir(cache),
+        mock.patch.object(GraphLowering, "save_output_code", codes.append),
+        mock.patch.object(PinOrder, "run", noting),
+        inductor_config.patch(force_disable_caches=True),
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+        built(program, backend) as one,
+    ):
+        began = time.process_time()
+        try:
+            one.compile()
+        except BackendCompilerFailed as failed:
+            if not isinstance(failed.inner_exception, Generated):
+                raise
+        seconds = time.process_time() - began
+    for phase, code in zip(PHASES, codes, strict=False):
+        (folder / f"{phase}.py").write_text(code)
+    _write(folder / "order.json", dict(zip(PHASES, orders, strict=False)))
+    _write(folder / "kernels.json", [_kernel(*one) for one in fake_h100.COMPILED])
+    said = {"cpu_s": seconds, "torch": torch.__version__, "weights": weights}
+    _write(folder / "compilation.json", said)
+
+
+def _kernel(name: str, ptx: str) -> dict[str, Any]:
+    """Return what ptxas says of a kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(source), "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores", said)
+    return {
+        "name": name,
+        "registers": int(registers[1]) if registers else 0,
+        "spilled_bytes": int(spills[1]) if spills else 0,
+    }
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Generate one program."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda.generate", description=__doc__)
+    parser.add_argument("program", choices=sorted(KNOWN))
+    parser.add_argument("chunks", type=int, choices=CHUNKS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kernels", action="store_true", help="compile Triton's kernels, too")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON")
+    given = parser.parse_args(arguments)
+    options = {
+        f"megamoe.{n}": json.loads(v) for n, _, v in (o.partition("=") for o in given.option)
+    }
+    fake_h100.install(compile_kernels=given.kernels)
+    generate(KNOWN[given.program], given.chunks, given.out, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

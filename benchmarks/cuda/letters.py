@@ -1,0 +1,26 @@
+"""The order of launches, waits, matrix products and attention of a graph, one letter each."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.graph.wrapper_order import EventKind
+
+
+def graph_letters(graph: fx.Graph) -> str:
+    """Return the letters of `event_letters` for the nodes of an ATen graph."""
+    return "".join(map(_letter, graph.nodes))
+
+
+def _letter(node: fx.Node) -> str:
+    if is_launch(node):
+        return EventKind.LAUNCH.value
+    if is_wait(node):
+        return EventKind.WAIT.value
+    name = str(node.target)
+    if name.startswith("aten.") and "mm." in name:
+        return EventKind.GEMM.value
+    if "dot_product" in name or "flex_attention" in name:
+        return EventKind.ATTENTION.value
+    return ""

@@ -1,0 +1,378 @@
+"""What the Python code that Inductor generates for CUDA does, call by call.
+
+Contract
+    Reads the text; nothing is imported or run. Sizes are expressions of the code's own symbols.
+    A buffer is known by the storage it lies in: views, and buffers that take over a storage, share
+    one. Calls that are not known are an error, not left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+ITEMSIZE: Final = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float8_e4m3fn": 1,
+    "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8,
+}  # fmt: skip
+SILENT: Final = {
+    "assert_alignment", "copy_if_misaligned", "get_raw_stream",
+    "torch.cuda._DeviceGuard", "torch.cuda.set_device", "args.clear", "RuntimeError",
+    "torch._check", "torch.Event",
+}  # fmt: skip
+"""Calls that move no data."""
+NAME: Final = re.compile(r"[\w.]+")
+METHOD: Final = re.compile(r"\.([a-z]\w*)\(")
+EVENT: Final = re.compile(r"event\w*\.(record|synchronize)$")
+OF_PYTHON: Final = {"max", "min", "abs", "int", "float", "len"}
+VIEWS: Final = {
+    "view_as_complex", "view_as_real", "_conj", "view", "detach", "permute", "reshape",
+}  # fmt: skip
+"""ATen operators that return a view."""
+
+
+class Kind(enum.Enum):
+    """What a call is."""
+
+    TRITON = "Triton kernel"
+    EXTERN = "operator of torch or of ours"
+    LAUNCH = "collective, launched"
+    WAIT = "wait"
+    TO_HOST = "blocking copy to the host"
+    ITEM = "integer of a tensor"
+    FREE = "name given up"
+    RETURN = "result"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that a call is given or makes: where it lies, and its size where it is said."""
+
+    storage: str
+    shape: tuple[str, ...] | None = None
+    itemsize: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """One thing the code does."""
+
+    kind: Kind
+    name: str
+    reads: list[Tensor] = field(default_factory=list)
+    writes: list[Tensor] = field(default_factory=list)
+    numels: list[str] = field(default_factory=list)
+    """Of a Triton kernel of Inductor's: elements it is run for, by dimension."""
+    symbols: list[str] = field(default_factory=list)
+    """Other arguments of a Triton kernel that are numbers."""
+    splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """Rows received and sent, of an all-to-all."""
+    line: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Wrapper:
+    """The code of one graph."""
+
+    calls: list[Call]
+    inputs: tuple[str, ...]
+    tensors: frozenset[str]
+    """Those of the inputs that are tensors."""
+    results: tuple[str, ...]
+    """Storages of what it returns; "" for what is no tensor."""
+    equations: list[tuple[str, str]]
+    """Expressions that the code asserts to be equal."""
+    num_range_checks: dict[str, int]
+    """Symbol -> how often it is compared with a constant."""
+    num_triton_sources: int
+    """Distinct Triton kernels."""
+
+
+def read_wrapper(source: str) -> Wrapper:
+    """Return what the code does, in its order."""
+    return _Reader(ast.parse(source)).read()
+
+
+class _Reader:
+    def __init__(self, module: ast.Module) -> None:
+        self._pointers = dict(_pointers(module))
+        self._itemsizes = dict(_itemsizes(module))
+        self._functions = list(_functions(module))
+        self._tensors: dict[str, Tensor] = {}
+        self._tuples: set[str] = set()
+        self._calls: list[Call] = []
+        self._equations: list[tuple[str, str]] = []
+        self._numbers: dict[str, str] = {}
+        self._checks: dict[str, int] = {}
+        self._inputs: tuple[str, ...] = ()
+        self._results: tuple[str, ...] = ()
+
+    def read(self) -> Wrapper:
+        for function in self._functions:
+            for statement in _flat(function.body):
+                self._statement(statement)
+        return Wrapper(
+            calls=self._calls,
+            inputs=self._inputs,
+            tensors=frozenset(self._itemsizes) & set(self._inputs),
+            results=self._results,
+            equations=self._equations,
+            num_range_checks=self._checks,
+            num_triton_sources=len(self._pointers),
+        )
+
+    def _statement(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Assign):
+            self._assign(statement.targets[0], statement.value)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            self._call(statement.value, None)
+        elif isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                self._free(statement, ast.unparse(target))
+        elif isinstance(statement, ast.If):
+            self._check(statement.test)
+        elif isinstance(statement, ast.Return):
+            self._return(statement)
+
+    def _free(self, statement: ast.Delete, name: str) -> None:
+        """Note a storage that no name refers to any more."""
+        given_up = self._tensors.pop(name, None)
+        if given_up is None:
+            return
+        if all(t.storage != given_up.storage for t in self._tensors.values()):
+            self._say(statement, Kind.FREE, given_up.storage, reads=[given_up])
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        name = ast.unparse(target)
+        if isinstance(target, ast.Tuple):
+            self._take_inputs(target, value)
+        elif isinstance(value, ast.Call):
+            self._call(value, name)
+        elif isinstance(value, ast.Name) and value.id in self._tensors:
+            self._tensors[name] = self._tensors[value.id]
+        elif isinstance(value, ast.Subscript) and ast.unparse(value.value) in self._tuples:
+            whole = self._tensors[ast.unparse(value.value)]
+            self._tensors[name] = Tensor(name, None, whole.itemsize)
+            self._calls[-1].writes.append(self._tensors[name])
+        else:
+            self._numbers[name] = ast.unparse(value)
+
+    def _take_inputs(self, target: ast.Tuple, value: ast.expr) -> None:
+        if ast.unparse(value) == "args":
+            self._inputs = tuple(map(ast.unparse, target.elts))
+            known = [name for name in self._inputs if name in self._itemsizes]
+            self._tensors.update((n, Tensor(n, None, self._itemsizes[n])) for n in known)
+
+    def _call(self, call: ast.Call, target: str | None) -> None:
+        name = ast.unparse(call.func)
+        is_silent = name in SILENT | OF_PYTHON or EVENT.search(name)
+        if not is_silent and not self._makes_buffer(call, name, target):
+            self._does(call, name, target)
+
+    def _makes_buffer(self, call: ast.Call, name: str, target: str | None) -> bool:
+        """Note a buffer or its size, if that is what is called."""
+        if name == "assert_size_stride":
+            self._note_size(ast.unparse(call.args[0]), _elements(call.args[1]))
+            return True
+        if target is not None and name == "reinterpret_tensor":
+            self._tensors[target] = self._tensor(call)
+            return True
+        if target is not None and name.startswith("empty_strided_"):
+            shape, _, dtype = call.args
+            itemsize = ITEMSIZE[ast.unparse(dtype).removeprefix("torch.")]
+            self._tensors[target] = Tensor(target, _elements(shape), itemsize)
+            return True
+        return False
+
+    def _does(self, call: ast.Call, name: str, target: str | None) -> None:
+        short = name.removeprefix("torch.ops.").removesuffix(".default")
+        of = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+        if name.endswith(".run"):
+            self._kernel(call, name.removesuffix(".run"))
+        elif name.endswith(".item") and target is not None:
+            self._say(call, Kind.ITEM, target, reads=[self._tensor(of)])
+        elif name.endswith(".copy_"):
+            reads, writes = [self._tensor(call.args[0])], [self._tensor(of)]
+            self._say(call, Kind.TO_HOST, "copy_", reads=reads, writes=writes)
+        elif short == "_c10d_functional.wait_tensor":
+            self._say(call, Kind.WAIT, short, reads=[self._tensor(call.args[0])])
+            if target is not None:
+                self._tensors[target] = self._tensor(call.args[0])
+        elif short.startswith("_c10d_functional."):
+            self._launch(call, short, target)
+        else:
+            self._operator(call, short, target)
+
+    def _kernel(self, call: ast.Call, name: str) -> None:
+        made = Call(kind=Kind.TRITON, name=name, line=call.lineno)
+        pointers = self._pointers.get(name, ())
+        for place, argument in enumerate(call.args):
+            pointer = pointers[place] if place < len(pointers) else ""
+            if (tensor := self._tensor_or_none(argument)) is None:
+                text = ast.unparse(argument)
+                kept = made.numels if pointer.endswith("numel") else made.symbols
+                kept.append(self._numbers.get(text, text))
+                continue
+            if not pointer.startswith("out_ptr"):
+                made.reads.append(tensor)
+            if not pointer.startswith("in_ptr"):
+                made.writes.append(tensor)
+        self._calls.append(made)
+
+    def _launch(self, call: ast.Call, name: str, target: str | None) -> None:
+        reads = self._given(call)
+        splits = None
+        if "all_to_all" in name:
+            received, sent = call.args[1], call.args[2]
+            splits = (_elements(received), _elements(sent))
+        made = Tensor(target or "", None, reads[0].itemsize)
+        if name.endswith("_") or "out" in {k.arg for k in call.keywords}:
+            made = reads[-1]  # in place
+        if target is not None:
+            self._tensors[target] = made
+        self._say(call, Kind.LAUNCH, name, reads=reads, writes=[made], splits=splits)
+
+    def _operator(self, call: ast.Call, name: str, target: str | None) -> None:
+        if not NAME.fullmatch(name):
+            name = " ".join(METHOD.findall(name))  # such as a sum of a slice of a workspace
+        short = name.removeprefix("aten.").partition(".")[0]
+        reads, writes = self._given(call), list[Tensor | None]()
+        if not reads and (own := self._tensor_or_none(call)) is not None:
+            reads = [own]
+        if short in VIEWS and target is not None:
+            self._tensors[target] = Tensor(reads[0].storage)
+            return
+        for keyword in call.keywords:
+            if keyword.arg is not None and keyword.arg.startswith("out"):
+                writes.append(self._tensor_or_none(keyword.value))
+        kept = [w for w in writes if w is not None]
+        if target is not None:
+            itemsize = next((r.itemsize for r in reads if r.itemsize), 0)
+            self._tensors[target] = Tensor(target, None, itemsize)
+            self._tuples.add(target)
+            kept.append(self._tensors[target])
+        elif not kept:
+            kept = list(reads)  # in place
+        self._say(call, Kind.EXTERN, name, reads=reads, writes=kept)
+
+    def _say(
+        self,
+        node: ast.AST,
+        kind: Kind,
+        name: str,
+        reads: list[Tensor] | None = None,
+        writes: list[Tensor] | None = None,
+        splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
+    ) -> None:
+        line = getattr(node, "lineno", 0)
+        self._calls.append(
+            Call(
+                kind=kind,
+                name=name,
+                reads=reads or [],
+                writes=writes or [],
+                splits=splits,
+                line=line,
+            )
+        )
+
+    def _given(self, call: ast.Call) -> list[Tensor]:
+        values = [*call.args, *(k.value for k in call.keywords if k.arg != "out")]
+        flat = [e for v in values for e in (v.elts if isinstance(v, ast.List | ast.Tuple) else [v])]
+        return [t for v in flat if (t := self._tensor_or_none(v)) is not None]
+
+    def _tensor(self, value: ast.expr) -> Tensor:
+        found = self._tensor_or_none(value)
+        if found is None:
+            raise ValueError(f"line {value.lineno}: {ast.unparse(value)} is no known tensor")
+        return found
+
+    def _tensor_or_none(self, value: ast.expr) -> Tensor | None:
+        if isinstance(value, ast.Name):
+            return self._tensors.get(value.id)
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor":
+            base = self._tensor(value.args[0])
+            return Tensor(base.storage, _elements(value.args[1]), base.itemsize)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            return self._tensor_or_none(value.func.value)
+        if isinstance(value, ast.Subscript):
+            return self._tensor_or_none(value.value)
+        return None
+
+    def _note_size(self, name: str, shape: tuple[str, ...]) -> None:
+        if (known := self._tensors.get(name)) is not None and known.shape is None:
+            sized = Tensor(known.storage, shape, known.itemsize)
+            self._tensors[name] = sized
+            for call in self._calls[-3:]:
+                call.writes = [sized if w == known else w for w in call.writes]
+
+    def _check(self, test: ast.expr) -> None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.operand, ast.Compare):
+            compared = test.operand
+            left, right = compared.left, compared.comparators[0]
+            if isinstance(compared.ops[0], ast.Eq):
+                self._equations.append((ast.unparse(left), ast.unparse(right)))
+                return
+            for side, other in ((left, right), (right, left)):
+                if isinstance(side, ast.Name) and isinstance(other, ast.Constant):
+                    self._checks[side.id] = self._checks.get(side.id, 0) + 1
+
+    def _return(self, statement: ast.Return) -> None:
+        value = statement.value
+        elements = value.elts if isinstance(value, ast.Tuple) else [value] if value else []
+        found = [self._tensor_or_none(e) for e in elements]
+        self._results = tuple(t.storage if t is not None else "" for t in found)
+        self._say(statement, Kind.RETURN, "return", reads=[t for t in found if t is not None])
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _flat(statement.body)
+        else:
+            yield statement
+
+
+def _functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Return what runs: the wrapper's `call`, or the parts it is divided into."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and node.name == "Runner":
+            yield from (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "call")
+
+
+def _pointers(module: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return the parameters of every Triton kernel, by the name the code calls it by."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if ast.unparse(node.value.func) != "async_compile.triton":
+                continue
+            text = ast.literal_eval(node.value.args[1])
+            name = ast.literal_eval(node.value.args[0])
+            found = re.search(rf"def {re.escape(name)}\(([^)]*)\)", text)
+            names = [p.partition(":")[0].strip() for p in found[1].split(",")] if found else []
+            yield ast.unparse(node.targets[0]), tuple(names)
+
+
+def _itemsizes(module: ast.Module) -> Iterator[tuple[str, int]]:
+    """Return the bytes of an element of each tensor among the inputs."""
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if ast.unparse(node.value.func) in ("rand_strided", "torch.empty_strided"):
+            dtypes = [k.value for k in node.value.keywords if k.arg == "dtype"]
+            dtype = ast.unparse(dtypes[0]).removeprefix("torch.")
+            yield ast.unparse(node.targets[0]), ITEMSIZE[dtype]
+
+
+def _elements(value: ast.expr) -> tuple[str, ...]:
+    assert isinstance(value, ast.Tuple | ast.List), ast.unparse(value)
+    return tuple(map(ast.unparse, value.elts))
+
+
+def names_in(expression: str) -> set[str]:
+    """Return the names in an expression."""
+    return {n.id for n in ast.walk(ast.parse(expression, mode="eval")) if isinstance(n, ast.Name)}

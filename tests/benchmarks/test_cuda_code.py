@@ -1,0 +1,207 @@
+"""Generated CUDA code is read as what it does; that of a chunked layer holds to its bars."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.cuda.amounts import (
+    balanced_sizes,
+    bytes_of,
+    weights_of_backward,
+    weights_of_forward,
+)
+from benchmarks.cuda.bars import missed
+from benchmarks.cuda.cases import PROGRAMS
+from benchmarks.cuda.device_guard import missing
+from benchmarks.cuda.findings import findings_in
+from benchmarks.cuda.in_flight import faults
+from benchmarks.cuda.wrapper import Kind, read_wrapper
+
+KERNELS = '''
+triton_poi_0 = async_compile.triton('triton_poi_0', """
+def triton_poi_0(in_ptr0, out_ptr0, ks0, xnumel, XBLOCK : tl.constexpr):
+    pass
+""", device_str='cuda')
+triton_poi_1 = async_compile.triton('triton_poi_1', """
+def triton_poi_1(in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+""", device_str='cuda')
+class Runner:
+    def call(self, args):
+'''
+INPUTS = """
+def get_args():
+    primals_1 = rand_strided((8, 4), (4, 1), device='cuda:0', dtype=torch.bfloat16)
+    primals_2 = rand_strided((4, 4), (4, 1), device='cuda:0', dtype=torch.float32)
+    tangents_1 = rand_strided((8, 4), (4, 1), device='cuda:0', dtype=torch.bfloat16)
+"""
+FORWARD = """
+primals_1, primals_2 = args
+args.clear()
+assert_size_stride(primals_1, (8, 4), (4, 1), 'input')
+assert_size_stride(primals_2, (4, 4), (4, 1), 'input')
+with torch.cuda._DeviceGuard(0):
+    torch.cuda.set_device(0)
+    raw_stream0 = get_raw_stream(0)
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.bfloat16)
+    triton_poi_0.run(primals_2, buf0, 16, 16, stream=raw_stream0)
+    buf1 = empty_strided_cuda((2, ), (1, ), torch.int64)
+    buf2 = empty_strided_cpu((2, ), (1, ), torch.int64)
+    buf2.copy_(buf1, False)
+    u0 = reinterpret_tensor(buf2, (), (), 0).item()
+    u1 = reinterpret_tensor(buf2, (), (), 1).item()
+    if not (u0 >= 0):
+        raise RuntimeError('u0 >= 0')
+    if not (0 <= u0):
+        raise RuntimeError('0 <= u0')
+    if not ((u0 + u1) == 8):
+        raise RuntimeError('Eq(u0 + u1, 8)')
+    buf3 = torch.ops._c10d_functional.all_to_all_single.default(primals_1, [u2, u3], [u0, u1], '0')
+    assert_size_stride(buf3, (u2 + u3, 4), (4, 1), 'all_to_all_single')
+{between}
+    torch.ops._c10d_functional.wait_tensor.default(buf3)
+    buf4 = buf3; del buf3  # reuse
+    triton_poi_1_xnumel = 4*u2 + 4*u3
+    triton_poi_1.run(buf4, triton_poi_1_xnumel, stream=raw_stream0)
+    buf5 = empty_strided_cuda((u2 + u3, 4), (4, 1), torch.bfloat16)
+    extern_kernels.mm(buf4, buf0, out=buf5)
+return (buf5, buf0, u0)
+"""
+BACKWARD = """
+u0, permute, tangents_1 = args
+buf0 = empty_strided_cuda((4, 4), (4, 1), torch.bfloat16)
+extern_kernels.mm(tangents_1, permute, out=buf0)
+buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+triton_poi_0.run(buf0, buf1, 16, 16, stream=raw_stream0)
+return (None, buf1)
+"""
+
+
+def code(body, inputs=INPUTS):
+    indented = "".join(f"        {line}\n" for line in body.strip().splitlines())
+    return KERNELS + indented + inputs
+
+
+def forward(between="    pass", items="u2 = reinterpret_tensor(buf2, (), (), 0).item()"):
+    more = f"    {items}\n    u3 = reinterpret_tensor(buf2, (), (), 1).item()\n"
+    text = FORWARD.replace("    buf3 = torch", more + "    buf3 = torch", 1)
+    return read_wrapper(code(text.format(between=between)))
+
+
+def test_calls_are_read_in_their_order_with_what_they_read_and_write():
+    wrapper = forward()
+    kinds = [call.kind for call in wrapper.calls]
+    assert kinds == [
+        Kind.TRITON, Kind.TO_HOST, *[Kind.ITEM] * 4, Kind.LAUNCH, Kind.WAIT, Kind.TRITON,
+        Kind.EXTERN, Kind.RETURN,
+    ]  # fmt: skip
+    cast, in_place = (call for call in wrapper.calls if call.kind is Kind.TRITON)
+    assert [t.storage for t in (*cast.reads, *cast.writes)] == ["primals_2", "buf0"]
+    assert (cast.symbols, cast.numels) == (["16"], ["16"])
+    assert {t.storage for t in (*in_place.reads, *in_place.writes)} == {"buf3"}  # by a later name
+    assert in_place.numels == ["4 * u2 + 4 * u3"]
+    assert wrapper.num_range_checks == {"u0": 2}
+    assert wrapper.num_triton_sources == 2
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        ("    pass", ""),
+        ("    triton_poi_1.run(buf3, 8, stream=raw_stream0)", "touches buf3, which is received"),
+        ("    extern_kernels.mm(buf3, buf0, out=buf9)", "touches buf3, which is received"),
+        ("    triton_poi_1.run(primals_1, 8, stream=s)", "touches primals_1, which is sent"),
+        ("    del primals_1", "touches primals_1, which is sent"),
+        ("    buf8 = primals_1; del primals_1", ""),
+    ],
+)  # fmt: skip
+def test_what_is_done_to_a_buffer_in_flight_is_told(between, said):
+    found = list(faults(forward(between)))
+    assert (len(found), said in "".join(found)) == (bool(said), True)
+
+
+def test_a_launch_that_nobody_waits_for_is_told():
+    text = FORWARD.replace("    torch.ops._c10d_functional.wait_tensor.default(buf3)\n", "")
+    found = list(faults(read_wrapper(code(text.format(between="    pass")))))
+    assert any("never waited for" in line for line in found)
+
+
+def test_bytes_are_those_of_balanced_routing_weights_apart():
+    wrapper = forward()
+    sizes = balanced_sizes(wrapper)
+    assert sizes == {"u0": 4, "u1": 4, "u2": 4, "u3": 4}
+    weights = weights_of_forward(wrapper, [1])
+    assert weights == {"primals_2", "buf0"}
+    moved = bytes_of(wrapper, sizes, weights)
+    assert moved.weights == 64 + 32 + 32  # read, cast, read again
+    assert moved.activations == 4 * 64  # in place: read, written; read, written by the product
+    assert moved.collectives == 64
+
+
+def test_what_the_backward_is_given_and_returns_of_weights_is_known_by_its_place():
+    wrapper, backward = (
+        forward(),
+        read_wrapper(code(BACKWARD, INPUTS.replace("primals_1", "permute"))),
+    )
+    assert weights_of_backward(wrapper, backward, balanced_sizes(wrapper), [1]) == {
+        "permute", "buf0", "buf1",
+    }  # fmt: skip
+
+
+def test_bars_are_against_the_same_program_in_one_chunk():
+    def figures(**changes):
+        fine = {
+            "triton": 10, "extern": 5, "one_element": 0, "to_host": 1, "keeps_order": True,
+            "order": "LW", "faults": (), "weight_bytes": 100.0, "activation_bytes": 100.0,
+        }  # fmt: skip
+        return {"forward": {**fine, **changes}}
+
+    fine = {"1": figures(), "2": figures(triton=25, weight_bytes=110.0), "4": figures(triton=55)}
+    assert not list(missed("layer", fine))
+    for changes in (
+        {"triton": 26}, {"one_element": 1}, {"to_host": 2}, {"keeps_order": False},
+        {"faults": ("line 3: ...",)}, {"weight_bytes": 111.0}, {"activation_bytes": 106.0},
+    ):  # fmt: skip
+        assert len(list(missed("layer", {**fine, "2": figures(**changes)}))) == 1
+    assert "not generated" in next(missed("layer", {"2": {"error": ["ValueError: x"]}}))
+
+
+def test_programs_cover_every_pair_of_what_they_differ_in():
+    def pairs(one, other):
+        return {(getattr(p, one), getattr(p, other)) for p in PROGRAMS if p.block != "layer"}
+
+    blocks = {p.block for p in PROGRAMS} - {"layer"}
+    assert len(PROGRAMS) == 12
+    for name, values in (("is_checkpointed", (False, True)), ("tp", (1, 2))):
+        assert pairs("block", name) == {(block, value) for block in blocks for value in values}
+
+
+needs_a_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
+
+
+def generated(folder, name, chunks):
+    command = [sys.executable, "-m", "benchmarks.cuda.generate", name, str(chunks)]
+    subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, timeout=1500)
+    return findings_in(folder)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("layer-ep8", 2),
+        pytest.param("deepseek-16b-ep8", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3-ep8-checkpoint", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_path, name, chunks):
+    found = generated(tmp_path, name, chunks)
+    assert json.loads((tmp_path / "report.json").read_text())["regions"][0]["num_chunks"] == chunks
+    for phase, one in found.items():
+        assert one.one_element == 0
+        assert one.to_host == (phase == "forward")
+        assert one.keeps_order, one.order
+        assert not one.faults
+        assert one.order.count("L") == (2 * chunks + (phase == "forward"))
