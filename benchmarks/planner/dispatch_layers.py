@@ -10,6 +10,7 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
+from moe_compile.graph.dependence import Dependence
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Decision
@@ -42,7 +43,8 @@ class GatherableLayer:
         state = CompileState(config=config, hardware=load_profile("cpu"))
         DetectRegions().run(graph, state)
         (found,) = state.found.experts
-        form = gathered_form(found, [found.region], config, find_token_rows(found.region))
+        rows = find_token_rows(found.region, Dependence(found.region.result.graph))
+        form = gathered_form(found, [found.region], config, rows)
         assert isinstance(form, GatheredForm), form
         assert isinstance(found.proof, RowProof)
         work = gathered_work(form, found.proof, [found.region])

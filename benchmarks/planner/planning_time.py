@@ -37,6 +37,7 @@ from benchmarks.planner.planned_models import CapturedError, fake_group
 from moe_compile.backend import megamoe
 from moe_compile.cost import stored_work
 from moe_compile.journal.entries import PassReport
+from moe_compile.plan import decide
 from moe_compile.plan.state import CompileState
 
 CASE: Final = BlockCase(
@@ -100,6 +101,7 @@ def compile_blocks(num_blocks: int, group: dist.ProcessGroup) -> Compiled:
 
     torch._dynamo.reset()
     stored_work.forget()
+    decide.forget()
     eager = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with eager, found.watching(), contextlib.suppress(CapturedError):
         began = time.perf_counter()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Work:
     """One operator of the forward or the backward graph: what it takes."""
 
-    name: str
+    name: str = field(compare=False)
     needs: tuple[int, ...] = ()
     """Indices of earlier work of the same graph whose results it reads."""
     operations: float = 0.0
@@ -55,7 +55,7 @@ class RegionWork:
     """Local experts, or KV heads: what chunks are made of."""
     row_bytes: float
     """Bytes of the rows that the region is given; chunks sort and join as many."""
-    wire_shares: Mapping[str, float] = field(default_factory=dict)
+    wire_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Communication dtype -> its bytes over those of the model's."""
     imbalance: float = 1.0
     """Rows that the busiest rank receives over those of the mean; work in the region takes so

@@ -18,8 +18,9 @@ Pseudo-code
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_compile.cost.rates import Rates
@@ -75,7 +76,8 @@ class Decision:
     other_dispatch: Priced | None = None
     """The fastest of those that may be chosen with the other dispatch."""
     advice: tuple[Priced, ...] = ()
-    """Candidates not allowed that are faster than the chosen by over 1 %, the fastest first."""
+    """Candidates not allowed that are faster than the chosen by over 1 %, the fastest first: each
+    kind in about as many chunks, the fastest kind in any number."""
 
     @property
     def gathers(self) -> bool:
@@ -113,6 +115,7 @@ def choose_plan(
         ]
 
     allowed = priced(c for c in candidates if is_allowed(c))
+    forbidden = [c for c in candidates if not is_allowed(c)]
     as_it_is = allowed[0]
     gaining = [one for one in allowed if one.us < (1.0 - WORTH) * as_it_is.us]
     fitting = [one for one in gaining if extra_bytes(work, one.candidate) <= allowed_bytes]
@@ -125,8 +128,8 @@ def choose_plan(
     others = [p for p in allowed if p is not chosen]
     switched = [p for p in others if p.candidate.dispatch != chosen.candidate.dispatch]
     limit = (1.0 - WORTH) * chosen.us
-    forbidden = (c for c in candidates if not is_allowed(c) and least_us(work, c, rates) < limit)
-    faster = [p for p in priced(forbidden) if p.us < limit]
+    worth = [c for c in forbidden if least_us(work, c, rates) < limit]
+    faster = [p for p in _advice(worth, chosen.candidate, priced) if p.us < limit]
     return Decision(
         chosen=chosen,
         as_it_is=as_it_is,
@@ -135,6 +138,30 @@ def choose_plan(
         other_dispatch=min(switched, key=lambda p: p.us, default=None),
         advice=tuple(sorted(faster, key=lambda p: p.us)),
     )
+
+
+def _advice(
+    candidates: Iterable[Candidate],
+    chosen: Candidate,
+    priced: Callable[[Iterable[Candidate]], list[Priced]],
+) -> list[Priced]:
+    """Return candidates that may be advised, priced: not each in every number of chunks.
+
+    Each kind in the number nearest to that of the `chosen`; the fastest of these in all others.
+    """
+    kinds: dict[Candidate, list[Candidate]] = {}
+    for one in candidates:
+        kinds.setdefault(replace(one, num_chunks=0), []).append(one)
+
+    def distance(one: Candidate) -> float:
+        return abs(math.log2(one.num_chunks / chosen.num_chunks))
+
+    nearest = priced(min(kind, key=distance) for kind in kinds.values())
+    if not nearest:
+        return []
+    best = min(nearest, key=lambda p: p.us).candidate
+    others = [one for one in kinds[replace(best, num_chunks=0)] if one != best]
+    return nearest + priced(others)
 
 
 def extra_bytes(work: RegionWork, candidate: Candidate) -> float:

@@ -8,6 +8,7 @@ Contract
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -153,10 +154,24 @@ def _choose(
     hardware: HardwareProfile,
 ) -> Decision:
     peak = max(float(config.step_peak_bytes), work.written_bytes)
-    return choose_plan(
-        work,
-        Rates.of(hardware, work.num_ranks),
-        list_candidates(work, axes),
-        is_allowed,
-        allowed_bytes=config.max_memory_increase * peak,
-    )
+    candidates = list_candidates(work, axes)
+    allowed = frozenset(filter(is_allowed, candidates))
+    rates = Rates.of(hardware, work.num_ranks)
+    return _chosen(work, rates, candidates, allowed, config.max_memory_increase * peak)
+
+
+def forget() -> None:
+    """Forget the decisions of this process: equal work is decided on once."""
+    _chosen.cache_clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _chosen(
+    work: RegionWork,
+    rates: Rates,
+    candidates: tuple[Candidate, ...],
+    allowed: frozenset[Candidate],
+    allowed_bytes: float,
+) -> Decision:
+    """Return the decision; equal layers of a model have equal work."""
+    return choose_plan(work, rates, candidates, allowed.__contains__, allowed_bytes=allowed_bytes)

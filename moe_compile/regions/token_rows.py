@@ -38,9 +38,11 @@ from moe_compile.regions.token_sums import find_token_sum
 WHOLE_ROW: Final = slice(None, None, None)
 
 
-def find_token_rows(region: MoERegion) -> TokenRows | NotFound:
-    """Return where the rows of `region` come from and go to, or why a switch must not be made."""
-    dependence = Dependence(region.result.graph)
+def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | NotFound:
+    """Return where the rows of `region` come from and go to, or why a switch must not be made.
+
+    `dependence` is of its graph.
+    """
     try:
         found = _find(region, dependence)
     except NotByRow as stopped:

@@ -93,10 +93,10 @@ def plan_experts(
     """
     drafts = [_Draft(found=found, proof=found.proof) for found in state.found.experts]
     regions = [draft.region for draft in drafts]
-    for draft in drafts:
-        _decide_dispatch(draft, regions, state, traced)
-    exchanged = [draft.region for draft in drafts if draft.gathered is None]
     dependence = Dependence(graph)
+    for draft in drafts:
+        _decide_dispatch(draft, regions, state, traced, dependence)
+    exchanged = [draft.region for draft in drafts if draft.gathered is None]
     for draft in drafts:
         if draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, exchanged, state, traced)
@@ -107,10 +107,14 @@ def plan_experts(
 
 
 def _decide_dispatch(
-    draft: _Draft, regions: Sequence[MoERegion], state: CompileState, traced: TracedNodes
+    draft: _Draft,
+    regions: Sequence[MoERegion],
+    state: CompileState,
+    traced: TracedNodes,
+    dependence: Dependence,
 ) -> None:
     """Decide whether the tokens of a region are gathered."""
-    config, found = state.config, find_token_rows(draft.region)
+    config, found = state.config, find_token_rows(draft.region, dependence)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
     form: GatheredForm | NotFound = NotFound(reason=Reason.NOT_ASKED)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_compile.graph.dependence import Dependence
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
@@ -21,7 +22,7 @@ def found_in(style, group, *, experts=EXPERTS, top_k=TOP_K):
     ours = state()
     DetectRegions().run(gm.graph, ours)
     (found,) = ours.found.experts
-    return find_token_rows(found.region)
+    return find_token_rows(found.region, Dependence(gm.graph))
 
 
 def onto(make_base):
