@@ -47,11 +47,15 @@ def grouped_matmul(call: Call) -> Value:
     if call.facts.premises:
         call.facts.group_ends.append(offs)
     _note_reads(call, matrices)
-    empty = all(call.facts.vanishes_without(sizes[e], e) for e in experts)
-    why_not = None if empty else "groups of other experts are padded"
+    padding = [call.facts.left_without(size, e) for e, size in enumerate(sizes)]
+    known = tuple(num for num in padding if num is not None and num >= 0)
+    why_not = None
+    if len(known) < len(padding):
+        why_not = "groups of other experts are padded to no known size"
     if call.node in call.known.grouped:
         why_not = "one of several grouped GEMMs of one operator"
     call.known.grouped[call.node] = why_not
+    call.known.padding[call.node] = known
     return rows
 
 

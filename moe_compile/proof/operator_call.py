@@ -55,6 +55,8 @@ class Knowledge:
     reads: Reads = field(default_factory=Reads)
     grouped: dict[fx.Node, str | None] = field(default_factory=dict)
     """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
+    padding: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    """Grouped GEMM -> rows that the group of each expert has where the expert has none."""
     joins: list[fx.Node] = field(default_factory=list)
     """Concatenations along the rows, of tensors of one type and number of dimensions: where the
     only input is an empty vector, the result is one."""

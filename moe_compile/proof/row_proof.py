@@ -226,6 +226,7 @@ class _Proof:
         rows = [(n, self._only_expert(n)) for n in self.region.row_side]
         return RowProof(
             sliceable=tuple(n for n, why in unsliceable if why is None),
+            padding={n: rows for n, rows in self.known.padding.items() if any(rows)},
             unsliceable=tuple((n, why) for n, why in unsliceable if why is not None),
             expert_rows=tuple((n, e) for n, e in rows if e is not None),
             facts=self.facts,

@@ -112,10 +112,15 @@ class CountFacts:
         """Return the local expert whose rows `count` counts."""
         return self._expert[count]
 
+    def left_without(self, formula: sympy.Expr, expert: int) -> int | None:
+        """Return what `formula` is whenever the counts of `expert` are 0; None: no one number."""
+        zeros = {s: sympy.S.Zero for s, e in self._expert.items() if e == expert}
+        left = formula.subs(zeros)
+        return int(left) if left.is_Integer else None
+
     def vanishes_without(self, formula: sympy.Expr, expert: int) -> bool:
         """Whether `formula` is 0 whenever the counts of `expert` are."""
-        zeros = {s: sympy.S.Zero for s, e in self._expert.items() if e == expert}
-        return bool(formula.subs(zeros) == 0)
+        return self.left_without(formula, expert) == 0
 
     def rows_of(self, expert: int) -> sympy.Expr:
         """Return how many rows of `expert` were received."""

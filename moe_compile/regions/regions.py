@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,9 @@ class RowProof:
 
     sliceable: tuple[fx.Node, ...] = ()
     """Grouped GEMMs of the body whose groups are the local experts and whose offsets give the
-    experts of other chunks no rows: their weights and offsets may be sliced to one chunk's."""
+    experts of other chunks no rows of theirs: weights and offsets may be sliced to one chunk's."""
+    padding: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Of these, those whose groups have rows without an expert's: how many, by expert."""
     unsliceable: tuple[tuple[fx.Node, str], ...] = ()
     """The other grouped GEMMs of the body, each with the reason."""
     expert_rows: tuple[tuple[fx.Node, int], ...] = ()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +99,8 @@ def emit_chunks(
         replay.env[region.dispatch] = emit.copy(region.dispatch, replay.env)
     for c, replay in enumerate(replays):
         for gemm in sliceable:
-            _slice_to_chunk(emit, gemm, weights, c, replay)
+            padding = proof.padding.get(gemm, (0,) * region.num_local_experts)
+            _slice_to_chunk(emit, gemm, weights[gemm][c], padding, replay)
         emit_rest(emit, region.row_side, replay)
 
     together = _joined(emit, region, replays)
@@ -180,15 +181,21 @@ def _split_weights(
 
 
 def _slice_to_chunk(
-    emit: Emitter,
-    gemm: fx.Node,
-    weights: dict[fx.Node, list[fx.Node]],
-    chunk: int,
-    replay: Replay,
+    emit: Emitter, gemm: fx.Node, weight: fx.Node, padding: Sequence[int], replay: Replay
 ) -> None:
-    """Give a grouped GEMM of one chunk the weights and offsets of the chunk's experts only."""
-    offsets, weight = gemm.kwargs["offs"], gemm.args[1]
-    assert isinstance(offsets, fx.Node) and isinstance(weight, fx.Node)
+    """Give a grouped GEMM of one chunk the weights and offsets of the chunk's experts only.
+
+    Groups of other experts may have some rows each, of `padding`: of these it is given none. Were
+    they added to groups of the chunk, the gradient of a weight would be a product over more rows,
+    which a CPU rounds otherwise where they come first.
+    """
+    whole, offsets = gemm.args[1], gemm.kwargs["offs"]
+    assert isinstance(whole, fx.Node) and isinstance(offsets, fx.Node)
     experts = slice(replay.experts.start, replay.experts.stop)
+    before, behind = sum(padding[: experts.start]), sum(padding[experts.stop :])
     sliced = emit.call(operator.getitem, replay.env[offsets], experts)
-    replay.pruned.inputs[gemm] = {offsets: sliced, weight: weights[gemm][chunk]}
+    if before:
+        sliced = emit.call(operator.sub, sliced, before)
+    replay.pruned.inputs[gemm] = {offsets: sliced, whole: weight}
+    if before or behind:
+        replay.pruned.without_rows[gemm] = (before, behind)

@@ -35,6 +35,9 @@ class Pruned:
     """Concatenation -> the inputs it goes without."""
     inputs: dict[fx.Node, dict[fx.Node, fx.Node]] = field(default_factory=dict)
     """Node -> inputs it reads instead of the chunk's copies."""
+    without_rows: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    """Node of rows -> how many of the first and of the last it is not given; their results are 0,
+    and nothing depends on them."""
 
 
 def prune_other_experts(region: MoERegion, proof: RowProof, experts: range) -> Pruned:

@@ -6,14 +6,16 @@ Contract
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
+import torch.nn.functional as F
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, recompute_between
 from moe_compile.regions.host_reads import is_move_to_host
 from moe_compile.regions.new_order import Part
 from moe_compile.regions.regions import MoERegion
@@ -69,11 +71,27 @@ def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
         if node in replay.env or node in replay.pruned.nodes:
             continue
         env = {**replay.env, **replay.pruned.inputs.get(node, {})}
+        if left_out := replay.pruned.without_rows.get(node):
+            replay.env[node] = _copy_without_rows(emit, node, env, *left_out)
+            continue
         copied = _copy_for_chunk(emit, node, env)
         if dropped := replay.pruned.dropped_from.get(node):
             pieces = [env.get(a, a) for a in node.args[0] if a not in dropped]
             copied.args = (pieces, *copied.args[1:])
         replay.env[node] = copied
+
+
+def _copy_without_rows(
+    emit: Emitter, node: fx.Node, env: dict[fx.Node, Any], before: int, behind: int
+) -> fx.Node:
+    """Emit `node` for its rows but the first and the last ones; put zeros where they would be."""
+    rows = node.args[0]
+    assert isinstance(rows, fx.Node)
+    inner = emit.call(operator.getitem, env[rows], slice(before, -behind if behind else None))
+    copied = _copy_for_chunk(emit, node, {**env, rows: inner})
+    padded = emit.call(F.pad, copied, (0, 0, before, behind))
+    recompute_between(copied, [padded])
+    return padded
 
 
 def _copy_for_chunk(emit: Emitter, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:

@@ -1,0 +1,69 @@
+"""torchtitan's layer, whose groups are padded, with each chunk's weights alone: eager's bits."""
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from moe_compile.testing.rank_pool import RankPool
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 64, 48, 8, 2
+
+
+def layer_on(rank):
+    """Return the layer of a rank: routers are equal, experts its own."""
+    torch.manual_seed(rank)
+    titan_layer = importlib.import_module("tests.proof.titan_layer")  # where torchtitan is
+    layer = titan_layer.TitanExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD, True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer.router.copy_(torch.randn(WIDTH, EXPERTS, generator=generator))
+    return layer.to(torch.bfloat16)
+
+
+def computed(function, layer, x):
+    """Return the output and all gradients of a step."""
+    mine = x.clone().requires_grad_()
+    output = function(mine)
+    output.backward(torch.ones_like(output) + 0.5 * output.detach())
+    gradients = [p.grad for p in layer.parameters()]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return [output.detach(), mine.grad, *local]
+
+
+def run(rank, indices, chunks, tokens):
+    """Return which tensors of a step are those of eager."""
+    kernel = importlib.import_module("torchtitan.models.moe.utils")
+    titan_layer = importlib.import_module("tests.proof.titan_layer")
+    kernel.generate_permute_indices = getattr(titan_layer, indices)
+    torch._dynamo.reset()
+    eager, other = layer_on(rank), layer_on(rank)
+    options = {"megamoe.chunks": chunks, "megamoe.codegen": "fx", "megamoe.strict": True}
+    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
+    x = torch.randn(tokens[rank], WIDTH).to(torch.bfloat16)
+    both = zip(computed(eager, eager, x), computed(compiled, other, x), strict=True)
+    return [torch.equal(a, b) for a, b in both]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pytest.importorskip("torchtitan")
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("indices", "chunks", "tokens"),
+    [
+        ("permute_indices", 2, (2048, 1500)),
+        ("permute_indices", 4, (700, 5)),
+        pytest.param("permute_indices", 3, (2048, 1500), marks=pytest.mark.slow),
+        pytest.param("permute_indices", 2, (0, 9), marks=pytest.mark.slow),
+        pytest.param("permute_indices_by_kernel", 4, (2048, 1500), marks=pytest.mark.slow),
+    ],
+)
+def test_a_chunk_with_its_own_weights_alone_has_eagers_bits(pool, indices, chunks, tokens):
+    for same in pool.run(run, indices, chunks, tokens):
+        assert all(same), same
