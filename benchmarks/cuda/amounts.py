@@ -79,9 +79,11 @@ def elements_of(call: Call, sizes: Sizes) -> float:
 
 
 def evaluated(expression: str, sizes: Sizes) -> int:
-    """Return the value of a size."""
+    """Return the value of a size; one that is none of the routing, a generator's, counts as 0."""
     known = {"__builtins__": {}, "max": max, "min": min}
-    return int(eval(expression, known, dict(sizes)))
+    return int(
+        eval(expression, known, {**dict.fromkeys(names_in(expression) - {*known}, 0), **sizes})
+    )
 
 
 def _nbytes(tensor: Tensor, sizes: Sizes) -> float:

@@ -140,6 +140,7 @@ def _answer_for_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
+    torch.cuda.default_generators = (torch.Generator(),)  # its state is asked for, no number
     torch._C._cuda_getCurrentRawStream = _always(0)
     torch._C._cuda_cudaCachingAllocator_is_enabled = _always(True)
     if torch.version.cuda is None:

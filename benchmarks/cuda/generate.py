@@ -76,7 +76,9 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
         mock.patch.object(GraphLowering, "save_output_code", codes.append),
         mock.patch.object(PinOrder, "run", noting),
         inductor_config.patch(force_disable_caches=True),
-        functorch_config.patch(force_non_lazy_backward_lowering=True),
+        functorch_config.patch(
+            force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
+        ),
         built(program, backend) as one,
     ):
         began = time.process_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from moe_compile.graph.query import is_launch, is_wait
@@ -19,6 +20,8 @@ def _letter(node: fx.Node) -> str:
     if is_wait(node):
         return EventKind.WAIT.value
     name = str(node.target)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):  # the operator that it runs
+        name = " ".join(str(a) for a in node.args if isinstance(a, torch._ops.OpOverload))
     if name.startswith("aten.") and "mm." in name:
         return EventKind.GEMM.value
     if "dot_product" in name or "flex_attention" in name:

@@ -154,8 +154,8 @@ class _Reader:
             self._call(value, name)
         elif isinstance(value, ast.Name) and value.id in self._tensors:
             self._tensors[name] = self._tensors[value.id]
-        elif isinstance(value, ast.Subscript) and ast.unparse(value.value) in self._tuples:
-            whole = self._tensors[ast.unparse(value.value)]
+        elif isinstance(value, ast.Subscript) and (made := _subscripted(value)) in self._tuples:
+            whole = self._tensors[made]
             self._tensors[name] = Tensor(name, None, whole.itemsize)
             self._calls[-1].writes.append(self._tensors[name])
         else:
@@ -237,8 +237,7 @@ class _Reader:
         self._say(call, Kind.LAUNCH, name, reads=reads, writes=[made], splits=splits)
 
     def _operator(self, call: ast.Call, name: str, target: str | None) -> None:
-        if not NAME.fullmatch(name):
-            name = " ".join(METHOD.findall(name))  # such as a sum of a slice of a workspace
+        name = _operator_name(call, name)
         short = name.removeprefix("aten.").partition(".")[0]
         reads, writes = self._given(call), list[Tensor | None]()
         if not reads and (own := self._tensor_or_none(call)) is not None:
@@ -327,6 +326,22 @@ class _Reader:
         found = [self._tensor_or_none(e) for e in elements]
         self._results = tuple(t.storage if t is not None else "" for t in found)
         self._say(statement, Kind.RETURN, "return", reads=[t for t in found if t is not None])
+
+
+def _operator_name(call: ast.Call, name: str) -> str:
+    if not NAME.fullmatch(name):  # such as a sum of a slice of a workspace
+        return " ".join(METHOD.findall(name))
+    if name.startswith("higher_order."):  # runs the operator that it is given
+        given = map(ast.unparse, call.args)
+        return " ".join([name, *(a for a in given if a.startswith("torch.ops."))])
+    return name
+
+
+def _subscripted(value: ast.expr) -> str:
+    """Return the name of what `name[1][0]` is an element of."""
+    while isinstance(value, ast.Subscript):
+        value = value.value
+    return ast.unparse(value)
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
