@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import sympy
 
-from benchmarks.cuda.wrapper import Call, Kind, Tensor, Wrapper, names_in
+from benchmarks.cuda.calls import Call, Kind, Tensor, Wrapper, names_in
 
 Sizes = Mapping[str, int]
 

@@ -17,8 +17,9 @@ from benchmarks.cuda.amounts import (
     weights_of_backward,
     weights_of_forward,
 )
+from benchmarks.cuda.calls import Call, Kind, Wrapper
 from benchmarks.cuda.in_flight import faults
-from benchmarks.cuda.wrapper import Call, Kind, Wrapper, read_wrapper
+from benchmarks.cuda.wrapper import read_wrapper
 from moe_compile.graph.wrapper_order import EventKind
 
 LETTERS: Final = {Kind.LAUNCH: EventKind.LAUNCH.value, Kind.WAIT: EventKind.WAIT.value}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.cuda.wrapper import Call, Kind, Wrapper
+from benchmarks.cuda.calls import Call, Kind, Wrapper
 
 
 def faults(wrapper: Wrapper) -> Iterator[str]:

@@ -9,11 +9,11 @@ Contract
 from __future__ import annotations
 
 import ast
-import enum
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Final
+
+from benchmarks.cuda.calls import Call, Kind, Tensor, Wrapper
 
 ITEMSIZE: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float8_e4m3fn": 1,
@@ -33,63 +33,6 @@ VIEWS: Final = {
     "view_as_complex", "view_as_real", "_conj", "view", "detach", "permute", "reshape",
 }  # fmt: skip
 """ATen operators that return a view."""
-
-
-class Kind(enum.Enum):
-    """What a call is."""
-
-    TRITON = "Triton kernel"
-    EXTERN = "operator of torch or of ours"
-    LAUNCH = "collective, launched"
-    WAIT = "wait"
-    TO_HOST = "blocking copy to the host"
-    ITEM = "integer of a tensor"
-    FREE = "name given up"
-    RETURN = "result"
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor that a call is given or makes: where it lies, and its size where it is said."""
-
-    storage: str
-    shape: tuple[str, ...] | None = None
-    itemsize: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class Call:
-    """One thing the code does."""
-
-    kind: Kind
-    name: str
-    reads: list[Tensor] = field(default_factory=list)
-    writes: list[Tensor] = field(default_factory=list)
-    numels: list[str] = field(default_factory=list)
-    """Of a Triton kernel of Inductor's: elements it is run for, by dimension."""
-    symbols: list[str] = field(default_factory=list)
-    """Other arguments of a Triton kernel that are numbers."""
-    splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    """Rows received and sent, of an all-to-all."""
-    line: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class Wrapper:
-    """The code of one graph."""
-
-    calls: list[Call]
-    inputs: tuple[str, ...]
-    tensors: frozenset[str]
-    """Those of the inputs that are tensors."""
-    results: tuple[str, ...]
-    """Storages of what it returns; "" for what is no tensor."""
-    equations: list[tuple[str, str]]
-    """Expressions that the code asserts to be equal."""
-    num_range_checks: dict[str, int]
-    """Symbol -> how often it is compared with a constant."""
-    num_triton_sources: int
-    """Distinct Triton kernels."""
 
 
 def read_wrapper(source: str) -> Wrapper:
@@ -386,8 +329,3 @@ def _itemsizes(module: ast.Module) -> Iterator[tuple[str, int]]:
 def _elements(value: ast.expr) -> tuple[str, ...]:
     assert isinstance(value, ast.Tuple | ast.List), ast.unparse(value)
     return tuple(map(ast.unparse, value.elts))
-
-
-def names_in(expression: str) -> set[str]:
-    """Return the names in an expression."""
-    return {n.id for n in ast.walk(ast.parse(expression, mode="eval")) if isinstance(n, ast.Name)}

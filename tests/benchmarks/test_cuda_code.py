@@ -13,11 +13,12 @@ from benchmarks.cuda.amounts import (
     weights_of_forward,
 )
 from benchmarks.cuda.bars import missed
+from benchmarks.cuda.calls import Kind
 from benchmarks.cuda.cases import PROGRAMS
 from benchmarks.cuda.device_guard import missing
 from benchmarks.cuda.findings import findings_in
 from benchmarks.cuda.in_flight import faults
-from benchmarks.cuda.wrapper import Kind, read_wrapper
+from benchmarks.cuda.wrapper import read_wrapper
 
 KERNELS = '''
 triton_poi_0 = async_compile.triton('triton_poi_0', """

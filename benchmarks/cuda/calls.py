@@ -1,0 +1,73 @@
+"""What generated code does: calls, and the tensors they are given and make.
+
+Contract
+    Sizes are expressions of the code's own symbols. A tensor is known by the storage it lies in.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+from dataclasses import dataclass, field
+
+
+class Kind(enum.Enum):
+    """What a call is."""
+
+    TRITON = "Triton kernel"
+    EXTERN = "operator of torch or of ours"
+    LAUNCH = "collective, launched"
+    WAIT = "wait"
+    TO_HOST = "blocking copy to the host"
+    ITEM = "integer of a tensor"
+    FREE = "name given up"
+    RETURN = "result"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that a call is given or makes: where it lies, and its size where it is said."""
+
+    storage: str
+    shape: tuple[str, ...] | None = None
+    itemsize: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """One thing the code does."""
+
+    kind: Kind
+    name: str
+    reads: list[Tensor] = field(default_factory=list)
+    writes: list[Tensor] = field(default_factory=list)
+    numels: list[str] = field(default_factory=list)
+    """Of a Triton kernel of Inductor's: elements it is run for, by dimension."""
+    symbols: list[str] = field(default_factory=list)
+    """Other arguments of a Triton kernel that are numbers."""
+    splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """Rows received and sent, of an all-to-all."""
+    line: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Wrapper:
+    """The code of one graph."""
+
+    calls: list[Call]
+    inputs: tuple[str, ...]
+    tensors: frozenset[str]
+    """Those of the inputs that are tensors."""
+    results: tuple[str, ...]
+    """Storages of what it returns; "" for what is no tensor."""
+    equations: list[tuple[str, str]]
+    """Expressions that the code asserts to be equal."""
+    num_range_checks: dict[str, int]
+    """Symbol -> how often it is compared with a constant."""
+    num_triton_sources: int
+    """Distinct Triton kernels."""
+
+
+def names_in(expression: str) -> set[str]:
+    """Return the names in an expression."""
+    return {n.id for n in ast.walk(ast.parse(expression, mode="eval")) if isinstance(n, ast.Name)}
