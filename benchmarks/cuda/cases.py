@@ -66,5 +66,5 @@ PROGRAMS: Final = (
     Program(block="llama4", ep=8, tp=2),
     Program(block="llama4", ep=16, is_checkpointed=True),
 )
-"""Every pair of block, EP, checkpointing and TP, each in one, two and four chunks. A layer by
-itself has no TP. Llama 4 has 16 experts: EP 64 would leave none to some ranks."""
+"""Of every two of block, EP, checkpointing and TP all pairs of values, but where there is none: a
+layer by itself has no TP, and Llama 4 has 16 experts, so EP 16 stands for 64."""

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import known_rows, tensor_of
+from moe_compile.regions.host_reads import is_move_to_host
 
 
 class Place(NamedTuple):
@@ -79,10 +80,13 @@ def _place(source: fx.Node, written: fx.Node) -> Place:
 
     Counts of a chunk are as many as those of the region, which say how long a vector is.
     """
-    if source.target is operator.getitem and isinstance(index := source.args[1], int):
-        vector, of_region = source.args[0], written.args[0]
-        assert isinstance(vector, fx.Node) and isinstance(of_region, fx.Node)
-        tensor, length = tensor_of(of_region), known_rows(of_region)
-        if tensor is not None and tensor.dim() == 1 and length:
-            return Place(vector, index % length, length)
-    return Place(source)
+    while is_move_to_host(written) and isinstance(written.args[0], fx.Node):
+        written = written.args[0]
+    if {source.target, written.target} != {operator.getitem} or source.args[1] != written.args[1]:
+        return Place(source)
+    (vector, index), of_region = source.args, written.args[0]
+    if not (isinstance(vector, fx.Node) and isinstance(of_region, fx.Node) and type(index) is int):
+        return Place(source)
+    tensor = tensor_of(of_region)
+    length = known_rows(of_region) if tensor is not None and tensor.dim() == 1 else 0
+    return Place(vector, index % length, length) if length else Place(source)

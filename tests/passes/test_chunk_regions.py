@@ -75,6 +75,22 @@ def test_the_host_reads_once_whatever_the_number_of_chunks(fake_ranks, chunks):
             assert node.args[0].args[0] is copy
 
 
+class ReadOneByOne(GroupedExperts):
+    """Brings each element to the host by itself, after or before it is taken out of its vector."""
+
+    def splits(self, counts, received):
+        sent, got = (c.view(self.num_ranks, -1).sum(1) for c in (counts, received))
+        return [n.cpu().item() for n in sent], [n.item() for n in got.to("cpu")]
+
+
+def test_elements_brought_to_the_host_one_by_one_are_read_as_their_vector(fake_ranks):
+    graph, report = chunked(layer(ReadOneByOne, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    (copy,) = host_copies(graph)
+    joined = copy.args[0].args[0]
+    assert len(joined) == 2 + 2 * 2  # rows per chunk; two vectors of each chunk
+
+
 def test_all_dispatches_stand_before_the_first_expert(fake_ranks):
     graph, _ = chunked(layer(GroupedExperts, fake_ranks), 4)
     order = list(graph.nodes)
