@@ -66,11 +66,16 @@ class AsWritten:
         """Return the graph compiled without a pass of ours.
 
         Dynamo has written its guards: code that relied on others would be wrong for other sizes.
-        Where the compiler asks for such the graph runs node by node instead, right for all sizes.
+        Where the compiler asks for such the graph runs node by node instead, right for all sizes;
+        and where it fails: other ranks may already wait in what this call launches.
         """
         fallback = pristine_copy(self.gm)
-        with tracing(self.tracing), compile_context(self.compiling):
-            compiled = compile_graph(self.gm, self.inputs)
+        try:
+            with tracing(self.tracing), compile_context(self.compiling):
+                compiled = compile_graph(self.gm, self.inputs)
+        except Exception as error:  # noqa: BLE001  (whatever a compiler raises)
+            LOG.warning("megamoe: runs node by node: compiling it as written failed: %s", error)
+            return fallback
         if new := sorted(_guards(self.tracing) - self.guards):
             LOG.warning("megamoe: runs node by node: compiled as written it would need %s", new)
             return fallback
