@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
+from moe_compile.first_run import AsWritten
 from moe_compile.hardware.detect import agree_on_profile, detected_profile
 from moe_compile.report.compilations import AS_WRITTEN
 from moe_compile.report.process_report import REPORT
@@ -83,6 +84,29 @@ def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks, cod
         assert alike == [True] * 3
         assert records == []  # no pass of ours is in any graph
         assert reported == {(AS_WRITTEN, 1)}
+
+
+def compilation_as_written_fails(rank):
+    """The bodies differ; rank 1 cannot compile what it wrote. Another program follows."""
+    compile_whole = AsWritten.compile
+    failing = mock.Mock(side_effect=AssertionError("out of symbols"))
+    style = (GroupedExperts, CentredExperts)[rank]
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(warnings_of("moe_compile"))
+        if rank == 1:
+            broken = mock.patch.object(AsWritten, "compile", lambda w, _: compile_whole(w, failing))
+            stack.enter_context(broken)
+        ran = run_steps(rank, style, (8,))
+    after = run_steps(rank, GroupedExperts, (8,))
+    return ran, after[0], [text for text in said if "out of symbols" in text]
+
+
+def test_a_program_that_cannot_be_compiled_as_written_runs_node_by_node(two_ranks):
+    """It raised after it had promised its collectives, and the next program was taken for it."""
+    found = two_ranks.run(compilation_as_written_fails)
+    for (alike, records), after, _ in found:
+        assert (alike, records, after) == ([True], [], [True])
+    assert [len(said) for _, _, said in found] == [0, 1]
 
 
 def second_layers_differ(rank, late):
