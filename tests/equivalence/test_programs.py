@@ -271,6 +271,22 @@ def test_what_hangs_again_is_a_hang():
     assert (judgement.kind, judgement.is_second) == (Kind.HANG, True)
 
 
+DIED = RankFailure("rank 1:\nprocess of rank 1 ended")
+
+
+@pytest.mark.parametrize("fails_in", [None, 0, 4])
+def test_a_program_in_which_a_process_died_has_to_pass_five_times(fails_in):
+    """The first failure is compared with AOTAutograd alone, twice, by new processes too."""
+    later = [Findings() for _ in range(5)]
+    if fails_in is not None:
+        later[fails_in:] = [Findings(differences=["output"]), Findings(differences=["output"])]
+    judge = Said(DIED, Findings(), Findings(), *later)
+    judgement = judge.judge("")
+    expected = Kind.SAME if fails_in is None else Kind.WRONG
+    assert (judgement.kind, judgement.is_second) == (expected, True)
+    assert not judge.runs
+
+
 def test_other_failures_are_judged_once():
     judgement = Said(Findings(eager_error="ValueError: of the program")).judge("")
     assert (judgement.kind, judgement.is_second) == (Kind.INVALID, False)

@@ -66,7 +66,7 @@ class Coverage:
         return (
             f"{self.num_valid} distinct programs in {seconds / 60:.0f} min ({kinds}); "
             f"{self.num_chunked} with a region in chunks or of gathered tokens ({share:.0%}); "
-            f"{self.num_second} judged by new processes after a hang or a broken link"
+            f"{self.num_second} judged anew after a hang, a broken link or a process that died"
         )
 
     def table(self) -> str:

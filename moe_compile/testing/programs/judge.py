@@ -8,6 +8,8 @@ Contract
     On a loaded machine gloo may lose a message, in eager as well (seen on torch 2.13, all bytes of
     a send arrived), and what its link is broken for tells nothing of the program: a program that
     hangs, or whose link breaks, is judged once more by new processes, and that judgement counts.
+    A process that ends by a signal has run others' code before, hundreds of programs of it: its
+    last program fails if it fails in one of `AFTER_DEATH` runs by new processes.
 """
 
 from __future__ import annotations
@@ -34,6 +36,14 @@ STARTS: Final = 5
 
 VAIN_S: Final = 20.0
 """How long a rank may do nothing once the other has finished: it waits for what never comes."""
+
+
+DIED: Final = re.compile(r"process of rank \d+ ended")
+"""How a pool says that a rank's process is gone."""
+
+
+AFTER_DEATH: Final = 5
+"""Runs that a program has to pass, each by new processes, in which a process once died."""
 
 
 BROKEN_LINK: Final = re.compile(r"pair closure|Connection (closed|reset) by peer|[Tt]imed out wait")
@@ -67,7 +77,7 @@ class Judgement:
     cpu_s: float = 0.0
     """Of both ranks together."""
     is_second: bool = False
-    """Whether it was judged once more, since it hung or a link broke."""
+    """Whether it was judged once more, since it hung, a link broke or a process died."""
 
     @property
     def failed(self) -> bool:
@@ -100,10 +110,14 @@ class Judge:
     def judge(self, text: str) -> Judgement:
         """Run a program's text on both ranks and say what became of it."""
         judgement = self._judge(text)
-        if judgement.kind is not Kind.HANG and not BROKEN_LINK.search(judgement.detail):
-            return judgement
-        self._end_all()
-        return replace(self._judge(text), is_second=True)
+        has_died = bool(DIED.search(judgement.detail))
+        if judgement.kind is Kind.HANG or BROKEN_LINK.search(judgement.detail) or has_died:
+            for _ in range(AFTER_DEATH if has_died else 1):
+                self._end_all()
+                judgement = replace(self._judge(text), is_second=True)
+                if judgement.failed:
+                    break
+        return judgement
 
     def _judge(self, text: str) -> Judgement:
         try:
