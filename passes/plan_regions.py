@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.cost.layers import Layers
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
@@ -32,9 +32,9 @@ class PlanRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.experts` and `state.attention`."""
-        traced = TracedNodes(graph)
-        state.experts, state.dead = plan_experts(graph, state, traced)
-        state.attention = plan_attention(state, traced)
+        layers = Layers(graph, state.found.regions)
+        state.experts, state.dead = plan_experts(graph, state, layers)
+        state.attention = plan_attention(state, layers)
         state.launches = {
             one.found.region.name: {
                 "dispatch": (one.found.region.dispatch,),

@@ -53,7 +53,7 @@ class GatherableLayer:
     def decide(self, hardware: HardwareProfile, **options: Any) -> Decision:
         """Return the decision under `dispatch = "auto"` and other `options`."""
         config = replace(ASKED, **options)
-        decision = decide_experts(self.found, [], config, hardware, self.gathering)
+        decision = decide_experts(self.found, config, hardware, gathering=self.gathering)
         assert decision is not None
         return decision
 

@@ -58,7 +58,7 @@ class PredictedLayer:
 
     def decide(self, hardware: HardwareProfile) -> Decision:
         """Return the planner's decision."""
-        decision = decide_experts(self.found, (self.found.region,), PLANNED, hardware)
+        decision = decide_experts(self.found, PLANNED, hardware)
         assert decision is not None
         return decision
 

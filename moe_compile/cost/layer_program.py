@@ -3,13 +3,14 @@
 Contract
     Its inputs are new fake tensors of the sizes, types and devices that the graph states, so that
     tracing leaves nothing in the compilation at hand: no guard, no symbol, no alias.
-    Its text names nodes by their place: equal layers of a model have equal texts.
+    Its text names nodes by their place, and says nothing of where in a graph it stands: equal
+    layers of a model have equal texts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_compile.cost.aot_trace import aot_graphs
-from moe_compile.graph.modes import changes_mode
+from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode
 from moe_compile.graph.query import overload_name, value_of
 
 ORIGIN: Final = "megamoe_origin"
@@ -57,7 +58,7 @@ class LayerProgram:
         """Return a hash of what tracing depends on."""
         given = [
             f"{type(t).__name__} {t.dtype} {t.device} {tuple(t.shape)} {t.stride()} "
-            f"{t.requires_grad} {_inner(t)}"
+            f"{t.requires_grad} {is_weight(t)} {_inner(t)}"
             for t in self.inputs
         ]
         parts = (torch.__version__, str(self.rows), *_modes(), *given, *_code(self.module))
@@ -70,11 +71,16 @@ class LayerProgram:
             return tuple(gm.graph for gm in aot_graphs(self.module, inputs))
 
 
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether an input of a program is a weight; another may be what a layer before it made."""
+    return isinstance(tensor, torch.nn.Parameter)
+
+
 def program_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> LayerProgram:
     """Return the program of `nodes`, less those that are given a size which only a run knows.
 
     These finish what stands before: the rows a layer's experts send back are no tokens yet.
-    Switches of grad mode and autocast before and behind it are part of it.
+    Switches of grad mode and autocast before and behind it are part of it, where they tell.
     """
     stretch = fx.Graph()
     program = LayerProgram(fx.GraphModule({}, stretch), [])
@@ -90,7 +96,7 @@ def program_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> LayerProgram:
         _set_attribute(program.module, f"attr_{place}", _attribute(owner, str(node.target)))
         env[node] = stretch.get_attr(f"attr_{place}")
     for place, node in enumerate(body):
-        args = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args = fx.map_arg((_without_message(node), node.kwargs), env.__getitem__)
         env[node] = stretch.create_node(node.op, node.target, *args, name=f"n{place}")
         env[node].meta["custom"] = {ORIGIN: place}
         program.origins.append(node)
@@ -107,7 +113,34 @@ def _body(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
             given = (a for a in node.all_input_nodes if a not in inside)
             if all(a.op == "get_attr" or _is_static(value_of(a)) for a in given):
                 inside.add(node)
-    return [node for node in graph.nodes if node in inside]
+    return _without_idle_switches(node for node in graph.nodes if node in inside)
+
+
+def _without_idle_switches(body: Iterable[fx.Node]) -> list[fx.Node]:
+    """Leave out switches of a mode that are switched again, or back, before anything else runs."""
+    kept: list[fx.Node] = []
+    for node in body:
+        if changes_grad_mode(node):
+            if kept and changes_grad_mode(kept[-1]):
+                kept.pop()
+            if node.args == (_grad_mode_after(kept),):
+                continue
+        elif changes_autocast(node) and kept and kept[-1] in node.all_input_nodes:
+            kept.pop()
+            continue
+        kept.append(node)
+    return kept
+
+
+def _grad_mode_after(body: Sequence[fx.Node]) -> object:
+    switches = (node.args[0] for node in reversed(body) if changes_grad_mode(node) and node.args)
+    return next(switches, torch.is_grad_enabled())
+
+
+def _without_message(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's arguments; of an assertion not its text, which names symbols of a graph."""
+    is_assertion = overload_name(node) == "aten::_assert_scalar"
+    return (node.args[0], "") if is_assertion else node.args
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 Contract
     None where the rows of a region are a symbol, or what is given to the layer around it is: the
     hint of such a size is this rank's own, and ranks must decide alike.
-    Around a region counts what stands between its neighbours: a layer, where each has one.
+    Around a region counts what stands in its layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
@@ -34,12 +34,9 @@ class Replayed:
 
 
 def work_of_experts(
-    region: MoERegion,
-    proof: RowProof,
-    others: Iterable[MoERegion] = (),
-    traced: TracedNodes | None = None,
+    region: MoERegion, proof: RowProof, layer: TracedNodes | None = None
 ) -> RegionWork | None:
-    """Return the work around a MoE region; `others` are those of its graph, which is `traced`."""
+    """Return the work around a MoE region in its `layer`, or in all of its graph."""
     tensor = tensor_of(region.rows)
     if tensor is None or not has_static_rows(region.rows):
         return None
@@ -50,8 +47,7 @@ def work_of_experts(
         whole_weights=frozenset(node for node, _ in proof.unsliceable),
     )
     return read_work(
-        traced or TracedNodes(region.dispatch.graph),
-        nodes_around(region, others),
+        layer or TracedNodes(region.dispatch.graph),
         replayed,
         RegionWork(
             forward=(),
@@ -64,22 +60,17 @@ def work_of_experts(
 
 
 def work_of_attention(
-    region: AttentionRegion,
-    others: Iterable[AttentionRegion] = (),
-    traced: TracedNodes | None = None,
+    region: AttentionRegion, layer: TracedNodes | None = None
 ) -> RegionWork | None:
-    """Return the work around an attention region; `others` are those of its graph."""
+    """Return the work around an attention region in its `layer`, or in all of its graph."""
     result = tensor_of(region.result)
     if result is None or not has_static_rows(region.result):
         return None
-    graph = region.core.graph
     replayed = Replayed(
         nodes=frozenset(region.body), exchanges=dict.fromkeys(region.launches, "heads")
     )
-    neighbours = [(other.exchanges[0], other.result) for other in others]
     return read_work(
-        traced or TracedNodes(graph),
-        _between(graph, region.exchanges[0], region.result, neighbours),
+        layer or TracedNodes(region.core.graph),
         replayed,
         RegionWork(
             forward=(),
@@ -90,26 +81,18 @@ def work_of_attention(
     )
 
 
-def read_work(
-    traced: TracedNodes, nodes: Collection[fx.Node], replayed: Replayed, empty: RegionWork
-) -> RegionWork | None:
-    """Return `empty` with the work of `nodes`; None where the region is given a varying size.
+def read_work(layer: TracedNodes, replayed: Replayed, empty: RegionWork) -> RegionWork | None:
+    """Return `empty` with the work of `layer`; None where the region is given a varying size.
 
     None as well for a graph that torch does not trace by itself.
     """
-    if not {*replayed.nodes, *replayed.exchanges} <= set(traced.program.origins):
+    if not {*replayed.nodes, *replayed.exchanges} <= set(layer.program.origins):
         return None
-    phases = [tuple(_with_role(*one, replayed) for one in phase) for phase in traced.among(nodes)]
+    phases = [tuple(_with_role(*one, replayed) for one in phase) for phase in layer.phases]
     if not phases:
         return None
     forward, *backward = phases
     return replace(empty, forward=forward, backward=backward[0] if backward else ())
-
-
-def nodes_around(region: MoERegion, others: Iterable[MoERegion]) -> Collection[fx.Node]:
-    """Return the nodes after the region before, and before the region after."""
-    neighbours = [(other.count_exchange, other.result) for other in others]
-    return _between(region.dispatch.graph, region.rows, region.result, neighbours)
 
 
 def has_static_rows(node: fx.Node) -> bool:
@@ -129,24 +112,6 @@ def _with_role(work: Work, node: fx.Node | None, replayed: Replayed) -> Work:
         is_chunked=node in replayed.nodes or exchange not in ("", "other"),
         expert=replayed.expert_of.get(node),
         slices_weights=node not in replayed.whole_weights,
-    )
-
-
-def _between(
-    graph: fx.Graph, first: fx.Node, last: fx.Node, others: Iterable[tuple[fx.Node, fx.Node]]
-) -> Collection[fx.Node]:
-    """Return the nodes after the region before, and before the region after.
-
-    `others` holds first and last node of each region; the one at hand may be among them.
-    """
-    others = list(others)
-    before = [end for _, end in others if end < first]
-    after = [start for start, _ in others if start > last]
-    start, end = max(before, default=None), min(after, default=None)
-    return frozenset(
-        n
-        for n in graph.nodes
-        if (start is None or n > start or n is start) and (end is None or n < end)
     )
 
 

@@ -1,17 +1,15 @@
-"""Nodes of a Dynamo graph, traced once, of which stretches are read as the work around a region.
+"""Nodes of a Dynamo graph, a layer of it, traced by themselves and read as work.
 
 Contract
     The graph stays as it is while its work is read.
-    What a layer takes does not depend on which other layers stand beside it in the graph, but for
-    what the partitioner computes again in the backward pass instead of keeping it.
+    What a layer takes does not depend on which other layers stand beside it in the graph.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection
 from typing import Final, TypeAlias
 
 import torch.fx as fx
@@ -37,12 +35,12 @@ class TracedNodes:
         `num_rows` is what the host reads where nothing in the graph explains it.
         """
         self._graph, self._num_rows = graph, num_rows
-        self._nodes = frozenset(graph.nodes) if nodes is None else nodes
+        self.nodes = frozenset(graph.nodes) if nodes is None else nodes
 
     @functools.cached_property
     def program(self) -> LayerProgram:
         """Return the program."""
-        program = program_of(self._graph, self._nodes)
+        program = program_of(self._graph, self.nodes)
         program.rows = self._num_rows
         return program
 
@@ -59,23 +57,3 @@ class TracedNodes:
             return ()
         origins = [*self.program.origins, None]  # the last for what no node stands for
         return tuple(tuple((work, origins[place]) for work, place in one) for one in traced)
-
-    def among(self, nodes: Collection[fx.Node]) -> tuple[Phase, ...]:
-        """Return the work of `nodes`, and what no node stands for; of other work, who needs whom.
-
-        What is read of other work is there from the start.
-        """
-        return tuple(tuple(_among(phase, nodes)) for phase in self.phases)
-
-
-def _among(phase: Phase, nodes: Collection[fx.Node]) -> Iterator[tuple[Work, fx.Node | None]]:
-    needed: list[tuple[int, ...]] = []
-    num_kept = 0
-    for work, node in phase:
-        needs = tuple(sorted({place for index in work.needs for place in needed[index]}))
-        if node is not None and node not in nodes:
-            needed.append(needs)
-            continue
-        needed.append((num_kept,))
-        num_kept += 1
-        yield replace(work, needs=needs), node

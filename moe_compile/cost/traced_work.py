@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from moe_compile.cost.amounts import Amounts, amounts_of, is_free, is_product
-from moe_compile.cost.layer_program import ORIGIN, LayerProgram
+from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
@@ -36,7 +36,8 @@ class TracedWork:
 
 def trace_work(program: LayerProgram) -> tuple[TracedWork, ...]:
     """Return the work of the forward, and of the backward where there is one."""
-    sizes, products = NominalSizes({}, program.rows), _Products()
+    sizes = NominalSizes({}, program.rows)
+    products = _Products(is_weight=tuple(map(is_weight, program.inputs)))
     return tuple(_read(graph, sizes, products) for graph in program.graphs())
 
 
@@ -44,6 +45,8 @@ def trace_work(program: LayerProgram) -> tuple[TracedWork, ...]:
 class _Products:
     """What the forward graph says of weights, for the backward graph."""
 
+    is_weight: tuple[bool, ...]
+    """Of each input of the program."""
     is_forward_read: bool = False
     weights: set[str] = field(default_factory=set)
     """Names of inputs of the forward, and of their views: the backward calls them alike."""
@@ -74,15 +77,28 @@ def _read(graph: fx.Graph, sizes: NominalSizes, products: _Products) -> TracedWo
 
 
 def _note_weight(node: fx.Node, inputs: Sequence[fx.Node], products: _Products) -> None:
-    """Note an input of the program, or a view of one."""
+    """Note an input of the program that is a weight, or a view of one."""
     if node.op == "placeholder":
-        is_weight = not products.is_forward_read
+        number = _input_number(node)
+        is_noted = not products.is_forward_read and (number is None or products.is_weight[number])
     else:
-        is_weight = (
+        is_noted = (
             is_free(node) and bool(inputs) and all(a.name in products.weights for a in inputs)
         )
-    if is_weight:
+    if is_noted:
         products.weights.add(node.name)
+
+
+def _input_number(node: fx.Node) -> int | None:
+    """Return which input of the program a placeholder is, or is a part of; None for no input.
+
+    AOTAutograd's description of it says so; an attribute is none, such as a weight.
+    """
+    described = node.meta.get("desc")
+    while hasattr(described, "base"):
+        described = described.base
+    number: int | None = getattr(described, "idx", None)
+    return number
 
 
 def _origin(node: fx.Node, inputs: Iterable[fx.Node], origin_of: dict[fx.Node, int]) -> int:

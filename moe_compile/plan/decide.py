@@ -9,7 +9,7 @@ Contract
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moe_compile.attention.attention_regions import AttentionRegion
@@ -23,7 +23,7 @@ from moe_compile.plan.candidates import CHUNKS, Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.regions import Refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,12 @@ class Gathering:
 
 def decide_experts(
     found: FoundExperts,
-    others: Iterable[MoERegion],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
+    layer: TracedNodes | None = None,
     gathering: Gathering | None = None,
-    traced: TracedNodes | None = None,
 ) -> Decision | None:
-    """Return the decision for a MoE region; `others` are those of its graph, which is `traced`.
+    """Return the decision for a MoE region in its `layer`, or in all of its graph.
 
     Without `gathering` its tokens cannot be gathered.
     """
@@ -50,7 +49,7 @@ def decide_experts(
         return None
     if isinstance(found.proof, Refused):
         return None
-    work = work_of_experts(found.region, found.proof, others, traced)
+    work = work_of_experts(found.region, found.proof, layer)
     if work is None:
         return None
     if gathering is not None:
@@ -72,16 +71,15 @@ def asks_planner(config: MegaMoEConfig, *, can_gather: bool) -> bool:
 
 def decide_attention(
     region: AttentionRegion,
-    others: Iterable[AttentionRegion],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
-    traced: TracedNodes | None = None,
+    layer: TracedNodes | None = None,
 ) -> Decision | None:
-    """Return the decision for an attention region; `others` are those of its graph."""
+    """Return the decision for an attention region in its `layer`, or in all of its graph."""
     rounds = region.rounds and not config.allows("lossy")
     if config.attention_chunks != "auto" or not config.equal_tokens or rounds:
         return None
-    work = work_of_attention(region, others, traced)
+    work = work_of_attention(region, layer)
     if work is None:
         return None
 

@@ -61,6 +61,13 @@ class Findings:
     others: tuple[Refused, ...] = ()
     """Exchanges of no region, and regions that were matched and then refused."""
 
+    @property
+    def regions(self) -> tuple[MoERegion | AttentionRegion, ...]:
+        """Return all regions, of experts and of attention."""
+        attention = (one.region for one in self.attention)
+        found = tuple(one for one in attention if isinstance(one, AttentionRegion))
+        return (*(one.region for one in self.experts), *found)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedExperts:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.attention.head_split import HeadSplit, split_projections
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.cost.layers import Layers
 from moe_compile.graph.async_tp import AsyncTPMeans, probe_means
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Kind, Reason
@@ -23,14 +23,13 @@ from moe_compile.plan.planned import FoundAttention, PlannedAttention
 from moe_compile.plan.state import CompileState
 
 
-def plan_attention(state: CompileState, traced: TracedNodes) -> tuple[PlannedAttention, ...]:
-    """Return the plan of every attention operator in `state.found`; `traced` is the graph."""
+def plan_attention(state: CompileState, layers: Layers) -> tuple[PlannedAttention, ...]:
+    """Return the plan of every attention operator in `state.found`; `layers` are the graph's."""
     found = state.found.attention
-    regions = [one.region for one in found if isinstance(one.region, AttentionRegion)]
     groups = {g for f in found for g in _tp_groups(f)}
     means = probe_means(groups) if groups else AsyncTPMeans()
     return tuple(
-        _region(one, one.region, regions, state, traced)
+        _region(one, one.region, state, layers)
         if isinstance(one.region, AttentionRegion)
         else _no_region(one, one.region, state.config, means)
         for one in found
@@ -44,12 +43,11 @@ def _tp_groups(found: FoundAttention) -> tuple[str, ...]:
 def _region(
     found: FoundAttention,
     region: AttentionRegion,
-    regions: list[AttentionRegion],
     state: CompileState,
-    traced: TracedNodes,
+    layers: Layers,
 ) -> PlannedAttention:
     config = state.config
-    decision = decide_attention(region, regions, config, state.hardware, traced)
+    decision = decide_attention(region, config, state.hardware, layers.around(region))
     num_groups, reason = plan_head_groups(config, region, decision)
     split, left = None, dict[str, Verdict]()
     if reason is None:

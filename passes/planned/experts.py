@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.layers import Layers
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.modes import Mode, modes
@@ -85,21 +86,20 @@ class _Draft:
 
 
 def plan_experts(
-    graph: fx.Graph, state: CompileState, traced: TracedNodes
+    graph: fx.Graph, state: CompileState, layers: Layers
 ) -> tuple[tuple[PlannedExperts, ...], tuple[fx.Node, ...]]:
     """Return the plan of every MoE region in `state.found`, and what nothing needs after it.
 
-    `traced` is the graph, which is traced if something is to be priced.
+    `layers` are the graph's, which are traced if something in them is to be priced.
     """
     drafts = [_Draft(found=found, proof=found.proof) for found in state.found.experts]
     regions = [draft.region for draft in drafts]
     dependence = Dependence(graph)
     for draft in drafts:
-        _decide_dispatch(draft, regions, state, traced, dependence)
-    exchanged = [draft.region for draft in drafts if draft.gathered is None]
+        _decide_dispatch(draft, regions, state, layers.around(draft.region), dependence)
     for draft in drafts:
         if draft.gathered is None and isinstance(draft.proof, RowProof):
-            _decide_chunks(draft, exchanged, state, traced)
+            _decide_chunks(draft, state, layers.around(draft.region))
             _check_gradients(draft, draft.proof, state.config, dependence)
     after = _examine_together(drafts, state.config)
     in_force = modes(graph)
@@ -110,7 +110,7 @@ def _decide_dispatch(
     draft: _Draft,
     regions: Sequence[MoERegion],
     state: CompileState,
-    traced: TracedNodes,
+    layer: TracedNodes,
     dependence: Dependence,
 ) -> None:
     """Decide whether the tokens of a region are gathered."""
@@ -121,8 +121,8 @@ def _decide_dispatch(
     if may_be_priced(config, draft.costs):
         form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
-        how = _gathering(draft, form, regions, config)
-        draft.decision = decide_experts(draft.found, regions, config, state.hardware, how, traced)
+        how = _gathering(draft, form, regions, config, layer)
+        draft.decision = decide_experts(draft.found, config, state.hardware, layer, how)
         refused = against(form, draft.decision, draft.costs, config)
         form = NotFound(reason=refused) if refused else form
     elif config.dispatch == "all_to_all":
@@ -135,25 +135,25 @@ def _decide_dispatch(
 
 
 def _gathering(
-    draft: _Draft, form: GatheredForm, regions: Sequence[MoERegion], config: MegaMoEConfig
+    draft: _Draft,
+    form: GatheredForm,
+    regions: Sequence[MoERegion],
+    config: MegaMoEConfig,
+    layer: TracedNodes,
 ) -> Gathering | None:
     """Return what the planner prices, None where it is not asked or bytes are not known."""
     if draft.costs is None or not isinstance(draft.proof, RowProof):
         return None
     if not asks_planner(config, can_gather=True):
         return None
-    work = gathered_work(form, draft.proof, regions)
+    work = gathered_work(form, draft.proof, regions, layer.nodes)
     return Gathering(work=work, rounding=rounding_of(form.found))
 
 
-def _decide_chunks(
-    draft: _Draft, exchanged: Iterable[MoERegion], state: CompileState, traced: TracedNodes
-) -> None:
+def _decide_chunks(draft: _Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
-        draft.decision = decide_experts(
-            draft.found, exchanged, state.config, state.hardware, traced=traced
-        )
+        draft.decision = decide_experts(draft.found, state.config, state.hardware, layer)
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
         state.config, draft.region, draft.decision
     )

@@ -7,12 +7,12 @@ Contract
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.fx as fx
 
-from moe_compile.cost.read_regions import Replayed, nodes_around, read_work
+from moe_compile.cost.read_regions import Replayed, read_work
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
@@ -28,9 +28,14 @@ from passes.replay.gathered import emit_gathered
 
 
 def gathered_work(
-    form: GatheredForm, proof: RowProof, regions: Iterable[MoERegion]
+    form: GatheredForm,
+    proof: RowProof,
+    regions: Iterable[MoERegion],
+    layer: Collection[fx.Node] | None = None,
 ) -> RegionWork | None:
-    """Return the work around the region in its new form; None where a size is not static.
+    """Return the work of the region's `layer`, or of all, in its new form.
+
+    None where a size is not static.
 
     Its parts are the tokens of a rank where each has proven as many rows, else one.
     """
@@ -38,13 +43,12 @@ def gathered_work(
     tokens, rows, total = known_rows(found.tokens), known_rows(found.index), found.sums.total
     if not tokens or not rows or known_rows(total) is None:
         return None
-    around = nodes_around(form.region, regions)
     rewrite = gathering(form.region, proof, regions, found)
     written = form.region.dispatch.graph
     assert written.owning_module is not None
     graph = pristine_copy(written.owning_module).graph
     env = dict(zip(written.nodes, graph.nodes, strict=True))
-    theirs = frozenset(env[node] for node in env if node not in around)
+    theirs = frozenset(env[node] for node in env if layer is not None and node not in layer)
     form, rewrite = _carried((form, rewrite), env, proof.facts)
     old = set(graph.nodes)
     routing = _apply(form, rewrite)
@@ -57,7 +61,6 @@ def gathered_work(
     nodes = frozenset(graph.nodes) - theirs
     return read_work(
         TracedNodes(graph, nodes, num_rows=rows),
-        nodes,
         Replayed(nodes=new - routing, exchanges={}),
         RegionWork(
             forward=(),

@@ -40,7 +40,7 @@ MEMORY = HardwareProfile(  # a kilobyte moved is a microsecond, all else is noth
 )
 OPERATORS = replace(MEMORY, name="operators", memory_gb_per_s=1e9, op_overhead_us=1.0)
 ROWS = torch.ones(8, 4, requires_grad=True)
-WEIGHT = torch.ones(4, 4, requires_grad=True)
+WEIGHT = nn.Parameter(torch.ones(4, 4))
 EMPTY = RegionWork(forward=(), num_ranks=1, num_parts=2, row_bytes=0.0)
 
 
@@ -52,16 +52,14 @@ def graph_of(program, *inputs):
 def read_stretch(graph, nodes, chunked=()):
     """Return the work of nodes that are traced without the others."""
     replayed = Replayed(nodes=chunked, exchanges={})
-    return read_work(TracedNodes(graph, nodes), nodes, replayed, EMPTY)
+    return read_work(TracedNodes(graph, nodes), replayed, EMPTY)
 
 
 def work_of(program, *inputs, chunked=()):
     """Return the work of a program of which the nodes named run in chunks."""
     graph = graph_of(program, *inputs)
     nodes = [n for n in graph.nodes if n.name in chunked]
-    return read_work(
-        TracedNodes(graph), set(graph.nodes), Replayed(nodes=nodes, exchanges={}), EMPTY
-    )
+    return read_work(TracedNodes(graph), Replayed(nodes=nodes, exchanges={}), EMPTY)
 
 
 def graphs_us(module, tokens, num_chunks):
@@ -132,7 +130,7 @@ def test_a_chain_costs_the_scheduler_what_it_costs_the_planner(num_ranks):
     scheduled = estimate_costs(traced, NominalSizes({}), hardware).values()
     (launch,) = [node for node in graph.nodes if is_launch(node)]
     replayed = Replayed(nodes=(), exchanges={launch: "dispatch"})
-    work = read_work(TracedNodes(graph), set(graph.nodes), replayed, EMPTY)
+    work = read_work(TracedNodes(graph), replayed, EMPTY)
     assert [w.exchange for w in work.forward if w.link_bytes] == ["dispatch"]
     planned = price_us(work, Candidate(), Rates.of(hardware, num_ranks))
     assert planned == pytest.approx(sum(c.compute_us + c.link_us for c in scheduled))
@@ -216,7 +214,7 @@ def test_equal_layers_are_traced_once(traced_once):
     def layers(x, a, b):
         return ((x @ a).exp() @ b).exp()
 
-    graph = graph_of(layers, ROWS, WEIGHT, WEIGHT.detach().requires_grad_())
+    graph = graph_of(layers, ROWS, WEIGHT, nn.Parameter(torch.ones(4, 4)))
     calls = [n for n in graph.nodes if n.op.startswith("call")]
     first, second = (program_of(graph, set(pair)) for pair in (calls[:2], calls[2:]))
     assert first.text == second.text
