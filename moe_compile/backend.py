@@ -31,7 +31,12 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._logging import trace_structured
 
-from moe_compile.codegen import compile_with_fx, compile_with_inductor, plan_of
+from moe_compile.codegen import (
+    compile_with_fx,
+    compile_with_inductor,
+    plan_of,
+    settings_switched_off,
+)
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
@@ -82,6 +87,7 @@ def megamoe(
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
     state, compilation = rewrite(gm, config)
+    compilation.settings_off = settings_switched_off(state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
     state.tell_dropped = functools.partial(REPORT.add_dropped, compilation)
     _log(compilation)
@@ -212,6 +218,13 @@ def _check_groups(state: CompileState) -> None:
 
 
 def _log(compilation: Compilation) -> None:
+    if off := compilation.settings_off:
+        _warn_once(
+            f"megamoe: Inductor's settings {', '.join(off)} are off in graphs with regions, as at "
+            f"{compilation.site}: benchmarks wait for the device while collectives are in flight, "
+            "and CUDA graphs would move these. To do: leave them out, or pass them to "
+            "torch.compile only for what has no collectives"
+        )
     if warning := compilation.warning():
         _warn_once(warning)
     if not compilation.has_regions:

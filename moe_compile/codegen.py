@@ -27,8 +27,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from moe_compile.cost.aot_trace import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.graph.async_tp import SETTING
-from moe_compile.graph.pinning import pinning_patches
 from moe_compile.graph.query import is_tangent
+from moe_compile.inductor_settings import settings_of_ours, switched_off
 from moe_compile.journal.entries import Dropped
 from moe_compile.plan.state import CompileState
 from moe_compile.source_hash import hash_of_sources
@@ -127,13 +127,25 @@ def compile_with_inductor(
     """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does."""
     levels = _levels(state)
     ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
-    if POST_GRAD in levels and state.config.schedule:
-        ours.update(pinning_patches())
+    ours.update(_settings(state))
     for hook, all_levels in HOOKS.items():
         if here := tuple(level for level in all_levels if level in levels):
             before = patches.get(hook, getattr(inductor_config, hook))
             ours[hook] = LevelPass(here, state, before)
     return compile_fx(gm, list(example_inputs), config_patches={**patches, **ours})
+
+
+def _settings(state: CompileState) -> dict[str, object]:
+    """Return Inductor's settings for a graph that passes of ours work on; {} for another."""
+    is_scheduled = POST_GRAD in _levels(state) and state.config.schedule
+    return settings_of_ours(is_scheduled=is_scheduled) if state.has_work else {}
+
+
+def settings_switched_off(state: CompileState, patches: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the settings of Inductor that were asked for and are off in this compilation."""
+    if state.config.codegen != "inductor":
+        return ()
+    return switched_off(patches, _settings(state))
 
 
 def compile_with_fx(

@@ -112,7 +112,6 @@ def install(*, compile_kernels: bool) -> None:
     _fold_constants_on_cpu()
     inductor_config.use_static_cuda_launcher = False
     inductor_config.compile_threads = 1
-    inductor_config.shape_padding = False  # both shapes would be timed
     CachingAutotuner.precompile = _compile_first_of if compile_kernels else _compile_nothing
 
 
@@ -127,7 +126,6 @@ def _answer_for_cuda() -> None:
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,
         "set_device": None,
-        "synchronize": None,
         "get_device_properties": PROPERTIES,
         "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
         "get_device_name": PROPERTIES.name,
@@ -140,6 +138,7 @@ def _answer_for_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
+    torch.cuda.synchronize = _wait_for_the_device
     torch.cuda.default_generators = (torch.Generator(),)  # its state is asked for, no number
     torch._C._cuda_getCurrentRawStream = _always(0)
     torch._C._cuda_cudaCachingAllocator_is_enabled = _always(True)
@@ -155,7 +154,6 @@ def _answer_for_dynamo() -> None:
         "device_count": 1,
         "is_available": True,
         "get_compute_capability": 90,
-        "synchronize": None,
         "is_triton_capable": True,
         "raise_if_triton_unavailable": None,
         "is_bf16_supported": True,
@@ -163,9 +161,15 @@ def _answer_for_dynamo() -> None:
     cuda = device_interface.CudaInterface
     for name, answer in answers.items():
         setattr(cuda, name, staticmethod(_always(answer)))
+    cuda.synchronize = staticmethod(_wait_for_the_device)
     for name in ("current_device", "get_device_properties"):
         setattr(cuda.Worker, name, staticmethod(_always(answers[name])))
     device_interface.get_cuda_stream = _always(0)
+
+
+def _wait_for_the_device(*_: Any) -> None:
+    """Refuse: collectives may be in flight that other ranks have not launched yet."""
+    raise RuntimeError("the device is waited for while a graph is compiled")
 
 
 def _fold_constants_on_cpu() -> None:

@@ -1,7 +1,6 @@
 """What makes Inductor run the order the FX graph is in.
 
 Contract
-    `pinning_patches` names only settings this torch has; torch's version is never read.
     `pin_order` leaves the graph's values and order as they are; where torch lacks the means it
     does nothing and says so.
 """
@@ -9,30 +8,13 @@ Contract
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 import torch.fx as fx
 from torch.utils._ordered_set import OrderedSet
 
 from moe_compile.graph.query import is_launch, is_wait, overload_name
-
-KEEPS_ORDER: Final[dict[str, object]] = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_locality": False,
-    "reorder_for_locality_in_training": False,
-    "reorder_for_compute_comm_overlap": False,
-    "aten_distributed_optimizations.enable_simple_overlap": False,
-    "aten_distributed_optimizations.enable_overlap_scheduling": False,
-}
-"""Inductor's own reorderings, all off."""
-
-
-def pinning_patches() -> dict[str, object]:
-    """Return the `config_patches` of `compile_fx` under which Inductor keeps the order given."""
-    known = inductor_config.get_config_copy()
-    return {key: value for key, value in KEEPS_ORDER.items() if key in known}
 
 
 def pin_order(graph: fx.Graph) -> bool:

@@ -97,6 +97,8 @@ class Compilation:
     journal: Journal = field(default_factory=Journal)
     """What became of every candidate of every pass, on graphs made later too."""
     settings: str = ""
+    settings_off: tuple[str, ...] = ()
+    """Settings of Inductor that were asked for and are off: see `moe_compile.inductor_settings`."""
     unmatched: list[Unmatched] = field(default_factory=list)
     """All-to-alls of no region, the most telling first."""
     place_of_exchange: str = ""

@@ -41,7 +41,9 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for title, key in (("Reason alone", "left_alone"), ("Passes left out", "dropped_passes")):
         yield from (f"{title}: {line}" for line in report[key])
-    rewrites = report.get("rewrites", ())  # of reports that earlier versions wrote there are none
+    for setting in report.get("inductor_settings_off", ()):  # none in reports of earlier versions
+        yield f"Inductor's setting off in graphs with regions: {setting}"
+    rewrites = report.get("rewrites", ())  # none in reports of earlier versions
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
     if not report["compilations"] and not rewrites:

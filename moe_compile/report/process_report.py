@@ -94,6 +94,7 @@ class ProcessReport:
             "attention": attention,
             "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
             "warnings": list(self.warnings),
+            "inductor_settings_off": sorted({x for c in self.compilations for x in c.settings_off}),
             "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
             "rewrites": sorted({x for c in self.compilations for x in c.rewrites}),
             "passes": [

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.pinning import pin_order, pinning_patches
+from moe_compile.graph.pinning import pin_order
 from moe_compile.graph.wrapper_order import event_letters, wrapper_events
 from moe_compile.hardware import load_profile
+from moe_compile.inductor_settings import settings_of_ours
 from moe_compile.plan.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
@@ -36,16 +36,11 @@ class Scheduling(CustomGraphPass):
         return None
 
 
-def test_pinning_patches_name_only_settings_this_torch_has():
-    with inductor_config.patch(pinning_patches()):
-        assert inductor_config.reorder_for_peak_memory is False
-
-
 def patches(scheduling):
     return {
         "post_grad_custom_post_pass": scheduling,
         "fx_graph_cache": False,  # generated again; compiled C++ is kept
-        **pinning_patches(),
+        **settings_of_ours(is_scheduled=True),
     }
 
 
