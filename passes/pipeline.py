@@ -44,6 +44,7 @@ from passes.save_overwritten import SaveOverwritten
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.sizes_from_splits import SizesFromSplits
 from passes.sort_nodes import SortNodes
+from passes.split_addends import SplitAddends
 from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
 
@@ -83,7 +84,8 @@ POST_GRAD_EARLY: Final = Level(
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(
-    (VerifyAsyncTP(), ScheduleExchanges(), VerifySchedule()), frozenset({Fact.FUNCTIONAL})
+    (VerifyAsyncTP(), SplitAddends(), ScheduleExchanges(), VerifySchedule()),
+    frozenset({Fact.FUNCTIONAL}),
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""
 

@@ -44,6 +44,7 @@ class ScheduleExchanges(GraphPass):
 
     name: ClassVar[str] = "schedule_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    after: ClassVar[frozenset[str]] = frozenset({"split_addends"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Choose the order, move the nodes, report each exchange."""

@@ -29,7 +29,7 @@ class VerifyAsyncTP(GraphPass):
 
     name: ClassVar[str] = "verify_async_tp"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    commutes_with: ClassVar[frozenset[str]] = frozenset({"schedule_exchanges"})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"split_addends", "schedule_exchanges"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Report the number of fused products; warn of none."""

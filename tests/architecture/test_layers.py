@@ -27,6 +27,7 @@ LAYERS = (  # left to right; longest prefix wins
     ("passes",),
     ("moe_compile.report",),
     (
+        "moe_compile.inductor_settings",
         "moe_compile.codegen",
         "moe_compile.first_run",
         "moe_compile.group_setup",

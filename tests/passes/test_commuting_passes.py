@@ -24,13 +24,18 @@ PAIRS = [
 
 @pytest.fixture
 def sharded(fake_ranks):
-    """A layer with rows in eight bits whose tokens meet a weight that is gathered from shards."""
+    """A layer with rows in eight bits whose tokens meet a weight that is gathered from shards.
+
+    A product is added to its result.
+    """
     layer = GroupedExperts(128, 24, 8, 2, fake_ranks)
     shard = torch.nn.Parameter(torch.randn(64, 128))
+    shared = torch.nn.Parameter(torch.randn(128, 128, dtype=torch.bfloat16))
 
     def program(x):
         weight = wait_tensor(all_gather_tensor_autograd(shard, 0, fake_ranks))
-        return layer((x.float() @ weight).bfloat16())
+        x = (x.float() @ weight).bfloat16()
+        return layer(x) + x @ shared
 
     return program
 
@@ -39,8 +44,24 @@ def text_of(graph, passes, state):
     """Return a copy of `graph` after `passes` in order, with the policies of its nodes."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
+    fuse_sums(copied)
     applied = [p.run(copied, state).applied for p in passes]
     return str(copied), [n.meta.get("recompute") for n in copied.nodes], applied
+
+
+def fuse_sums(graph):
+    """Put sums into products as Inductor does, on its way to the passes behind it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        products = [a for a in node.all_input_nodes if a.target is torch.ops.aten.mm.default]
+        if len(products) == 1 and len(node.all_input_nodes) == 2:
+            (addend,) = (a for a in node.all_input_nodes if a not in products)
+            with graph.inserting_before(node):
+                fused = graph.call_function(
+                    torch.ops.aten.addmm.default, (addend, *products[0].args)
+                )
+            fused.meta.update(node.meta)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " ".join(p.name for p in pair))
