@@ -32,6 +32,7 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from moe_compile.schedule.choose_schedule import Choice, choose_schedule
+from moe_compile.schedule.least_exposed import least_exposed_us
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
@@ -134,6 +135,7 @@ def _measures(problem: ScheduleProblem, choice: Choice) -> dict[str, float]:
         "exchange_us": after.exchange_us,
         "exposed_us_before": before.exposed_us,
         "exposed_us": after.exposed_us,
+        "least_exposed_us": least_exposed_us(problem),
         "step_us": after.step_us,
         "peak_bytes_before": float(choice.as_it_came.peak_bytes),
         "peak_bytes": float(choice.chosen.peak_bytes),

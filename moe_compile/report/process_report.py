@@ -32,6 +32,7 @@ FIGURES: Final = (
     "exchange_us",
     "exposed_us_before",
     "exposed_us",
+    "least_exposed_us",
     "peak_bytes_before",
     "peak_bytes",
     "gradient_bytes_before",

@@ -62,6 +62,25 @@ def test_a_dry_run_chunks_every_recipe_within_an_hopper_gpus_memory(path):
     assert max(map(float, sums)) < gib
 
 
+FP8 = ("--megamoe.dispatch_wire=fp8", "--megamoe.combine_wire=fp8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "forward", "both"), [((), 68, 42), (FP8, 40, 30)], ids=["exact", "fp8"]
+)
+def test_the_671b_recipe_hides_its_communication_as_predicted(flags, forward, both):
+    """Shares of what the same block exposes in one chunk, in the model's own order and dtype."""
+    path = FOLDER / "configs" / "deepseek_v3_671b_1024gpu.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_compile.cli", "train", str(path), "--dry-run", *flags],
+        capture_output=True, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    (line,) = re.findall(r"exposed share: (.*)", done.stdout)
+    shares = [int(share) for share in re.findall(r"(\d+)%", line)]
+    assert shares[0] <= forward and shares[1] <= both
+
+
 @pytest.mark.parametrize(
     ("name", "billions"), [("mixtral_8x7b", 46.70), ("megascale_352b", 351.86)]
 )

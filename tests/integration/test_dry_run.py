@@ -73,6 +73,18 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run):
     assert "none" in output  # the block without experts has no collective
 
 
+def shares(output):
+    """Return the exposed shares: forward, forward and backward, and the least of any order."""
+    (line,) = re.findall(r"exposed share: (.*)", output.replace("\n", " "))
+    return [int(share) / 100 for share in re.findall(r"(\d+)%", line)]
+
+
+def test_the_exposed_share_is_of_the_block_with_nothing_hidden(dry_run):
+    forward, both, least = shares(dry_run(megamoe__hardware="h100"))
+    assert 0.0 <= least <= both <= 1.0 and forward <= 1.0
+    assert "exposed share" not in dry_run(megamoe__chunks=1, megamoe__schedule=False)
+
+
 @pytest.mark.slow
 def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand(dry_run):
     """Its layer keeps split sizes, and so the exchange of counts."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -19,8 +19,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
-from moe_compile.config import from_sources, split_options
+from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import figures
@@ -31,6 +32,15 @@ from torchtitan_integration.parallelize import apply_model_parallelism, backend_
 
 DEFAULT_HARDWARE: Final = "h100"
 """Profile for estimates where the job names none: this machine's own says nothing of the job's."""
+
+
+NOTHING_HIDDEN: Final[Mapping[str, Any]] = {
+    "chunks": 1,
+    "attention_chunks": 1,
+    "dispatch_wire": "same",
+    "combine_wire": "same",
+}
+"""Options of the block that others are compared with; its order is the one its graph came in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +64,19 @@ class Traced:
     """Phase -> collectives, in order."""
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """Phase -> predicted times and memory, as reports have them."""
+    unhidden_us: dict[str, float] = field(default_factory=dict)
+    """Phase -> exposed time of the block with `NOTHING_HIDDEN`."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
+
+    def exposed_share(self, *phases: str, measure: str = "exposed_us") -> float:
+        """Return what is exposed in `phases` over what is with `NOTHING_HIDDEN`; 1 for 0 of 0.
+
+        `measure` is "least_exposed_us" for the least of any order of the same graphs.
+        """
+        exposed = sum(self.measures[phase].get(measure, 0.0) for phase in phases)
+        unhidden = sum(self.unhidden_us[phase] for phase in phases)
+        return exposed / unhidden if unhidden else 1.0
 
 
 def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
@@ -99,8 +120,11 @@ def _trace(
     gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], axes: dict[str, str]
 ) -> Traced:
     config = from_sources(options=split_options(options)[0], environment={})
+    as_written = pristine_copy(gm)
     state, compilation = rewrite(gm, config)
     traced = Traced(has_experts=False, compilation=compilation)
+    if compilation.has_regions:
+        traced.unhidden_us = _unhidden_us(as_written, inputs, config)
     forward, backward = (module.graph for module in trace_both(gm, inputs, state))
     sizes = NominalSizes(state.nominal_sizes)
     for phase, graph in (("forward", forward), ("backward", backward)):
@@ -109,6 +133,15 @@ def _trace(
         traced.measures[phase] = _measures(graph)
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     return traced
+
+
+def _unhidden_us(
+    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
+) -> dict[str, float]:
+    """Return the exposed time of each phase where nothing is chunked, reordered or quantised."""
+    state, _ = rewrite(gm, replace(config, **NOTHING_HIDDEN))
+    phases = zip(("forward", "backward"), trace_both(gm, inputs, state), strict=True)
+    return {name: _measures(one.graph).get("exposed_us_before", 0.0) for name, one in phases}
 
 
 def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> list[Launch]:

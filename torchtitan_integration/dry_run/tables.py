@@ -42,6 +42,8 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
             console.print(f"  left alone: {line}", highlight=False)
         for phase, measures in layer.measures.items():
             console.print(f"  {phase}: {_times(measures)}", highlight=False)
+        if layer.unhidden_us and all("exposed_us" in m for m in layer.measures.values()):
+            console.print(f"  exposed share: {_exposed_share(layer)}", highlight=False)
 
 
 def _collectives(layer: Traced) -> Table:
@@ -76,6 +78,21 @@ def _times(measures: dict[str, float]) -> str:
     return (
         f"predicted {compute:.2f} ms of compute, {exchange:.2f} ms of collectives, exposed "
         f"{before:.2f} -> {now:.2f} ms; peak of live bytes {measures['peak_bytes'] / MB:.0f} MB"
+    )
+
+
+def _exposed_share(layer: Traced) -> str:
+    both = tuple(layer.unhidden_us)
+    shares = (
+        layer.exposed_share("forward"),
+        layer.exposed_share(*both),
+        layer.exposed_share(*both, measure="least_exposed_us"),
+    )
+    forward, all_, least = (f"{share:.0%}" for share in shares)
+    whole = sum(layer.unhidden_us.values()) / 1e3
+    return (
+        f"{forward} forward, {all_} forward and backward, of {whole:.2f} ms in one chunk, in the "
+        f"model's own order and dtype; no order of these graphs has less than {least}"
     )
 
 

@@ -1,0 +1,75 @@
+"""No schedule hides more of its collectives than the bound says can be hidden."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_compile.schedule.choose_schedule import POLICIES
+from moe_compile.schedule.least_exposed import least_exposed_us
+from moe_compile.schedule.list_schedule import Policy, incoming_order, list_schedule
+from moe_compile.schedule.simulate import simulate
+from tests.schedule.test_list_schedule import exchange, problem_of, traced
+from tests.scheduled_layers import ChunkedMoE, one_rank_group, post_grad_graphs
+
+X, WEIGHT = torch.ones(64, 64), torch.ones(64, 64)
+
+
+def one_stream(x, w):
+    """Nothing runs beside its exchanges."""
+    return exchange(exchange(x @ w) @ w)
+
+
+def product_beside(x, w):
+    """One product is needed by neither exchange, and needs none."""
+    return exchange(exchange(x @ w) @ w), x @ w @ w
+
+
+def product_between(x, w):
+    """What the second launch needs, and not the first exchange: beside the first alone."""
+    first = exchange(x @ w)
+    return exchange(x @ w @ w) + first
+
+
+def orders(problem):
+    yield tuple(range(len(problem.nodes)))
+    yield incoming_order(problem)
+    for key, patience in POLICIES:
+        for window in (None, 16):
+            yield list_schedule(problem, Policy(key=key, patience=patience, window=window))
+
+
+@pytest.mark.parametrize("program", [one_stream, product_beside, product_between])
+def test_the_best_schedule_of_small_programs_reaches_the_bound(program):
+    problem, _ = traced(program, X, WEIGHT)
+    least = least_exposed_us(problem)
+    found = [simulate(problem, order).exposed_us for order in orders(problem)]
+    assert min(found) == pytest.approx(least) and least > 0.0
+
+
+def test_what_can_hide_an_exchange_is_counted_once():
+    problem, _ = traced(product_beside, X, WEIGHT)
+    beside = sorted(us for us in problem.compute_us if us)
+    assert least_exposed_us(problem) == pytest.approx(sum(problem.link_us) - sum(beside[-2:]))
+    alone, _ = traced(one_stream, X, WEIGHT)
+    assert least_exposed_us(alone) == pytest.approx(sum(alone.link_us))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+def test_no_schedule_of_a_layer_is_below_the_bound(num_chunks):
+    torch.manual_seed(0)
+    layer = ChunkedMoE(64, 64, 8, 2, one_rank_group(), num_chunks, shared=64)
+    x = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    for gm in post_grad_graphs(layer, x):
+        problem, _ = problem_of(gm.graph)
+        for factor in (1.0, 30.0, 300.0):
+            slower = replace(problem, link_us=tuple(factor * us for us in problem.link_us))
+            least = least_exposed_us(slower)
+            for order in orders(slower):
+                assert simulate(slower, order).exposed_us >= least - 1e-6
+        assert 0.0 < least < sum(slower.link_us)
+
+
+def test_a_graph_without_collectives_exposes_nothing():
+    problem, _ = traced(lambda x, w: x @ w, X, WEIGHT)
+    assert least_exposed_us(problem) == 0.0
