@@ -30,6 +30,8 @@ class Cost:
     link_us: float = 0.0
     bound: Bound = Bound.NOTHING
     """What the larger part of the time follows from."""
+    contention: float = 0.0
+    """Of a collective: the share by which compute slows while it runs."""
 
 
 def estimate_costs(
@@ -72,6 +74,6 @@ class _Estimator:
         if is_launch(node):
             rates, is_gather = self.rates_of(ranks_of(node)), not is_all_to_all(node)
             us = rates.link_us(found.link_bytes, is_gather=is_gather)
-            return Cost(self.rates.op_overhead_us, us, Bound.LINK)
+            return Cost(self.rates.op_overhead_us, us, Bound.LINK, rates.contention)
         amounts = found.operations, found.nbytes, found.num_kernels
         return Cost(self.rates.compute_us(*amounts), bound=self.rates.compute_bound(*amounts))

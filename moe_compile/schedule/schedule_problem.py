@@ -44,6 +44,8 @@ class ScheduleProblem:
     """Place of the earliest launch that needs the node; inf when none does."""
     path_us: tuple[float, ...]
     """Time of the longest path from the node to the end, links included."""
+    contention: float = 0.0
+    """Share by which compute slows while a collective runs: that of the link with the most."""
 
     def successors(self, node: int) -> Iterator[int]:
         """Return what must come after `node`: precedences, and the next launch."""
@@ -86,6 +88,7 @@ class ScheduleProblem:
             is_follower=_followers(nodes),
             urgency=_urgency(after, launches),
             path_us=_path_us(after, compute_us, link_us),
+            contention=max((costs[n].contention for n in planned), default=0.0),
         )
 
 

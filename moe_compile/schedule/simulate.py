@@ -3,6 +3,7 @@
 Contract
     Virtual time from estimated costs; the host is taken to run ahead of the device.
     Launches of one group share a link and are served in launch order.
+    Compute is slower while a collective runs: NCCL's kernels hold some of the SMs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Timeline:
 
     @property
     def exposed_us(self) -> float:
-        """Return the time the compute stream stood still."""
+        """Return the time that collectives cost: the compute stream stood still, or was slower."""
         return max(0.0, self.step_us - self.compute_us)
 
 
@@ -44,7 +45,7 @@ class Clock:
         self.now_us = 0.0
         self.over_us: dict[int, float] = {}
         """Launch -> when its exchange is over."""
-        self._streams = Streams()
+        self._streams = Streams(COMPUTE, problem.contention)
 
     def run(self, node: int) -> None:
         """Run one node at the earliest time allowed."""
