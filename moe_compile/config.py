@@ -103,7 +103,8 @@ class MegaMoEConfig:
     """Reorder launches, waits and compute so that collectives run under compute."""
     recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
     """What activation checkpointing does with exchanges: follow the model's own policy, save what
-    they received, or exchange again in the backward pass."""
+    they received, or exchange again in the backward pass. Without `equal_tokens` they are saved in
+    any case: what a rank without tokens computes again is less than others wait for."""
     transport: str = "functional"
     """What carries the rows of dispatch and combine: "functional", torch's collectives, or the name
     of a transport that another package adds (docs/extend.md)."""

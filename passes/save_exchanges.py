@@ -8,6 +8,10 @@ Inside a checkpointed function torch recomputes every collective in the backward
 `recompute = "save_exchanges"` what forward exchanges received is saved instead; with
 "recompute_exchanges" they are recomputed; "model" leaves the model's own policy. Other collectives,
 as those of tensor parallelism, follow the model's policy always: the user chose it for its memory.
+
+Without the promise of `equal_tokens` exchanges are saved whatever was asked. What a backward graph
+computes again is what its gradients need: a rank without tokens needs less, and would not launch
+what other ranks wait for, or launch it later.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import ClassVar
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import (
     group_name,
     is_all_gather,
@@ -26,7 +31,7 @@ from moe_compile.graph.query import (
     is_reduce_scatter,
     is_wait,
 )
-from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.entries import PassReport, Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
@@ -45,11 +50,12 @@ class SaveExchanges(GraphPass):
         groups = state.gathered_groups
         nodes = [n for n in graph.nodes if _is_exchange(n, groups) or _is_received(n, groups)]
         forward = [n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"]
-        if state.config.recompute == "model":
+        asked, is_promised = state.config.recompute, state.config.equal_tokens
+        if asked == "model" and is_promised:
             return _all_left(self.name, forward, Reason.MODEL_POLICY)
         checkpointed = [n for n in forward if "recompute" in n.meta]
-        saves = state.config.recompute == "save_exchanges"
-        policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
+        repeats = asked == "recompute_exchanges" and is_promised
+        policy = CheckpointPolicy.MUST_RECOMPUTE if repeats else CheckpointPolicy.MUST_SAVE
         for node in checkpointed:  # launch and wait are one buffer: saving both costs one
             node.meta["recompute"] = policy
         left = _all_left(
@@ -58,8 +64,16 @@ class SaveExchanges(GraphPass):
         return PassReport(
             pass_name=self.name,
             applied=tuple(n.name for n in checkpointed),
-            skipped=left.skipped,
+            skipped=(*left.skipped, *_unmet(state.config, checkpointed)),
         )
+
+
+def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict, ...]:
+    """Return that exchanges are not computed again though it was asked for."""
+    if config.equal_tokens or config.recompute == "save_exchanges" or not checkpointed:
+        return ()
+    verdict = Verdict(candidate="checkpointed exchanges", reason=Reason.TOKENS_MAY_DIFFER)
+    return (judged(config, "recompute", verdict),)
 
 
 def _is_exchange(node: fx.Node, gathered_groups: Container[str]) -> bool:

@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
+from torch.utils.checkpoint import checkpoint
 
 from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
@@ -256,6 +257,40 @@ def break_on_rank_zero(rank, has_experts):
 def test_ranks_may_launch_in_two_calls_what_others_launch_in_one(two_ranks, has_experts):
     """They were stopped as if they launched different collectives, for a `print` on one rank."""
     assert two_ranks.run(break_on_rank_zero, has_experts) == [[True] * 3] * 2
+
+
+class CheckpointedTwice(GroupedExperts):
+    """Two calls of a layer inside of checkpoints; the second has the routing of the input."""
+
+    def forward(self, x):
+        routing = self.routing(x)
+        y = checkpoint(lambda x: self.routed(x, self.routing(x)), x, use_reentrant=False)
+        y = y * (1 + routing[2][0] * 0.125)
+        return checkpoint(lambda x: self.routed(x, routing), y, use_reentrant=False)
+
+    def routing(self, x):
+        _, chosen = self.route(x)
+        flat = chosen.reshape(-1)
+        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
+        received = self.exchange_counts(counts)
+        return torch.argsort(flat, stable=True), received, *self.splits(counts, received)
+
+    def routed(self, x, routing):
+        order, received, sent, got = routing
+        rows = all_to_all_single_autograd(x[order // self.top_k], got, sent, self.group)
+        out = all_to_all_single_autograd(self.experts(rows, received), sent, got, self.group)
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out)
+
+
+def checkpointed_twice(rank, recompute):
+    return run_steps(rank, CheckpointedTwice, (3 - 3 * rank, 4), recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", ["recompute_exchanges", "model", "save_exchanges"])
+def test_a_rank_without_tokens_exchanges_again_what_the_others_do(two_ranks, recompute):
+    """Its gradients need less of what is computed again, and later: gloo aborted the process."""
+    for alike, _ in two_ranks.run(checkpointed_twice, recompute):
+        assert alike == [True] * 2
 
 
 class CentredBySize(CentredExperts):
