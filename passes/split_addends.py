@@ -2,8 +2,8 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value as the program states it: only a sum that Inductor has put into a product
-              is taken out again, and rounds apart from it, as in eager.
+    Keeps     eager's values: only a sum that Inductor has put into a product is taken out again.
+              It then rounds by itself, as in eager; inside the product it did not.
 
     addmm(received, a, b)  ->  mm(a, b) + received
 
@@ -14,7 +14,7 @@ routed ones. Fused, the product could not run under the exchange.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 import torch.fx as fx
@@ -25,8 +25,8 @@ from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
-ADDMM = torch.ops.aten.addmm.default
-ADD = torch.ops.aten.add.Tensor
+ADDMM: Final = torch.ops.aten.addmm.default
+ADD: Final = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Contract
     A lower bound for `simulate` with the launches in the order of the problem: no schedule is below
-    it, whether there is one that reaches it is not said.
+    it; there may be none that reaches it.
 
 Why it holds
     A node runs before every launch from the first that needs it on, and after every collective of

@@ -8,8 +8,8 @@ Contract
     On a loaded machine gloo may lose a message, in eager as well (seen on torch 2.13, all bytes of
     a send arrived), and what its link is broken for tells nothing of the program: a program that
     hangs, or whose link breaks, is judged once more by new processes, and that judgement counts.
-    A process that ends by a signal has run others' code before, hundreds of programs of it: its
-    last program fails if it fails in one of `AFTER_DEATH` runs by new processes.
+    A process that ends by a signal may have run hundreds of programs before, and any of them may
+    have done the harm: its last program fails if one of `AFTER_DEATH` runs by new processes does.
 """
 
 from __future__ import annotations
