@@ -166,8 +166,22 @@ def test_a_program_that_should_raise_and_does_not_is_wrong():
     assert judgement_of([caught, caught]).kind is Kind.SAME
 
 
-def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge):
-    program = Program(layers=(Experts(readers=frozenset({Reader.DROPOUT})),))
+BESIDE_TORCH = (
+    Program(layers=(Experts(readers=frozenset({Reader.DROPOUT})),)),
+    Program(  # torch cannot compile it whole, nor in pieces with its checkpoint
+        layers=(
+            Experts(
+                local=4, splits=Splits.SLICE_SUM, style=Style.SORTED_LOOP,
+                readers=frozenset({Reader.DROPOUT}),
+            ),
+        ),
+        wrapping=Wrapping.CHECKPOINT,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", BESIDE_TORCH)
+def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.AS_TORCH, judgement.detail
     assert not judgement.failed

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from moe_compile.testing.programs.run import IN_PIECES, Findings, run
+from moe_compile.testing.programs.run import IN_PIECES, NOTHING_AGAIN, Findings, run
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 RENEWAL: Final = 300
@@ -153,15 +153,19 @@ class Judge:
     def _beside_torch(self, text: str, judgement: Judgement) -> Judgement:
         """Return what a wrong program is where AOTAutograd, not eager, says what is right.
 
-        It may fail on sizes known only at run time, and not where the graph ends before each.
+        It may fail on sizes known only at run time, and not where the graph ends before each: but
+        inside a checkpoint no graph may end, and nothing is compiled.
         """
-        plain = judgement_of(self._run(text, "megamoe", reference="aot_eager"))
-        if plain.kind is Kind.INVALID:
+        for reference in ("aot_eager", IN_PIECES, NOTHING_AGAIN):
+            plain = judgement_of(self._run(text, "megamoe", reference=reference))
+            if plain.kind is Kind.SAME:
+                return replace(plain, kind=Kind.AS_TORCH)
+            if plain.kind is Kind.DROPPED:
+                return plain
+            if reference == "aot_eager" and plain.kind is not Kind.INVALID:
+                break
             self._end_all()
-            plain = judgement_of(self._run(text, "megamoe", reference=IN_PIECES))
-        if plain.kind is Kind.SAME:
-            return replace(plain, kind=Kind.AS_TORCH)
-        return plain if plain.kind is Kind.DROPPED else judgement
+        return judgement
 
     def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
         num_processes = 1 if "\nMIRRORED = True" in text else 2

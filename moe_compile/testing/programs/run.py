@@ -13,15 +13,18 @@ Contract
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import itertools
 import linecache
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -36,6 +39,9 @@ REWRITTEN: Final = ("chunked", "all-gathered")
 
 IN_PIECES: Final = "aot_eager in pieces"
 """AOTAutograd on graphs that end where the host reads an integer."""
+
+NOTHING_AGAIN: Final = "aot_eager in pieces, without checkpoints"
+"""The same of the program in which nothing is computed again, whose values are the same."""
 
 Named = dict[str, Any]
 """What one step computed, by name."""
@@ -70,7 +76,8 @@ def load(text: str) -> ModuleType:
 def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager") -> Findings:
     """Run the program on this rank by `reference` and by `backend`.
 
-    A reference is "eager", a backend's name or `IN_PIECES`; the findings call it eager.
+    A reference is "eager", a backend's name, `IN_PIECES` or `NOTHING_AGAIN`; the findings call it
+    eager.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # older collectives are part of the grammar
@@ -129,6 +136,9 @@ def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], st
     if backend == IN_PIECES:
         with dynamo_config.patch(capture_scalar_outputs=False):
             return _steps(module, rank, "aot_eager")
+    if backend == NOTHING_AGAIN:
+        with mock.patch.object(module, "checkpoint", _called), importable(module):
+            return _steps(module, rank, IN_PIECES)
     torch.manual_seed(module.SEED + rank)
     program = module.Program()
     function = _compiled(module, program, backend)
@@ -143,6 +153,22 @@ def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], st
         except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
             return done, f"{type(error).__name__}: {error}"[:1500]
     return done, ""
+
+
+@contextlib.contextmanager
+def importable(module: ModuleType) -> Iterator[None]:
+    """Let Dynamo find the module by its name: it looks up the globals of functions it inlines."""
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _called(function: Callable[..., Any], *arguments: Any, use_reentrant: bool) -> Any:
+    """Stand in for a checkpoint: call, and keep what the backward pass needs."""
+    del use_reentrant
+    return function(*arguments)
 
 
 def _compiled(module: ModuleType, program: nn.Module, backend: str) -> Callable[..., Any]:
