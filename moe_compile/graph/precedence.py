@@ -27,7 +27,9 @@ from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
 
 HOST_READ: Final = "aten::_local_scalar_dense"
 
-RUNTIME_ASSERTIONS: Final = frozenset({"aten::_assert_scalar", "aten::_assert_async"})
+RUNTIME_ASSERTIONS: Final = frozenset(
+    {"aten::_assert_scalar", "aten::_assert_async", "aten::sym_constrain_range"}
+)
 """What ends the program where a condition does not hold."""
 
 

@@ -17,7 +17,12 @@ from torch.utils import _pytree as pytree
 
 C10D: Final = torch.ops._c10d_functional
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-ASSERTIONS: Final = (torch.ops.aten._assert_scalar.default, torch._check, torch._check_is_size)
+ASSERTIONS: Final = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch._check,
+    torch._check_is_size,
+)
 """What stops a program whose host integers are not what it says: the tracer's and the user's."""
 
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})

@@ -3,12 +3,15 @@
 Contract
     However many integers are asked for, `finish` emits one copy to the host. Integers that are
     elements of one vector are copied as that vector: each by itself would be a kernel of its own.
+    Where a sum of integers is asked for too, the last of them is told from it: tensors whose size
+    is the sum have one symbol as their size.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -16,6 +19,10 @@ import torch.fx as fx
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import known_rows, tensor_of
 from moe_compile.regions.host_reads import is_move_to_host
+
+CONSTRAIN_RANGE: Final = torch.ops.aten.sym_constrain_range.default
+"""Says and checks that a number lies in a range: by one check, where an assertion becomes two."""
+ASSERT: Final = torch.ops.aten._assert_scalar.default
 
 
 class Place(NamedTuple):
@@ -34,6 +41,7 @@ class BulkRead:
         self._emit = emit
         self._places: list[Place] = []
         self._asked: dict[int, dict[fx.Node, int]] = {}
+        self._rests: dict[Place, tuple[Place, list[Place]]] = {}
 
     def add(self, source: fx.Node) -> int:
         """Ask for the value of a tensor of one integer; return its number in the bulk read."""
@@ -49,6 +57,18 @@ class BulkRead:
         """Return the number in the bulk read of each host read that `chunk` asked for."""
         return self._asked.get(id(chunk), {})
 
+    def add_sum(self, source: fx.Node, chunk: object, items: Sequence[object]) -> int:
+        """Ask for the value of `source`, the sum of the host reads `items` of `chunk`.
+
+        The last one of them is not read if `chunk` asked for all.
+        """
+        number, asked = self.add(source), self.asked_by(chunk)
+        if items and all(isinstance(item, fx.Node) and item in asked for item in items):
+            *others, last = (self._places[asked[item]] for item in items)
+            if last not in others:
+                self._rests[last] = (self._places[number], others)
+        return number
+
     def finish(self) -> list[fx.Node]:
         """Emit the bulk read; return the integers in the order they were asked for."""
         emit = self._emit
@@ -63,11 +83,18 @@ class BulkRead:
                 pieces.append(emit.method("to", piece, torch.int64))
         host = emit.method("to", emit.call(torch.cat, pieces), torch.device("cpu"))
         values: dict[Place, fx.Node] = {}
-        for place in self._places:
-            if place not in values:
+        for place in dict.fromkeys(self._places):
+            if place not in self._rests:
                 at = starts[place.tensor] + place.element
                 values[place] = emit.method("item", emit.call(operator.getitem, host, at))
-                emit.call(torch._check, emit.call(operator.ge, values[place], 0))
+                emit.call(CONSTRAIN_RANGE, values[place], min=0)
+        for place, (total, others) in self._rests.items():
+            values[place] = values[total]
+            if others:
+                known = emit.call(torch.sym_sum, [values[other] for other in others])
+                values[place] = emit.call(operator.sub, values[total], known)
+                is_count = emit.call(operator.ge, values[place], 0)
+                emit.call(ASSERT, is_count, "parts of a chunk have more rows than the chunk")
         return [values[place] for place in self._places]
 
     def _add(self, place: Place) -> int:

@@ -26,7 +26,7 @@ import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import input_splits, output_splits, tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion, RowProof
@@ -143,20 +143,39 @@ def _emit_reads(
     around: Surroundings,
     dependence: Dependence,
 ) -> list[fx.Node]:
-    """Emit all that the host must know, in one read; return the rows of each chunk."""
+    """Emit all that the host must know, in one read; return the rows of each chunk.
+
+    Splits of the whole dispatch that others need are the sums of those of its chunks.
+    """
     reads = BulkRead(emit)
+    sent, received = input_splits(region.dispatch), output_splits(region.dispatch)
     wanted = needed_for(around.bulk, region, dependence)
-    served = needed_for(around.served, region, dependence)
-    for replay in replays:
-        reads.add(emit.method("sum", replay.env[region.counts]))
     part = parts(region, around.bulk, dependence)
-    emit_until_reads(emit, region, whole, reads, part, served)
     for replay in replays:
         emit_until_reads(emit, region, replay, reads, part, wanted)
+    of_chunks = {n for n in (*sent, *received) if all(n in reads.asked_by(r) for r in replays)}
+    read_whole = [node for node in around.served if node not in of_chunks]
+    served = needed_for(read_whole, region, dependence)
+    emit_until_reads(emit, region, whole, reads, part, served)
+    rows = []
+    for replay in replays:
+        total = emit.method("sum", replay.env[region.counts])
+        rows.append(reads.add_sum(total, replay, sent))
+        if _counts_one_rank(region.received_counts, region):
+            total = emit.method("sum", replay.env[region.received_counts])
+            reads.add_sum(total, replay, received)
     values = reads.finish()
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
-    return values[: len(replays)]
+    for node in of_chunks.intersection(around.served):
+        whole.env[node] = emit.call(torch.sym_sum, [replay.env[node] for replay in replays])
+    return [values[number] for number in rows]
+
+
+def _counts_one_rank(counts: fx.Node, region: MoERegion) -> bool:
+    """Whether the counts are of the rows one rank sends or receives, not of all ranks' rows."""
+    tensor = tensor_of(counts)
+    return tensor is not None and tensor.numel() == region.num_ranks * region.num_local_experts
 
 
 def _split_weights(
@@ -193,9 +212,10 @@ def _slice_to_chunk(
     assert isinstance(whole, fx.Node) and isinstance(offsets, fx.Node)
     experts = slice(replay.experts.start, replay.experts.stop)
     before, behind = sum(padding[: experts.start]), sum(padding[experts.stop :])
-    sliced = emit.call(operator.getitem, replay.env[offsets], experts)
-    if before:
-        sliced = emit.call(operator.sub, sliced, before)
+    ends = replay.env[offsets]
+    if before:  # taken off all, in the kernel that computes them; a slice is no kernel
+        ends = emit.call(operator.sub, ends, before)
+    sliced = emit.call(operator.getitem, ends, experts)
     replay.pruned.inputs[gemm] = {offsets: sliced, whole: weight}
     if before or behind:
         replay.pruned.without_rows[gemm] = (before, behind)

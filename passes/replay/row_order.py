@@ -21,6 +21,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
 from moe_compile.regions.regions import MoERegion
 from passes.replay.chunk_axis import ChunkAxis
+from passes.replay.host_reads import ASSERT
 
 
 def emit_row_order(
@@ -31,7 +32,7 @@ def emit_row_order(
     assert counts is not None
     num_rows = emit.method("size", region.rows, 0)
     total = emit.call(torch.sym_sum, rows_per_chunk)
-    emit.call(torch._check, emit.call(operator.eq, total, num_rows))
+    emit.call(ASSERT, emit.call(operator.eq, total, num_rows), "chunks do not make up the rows")
     rows = emit.call(torch.arange, num_rows, device=counts.device)
     by_chunk = emit.call(torch.argsort, axis.chunk_of_run, stable=True)
     ends = _runs(emit, axis.run_counts)

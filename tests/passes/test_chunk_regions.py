@@ -1,20 +1,24 @@
 """What the graph of a chunked region holds: exchanges, host reads, side effects, weights."""
 
+import contextlib
 import operator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.utils._pytree import tree_leaves
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import called_name, is_all_to_all, is_assertion, is_integer
+from moe_compile.graph.query import called_name, is_all_to_all, is_assertion, is_integer, tensor_of
 from moe_compile.journal.reasons import Reason
 from passes.pipeline import DYNAMO, run_level
+from passes.replay.host_reads import CONSTRAIN_RANGE
 from passes.replay.masked_replay import chunk_bounds
-from tests.capture import carried_out, dynamo_graphs, state
+from tests.capture import CapturedError, carried_out, dynamo_graphs, normalized, state
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, Routed, SharedAndBias
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
@@ -88,7 +92,56 @@ def test_elements_brought_to_the_host_one_by_one_are_read_as_their_vector(fake_r
     assert report.applied == ("region 0",)
     (copy,) = host_copies(graph)
     joined = copy.args[0].args[0]
-    assert len(joined) == 2 + 2 * 2  # rows per chunk; two vectors of each chunk
+    assert len(joined) == 2 * (2 + 2)  # two vectors of each chunk, and their sums
+
+
+class KeepsSplits(GroupedExperts):
+    """Stashes its split sizes on the module, as torchtitan does."""
+
+    def splits(self, counts, received):
+        self.sent, self.got = super().splits(counts, received)
+        return self.sent, self.got
+
+
+@pytest.mark.parametrize("style", [GroupedExperts, KeepsSplits])
+def test_the_host_takes_up_two_integers_per_rank_and_chunk(fake_ranks, style):
+    """Splits of the whole dispatch are the sums of its chunks' splits."""
+    program = layer(style, fake_ranks)
+    graph, _ = chunked(program, 4)
+    items = [n for n in graph.nodes if n.op == "call_method" and n.target == "item"]
+    assert len(items) == 2 * program.num_ranks * 4
+    checked = [n.args[0] for n in graph.nodes if n.target is CONSTRAIN_RANGE]
+    assert checked == items
+
+
+def forward_graph(program, chunks):
+    """Return the forward graph that AOTAutograd makes of `program` in chunks."""
+    found = []
+
+    def keep(gm, inputs):
+        found.append(gm)
+        raise CapturedError
+
+    def backend(gm, inputs):
+        gm = next(normalized(gm))
+        run_level(DYNAMO, gm.graph, state(chunks=chunks, strict=True))
+        gm.recompile()
+        return aot_autograd(fw_compiler=keep)(gm, inputs)
+
+    torch._dynamo.reset()
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    capture = torch._dynamo.config.patch(capture_scalar_outputs=True)
+    with capture, contextlib.suppress(BackendCompilerFailed):
+        torch.compile(program, backend=backend, fullgraph=True)(x)
+    return found[0].graph
+
+
+def test_the_rows_a_chunk_sends_or_receives_are_one_symbol(fake_ranks):
+    graph = forward_graph(layer(GroupedExperts, fake_ranks), 4)
+    exchanged = [tensor_of(n) for n in graph.nodes if is_all_to_all(n)][1:]
+    assert len(exchanged) == 2 * 4
+    assert len({str(rows.shape[0]) for rows in exchanged}) == 2 * 4
+    assert all(len(rows.shape[0].node.expr.free_symbols) == 1 for rows in exchanged)
 
 
 def test_all_dispatches_stand_before_the_first_expert(fake_ranks):
@@ -149,21 +202,14 @@ def test_buffers_are_still_updated_once(fake_ranks):
     assert (len(added), len(biased)) == (1, 1)
 
 
-class KeepsSplits(GroupedExperts):
-    """Stashes its split sizes on the module, as torchtitan does."""
-
-    def splits(self, counts, received):
-        self.sent, self.got = super().splits(counts, received)
-        return self.sent, self.got
-
-
 def test_stashed_sizes_join_the_one_host_read(fake_ranks):
     graph, _ = chunked(layer(KeepsSplits, fake_ranks), 2)
     assert len(host_copies(graph)) == 1
     (output,) = graph.find_nodes(op="output")
-    stashed = [n for n in output.all_input_nodes if n.op == "call_method" and n.target == "item"]
+    stashed = [n for n in output.all_input_nodes if n.target is torch.sym_sum]
     assert len(stashed) == 4  # two ranks, there and back: of the whole region, not of a chunk
-    assert all(n.args[0].args[0] in host_copies(graph) for n in stashed)
+    read = [n for n in graph.nodes if n.op == "call_method" and n.target == "item"]
+    assert all(n.args[0].args[0] in host_copies(graph) for n in read)
 
 
 def reads_of_host(graph):
