@@ -27,6 +27,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
+from passes.copy_fills import CopyFills
 from passes.detect_regions import DetectRegions
 from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
@@ -92,7 +93,7 @@ POST_GRAD: Final = Level(
 RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
 """On the same graphs next, whatever order they have."""
 
-PIN: Final = Level((PinOrder(),), frozenset({Fact.FUNCTIONAL}))
+PIN: Final = Level((CopyFills(), PinOrder()), frozenset({Fact.FUNCTIONAL}))
 """On the same graphs last, where Inductor generates their code."""
 
 LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)
