@@ -54,6 +54,7 @@ def work_of_experts(
             num_ranks=region.num_ranks,
             num_parts=region.num_local_experts,
             row_bytes=float(tensor.numel() * tensor.element_size()),
+            writes_joined=tensor.device.type == "cpu",
             wire_shares=_wire_shares(region),
         ),
     )

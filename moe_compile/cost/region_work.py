@@ -32,7 +32,7 @@ class Work:
     for compute."""
     is_gather: bool = False
     """Whether a collective is an all-gather or a reduce-scatter, which have a rate of their own."""
-    num_kernels: int = 1
+    num_kernels: float = 1.0
     """Launched where the work is done once."""
     makes_gradient: bool = False
     """Whether its result is the gradient of a weight."""
@@ -42,6 +42,9 @@ class Work:
     """The local expert all of it belongs to: one chunk does it, the others nothing."""
     slices_weights: bool = True
     """Whether a chunk of experts reads its own weights alone."""
+    is_fusible: bool = False
+    """Whether a compiler may make its result in the kernels that read it."""
+    fuses_what_it_reads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +58,8 @@ class RegionWork:
     """Local experts, or KV heads: what chunks are made of."""
     row_bytes: float
     """Bytes of the rows that the region is given; chunks sort and join as many."""
+    writes_joined: bool = False
+    """Whether joined chunks are written before they are read: Inductor does so on a CPU."""
     wire_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Communication dtype -> its bytes over those of the model's."""
     imbalance: float = 1.0

@@ -1,7 +1,8 @@
-"""Small operators and bytes that our rewrites add to a region, for all that price it.
+"""Small kernels and bytes that our rewrites add to a region, for all that price it.
 
 Contract
-    Counted in the graphs that the rewrites emit; tests hold them against such graphs.
+    Counted in the graphs that the rewrites emit, as `cost/amounts.py` counts kernels; tests hold
+    them against such graphs.
     Without torch: `megamoe simulate` prices with them too.
 """
 
@@ -9,14 +10,12 @@ from __future__ import annotations
 
 from typing import Final
 
-ORDER_KERNELS: Final = 21
-"""Small operators that find each row's place by chunk and back, and gather what the host reads
-(passes/replay/row_order.py)."""
-MASK_KERNELS: Final = 4
-"""Small operators per chunk that keep the counts of its experts (passes/replay/chunk_axis.py)."""
-PLACE_KERNELS: Final = 23
-"""Small operators that exchange the routing of gathered tokens and find which rows are this
-rank's, and of which tokens, less those the old form had for its split sizes
-(passes/replay/gathered_routing.py)."""
+ORDER_KERNELS: Final = 8.0
+"""Kernels that find each row's place by chunk and back, and gather what the host reads
+(passes/replay/row_order.py, chunk_axis.py)."""
+PLACE_KERNELS: Final = 4.8
+"""Kernels that exchange the routing of gathered tokens and find which rows are this rank's, and of
+which tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py).
+"""
 PLACE_BYTES: Final = 8 * 12
 """Read and written per row to tell which rows are this rank's: a dozen int64, fused in kernels."""

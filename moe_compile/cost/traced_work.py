@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from moe_compile.cost.amounts import Amounts, amounts_of, is_free, is_product
+from moe_compile.cost.amounts import (
+    Amounts,
+    amounts_of,
+    fuses_what_it_reads,
+    is_free,
+    is_fusible,
+    is_product,
+)
 from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
@@ -145,4 +152,6 @@ def _work(
         written=float(sizes.nbytes(value_of(node))),
         num_kernels=amounts.num_kernels,
         makes_gradient=makes_gradient,
+        is_fusible=is_fusible(node),
+        fuses_what_it_reads=fuses_what_it_reads(node),
     )

@@ -10,6 +10,7 @@ Pseudo-code
     work of the region: one task per chunk, of its share; else one task
     the first exchange of a chunked region needs its rows sorted by chunk
     who needs the whole of chunked work needs its chunks joined: concatenated, rows sorted back too
+    a compiler sorts rows in the kernel that makes them, and joins them in those that read them
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after
 """
@@ -22,7 +23,7 @@ from typing import Final
 
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
-from moe_compile.cost.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
+from moe_compile.cost.rewrite_costs import ORDER_KERNELS
 from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, run_tasks
 from moe_compile.plan.candidates import Candidate
 
@@ -117,10 +118,17 @@ class _Phase:
         if other not in self.joined:
             work, parts = self.work[other], list(self.of_work[other].values())
             is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
-            times = 2 if self._sorts_rows and work.exchange in ("dispatch", "combine") else 1
+            is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine")
+            times = self._passes_to_sort_back(other) if is_sorted else 1
             us = 0.0 if is_one else self._moving_us(work.written, times)
             self.joined[other] = self.made.add("join", us, parts)
         return self.joined[other]
+
+    def _passes_to_sort_back(self, other: int) -> int:
+        """Return how often the joined rows of a work are moved before they are read."""
+        readers = [work for work in self.work if other in work.needs]
+        is_fused = all(reader.fuses_what_it_reads for reader in readers)
+        return int(self.region.writes_joined) + int(not is_fused)
 
     def _first_sorted(self) -> int | None:
         if not self._sorts_rows:
@@ -131,12 +139,19 @@ class _Phase:
     def _sort(self, needs: list[int]) -> int:
         """Return the task that sorts the rows by chunk before the first exchange."""
         if self.sorted is None:
-            num_kernels = ORDER_KERNELS + MASK_KERNELS * self.candidate.num_chunks
             is_forward = self.work is self.region.forward
-            us = self.rates.compute_us(0.0, 0.0, num_kernels) if is_forward else 0.0
-            us += self._moving_us(self.region.row_bytes, 1)
+            us = self.rates.compute_us(0.0, 0.0, ORDER_KERNELS) if is_forward else 0.0
+            if not self._rows_are_fusible():
+                us += self._moving_us(self.region.row_bytes, 1)
             self.sorted = self.made.add("sort", us, needs)
         return self.sorted
+
+    def _rows_are_fusible(self) -> bool:
+        """Whether a compiler makes the rows of the first exchange where they are sorted."""
+        first = self.work[self.sorts] if self.sorts is not None else None
+        made_of = [self.work[i] for i in first.needs] if first is not None else []
+        rows = max(made_of, key=lambda work: work.written, default=None)
+        return rows is not None and rows.is_fusible
 
     def _add(self, index: int, chunk: int) -> int:
         work = self.work[index]

@@ -66,7 +66,7 @@ class Kernels:
             2.0 * groups * left * right * rows, compute.bf16_tflops * share, moved
         )
 
-    def memory_us(self, nbytes: float, kernels: int = 1) -> float:
+    def memory_us(self, nbytes: float, kernels: float = 1) -> float:
         """Return the time to move `nbytes` in `kernels` kernels."""
         return self.fit.compute * (self._moved_us(nbytes) + kernels * self._gap_us)
 

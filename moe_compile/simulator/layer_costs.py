@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.cost.rewrite_costs import PLACE_BYTES, PLACE_KERNELS
+from moe_compile.cost.rewrite_costs import ORDER_KERNELS, PLACE_BYTES, PLACE_KERNELS
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_sizes import BF16, LayerSizes
 from moe_compile.simulator.method import Attention
@@ -162,13 +162,9 @@ class LayerCosts(LayerSizes):
 
     # what a rewrite into chunks adds
 
-    def cut_us(self, num_finding: int = 0) -> float:
-        """Rows put in the order of chunks, and so many small kernels that find it."""
-        return self._kernels.memory_us(self._moved_rows_bytes, 1 + num_finding)
-
-    def glue_us(self) -> float:
-        """Rows of all chunks joined, then put back in their order."""
-        return self._kernels.memory_us(2 * self._moved_rows_bytes, 2)
+    def order_us(self) -> float:
+        """Small kernels that find each row's place by chunk; kernels beside them move the rows."""
+        return self._kernels.memory_us(0.0, ORDER_KERNELS)
 
     def place_us(self) -> float:
         """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
@@ -183,14 +179,10 @@ class LayerCosts(LayerSizes):
         others = self.method.expert_ranks - 1
         return self._kernels.memory_us(3 * others * self.rows_bytes * part, 2)
 
-    def gradient_glue_us(self) -> float:
+    def joined_gradient_us(self) -> float:
         """Gradients of the chunks' slices of gate, up and down projection: read once, written."""
         weights = 3 * self.local_experts * self.model.width * self.expert_slice
         return self._kernels.memory_us(2 * weights * BF16, 3)
-
-    @property
-    def _moved_rows_bytes(self) -> float:
-        return 2 * self.routed_rows * self.model.width * BF16 * self.imbalance
 
     # shapes into kernels
 

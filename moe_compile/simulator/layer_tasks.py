@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.cost.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
 from moe_compile.cost.tasks import LINK, TaskList
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.method import Overlap
@@ -50,11 +49,8 @@ class LayerTasks:
         router = self._add("norm, router", costs.norm_us() + costs.router_us(), [output])
         start = router
         if self._is_cut:
-            finding = ORDER_KERNELS + MASK_KERNELS * self._num_chunks
-            start = self._add("cut", costs.cut_us(finding), [router])
+            start = self._add("order", costs.order_us(), [router])
         ends = [self._chunk(number, start) for number in range(self._num_chunks)]
-        if self._is_cut:
-            ends = [self._add("glue", costs.glue_us(), ends)]
         if costs.model.num_shared:
             ends.append(self._add("shared experts", costs.shared_us(), [router]))
         self._add("sum", costs.residual_us(), ends)
@@ -68,19 +64,17 @@ class LayerTasks:
         if costs.model.num_shared:
             us = costs.shared_us() + costs.shared_gradient_us()
             needed.append(self._add("shared experts'", us, [start]))
-        cut = self._add("cut'", costs.cut_us(), [start]) if self._is_cut else start
-        rebuilt = self._rebuild(cut) if costs.method.rebuilds else cut
+        rebuilt = self._rebuild(start) if costs.method.rebuilds else start
         activations, ends = [], []
         for number in range(self._num_chunks):
-            activation, end = self._backward_chunk(number, cut, rebuilt, leaves)
+            activation, end = self._backward_chunk(number, start, rebuilt, leaves)
             activations.append(activation)
             ends.append(end)
         if self._merges_gradients:
             self._add_gradients(1.0, "", activations, leaves)
         elif self._is_cut:
-            leaves.append(self._add("glue dW", costs.gradient_glue_us(), list(leaves)))
-        needed += [self._add("glue'", costs.glue_us(), ends)] if self._is_cut else ends
-        self._backward_attention(needed, leaves)
+            leaves.append(self._add("join dW", costs.joined_gradient_us(), list(leaves)))
+        self._backward_attention([*needed, *ends], leaves)
 
     def _chunk(self, number: int, router: int) -> int:
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
@@ -168,7 +162,7 @@ class LayerTasks:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether rows are moved to make chunks, and moved back."""
+        """Whether operators of its own find the rows of chunks."""
         return self._num_chunks > 1 and self.costs.method.replays_chunks
 
     @property

@@ -73,8 +73,8 @@ class Method:
     chunks_tokens: bool = False
     """Whether chunks are of tokens, else of experts."""
     replays_chunks: bool = False
-    """Whether chunks are cut and put together by operators of their own, as the compiler's rewrite
-    does: rows moved, slices of weight gradients joined; else kernels find their chunk in place."""
+    """Whether operators of their own find the rows of chunks and join slices of weight gradients,
+    as the compiler's rewrite does; else kernels find their chunk in place."""
     sums_gathered: bool = False
     """Whether gathered rows are picked from and added to a tensor of all ranks' tokens by operators
     of their own, as the compiler's rewrite does; else kernels beside it do so in passing."""

@@ -20,6 +20,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.fx as fx
@@ -36,6 +37,11 @@ from passes.replay.host_reads import BulkRead
 from passes.replay.prune import prune_other_experts
 from passes.replay.replayed import Replay, emit_rest, emit_until_reads, needed_for
 from passes.replay.row_order import emit_row_order
+
+OFFSET_BYTES: Final = 4
+"""Of one offset of a grouped product, an int32."""
+ALIGNED_BYTES: Final = 16
+"""Where memory begins that Inductor hands to a product as it is; else it makes a copy for each."""
 
 
 def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
@@ -210,12 +216,16 @@ def _slice_to_chunk(
     """
     whole, offsets = gemm.args[1], gemm.kwargs["offs"]
     assert isinstance(whole, fx.Node) and isinstance(offsets, fx.Node)
-    experts = slice(replay.experts.start, replay.experts.stop)
-    before, behind = sum(padding[: experts.start]), sum(padding[experts.stop :])
+    start, stop = replay.experts.start, replay.experts.stop
+    before, behind = sum(padding[:start]), sum(padding[stop:])
     ends = replay.env[offsets]
-    if before:  # taken off all, in the kernel that computes them; a slice is no kernel
+    if before:  # taken off all, in the kernel that computes them: slicing them is no kernel
         ends = emit.call(operator.sub, ends, before)
-    sliced = emit.call(operator.getitem, ends, experts)
+    if start * OFFSET_BYTES % ALIGNED_BYTES:  # Inductor writes out what is read by strides, once
+        rolled = emit.call(torch.roll, ends, -start)
+        sliced = emit.call(torch.as_strided, rolled, (stop - start,), (1,))
+    else:
+        sliced = emit.call(operator.getitem, ends, slice(start, stop))
     replay.pruned.inputs[gemm] = {offsets: sliced, whole: weight}
     if before or behind:
         replay.pruned.without_rows[gemm] = (before, behind)

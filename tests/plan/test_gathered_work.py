@@ -9,7 +9,7 @@ import torch
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.amounts import amounts_of
+from moe_compile.cost.amounts import FEW, KERNELS_OF_FEW, amounts_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.rewrite_costs import PLACE_KERNELS
@@ -34,12 +34,12 @@ GATHERED = Candidate(dispatch="all_gather")
 PADDED = {"dispatch_padding": "worst"}
 
 
-def tokens():
-    return torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+def tokens(number=TOKENS):
+    return torch.randn(number, WIDTH, dtype=torch.bfloat16, requires_grad=True)
 
 
-def captured(style, group, top_k=2):
-    (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, EXPERTS, top_k, group), tokens())
+def captured(style, group, top_k=2, number=TOKENS):
+    (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, EXPERTS, top_k, group), tokens(number))
     return gm
 
 
@@ -127,22 +127,23 @@ def test_all_that_gathered_tokens_add_is_divided_by_slices_but_what_is_told_of_t
 
 
 def small_kernels(group, **options):
-    """Return the operators on integers that a compiler has a kernel for, of the forward graph."""
-    gm = captured(GroupedExperts, group)
+    """Return the kernels of operators on integers, of the forward graph of many tokens."""
+    gm = captured(GroupedExperts, group, number=FEW)
     compile_state, _ = rewrite(gm, state(chunks=1, equal_tokens=True, **options).config)
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     graph = trace_both(gm, inputs, compile_state)[0].graph
     sizes = NominalSizes({})
     sizes.learn(graph)
-    launched = [n for n in graph.nodes if amounts_of(n, sizes).num_kernels and not is_launch(n)]
-    values = [t for n in launched if (t := tensor_of(n)) is not None]
-    return sum(not t.is_floating_point() for t in values)
+    values = [(n, tensor_of(n)) for n in graph.nodes if not is_launch(n)]
+    small = [n for n, t in values if t is not None and not t.is_floating_point()]
+    return sum(amounts_of(n, sizes).num_kernels for n in small)
 
 
 def test_small_kernels_are_counted_as_the_rewritten_graph_has_them(fake_ranks):
     """By the constant of `megamoe simulate`; two sums of counts, for split sizes, go."""
     exchanged = small_kernels(fake_ranks)
-    assert small_kernels(fake_ranks, dispatch="all_gather") == exchanged - 2 + PLACE_KERNELS
+    gathered = small_kernels(fake_ranks, dispatch="all_gather")
+    assert gathered == pytest.approx(exchanged - 2 * KERNELS_OF_FEW + PLACE_KERNELS)
 
 
 class Counts(GroupedExperts):

@@ -6,7 +6,7 @@ import pytest
 
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
-from moe_compile.cost.rewrite_costs import MASK_KERNELS, ORDER_KERNELS
+from moe_compile.cost.rewrite_costs import ORDER_KERNELS
 from moe_compile.cost.tasks import LINK, Priority, Task, run_tasks
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import price_us
@@ -47,12 +47,25 @@ def there_and_back(works, row_bytes=0.0, **settings):
     )
 
 
-def test_rows_are_sorted_by_chunk_and_chunks_are_joined_each_way():
-    """Sorted is a read and a write; joined a concatenation and a gather, two of each."""
-    more = price_us(region(row_bytes=5e3), TWO, UNIT) - price_us(region(), TWO, UNIT)
-    assert more == pytest.approx(2 * (2 + 4) * 5)
-    whole = [price_us(region(row_bytes=r), Candidate(), UNIT) for r in (0.0, 5e3)]
-    assert whole[0] == whole[1]
+@pytest.mark.parametrize(
+    ("is_fused", "writes_joined", "num_passes"),
+    [(False, False, 1 + 1), (False, True, 1 + 2), (True, False, 0), (True, True, 1)],
+)
+def test_rows_are_sorted_by_chunk_and_chunks_are_joined_each_way(
+    is_fused, writes_joined, num_passes
+):
+    """Moved once is a read and a write: sorted, and sorted back, as they are joined or after it."""
+
+    def priced(row_bytes, candidate):
+        works = tuple(
+            replace(work, is_fusible=is_fused, fuses_what_it_reads=is_fused)
+            for work in region(row_bytes).forward
+        )
+        sized = there_and_back(works, row_bytes=row_bytes, writes_joined=writes_joined)
+        return price_us(sized, candidate, UNIT)
+
+    assert priced(5e3, TWO) - priced(0.0, TWO) == pytest.approx(2 * 2 * num_passes * 5)
+    assert priced(5e3, Candidate()) == priced(0.0, Candidate())
 
 
 def test_gradients_of_weights_in_pieces_are_joined():
@@ -70,9 +83,8 @@ def test_small_operators_and_launches_take_their_time():
     work = region()
     whole = price_us(work, Candidate(), slow) - price_us(work, Candidate(), UNIT)
     assert whole == pytest.approx(2 * 5)
-    sort = ORDER_KERNELS + 2 * MASK_KERNELS
     two = price_us(work, TWO, slow) - price_us(work, TWO, UNIT)
-    assert two >= sort + 2 * (3 + 3)  # rows, a launch, and the sort; then join (two) and sum
+    assert two >= ORDER_KERNELS + 2 * (3 + 2)  # rows, a launch and the sort; then join and sum
 
 
 def test_the_busiest_rank_sets_the_time_of_the_region():
