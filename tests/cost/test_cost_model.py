@@ -127,3 +127,32 @@ def test_elementwise_chains_move_their_ends_only():
 def test_views_cost_nothing():
     costs = costs_of(lambda x: x.t().view(5, 3)[1:], A)
     assert {overload_name(n) for n, c in costs.items() if c.compute_us} == set()
+
+
+def moved_bytes(program, *inputs, device="cpu"):
+    """Return the bytes that a program moves, whose arithmetic is no product."""
+    given = [torch.empty_like(i, device=device) for i in inputs]
+    return compute_us(program, *given) * UNIT.memory_gb_per_s * 1e3
+
+
+ROWS, ORDER = torch.ones(64, 8), torch.arange(64)
+ROW_BYTES, ORDER_BYTES = 64 * 8 * 4, 64 * 8
+
+
+def test_rows_move_once_however_many_gathers_follow_one_another():
+    def program(x, order):
+        return torch.zeros_like(x).index_put((order,), x[order].relu()[order])
+
+    zeros, scattered = ROW_BYTES, 2 * ROW_BYTES  # read as they are, and written with rows put in
+    rows = ROW_BYTES + 3 * ORDER_BYTES
+    assert moved_bytes(program, ROWS, ORDER) == pytest.approx(zeros + scattered + rows)
+
+
+@pytest.mark.parametrize(("device", "is_written"), [("cpu", True), ("meta", False)])
+def test_a_concatenation_is_written_out_on_a_cpu_alone(device, is_written):
+    def program(x, order):
+        return torch.cat([x, x])[order]
+
+    gathered = ROW_BYTES + ORDER_BYTES + ROW_BYTES  # as many rows as the order names
+    joined = ROW_BYTES + 2 * ROW_BYTES if is_written else 0
+    assert moved_bytes(program, ROWS, ORDER, device=device) == pytest.approx(gathered + joined)
