@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from moe_compile.testing.programs.run import IN_PIECES, NOTHING_AGAIN, Findings, run
+from moe_compile.testing.programs.run import IN_PIECES, SUMMED_BY_TORCH, Findings, run
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 RENEWAL: Final = 300
@@ -153,10 +153,10 @@ class Judge:
     def _beside_torch(self, text: str, judgement: Judgement) -> Judgement:
         """Return what a wrong program is where AOTAutograd, not eager, says what is right.
 
-        It may fail on sizes known only at run time, and not where the graph ends before each: but
-        inside a checkpoint no graph may end, and nothing is compiled.
+        It may fail on sizes known only at run time, and not where these are computed otherwise, or
+        where the graph ends before each.
         """
-        for reference in ("aot_eager", IN_PIECES, NOTHING_AGAIN):
+        for reference in ("aot_eager", SUMMED_BY_TORCH, IN_PIECES):
             plain = judgement_of(self._run(text, "megamoe", reference=reference))
             if plain.kind is Kind.SAME:
                 return replace(plain, kind=Kind.AS_TORCH)
