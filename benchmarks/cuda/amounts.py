@@ -57,7 +57,7 @@ def _difference(left: str, right: str) -> sympy.Expr:
 
 
 def bytes_of(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
-    """Return what the code moves; `weights` are the storages of weights and of their gradients."""
+    """Return what the code moves; `weights` are the buffers of weights and of their gradients."""
     found = Bytes()
     for call in wrapper.calls:
         if call.kind is Kind.LAUNCH:
@@ -66,7 +66,7 @@ def bytes_of(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
             most = elements_of(call, sizes)
             for tensor in (*call.reads, *call.writes):
                 nbytes = min(_nbytes(tensor, sizes), most * tensor.itemsize)
-                if tensor.storage in weights:
+                if tensor.buffer in weights:
                     found.weights += nbytes
                 else:
                     found.activations += nbytes
@@ -92,19 +92,19 @@ def _nbytes(tensor: Tensor, sizes: Sizes) -> float:
 
 
 def weights_of_forward(forward: Wrapper, parameters: Iterable[int]) -> set[str]:
-    """Return the storages of parameters, given by their places among the inputs, and of copies."""
+    """Return the buffers of parameters, given by their places among the inputs, and of copies."""
     named = {f"primals_{number + 1}" for number in parameters}
     found = named & set(forward.inputs)
     for call in forward.calls:
-        if call.kind is Kind.TRITON and call.reads and {t.storage for t in call.reads} <= found:
-            found |= {t.storage for t in call.writes}
+        if call.kind is Kind.TRITON and call.reads and {t.buffer for t in call.reads} <= found:
+            found |= {t.buffer for t in call.writes}
     return found
 
 
 def weights_of_backward(
     forward: Wrapper, backward: Wrapper, sizes: Sizes, parameters: Collection[int]
 ) -> set[str]:
-    """Return the storages of parameters, of their gradients, and of parts of these.
+    """Return the buffers of parameters, of their gradients, and of parts of these.
 
     What the forward keeps the backward is given, in one order; gradients stand among its results
     in the order of the forward's inputs. A part of a gradient is what a kernel that writes the
@@ -112,17 +112,17 @@ def weights_of_backward(
     """
     weights = weights_of_forward(forward, parameters)
     given = [i for i in backward.inputs if i in backward.tensors and not i.startswith("tangents")]
-    kept = [storage for storage in forward.results if storage][-len(given) :]
-    found = {name for name, storage in zip(given, kept, strict=True) if storage in weights}
-    found |= {s for number, s in enumerate(backward.results) if s and number in parameters}
+    kept = [buffer for buffer in forward.results if buffer][-len(given) :]
+    found = {name for name, buffer in zip(given, kept, strict=True) if buffer in weights}
+    found |= {b for number, b in enumerate(backward.results) if b and number in parameters}
     for call in reversed(backward.calls):
-        written = [t for t in call.writes if t.storage in found]
+        written = [t for t in call.writes if t.buffer in found]
         if call.kind is Kind.TRITON and written:
             most = max(_nbytes(t, sizes) for t in written)
             found |= {
-                t.storage
+                t.buffer
                 for t in call.reads
-                if t.storage not in backward.inputs
+                if t.buffer not in backward.inputs
                 and not any(names_in(size) for size in t.shape or ())
                 and _nbytes(t, sizes) <= most
             }

@@ -1,7 +1,8 @@
 """What generated code does: calls, and the tensors they are given and make.
 
 Contract
-    Sizes are expressions of the code's own symbols. A tensor is known by the storage it lies in.
+    Sizes are expressions of the code's own symbols. A tensor is known by the storage it lies in,
+    and by what it is a view of there: storages are reused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ class Tensor:
     storage: str
     shape: tuple[str, ...] | None = None
     itemsize: int = 0
+    reused_as: str = ""
+    """Name of the buffer that the storage was given to after another, "" for its first."""
+
+    @property
+    def buffer(self) -> str:
+        """Return the name of the buffer it is, or is a view of."""
+        return self.reused_as or self.storage
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +67,7 @@ class Wrapper:
     tensors: frozenset[str]
     """Those of the inputs that are tensors."""
     results: tuple[str, ...]
-    """Storages of what it returns; "" for what is no tensor."""
+    """Buffers that it returns; "" for what is no tensor."""
     equations: list[tuple[str, str]]
     """Expressions that the code asserts to be equal."""
     num_range_checks: dict[str, int]

@@ -2,8 +2,8 @@
 
 Contract
     Reads the text; nothing is imported or run. Sizes are expressions of the code's own symbols.
-    A buffer is known by the storage it lies in: views, and buffers that take over a storage, share
-    one. Calls that are not known are an error, not left out.
+    Views, and buffers that take over a storage, share one. Calls that are not known are an error,
+    not left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from benchmarks.cuda.calls import Call, Kind, Tensor, Wrapper
@@ -47,6 +48,7 @@ class _Reader:
         self._functions = list(_functions(module))
         self._tensors: dict[str, Tensor] = {}
         self._tuples: set[str] = set()
+        self._heir = ""  # made of another, of whose storage it is the heir if that is given up next
         self._calls: list[Call] = []
         self._equations: list[tuple[str, str]] = []
         self._numbers: dict[str, str] = {}
@@ -82,10 +84,13 @@ class _Reader:
             self._return(statement)
 
     def _free(self, statement: ast.Delete, name: str) -> None:
-        """Note a storage that no name refers to any more."""
+        """Note a storage that no name refers to any more, or that another buffer has taken over."""
         given_up = self._tensors.pop(name, None)
         if given_up is None:
             return
+        heir, self._heir = self._heir, ""
+        if heir in self._tensors and self._tensors[heir].buffer == given_up.buffer:
+            self._tensors[heir] = replace(self._tensors[heir], reused_as=heir)
         if all(t.storage != given_up.storage for t in self._tensors.values()):
             self._say(statement, Kind.FREE, given_up.storage, reads=[given_up])
 
@@ -97,6 +102,7 @@ class _Reader:
             self._call(value, name)
         elif isinstance(value, ast.Name) and value.id in self._tensors:
             self._tensors[name] = self._tensors[value.id]
+            self._heir = name
         elif isinstance(value, ast.Subscript) and (made := _subscripted(value)) in self._tuples:
             whole = self._tensors[made]
             self._tensors[name] = Tensor(name, None, whole.itemsize)
@@ -123,6 +129,7 @@ class _Reader:
             return True
         if target is not None and name == "reinterpret_tensor":
             self._tensors[target] = self._tensor(call)
+            self._heir = target
             return True
         if target is not None and name.startswith("empty_strided_"):
             shape, _, dtype = call.args
@@ -238,7 +245,7 @@ class _Reader:
             return self._tensors.get(value.id)
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor":
             base = self._tensor(value.args[0])
-            return Tensor(base.storage, _elements(value.args[1]), base.itemsize)
+            return replace(base, shape=_elements(value.args[1]))
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             return self._tensor_or_none(value.func.value)
         if isinstance(value, ast.Subscript):
@@ -247,7 +254,7 @@ class _Reader:
 
     def _note_size(self, name: str, shape: tuple[str, ...]) -> None:
         if (known := self._tensors.get(name)) is not None and known.shape is None:
-            sized = Tensor(known.storage, shape, known.itemsize)
+            sized = replace(known, shape=shape)
             self._tensors[name] = sized
             for call in self._calls[-3:]:
                 call.writes = [sized if w == known else w for w in call.writes]
@@ -267,7 +274,7 @@ class _Reader:
         value = statement.value
         elements = value.elts if isinstance(value, ast.Tuple) else [value] if value else []
         found = [self._tensor_or_none(e) for e in elements]
-        self._results = tuple(t.storage if t is not None else "" for t in found)
+        self._results = tuple(t.buffer if t is not None else "" for t in found)
         self._say(statement, Kind.RETURN, "return", reads=[t for t in found if t is not None])
 
 
@@ -316,14 +323,18 @@ def _pointers(module: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _itemsizes(module: ast.Module) -> Iterator[tuple[str, int]]:
-    """Return the bytes of an element of each tensor among the inputs."""
+    """Return the bytes of an element of each tensor among the inputs; some share storages."""
+    shared: dict[str, int] = {}
     for node in ast.walk(module):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
             continue
-        if ast.unparse(node.value.func) in ("rand_strided", "torch.empty_strided"):
-            dtypes = [k.value for k in node.value.keywords if k.arg == "dtype"]
-            dtype = ast.unparse(dtypes[0]).removeprefix("torch.")
-            yield ast.unparse(node.targets[0]), ITEMSIZE[dtype]
+        made, name = ast.unparse(node.value.func), ast.unparse(node.targets[0])
+        if made == "torch.as_strided" and (of := ast.unparse(node.value.args[0])) in shared:
+            yield name, shared[of]
+        dtypes = [ast.unparse(k.value) for k in node.value.keywords if k.arg == "dtype"]
+        if dtypes and made in ("rand_strided", "torch.empty_strided"):
+            shared[name] = ITEMSIZE[dtypes[0].removeprefix("torch.")]
+            yield name, shared[name]
 
 
 def _elements(value: ast.expr) -> tuple[str, ...]:
