@@ -173,8 +173,9 @@ def _emit_reads(
     values = reads.finish()
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
-    for node in of_chunks.intersection(around.served):
-        whole.env[node] = emit.call(torch.sym_sum, [replay.env[node] for replay in replays])
+    for node in around.served:
+        if node in of_chunks:
+            whole.env[node] = emit.call(torch.sym_sum, [replay.env[node] for replay in replays])
     return [values[number] for number in rows]
 
 
