@@ -249,7 +249,8 @@ class WithSharedExpert(nn.Module):
 
 @pytest.mark.parametrize("schedule", [True, False])
 def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_ranks, schedule):
-    """Products under an exchange: the shared expert's, and in the backward weight gradients."""
+    """Products under an exchange: the shared expert's, under a gather or a sum; in the backward
+    weight gradients."""
     x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(WithSharedExpert(fake_ranks), x)
     more = {"max_memory_increase": 2.0, "hardware": "cpu", "dispatch_padding": "worst"}
@@ -264,8 +265,7 @@ def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_rank
             between = nodes[nodes.index(launch) : nodes.index(wait)]
             if any(overload_name(n) == "aten::mm" for n in between):
                 hiding.add((phase, overload_name(launch).rpartition("::")[2]))
-    sums = {("forward", "reduce_scatter_tensor"), ("backward", "all_gather_into_tensor")}
-    assert sums <= hiding if schedule else not sums & hiding
+    assert {phase for phase, _ in hiding} == ({"forward", "backward"} if schedule else set())
 
 
 # --- when not --------------------------------------------------------------------------------
