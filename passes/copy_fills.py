@@ -41,16 +41,13 @@ class CopyFills(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Make every constant again that a concatenation shares with other nodes."""
         del state
-        shared = [
-            (cat, piece)
-            for cat in graph.find_nodes(op="call_function", target=CAT)
-            for piece in dict.fromkeys(cat.args[0])
-            if _is_fill(piece) and _is_shared(piece)
-        ]
-        for cat, piece in shared:
-            if _is_shared(piece):  # the last of its readers keeps it
-                read_instead(cat, piece, _copied(Emitter(cat), piece))
-        return PassReport(pass_name=self.name, applied=tuple(cat.name for cat, _ in shared))
+        applied = []
+        for cat in graph.find_nodes(op="call_function", target=CAT):
+            for piece in dict.fromkeys(cat.args[0]):
+                if _is_fill(piece) and _is_shared(piece):  # its last reader keeps it
+                    read_instead(cat, piece, _copied(Emitter(cat), piece))
+                    applied.append(cat.name)
+        return PassReport(pass_name=self.name, applied=tuple(applied))
 
 
 def _made_of(node: fx.Node) -> Iterator[fx.Node]:

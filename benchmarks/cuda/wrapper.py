@@ -48,7 +48,7 @@ class _Reader:
         self._functions = list(_functions(module))
         self._tensors: dict[str, Tensor] = {}
         self._tuples: set[str] = set()
-        self._heir = ""  # made of another, of whose storage it is the heir if that is given up next
+        self._heir = ""  # what the statement before made of another, which may be given up for it
         self._calls: list[Call] = []
         self._equations: list[tuple[str, str]] = []
         self._numbers: dict[str, str] = {}
@@ -71,24 +71,24 @@ class _Reader:
         )
 
     def _statement(self, statement: ast.stmt) -> None:
+        heir, self._heir = self._heir, ""
         if isinstance(statement, ast.Assign):
             self._assign(statement.targets[0], statement.value)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self._call(statement.value, None)
         elif isinstance(statement, ast.Delete):
             for target in statement.targets:
-                self._free(statement, ast.unparse(target))
+                self._free(statement, ast.unparse(target), heir)
         elif isinstance(statement, ast.If):
             self._check(statement.test)
         elif isinstance(statement, ast.Return):
             self._return(statement)
 
-    def _free(self, statement: ast.Delete, name: str) -> None:
+    def _free(self, statement: ast.Delete, name: str, heir: str) -> None:
         """Note a storage that no name refers to any more, or that another buffer has taken over."""
         given_up = self._tensors.pop(name, None)
         if given_up is None:
             return
-        heir, self._heir = self._heir, ""
         if heir in self._tensors and self._tensors[heir].buffer == given_up.buffer:
             self._tensors[heir] = replace(self._tensors[heir], reused_as=heir)
         if all(t.storage != given_up.storage for t in self._tensors.values()):

@@ -4,8 +4,8 @@ Contract
     Every time is predicted. The best is found by trying every number of chunks, in the planner's
     own simulator and in that of `megamoe simulate`, which has other formulas for each kernel and
     another order of tasks. Both have what the compiled graph has: between nodes a plain
-    all-to-all, each row over the network once per expert it goes to; rows sorted for their chunks
-    and put back, slices of weight gradients joined.
+    all-to-all, each row over the network once per expert it goes to; the order of rows by chunk
+    found by kernels of its own, slices of weight gradients joined.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class _Phase:
 
     def _passes_to_sort_back(self, other: int) -> int:
         """Return how often the joined rows of a work are moved before they are read."""
-        readers = [work for work in self.work if other in work.needs]
-        is_fused = all(reader.fuses_what_it_reads for reader in readers)
+        of_all = (w for w in self.work if other in w.needs and not w.is_chunked)
+        is_fused = all(reader.fuses_what_it_reads for reader in of_all)
         return int(self.region.writes_joined) + int(not is_fused)
 
     def _first_sorted(self) -> int | None:
@@ -148,8 +148,8 @@ class _Phase:
 
     def _rows_are_fusible(self) -> bool:
         """Whether a compiler makes the rows of the first exchange where they are sorted."""
-        first = self.work[self.sorts] if self.sorts is not None else None
-        made_of = [self.work[i] for i in first.needs] if first is not None else []
+        assert self.sorts is not None
+        made_of = (self.work[i] for i in self.work[self.sorts].needs)
         rows = max(made_of, key=lambda work: work.written, default=None)
         return rows is not None and rows.is_fusible
 

@@ -57,7 +57,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m moe_compile.testing.fuzz")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--programs", type=int, default=2000, help="distinct programs to run")
+    parser.add_argument(
+        "--programs", type=int, default=2000, help="distinct programs to run, invalid ones included"
+    )
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after so many")
     parser.add_argument("--workers", type=int, default=WORKERS, help="pairs of ranks at once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that are a hang")

@@ -102,6 +102,7 @@ def test_calls_are_read_in_their_order_with_what_they_read_and_write():
     assert [t.storage for t in (*cast.reads, *cast.writes)] == ["primals_2", "buf0"]
     assert (cast.symbols, cast.numels) == (["16"], ["16"])
     assert {t.storage for t in (*in_place.reads, *in_place.writes)} == {"buf3"}  # by a later name
+    assert {t.buffer for t in (*in_place.reads, *in_place.writes)} == {"buf4"}
     assert in_place.numels == ["4 * u2 + 4 * u3"]
     assert wrapper.num_range_checks == {"u0": 2}
     assert wrapper.num_triton_sources == 2
@@ -127,6 +128,39 @@ def test_a_launch_that_nobody_waits_for_is_told():
     text = FORWARD.replace("    torch.ops._c10d_functional.wait_tensor.default(buf3)\n", "")
     found = list(faults(read_wrapper(code(text.format(between="    pass")))))
     assert any("never waited for" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("lines", "buffer"),
+    [
+        ("buf1 = reinterpret_tensor(buf0, (16, ), (1, ), 0); del buf0  # reuse", "buf1"),
+        ("buf1 = buf0; del buf0  # reuse", "buf1"),
+        (
+            "buf1 = reinterpret_tensor(buf0, (16, ), (1, ), 0)\ns = get_raw_stream(0)\ndel buf0",
+            "buf0",
+        ),
+    ],
+)
+def test_a_storage_is_taken_over_where_it_is_given_up_at_once(lines, buffer):
+    """A view that outlives the name it was made of shows the same buffer."""
+    made = "buf0 = empty_strided_cuda((4, 4), (4, 1), torch.bfloat16)"
+    body = f"{made}\n{lines}\ntriton_poi_1.run(buf1, 16, stream=s)\nreturn (buf1, )"
+    wrapper = read_wrapper(code(body))
+    (call,) = (c for c in wrapper.calls if c.kind is Kind.TRITON)
+    assert [(t.storage, t.buffer) for t in call.writes] == [("buf0", buffer)]
+    assert wrapper.results == (buffer,)
+
+
+def test_inputs_that_are_parts_of_one_storage_are_tensors():
+    shared = (
+        INPUTS
+        + """
+    _shared_storage_0 = rand_strided((64,), (1,), device='cuda:0', dtype=torch.bfloat16)
+    permute_1 = torch.as_strided(_shared_storage_0, (4, 8), (8, 1))
+"""
+    )
+    body = "permute_1, u0 = args\nargs.clear()\nreturn (permute_1, )"
+    assert read_wrapper(code(body, shared)).tensors == {"permute_1"}
 
 
 def test_bytes_are_those_of_balanced_routing_weights_apart():

@@ -177,6 +177,14 @@ BESIDE_TORCH = (
         ),
         wrapping=Wrapping.CHECKPOINT,
     ),
+    Program(  # the same of experts backwards
+        layers=(
+            Experts(
+                style=Style.SORTED_LOOP, order=Order.DESCENDING,
+                readers=frozenset({Reader.DROPOUT}),
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 

@@ -172,6 +172,19 @@ def test_weights_of_grouped_gemms_are_sliced_to_the_chunk(fake_ranks):
         assert piece.args[0].args[1] == [2, 2]  # of four local experts
 
 
+@pytest.mark.parametrize(("chunks", "num_rolled"), [(2, 1), (4, 3)])
+def test_offsets_of_a_chunks_products_begin_where_inductor_copies_nothing(
+    fake_ranks, chunks, num_rolled
+):
+    """Of four local experts, int32: all slices but the first would begin within 16 bytes."""
+    graph, _ = chunked(layer(GroupedExperts, fake_ranks), chunks)
+    offsets = [n.kwargs["offs"] for n in graph.nodes if n.target is torch._grouped_mm]
+    rolled = [n for n in offsets if n.target is torch.as_strided]
+    begins = [n.args[1].start for n in offsets if n.target is operator.getitem]
+    assert len(rolled) == 3 * num_rolled and begins == [0] * 3
+    assert all(n.args[0].target is torch.roll for n in rolled)
+
+
 def test_a_loop_runs_only_the_experts_of_the_chunk(fake_ranks):
     whole, _ = chunked(layer(LoopExperts, fake_ranks), 1)
     graph, _ = chunked(layer(LoopExperts, fake_ranks), 4)

@@ -266,6 +266,7 @@ def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_rank
             if any(overload_name(n) == "aten::mm" for n in between):
                 hiding.add((phase, overload_name(launch).rpartition("::")[2]))
     assert {phase for phase, _ in hiding} == ({"forward", "backward"} if schedule else set())
+    assert (("backward", "all_gather_into_tensor") in hiding) == schedule
 
 
 # --- when not --------------------------------------------------------------------------------
