@@ -18,11 +18,12 @@ from moe_compile.graph.query import is_launch, is_wait, overload_name
 
 
 def pin_order(graph: fx.Graph) -> bool:
-    """Hold launches and waits in their order, each wait behind the matrix products before it.
+    """Hold launches and waits in their order, and matrix products where they stand between these.
 
-    Stronger than the settings: fusion cannot pull a wait before compute it stands after. Matrix
-    products themselves stay free to fuse. To be the last edit of a graph, as launches and waits
-    end up inside a higher-order operator. Returns whether torch has the means.
+    Stronger than the settings: fusion cannot pull a wait before compute it stands after, nor what
+    runs under an exchange before its launch, with a kernel that the launch needs. To be the last
+    edit of a graph, as all that is held ends up inside a higher-order operator. Returns whether
+    torch has the means.
     """
     try:
         control = importlib.import_module("torch._inductor.fx_passes.control_dependencies")
@@ -31,15 +32,23 @@ def pin_order(graph: fx.Graph) -> bool:
     after: dict[fx.Node, Any] = {}
     exchange: fx.Node | None = None
     products: list[fx.Node] = []
+    follows: set[fx.Node] = set()
+    """What depends on the last launch or wait."""
     for node in graph.nodes:
         if is_launch(node) or is_wait(node):
             earlier = [exchange, *(products if is_wait(node) else ())]
             behind = [e for e in earlier if e is not None and e not in node.all_input_nodes]
             if behind:
                 after[node] = OrderedSet(behind)
-            exchange, products = node, []
-        elif _is_matrix_product(node):
+            exchange, products, follows = node, [], {node}
+            continue
+        if not follows.isdisjoint(node.all_input_nodes):
+            follows.add(node)
+        if _is_matrix_product(node):
             products.append(node)
+            if exchange is not None and node not in follows:
+                after[node] = OrderedSet([exchange])
+                follows.add(node)
     control.preserve_node_ordering(graph, after)
     return True
 

@@ -62,6 +62,25 @@ def test_fusion_does_not_pull_a_wait_over_compute():
     assert event_letters(wrapper_events(source)) == "LmmW"
 
 
+def test_fusion_does_not_pull_compute_over_the_launch_it_runs_under():
+    """Both sums read x: fused, the second would be made before the launch, and the product too."""
+    group, scheduling, weight = one_rank_group(), Scheduling(pin=True), torch.randn(64, 64)
+
+    def program(x):
+        received = exchange(x * x.sum(1, keepdim=True), [64], [64], group)
+        product = weight @ weight
+        return received + 1, (product * x).sum(1)
+
+    def backend(gm, example_inputs):
+        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
+    assert scheduling.orders == ["LmW"]
+    assert event_letters(wrapper_events(source)) == "LmW"
+
+
 def test_a_wait_is_held_behind_all_products_since_the_exchange_before_it():
     """Behind the last one alone the others may be computed where they are read: under no link."""
     group, weight = one_rank_group(), torch.randn(64, 64)
@@ -84,8 +103,9 @@ def test_a_wait_is_held_behind_all_products_since_the_exchange_before_it():
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(program, backend=backend)(torch.ones(64, 64))
-    ((products, behind),) = held
-    assert len(products) == 3 and set(products) <= set(behind)
+    *products_held, (products, behind_wait) = held
+    assert len(products) == 3 and set(products) <= set(behind_wait)
+    assert [[name[:10] for name in behind] for _, behind in products_held] == [["all_to_all"]] * 3
 
 
 @pytest.mark.slow
