@@ -51,13 +51,20 @@ class Dense(nn.Module):
 
 
 class Sparse(GroupedExperts):
-    """One of experts, whose exchanges come first."""
+    """One of experts, whose exchanges come before the reduction."""
 
     def __init__(self, group):
         super().__init__(WIDTH, 24, 8, 2, group)
 
-    compute = GroupedExperts.forward
     forward = Dense.forward
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.shared = nn.Parameter(rand(width, width) * width**-0.5)
+
+    def compute(self, x):
+        """Add a shared expert, whose work stands before the exchanges: a reduction can hide."""
+        return torch.relu(x @ self.shared) @ self.shared + GroupedExperts.forward(self, x)
 
 
 def run(rank, kind, options):
