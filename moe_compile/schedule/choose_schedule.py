@@ -4,12 +4,14 @@ Contract
     Keeps every precedence and the order of launches of the problem.
     The peak of live bytes stays within the allowance over the graph as it came, unless the order
     of launches alone already breaks it; then the graph's own order with that change is returned.
-    The graph as it came wins ties, then the smaller peak.
+    The graph as it came wins ties, then the smaller peak; of orders that differ in nothing but when
+    they launch, the one with the earliest launches that memory allows.
 
 Pseudo-code
     for each reach, from unlimited down: how far a node may overtake others
         schedule by every policy; keep those within the memory allowance
         the first reach with any left decides: the fastest, on the link assumed and a slower one
+    launch as early as what is sent is there, unless that is slower or memory forbids it
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from moe_compile.schedule.launch_early import launch_early
 from moe_compile.schedule.list_schedule import (
     Policy,
     graph_order,
@@ -97,7 +100,10 @@ def choose_schedule(
         if not is_capped:
             break
     is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best
-    return Choice(chosen=best, as_it_came=came, is_capped=is_capped)
+    early = _candidate(problem, liveness, launch_early(problem, best.order))
+    fits = early.peak_bytes <= max(best.peak_bytes, allowed)
+    chosen = early if fits and _ties(early, best) else best
+    return Choice(chosen=chosen, as_it_came=came, is_capped=is_capped)
 
 
 def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
@@ -131,6 +137,10 @@ def _candidate(problem: ScheduleProblem, liveness: Liveness, order: Sequence[int
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
     """Return the first of the fastest if it ties with them, else the one of the smallest peak."""
-    limit = min(c.score_us for c in candidates) * (1.0 + TIE)
-    fast = [c for c in candidates if c.score_us <= limit]
+    best = min(candidates, key=lambda c: c.score_us)
+    fast = [c for c in candidates if _ties(c, best)]
     return fast[0] if fast[0] is candidates[0] else min(fast, key=lambda c: c.peak_bytes)
+
+
+def _ties(candidate: Candidate, best: Candidate) -> bool:
+    return candidate.score_us <= best.score_us * (1.0 + TIE)

@@ -11,6 +11,7 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.hardware import HardwareProfile
 from moe_compile.schedule.choose_schedule import POLICIES, choose_schedule
+from moe_compile.schedule.launch_early import launch_early
 from moe_compile.schedule.list_schedule import (
     Policy,
     incoming_order,
@@ -74,18 +75,19 @@ def layer_problems():
 def test_every_policy_keeps_all_precedences(layer_problems, key, patience, window):
     for problem, _ in layer_problems:
         order = list_schedule(problem, Policy(key=key, patience=patience, window=window))
-        place = {node: i for i, node in enumerate(order)}
-        assert sorted(order) == list(range(len(problem.nodes)))
-        assert all(place[p] < place[n] for n, ps in enumerate(problem.before) for p in ps)
-        assert all(place[a] < place[b] for a, b in itertools.pairwise(problem.launches))
+        check_precedences(problem, order)
+
+
+def check_precedences(problem, order):
+    place = {node: i for i, node in enumerate(order)}
+    assert sorted(order) == list(range(len(problem.nodes)))
+    assert all(place[p] < place[n] for n, ps in enumerate(problem.before) for p in ps)
+    assert all(place[a] < place[b] for a, b in itertools.pairwise(problem.launches))
 
 
 def test_the_incoming_order_changes_launches_only(layer_problems):
     for problem, _ in layer_problems:
-        order = incoming_order(problem)
-        place = {node: i for i, node in enumerate(order)}
-        assert all(place[p] < place[n] for n, ps in enumerate(problem.before) for p in ps)
-        assert all(place[a] < place[b] for a, b in itertools.pairwise(problem.launches))
+        check_precedences(problem, incoming_order(problem))
 
 
 def test_a_chain_of_elementwise_ops_stays_with_its_reader():
@@ -186,3 +188,50 @@ def test_peaks_count_views_once_and_sent_tensors_until_the_wait():
 
     problem, liveness = traced(program, X)
     assert liveness.peak_bytes(range(len(problem.nodes))) == 2 * X.nbytes
+
+
+@pytest.mark.parametrize(("key", "patience"), POLICIES)
+def test_early_launches_keep_all_precedences_and_move_nothing_else(layer_problems, key, patience):
+    for problem, _ in layer_problems:
+        came = list_schedule(problem, Policy(key=key, patience=patience))
+        for order in (came, incoming_order(problem)):
+            early = launch_early(problem, order)
+            check_precedences(problem, early)
+            assert early == launch_early(problem, early)
+            assert others(problem, early) == others(problem, order)
+            place = {node: i for i, node in enumerate(early)}
+            assert all(place[n] <= order.index(n) for n in problem.launches)
+
+
+def others(problem, order):
+    """What is neither a launch nor a follower, which moves with the launch that needs it."""
+    return [n for n in order if n not in problem.group_of and not problem.is_follower[n]]
+
+
+def test_what_is_as_fast_launches_early():
+    """Nothing waits for the product in between, and the exchange is over before it is."""
+
+    def program(x):
+        small = x[:1] * 2
+        side = x @ x @ x
+        received = exchange(small)
+        return side @ x + received
+
+    problem, liveness = traced(program, X)
+    assert letters(problem, range(len(problem.nodes))) == "mmLWm"
+    choice = choose_schedule(problem, liveness, 0.1)
+    assert letters(problem, choice.chosen.order)[0] == "L"
+
+
+def test_memory_that_forbids_it_keeps_a_launch_late():
+    def program(x):
+        sent = x.repeat(64, 1)
+        side = (x @ x.repeat(1, 64)).sum(1)  # 64 KiB that are free again before the launch
+        return exchange(sent), side
+
+    problem, liveness = traced(program, X)
+    early = launch_early(problem, range(len(problem.nodes)))
+    assert letters(problem, early) == "LmW"
+    choice = choose_schedule(problem, liveness, 0.0)
+    assert choice.chosen.peak_bytes <= choice.as_it_came.peak_bytes < liveness.peak_bytes(early)
+    assert letters(problem, choice.chosen.order) == "mLW"
