@@ -36,6 +36,7 @@ from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
+from passes.read_together import ReadTogether
 from passes.record_order import RecordOrder
 from passes.rewrite import Rewrite
 from passes.rewrite_regions import RewriteRegions
@@ -74,7 +75,7 @@ DYNAMO: Final = Level(
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level(
-    (SortNodes(), SizesFromSplits(), SaveExchanges(), SaveOverwritten()),
+    (SortNodes(), ReadTogether(), SizesFromSplits(), SaveExchanges(), SaveOverwritten()),
     frozenset({Fact.FUNCTIONAL}),
 )
 """On the joint graph, before it is partitioned."""
