@@ -115,7 +115,7 @@ def _parts(node: fx.Node) -> list[fx.Node]:
 
 
 def _length(source: fx.Node) -> int:
-    """Return the elements of a vector, 0 where they are not known; 1 of a tensor of no dimension."""
+    """Return the elements of a vector, 0 where not known; 1 of a tensor of no dimension."""
     value = tensor_of(source)
     return known_rows(source) if value is not None and value.dim() else 1
 

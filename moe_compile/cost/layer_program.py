@@ -151,8 +151,10 @@ def _apart() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _fresh(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a tensor of the same size, type and device."""
+def _fresh(tensor: Any, mode: FakeTensorMode) -> Any:
+    """Return a tensor of the same size, type and device; what is no tensor as it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor  # as a distributed tensor's mesh
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: _fresh(getattr(tensor, name), mode) for name in names}

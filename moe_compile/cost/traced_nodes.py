@@ -35,6 +35,8 @@ class TracedNodes:
         `num_rows` is what the host reads where nothing in the graph explains it.
         """
         self._graph, self._num_rows = graph, num_rows
+        self.not_traced = ""
+        """Why torch does not trace the nodes by themselves, once it was tried; "" if it does."""
         self.nodes = frozenset(graph.nodes) if nodes is None else nodes
 
     @functools.cached_property
@@ -53,6 +55,8 @@ class TracedNodes:
         try:
             traced = work_of(self.program)
         except Exception as error:  # noqa: BLE001  (the program is compiled whole all the same)
+            first_line = str(error).partition("\n")[0]
+            self.not_traced = f"{type(error).__name__}: {first_line}"
             LOG.info("not priced: a graph could not be traced by itself: %s", error)
             return ()
         origins = [*self.program.origins, None]  # the last for what no node stands for

@@ -85,6 +85,8 @@ class PlannedExperts:
     """`chunks`, `dispatch`, `dispatch_wire` or `combine_wire` -> why it is not otherwise."""
     decision: Decision | None = None
     """What the planner chose and against what; None where nothing was left to it."""
+    not_priced: str = ""
+    """Why torch does not trace the region's layer by itself, where the planner asked for it."""
     costs: DispatchCosts | None = None
     """Bytes and padding either way; None where the gather or the sum was not found."""
     rounding: Rounding | None = None

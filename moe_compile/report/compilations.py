@@ -223,6 +223,7 @@ def _region_report(one: PlannedExperts, asked: str) -> RegionReport:
     remarks = [chunks.reason.value] if chunks and isinstance(one.proof, RowProof) else []
     remarks += [Bound.BY_TOKENS.value] if plan.by_tokens else []
     remarks += decision_remarks(one.decision)
+    remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
     remarks += [_wire(one, name) for name in ("dispatch", "combine") if plan.wire(name) != "same"]
     wires = [v for v in (left.get("dispatch_wire"), left.get("combine_wire")) if v and v.is_asked]

@@ -66,6 +66,7 @@ class _Draft:
     num_chunks: int = 1
     not_chunked: Reason | None = None
     decision: Decision | None = None
+    not_priced: str = ""
     costs: DispatchCosts | None = None
     around: Surroundings | None = None
 
@@ -154,6 +155,7 @@ def _decide_chunks(draft: _Draft, state: CompileState, layer: TracedNodes) -> No
     """Decide the number of chunks of a region whose rows are exchanged."""
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
         draft.decision = decide_experts(draft.found, state.config, state.hardware, layer)
+        draft.not_priced = layer.not_traced if draft.decision is None else ""
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
         state.config, draft.region, draft.decision
     )
@@ -223,6 +225,7 @@ def _planned(
             **{name + "_wire": w.left for name, w in wires.items() if w.left is not None},
         },
         decision=draft.decision,
+        not_priced=draft.not_priced,
         costs=draft.costs,
         rounding=rounding_of(gathered.found) if gathered is not None else None,
         num_host_reads=reads,

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
@@ -304,6 +306,8 @@ def test_a_layer_that_cannot_be_traced_by_itself_is_not_priced(monkeypatch, fake
     ours, compilation = rewrite(*dynamo_graphs(layer, tokens), MegaMoEConfig(equal_tokens=True))
     assert [one.plan.num_chunks for one in ours.experts] == [2]
     assert not compilation.dropped
+    (region,) = compilation.regions
+    assert "not decided by price: RuntimeError: of torch" in region.remarks
 
 
 def test_a_layer_under_autocast_is_another_layer():
@@ -315,3 +319,16 @@ def test_a_layer_under_autocast_is_another_layer():
     with torch.no_grad():
         assert program.text != plain
     assert program.text == plain
+
+
+def test_work_of_a_layer_whose_weights_are_sharded_is_read(fake_ranks):
+    """As under tensor parallelism: what is given to the layer has a mesh in it."""
+    mesh = DeviceMesh("cpu", torch.arange(fake_ranks.size()))
+    sharded = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(1)], run_check=False))
+
+    def program(x, w):
+        return (DTensor.from_local(x, mesh, [Replicate()]) @ w).to_local().sum()
+
+    work = work_of(program, ROWS, sharded)
+    assert [w.operations for w in work.forward if w.operations] == [2 * 8 * 4 * 4]
+    assert work.backward
