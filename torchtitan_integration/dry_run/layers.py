@@ -8,7 +8,6 @@ Contract
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -24,9 +23,9 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.process_report import figures
-from moe_compile.runtime.launch_records import RECORD_LAUNCHES
 from torchtitan_integration.dry_run.blocks import calls_of_blocks, one_block_of_each_kind
+from torchtitan_integration.dry_run.choices import Choice, choice, choices
+from torchtitan_integration.dry_run.measures import predicted_measures
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
 
@@ -66,6 +65,8 @@ class Traced:
     """Phase -> predicted times and memory, as reports have them."""
     unhidden_us: dict[str, float] = field(default_factory=dict)
     """Phase -> exposed time of the block with `NOTHING_HIDDEN`."""
+    choices: list[Choice] = field(default_factory=list)
+    """Of a block with regions: as asked, then what "auto" chooses for each value of `numerics`."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
 
@@ -119,7 +120,8 @@ def _compile(forward: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 def _trace(
     gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], axes: dict[str, str]
 ) -> Traced:
-    config = from_sources(options=split_options(options)[0], environment={})
+    asked = from_sources(options=split_options(options)[0], environment={})
+    config = replace(asked, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
     as_written = pristine_copy(gm)
     state, compilation = rewrite(gm, config)
     traced = Traced(has_experts=False, compilation=compilation)
@@ -130,7 +132,10 @@ def _trace(
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
         traced.launches[phase] = _launches(graph, sizes, axes)
-        traced.measures[phase] = _measures(graph)
+        traced.measures[phase] = predicted_measures(graph)
+    if compilation.has_regions:
+        own = choice("as asked", compilation, list(traced.measures.values()))
+        traced.choices = choices(as_written, inputs, config, {state.plan: own})
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     return traced
 
@@ -141,7 +146,9 @@ def _unhidden_us(
     """Return the exposed time of each phase where nothing is chunked, reordered or quantised."""
     state, _ = rewrite(gm, replace(config, **NOTHING_HIDDEN))
     phases = zip(("forward", "backward"), trace_both(gm, inputs, state), strict=True)
-    return {name: _measures(one.graph).get("exposed_us_before", 0.0) for name, one in phases}
+    return {
+        name: predicted_measures(one.graph).get("exposed_us_before", 0.0) for name, one in phases
+    }
 
 
 def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> list[Launch]:
@@ -154,13 +161,6 @@ def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> lis
         for node in graph.nodes
         if is_launch(node)
     ]
-
-
-def _measures(graph: fx.Graph) -> dict[str, float]:
-    """Return what the schedule predicts, from the record every graph with launches carries."""
-    for node in graph.find_nodes(op="call_function", target=RECORD_LAUNCHES):
-        return figures(json.loads(node.args[1]))
-    return {}
 
 
 def _saved_bytes(forward: fx.Graph, backward: fx.Graph, sizes: NominalSizes) -> int:

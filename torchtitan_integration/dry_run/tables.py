@@ -44,6 +44,8 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
             console.print(f"  {phase}: {_times(measures)}", highlight=False)
         if layer.unhidden_us and all("exposed_us" in m for m in layer.measures.values()):
             console.print(f"  exposed share: {_exposed_share(layer)}", highlight=False)
+        if layer.choices:
+            console.print(_choices(layer))
 
 
 def _collectives(layer: Traced) -> Table:
@@ -94,6 +96,23 @@ def _exposed_share(layer: Traced) -> str:
         f"{forward} forward, {all_} forward and backward, of {whole:.2f} ms in one chunk, in the "
         f"model's own order and dtype; no order of these graphs has less than {least}"
     )
+
+
+def _choices(layer: Traced) -> Table:
+    table = Table(
+        title="Predicted for one block, forward and backward: what megamoe.numerics allows",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("numerics", 'every "auto" takes'):
+        table.add_column(heading)
+    for heading in ("step ms", "exposed ms", "against as asked"):
+        table.add_column(heading, justify="right")
+    asked = layer.choices[0]
+    for one in layer.choices:
+        gain = f"{one.step_us / asked.step_us - 1:+.1%}" if asked.step_us else ""
+        ms = (f"{us / 1e3:.2f}" for us in (one.step_us, one.exposed_us))
+        table.add_row(one.name, one.what, *ms, "" if one is asked else gain)
+    return table
 
 
 def print_memory(stages: Sequence[StageMemory], console: Console) -> None:

@@ -1,0 +1,81 @@
+"""What "auto" would choose for a block, for each value of the option `numerics`.
+
+Contract
+    Every option that takes "auto" has it; the rest is as the job says. A plan that was traced
+    before is not traced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch.fx as fx
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.config import CHOICES, MegaMoEConfig
+from moe_compile.graph.pristine import pristine_copy
+from moe_compile.plan.plan import Plan
+from moe_compile.report.compilations import Compilation
+from torchtitan_integration.dry_run.measures import predicted_measures
+
+FREE: Final[Mapping[str, Any]] = {
+    "chunks": "auto",
+    "attention_chunks": "auto",
+    "dispatch": "auto",
+    "dispatch_wire": "auto",
+    "combine_wire": "auto",
+}
+
+STEP: Final = ("compute_us", "exposed_us")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way to run a block."""
+
+    name: str
+    """`numerics`, or "as asked" for the job's own options."""
+    what: str
+    step_us: float
+    """Predicted time of forward and backward."""
+    exposed_us: float
+
+
+def choices(
+    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig, known: dict[Plan, Choice]
+) -> list[Choice]:
+    """Return what would be chosen of `gm`, as it was written; `known`: plans traced so far."""
+    found = list(known.values())
+    for numerics in CHOICES["numerics"]:
+        copied = pristine_copy(gm)
+        state, compilation = rewrite(copied, replace(config, **FREE, numerics=numerics))
+        if state.plan not in known:
+            measures = [predicted_measures(m.graph) for m in trace_both(copied, inputs, state)]
+            known[state.plan] = choice(numerics, compilation, measures)
+        found.append(replace(known[state.plan], name=numerics))
+    return found
+
+
+def choice(name: str, compilation: Compilation, measures: Sequence[Mapping[str, float]]) -> Choice:
+    """Return what was compiled and what its phases are predicted to take."""
+    return Choice(
+        name=name,
+        what=_described(compilation),
+        step_us=sum(phase.get(part, 0.0) for phase in measures for part in STEP),
+        exposed_us=sum(phase.get("exposed_us", 0.0) for phase in measures),
+    )
+
+
+def _described(compilation: Compilation) -> str:
+    parts = []
+    for region in compilation.regions:
+        parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1))
+        parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
+        parts += [f"{name} {wire[0]}" for name, wire in region.wires.items()]
+    for attention in compilation.attention:
+        if attention.is_region:
+            parts.append(f"attention in {attention.num_chunks}")
+    return ", ".join(parts)

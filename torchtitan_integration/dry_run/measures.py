@@ -1,0 +1,17 @@
+"""What the schedule of a traced graph predicts."""
+
+from __future__ import annotations
+
+import json
+
+import torch.fx as fx
+
+from moe_compile.report.process_report import figures
+from moe_compile.runtime.launch_records import RECORD_LAUNCHES
+
+
+def predicted_measures(graph: fx.Graph) -> dict[str, float]:
+    """Return times, microseconds, and bytes, from the record that every graph with launches has."""
+    for node in graph.find_nodes(op="call_function", target=RECORD_LAUNCHES):
+        return figures(json.loads(node.args[1]))
+    return {}
