@@ -12,6 +12,9 @@ Each work-around is in place before the torchtitan module that would fail is imp
     attention   torch carries the random state of recomputed fused attention, dropout or not, and on
                 CPU puts it in the wrong place when parameters are DTensors: plain attention
                 instead; and DTensor has no rule for either on CPU: each rank does its own heads
+    flex        torch refuses gradients of FlexAttention on CPU, for which Inductor has no kernel;
+                the operator itself has them, in plain matrix products: the check is left out, and
+                neither attention nor its block mask is compiled where the block is not
     histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
     weights     DTensor has no random state for a CPU mesh: every rank fills its shards with the
                 same numbers, so that experts of different ranks are copies of one another. Here
@@ -32,6 +35,7 @@ from typing import Any, Final
 import torch
 import torch._utils
 import torch.distributed as dist
+import torch.nn.attention.flex_attention as flex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend
 
@@ -142,6 +146,7 @@ def prepare_torch() -> None:
 
     torch._utils._get_available_device_type, torch._utils._get_device_module = original
     _prepare_attention()
+    _prepare_flex_attention()
 
 
 def _prepare_attention() -> None:
@@ -159,6 +164,14 @@ def _prepare_attention() -> None:
 
     Attention.forward = forward
     Attention.sdpa_backends = [SDPBackend.MATH]
+
+
+def _prepare_flex_attention() -> None:
+    from torchtitan.models import attention  # noqa: PLC0415  (after the work-arounds)
+
+    flex._validate_device = lambda *_: None
+    attention.FlexAttentionWrapper._compiled_flex_attn = flex.flex_attention
+    attention._compiled_create_block_mask = flex.create_block_mask
 
 
 def cpu_trainer() -> type[Any]:

@@ -39,5 +39,8 @@ get_train_spec("qwen3").model_args["tiny_pipeline"] = debug_qwen3(
 get_train_spec("deepseek_v3").model_args["tiny_wide_latent"] = debug_deepseek_v3(
     **DEEPSEEK, moe_args=moe(), kv_lora_rank=128
 )
+get_train_spec("deepseek_v3").model_args["tiny_flex"] = debug_deepseek_v3(
+    **DEEPSEEK, moe_args=moe(), n_layers=2, attn_type="flex", attn_mask_type="block_causal"
+)
 for name in TINY:
     read_one_stream(get_train_spec(name))

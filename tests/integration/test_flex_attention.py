@@ -1,0 +1,110 @@
+"""torchtitan's DeepSeek-V3 with FlexAttention: its blocks, chunked, equal eager bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from torchtitan.models.attention import get_causal_mask_mod, get_document_mask_mod
+from torchtitan.models.deepseek_v3.model.model import TransformerBlock, precompute_freqs_cis
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
+
+from moe_compile.report.process_report import REPORT
+from tests.integration.titan_jobs import OURS, STEPS, STOCK, train
+from torchtitan_integration.flavors import debug_deepseek_v3
+from torchtitan_integration.layout import KEYS
+
+SEQUENCE, BATCH, END = 256, 2, 0
+FLEX = {"attn_type": "flex", "attn_mask_type": "block_causal"}
+
+
+class Layers:
+    """What torchtitan lays out of a model."""
+
+    def __init__(self, block):
+        self.layers = {"0": block}
+
+
+def build():
+    args = debug_deepseek_v3(dim=64, inter_dim=64, moe_inter_dim=32, **FLEX)
+    args.max_seq_len, args.moe_impl = SEQUENCE, "standard"
+    torch.manual_seed(0)
+    block = TransformerBlock(args.n_dense_layers, args)
+    with torch.no_grad():
+        block.init_weights(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    apply_moe_ep_tp(Layers(block), tp_mesh=None, ep_mesh=mesh, etp_mesh=None, ep_etp_mesh=None)
+    return block, precompute_freqs_cis(args)
+
+
+def documents(rank):
+    """Return a mask as torchtitan makes it: causal, and within documents of 50 tokens or so."""
+    tokens = torch.randint(0, 50, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(rank))
+    mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(tokens, END))
+    return create_block_mask(mask, BATCH, None, SEQUENCE, SEQUENCE, device="cpu")
+
+
+def run(rank, chunks):
+    """Return output and gradients: eager for 0 chunks."""
+    torch._dynamo.reset()
+    block, rotations = build()
+    forward = block.forward
+    if chunks:
+        options = {"chunks": chunks, "codegen": "fx", "strict": True}
+        options = {f"megamoe.{name}": value for name, value in options.items()}
+        forward = torch.compile(forward, backend="megamoe", fullgraph=True, options=options)
+    own = torch.Generator().manual_seed(10 + rank)
+    x, gradient = (torch.randn(BATCH, SEQUENCE, 64, generator=own) for _ in range(2))
+    x.requires_grad_()
+    output = forward(x, rotations, documents(rank))
+    output.backward(gradient)
+    tensors = {"output": output.detach(), "input": x.grad}
+    for name, parameter in block.named_parameters():
+        found = parameter.grad
+        tensors[name] = found.to_local() if isinstance(found, DTensor) else found
+    return tensors
+
+
+def both_ways(rank, chunks):
+    """Return the number of tensors, the names of those that differ, and what was chunked."""
+    eager, before = run(rank, 0), len(REPORT.compilations)
+    compiled = run(rank, chunks)
+    differ = [name for name in eager if not torch.equal(eager[name], compiled[name])]
+    regions = [region for c in REPORT.compilations[before:] for region in c.regions]
+    return len(eager), differ, [(region.verdict, region.num_chunks) for region in regions]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_block_with_flex_attention_is_chunked_and_changes_no_bit(kept_two_ranks, chunks):
+    for number, differ, regions in kept_two_ranks.run(both_ways, chunks):
+        assert number > 15 and differ == []
+        assert regions == [("left whole" if chunks == 1 else "chunked", chunks)]
+
+
+CHECKPOINTING = [
+    {KEYS["checkpointing"]: "none"},
+    {KEYS["checkpointing"]: "selective", KEYS["selective"]: "op"},
+    {KEYS["checkpointing"]: "full"},
+]
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [CHECKPOINTING[0], *(pytest.param(x, marks=pytest.mark.slow) for x in CHECKPOINTING[1:])],
+    ids=lambda settings: settings[KEYS["checkpointing"]],
+)
+def test_a_flavor_with_flex_attention_trains_to_torchtitans_losses(
+    kept_two_ranks, tmp_path, checkpointing
+):
+    flex = {"model.flavor": "tiny_flex", "training.seq_len": 128}
+    stock = {**STOCK, **CHECKPOINTING[0]}
+    theirs = train(kept_two_ranks, 2, tmp_path / "stock", flex, stock)
+    ours = train(kept_two_ranks, 2, tmp_path / "ours", flex, checkpointing, OURS)
+    assert sorted(ours[0].steps) == list(range(1, STEPS + 1))
+    for rank, other in zip(ours, theirs, strict=True):
+        assert rank.steps == other.steps
+        assert (set(rank.verdicts), set(rank.chunks)) == ({"chunked"}, {2})
