@@ -13,13 +13,15 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from moe_compile.cost.kept_blocks import kept_share
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import (
     argument_of,
@@ -65,6 +67,8 @@ KERNELS_OF_FEW: Final = 0.25
 """Kernels per operator on few integers: Inductor fuses scans and sums with what stands around them.
 31 for 123, in the code it generates for DeepSeek-V3 16B in one, two and four chunks (5 for 12, 10
 for 41, 16 for 70)."""
+KERNELS_OF_FLEX: Final = {False: 1.0, True: 2.0}
+"""Of FlexAttention forward; backward sums the output times its gradient in one of its own."""
 PASSES_OF: Final = {"all_reduce": 2}
 """Times the payload crosses the link, where not once: reduce-scatter, then all-gather."""
 
@@ -113,6 +117,8 @@ def amounts_of(node: fx.Node, sizes: NominalSizes) -> Amounts:
 
 def _kernels_of(node: fx.Node, sizes: NominalSizes) -> float:
     """Return the kernels of a node whose value is written."""
+    if is_flex_attention(node):
+        return KERNELS_OF_FLEX[_is_backward(node)]
     tensor = tensor_of(node)
     are_few = tensor is not None and math.prod(sizes.shape(tensor)) <= FEW
     return KERNELS_OF_FEW if are_few and is_integer(node) else 1.0
@@ -167,9 +173,9 @@ def ranks_of(launch: fx.Node) -> int:
 
 
 def called_module(node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph a higher-order operator calls, if it calls one."""
+    """Return the graph a higher-order operator calls, if it calls one; not in a kernel's loop."""
     owner = node.graph.owning_module
-    if not isinstance(node.target, torch._ops.HigherOrderOperator) or owner is None:
+    if not is_higher_order(node) or is_flex_attention(node) or owner is None:
         return None
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
@@ -199,8 +205,8 @@ def _operations(node: fx.Node, sizes: NominalSizes) -> float:
     op = _op(node)
     if op in MATMULS:
         return _matmul_operations(node, sizes)
-    if "attention" in op:
-        return _attention_operations(node, sizes, is_backward="backward" in op)
+    if "attention" in op or is_flex_attention(node):
+        return _attention_operations(node, sizes)
     return 0.0
 
 
@@ -214,28 +220,43 @@ def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
     return 2.0 * math.prod(left) * right[-1] / groups
 
 
-def _attention_operations(node: fx.Node, sizes: NominalSizes, *, is_backward: bool) -> float:
-    """Two products of queries x keys x head size, forward; half of each where it is causal."""
+def _attention_operations(node: fx.Node, sizes: NominalSizes) -> float:
+    """Two products over the pairs of query and key that are looked at, forward.
+
+    4 B H S_q S_k D times their share, where keys and values have one head size D (Dao 2023,
+    FlashAttention-2, section 4.1); backward 2.5 times as many. Only SDPA's backward is given the
+    gradient of the output before the query.
+    """
     shapes = [sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
-    if is_backward:
-        shapes = shapes[1:]  # the first is the gradient of the output
-    if len(shapes) < 2:
+    is_backward = _is_backward(node)
+    if is_backward and not is_flex_attention(node):
+        shapes = shapes[1:]
+    if len(shapes) < 3:
         return 0.0
-    query, key = shapes[:2]
-    forward = 4.0 * math.prod(query) * key[-2] * _attended_share(node)
-    return forward * BACKWARD_OVER_FORWARD if is_backward else forward
+    query, key, value = shapes[:3]
+    forward = 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    looked_at = forward * _attended_share(node, query[-2], key[-2])
+    return looked_at * BACKWARD_OVER_FORWARD if is_backward else looked_at
 
 
-def _attended_share(attention: fx.Node) -> float:
+def _attended_share(attention: fx.Node, num_queries: int, num_keys: int) -> float:
     """Return the share of all pairs of query and key that attention looks at.
 
-    Kernels leave out blocks above the diagonal; masks given as tensors are not looked into.
+    Kernels leave out blocks above the diagonal; SDPA's masks are tensors, and not looked into.
     """
+    if is_flex_attention(attention):
+        return kept_share(attention, num_queries, num_keys)
     if not isinstance(attention.target, torch._ops.OpOverload):
         return 1.0
     names = [a.name for a in attention.target._schema.arguments]
     position = names.index("is_causal") if "is_causal" in names else len(names)
     return CAUSAL_SHARE if argument_of(attention, position, "is_causal", default=False) else 1.0
+
+
+def _is_backward(attention: fx.Node) -> bool:
+    """Whether the operator is that of a gradient."""
+    target: Any = attention.target
+    return "backward" in (target.name() if callable(getattr(target, "name", None)) else "")
 
 
 def _op(node: fx.Node) -> str:

@@ -12,11 +12,14 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 
+FLEX_ATTENTION: Final = frozenset({"flex_attention", "flex_attention_backward"})
+"""Attention of torch.nn.attention.flex_attention, whose graphs one kernel runs for each pair of
+query and key."""
 KNOWN: Final = frozenset(
     {
         "triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional",
         "auto_functionalized", "auto_functionalized_v2", "control_deps", "out_dtype",
-        "flex_attention", "flex_attention_backward",
+        *FLEX_ATTENTION,
     }
 )  # fmt: skip
 """Operators of torch that do no more than compute, or write what they say, without such a graph."""
@@ -29,6 +32,12 @@ SEEDED: Final = frozenset(
 def is_higher_order(node: fx.Node) -> bool:
     """Whether the node calls a higher-order operator."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_flex_attention(node: fx.Node) -> bool:
+    """Whether the node computes FlexAttention, or its gradients."""
+    target: Any = node.target
+    return is_higher_order(node) and target.name() in FLEX_ATTENTION
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
