@@ -14,7 +14,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
                 instead; and DTensor has no rule for either on CPU: each rank does its own heads
     flex        torch refuses gradients of FlexAttention on CPU, for which Inductor has no kernel;
                 the operator itself has them, in plain matrix products: the check is left out, and
-                neither attention nor its block mask is compiled where the block is not
+                attention is not compiled where the block is not. Its block mask is not compiled
+                either, and lies on torch's default device, not on a GPU that has no part here
     histc       torch has no integer histogram on CPU: an exact count by `scatter_add`
     weights     DTensor has no random state for a CPU mesh: every rank fills its shards with the
                 same numbers, so that experts of different ranks are copies of one another. Here
@@ -171,7 +172,11 @@ def _prepare_flex_attention() -> None:
 
     flex._validate_device = lambda *_: None
     attention.FlexAttentionWrapper._compiled_flex_attn = flex.flex_attention
-    attention._compiled_create_block_mask = flex.create_block_mask
+    attention._compiled_create_block_mask = _create_block_mask
+
+
+def _create_block_mask(*args: Any, **settings: Any) -> flex.BlockMask:
+    return flex.create_block_mask(*args, **settings, device=torch.get_default_device())
 
 
 def cpu_trainer() -> type[Any]:

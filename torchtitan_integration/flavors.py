@@ -153,9 +153,10 @@ def _like_mixtral(experts: Mapping[str, int], **sizes: int) -> Qwen3ModelArgs:
 
 
 def on_sdpa(flavor: str) -> DeepSeekV3ModelArgs:
-    """Return torchtitan's DeepSeek-V3 `flavor` with causal SDPA, as context parallelism needs.
+    """Return torchtitan's DeepSeek-V3 `flavor` with causal SDPA, which context parallelism needs.
 
-    torchtitan's own has FlexAttention, whose mask also ends at document boundaries.
+    torchtitan's own, which the recipes have, is on FlexAttention: its mask also ends at document
+    boundaries, and cannot be divided with the sequence.
     """
     own = deepseekv3_args[flavor]
     return dataclasses.replace(own, attn_type="sdpa", attn_mask_type="causal")

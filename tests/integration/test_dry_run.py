@@ -112,7 +112,30 @@ def test_parameters_are_divided_over_the_axes_that_shard_them(dry_run):
     held = 15_706_484_224 * FLOAT32 / 8 / 2**30  # DeepSeek-V2-Lite's parameters
     assert float(cells(output, "parameters")[0]) == pytest.approx(held, abs=0.02)
     assert float(cells(output, "optimizer (AdamW)")[0]) == pytest.approx(2 * held, abs=0.03)
-    assert "Attention is traced as causal SDPA" in output
+
+
+def compute_ms(output):
+    """Return the compute of the forward and of the backward of the block with experts."""
+    found = re.findall(r"predicted (\S+) ms of compute", output.replace("\n", " "))
+    return [float(ms) for ms in found[-2:]]
+
+
+@pytest.mark.slow
+def test_flex_attention_is_priced_as_the_causal_kernel_it_is(dry_run):
+    """At this length attention is most of the block; its mask keeps half of the pairs."""
+    job = {
+        "experimental.custom_import": "tests.integration.tiny_flavors",
+        "training.seq_len": 65536,
+        "training.local_batch_size": 1,
+    }
+    flex, causal = (
+        compute_ms(dry_run(**{**job, "model.flavor": name})) for name in ("tiny_flex", "tiny")
+    )
+    (short, _) = compute_ms(
+        dry_run(**{**job, "model.flavor": "tiny_flex", "training.seq_len": 128})
+    )
+    assert flex == pytest.approx(causal, rel=0.05)
+    assert min(flex) > 2 * max(short)
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """The blocks of a job's model, one of each kind, and how the model calls them.
 
 Contract
-    Tensors are on the meta device; attention is one fused operator.
+    Tensors are on the meta device; attention is one fused operator, or FlexAttention.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,17 +26,21 @@ def one_block_of_each_kind(rank: FakeRank) -> nn.Module:
         if block.moe_enabled in kinds:
             del model.layers[name]
         kinds.add(block.moe_enabled)
-        block.attention.inner_attention.forward = fused_attention
+        if rank.model_args.attn_type == "sdpa":
+            block.attention.inner_attention.forward = fused_attention
     dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def calls_of_blocks(model: nn.Module, rank: FakeRank) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+def calls_of_blocks(
+    model: nn.Module, rank: FakeRank, masks: Any = None
+) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return each block with the arguments the model calls it with.
 
-    Its `compiled` is its forward as it was laid out; its forward is put out of use.
+    Its `compiled` is its forward as it was laid out; its forward is put out of use. `masks` take
+    the place of the block masks that the model would make for FlexAttention on the meta device.
     """
     calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
 
@@ -55,5 +60,15 @@ def calls_of_blocks(model: nn.Module, rank: FakeRank) -> list[tuple[nn.Module, t
     part = (batch, settings.seq_len // rank.dims.cp)
     tokens = torch.zeros(part, dtype=torch.int64, device="meta")
     positions = torch.zeros(part, dtype=torch.int32, device="meta")
-    model(tokens, **({"positions": positions} if rank.dims.cp_enabled else {}))
+    given: dict[str, Any] = {"positions": positions} if rank.dims.cp_enabled else {}
+    if rank.model_args.attn_type == "flex":
+        given["attention_masks"] = masks or _masks(model, tokens)
+    model(tokens, **given)
     return calls
+
+
+def _masks(model: nn.Module, tokens: torch.Tensor) -> Any:
+    """Return the block masks of FlexAttention as the model makes them of a batch of `tokens`."""
+    tokenizer = types.SimpleNamespace(eos_id=0)  # all that a model asks of it
+    with torch.device(tokens.device):
+        return model.get_attention_masks(tokens, tokenizer)

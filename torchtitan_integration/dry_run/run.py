@@ -74,5 +74,3 @@ def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
     )
     if str(file.read("megamoe.hardware", "detect")) == "detect":
         console.print(f"Times are for {DEFAULT_HARDWARE}: the file names no megamoe.hardware.")
-    if rank.attention:
-        console.print(f"Attention is traced as {rank.attention}: FlexAttention asks for a GPU.")

@@ -46,8 +46,6 @@ class FakeRank:
     spec: TrainSpec
     model_args: Any
     """The flavor's arguments after the job's settings, for a GPU: grouped GEMMs as written."""
-    attention: str
-    """The kind of attention that is traced in place of the flavor's own; "" if it is its own."""
 
     def build_model(self) -> nn.Module:
         """Return the whole model on the meta device."""
@@ -82,8 +80,7 @@ def fake_rank(file: JobFile, world: int, rank: int) -> Iterator[FakeRank]:
     try:
         dims = _dims(job, world)
         dims.build_mesh()
-        model_args, attention = _model_args(spec, job, read_layout(file.read))
-        yield FakeRank(job, dims, spec, model_args, attention)
+        yield FakeRank(job, dims, spec, _model_args(spec, job, read_layout(file.read)))
     finally:
         dist.destroy_process_group()
 
@@ -105,7 +102,7 @@ def _dims(job: JobConfig, world: int) -> ParallelDims:
         raise InvalidConfig(f"[parallelism] on {world} ranks: {error}") from None
 
 
-def _model_args(spec: TrainSpec, job: JobConfig, layout: Layout) -> tuple[Any, str]:
+def _model_args(spec: TrainSpec, job: JobConfig, layout: Layout) -> Any:
     name = job.model.flavor
     if name not in spec.model_args:
         known = tuple(spec.model_args)
@@ -118,7 +115,4 @@ def _model_args(spec: TrainSpec, job: JobConfig, layout: Layout) -> tuple[Any, s
     grouped = args.moe_args.use_grouped_mm
     args.update_from_config(job)
     args.moe_args.use_grouped_mm = grouped  # torchtitan turns it off where there is no SM90
-    if args.attn_type == "sdpa":
-        return args, ""
-    args.attn_type, args.attn_mask_type = "sdpa", "causal"  # FlexAttention asks for a GPU
-    return args, "causal SDPA"
+    return args
