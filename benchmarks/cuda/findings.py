@@ -22,6 +22,8 @@ from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.wrapper import read_wrapper
 from moe_compile.graph.wrapper_order import EventKind
 
+FLEX_KERNEL: Final = re.compile(r"triton_tem_\w*flex_attention")
+"""Inductor's template of attention; what it fuses around it has other names."""
 LETTERS: Final = {Kind.LAUNCH: EventKind.LAUNCH.value, Kind.WAIT: EventKind.WAIT.value}
 
 
@@ -107,6 +109,8 @@ def _by_exchange(order: str) -> list[str]:
 def _letter(call: Call) -> str:
     if call.kind is Kind.EXTERN and "mm" in call.name.rpartition(".")[2]:
         return EventKind.GEMM.value
-    if call.kind is Kind.EXTERN and ("dot_product" in call.name or "flex" in call.name):
+    if call.kind is Kind.EXTERN and "dot_product" in call.name:
+        return EventKind.ATTENTION.value
+    if call.kind is Kind.TRITON and FLEX_KERNEL.match(call.name):
         return EventKind.ATTENTION.value
     return LETTERS.get(call.kind, "")

@@ -54,7 +54,8 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
     pin = PinOrder.run
 
     def noting(self: PinOrder, graph: fx.Graph, state: Any) -> Any:
-        orders.append(graph_letters(graph))
+        if letters := graph_letters(graph):  # a mask's graph inside of attention has none
+            orders.append(letters)
         return pin(self, graph, state)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.query import is_launch, is_wait
 from moe_compile.graph.wrapper_order import EventKind
 
@@ -19,11 +20,13 @@ def _letter(node: fx.Node) -> str:
         return EventKind.LAUNCH.value
     if is_wait(node):
         return EventKind.WAIT.value
+    if is_flex_attention(node):
+        return EventKind.ATTENTION.value
     name = str(node.target)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):  # the operator that it runs
+    if is_higher_order(node):  # the operator that it runs
         name = " ".join(str(a) for a in node.args if isinstance(a, torch._ops.OpOverload))
     if name.startswith("aten.") and "mm." in name:
         return EventKind.GEMM.value
-    if "dot_product" in name or "flex_attention" in name:
+    if "dot_product" in name:
         return EventKind.ATTENTION.value
     return ""

@@ -20,8 +20,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+from torchtitan.models.attention import get_causal_mask_mod, get_document_mask_mod
 
 import torchtitan_integration
 from benchmarks.cuda.cases import Program
@@ -117,14 +119,23 @@ def _overrides(program: Program) -> tuple[str, ...]:
 
 
 def _moe_block(model: nn.Module, rank: FakeRank) -> Built:
-    calls = calls_of_blocks(model, rank)
-    block, arguments = next(call for call in calls if call[0].moe_enabled)
     mode = FakeTensorMode()
+    with mode:
+        masks = _document_mask()
+    calls = calls_of_blocks(model, rank, masks)
+    block, arguments = next(call for call in calls if call[0].moe_enabled)
     with mode:
         _on_device(block, mode)
         inputs = pytree.tree_map_only(torch.Tensor, _fake, arguments)
         inputs[0].requires_grad_()
     return Built(block.compiled, inputs)
+
+
+def _document_mask() -> BlockMask:
+    """Return the mask that torchtitan makes of one sequence of several documents."""
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=DEVICE)
+    mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(tokens, eos_id=0))
+    return create_block_mask(mask, 1, None, TOKENS, TOKENS, device=DEVICE)
 
 
 def _on_device(module: nn.Module, mode: FakeTensorMode) -> nn.Module:

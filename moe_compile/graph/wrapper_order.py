@@ -46,7 +46,9 @@ MATMUL: Final = re.compile(
     r"|cpp_\w*gemm\w*|triton_tem_\w*)"
     r"(?:\.\w+)?\("
 )
-ATTENTION: Final = re.compile(r"torch\.ops\.aten\.(_scaled_dot_product_\w+)")
+ATTENTION: Final = re.compile(
+    r"torch\.ops\.aten\.(_scaled_dot_product_\w+)|\b(triton_tem_\w*flex_attention\w*)\.run\("
+)
 KERNEL: Final = re.compile(r"\b((?:cpp|triton)_\w+)(?:\.run)?\(")
 NAME: Final = re.compile(r"[A-Za-z_]\w*")
 STRING: Final = re.compile(r"'([^']*)'")
@@ -98,10 +100,10 @@ def _event(line: str) -> list[Event]:
         strings = STRING.findall(arguments)
         made = line.partition("=")[0].strip()
         return [Event(EventKind.LAUNCH, op, strings[-1] if strings else "", (made,))]
+    if found := ATTENTION.search(line):
+        return [Event(EventKind.ATTENTION, found[1] or found[2], line=line.strip())]
     if found := MATMUL.search(line):
         return [Event(EventKind.GEMM, found[1].rpartition(".")[2], line=line.strip())]
-    if found := ATTENTION.search(line):
-        return [Event(EventKind.ATTENTION, found[1], line=line.strip())]
     if found := KERNEL.search(line):
         return [Event(EventKind.KERNEL, found[1])]
     return []

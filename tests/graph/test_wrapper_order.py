@@ -56,6 +56,8 @@ def call(args):
         buf0 = torch.ops._c10d_functional.all_gather_into_tensor_out.default(a, 2, 'ep', out=b)
         stream0 = get_raw_stream(0)
         triton_tem_fused_mm_2.run(buf0, arg0_1, 1, 1, 1, stream=stream0)
+        triton_per_fused_flex_attention_backward_3.run(buf0, buf5, 16, 128, stream=stream0)
+        triton_tem_fused_flex_attention_backward_view_4.run(buf5, buf6, 1, 1, 1, stream=stream0)
         triton_poi_fused_add_0.run(buf0, 16, stream=stream0)
         extern_kernels.addmm(buf0, buf1, buf2, alpha=1, beta=1, out=buf3)
         buf4 = torch.ops._c10d_functional.wait_tensor.default(buf0)
@@ -73,14 +75,15 @@ def test_a_cpu_wrapper_is_read_in_order():
 
 def test_a_cuda_wrapper_is_read_in_order():
     events = wrapper_events(CUDA)
-    assert event_letters(events, "LWmk") == "LmkmW"
+    assert event_letters(events, "LWmka") == "LmkakmW"
     assert events[0].group == "ep"
 
 
 def test_definitions_comments_and_benchmarks_are_not_events():
     assert event_letters(wrapper_events(CPU), "W") == "W"
     assert [e.op for e in wrapper_events(CUDA) if e.kind is EventKind.KERNEL] == [
-        "triton_poi_fused_add_0"
+        "triton_per_fused_flex_attention_backward_3",
+        "triton_poi_fused_add_0",
     ]
 
 
