@@ -7,6 +7,8 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import sympy
 
 from moe_compile.journal.reasons import Reason
@@ -43,7 +45,7 @@ def grouped_matmul(call: Call) -> Value:
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
         raise Unproven(Reason.SHARED_PARAMETER, "offsets not followed to one group per expert")
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
-    _check_groups(call, rows.order, sizes)
+    check_groups(call, rows.order, sizes)
     if call.facts.premises:
         call.facts.group_ends.append(offs)
     _note_reads(call, matrices)
@@ -67,7 +69,7 @@ def _note_reads(call: Call, matrices: Value) -> None:
             call.known.reads.add(matrices, expert, expert)
 
 
-def _check_groups(call: Call, order: Order, sizes: list[sympy.Expr]) -> None:
+def check_groups(call: Call, order: Order, sizes: Sequence[sympy.Expr]) -> None:
     """Refuse unless group e holds all rows of expert e, and no others."""
     chosen = order[0].rows if order and order[0].start == 0 else None
     if isinstance(chosen, Selected):

@@ -16,8 +16,10 @@ import torch
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call, dim_of
+from moe_compile.proof.spread_rules import entries
 from moe_compile.regions.row_domain import (
     Fixed,
+    Groups,
     Labels,
     Opaque,
     Order,
@@ -81,6 +83,8 @@ def gather(call: Call) -> Value | list[Value] | None:
         return _gather_rows(call, form, base, index)
     if isinstance(index, Labels):
         return _by_label(call, form, base, index)
+    if isinstance(index, Groups) and (spread := entries(call, form.base, form.dim, index)):
+        return spread
     if isinstance(base, Outside):
         per_row = call.facts.depends_on_counts(form.index.shape[0])
         reason = Reason.ROWS_FROM_OUTSIDE if per_row else Reason.VALUE_FROM_COUNTS

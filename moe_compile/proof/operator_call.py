@@ -60,6 +60,8 @@ class Knowledge:
     joins: list[fx.Node] = field(default_factory=list)
     """Concatenations along the rows, of tensors of one type and number of dimensions: where the
     only input is an empty vector, the result is one."""
+    has_spread: bool = False
+    """Whether a table with an entry per expert met rows, those of an expert's padding too."""
     claims: list[Claim] = field(default_factory=list)
     moment: int = 0
     """The step of the trace that is followed."""

@@ -25,6 +25,7 @@ import torch.fx as fx
 
 from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
+from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
 from moe_compile.proof.position_rounding import is_channels_last, sums_by_place
 from moe_compile.proof.repeated_elements import Repeated
@@ -107,7 +108,7 @@ class _Proof:
         if given.node is self.region.counts:
             return Formulas(self.facts.sent)
         if given.node in self.region.others:
-            return Outside(frozenset({given.node}))
+            return Outside(frozenset({given.node}), behind=constants_behind(given.node))
         self._rows = given.tensor
         return Opaque()  # until the dispatch tells their order; nothing reads them before
 
@@ -222,7 +223,7 @@ class _Proof:
 
     def result(self, sampled: int) -> RowProof:
         """Return the evidence gathered."""
-        unsliceable = [(n, why or _form(self.region, n)) for n, why in self.known.grouped.items()]
+        unsliceable = [(n, why or self._form(n)) for n, why in self.known.grouped.items()]
         rows = [(n, self._only_expert(n)) for n in self.region.row_side]
         return RowProof(
             sliceable=tuple(n for n, why in unsliceable if why is None),
@@ -233,6 +234,19 @@ class _Proof:
             joins=tuple(dict.fromkeys(self.known.joins)),
             sampled=sampled,
         )
+
+    def _form(self, gemm: fx.Node) -> str | None:
+        """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
+        weight = gemm.args[1] if len(gemm.args) > 1 else None
+        sides = self.region.others, self.region.count_side
+        if weight not in sides[0] or gemm.kwargs.get("offs") not in sides[1]:
+            return "its weight or offsets are not plain arguments"
+        tensor = tensor_of(weight)
+        if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
+            return "its weight does not lie in memory matrix by matrix"
+        if self.known.has_spread and any(self.known.padding[gemm]):
+            return "rows that pad other experts' groups, which it would not fill, read their bias"
+        return None
 
     def _only_expert(self, node: fx.Node) -> int | None:
         tensor = self.produced.get(node)
@@ -250,17 +264,6 @@ def _sizes_outside(region: MoERegion) -> list[object]:
         value = value_of(node)
         sizes += value.shape if isinstance(value, torch.Tensor) else [value]
     return [size for size in sizes if isinstance(size, torch.SymInt)]
-
-
-def _form(region: MoERegion, gemm: fx.Node) -> str | None:
-    """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
-    weight = gemm.args[1] if len(gemm.args) > 1 else None
-    if weight not in region.others or gemm.kwargs.get("offs") not in region.count_side:
-        return "its weight or offsets are not plain arguments"
-    tensor = tensor_of(weight)
-    if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
-        return "its weight does not lie in memory matrix by matrix"
-    return None
 
 
 def _refused(region: MoERegion, node: fx.Node, why: Unproven) -> Refused:

@@ -30,6 +30,7 @@ from moe_compile.proof import (
     grouped_rules,
     index_rules,
     order_rules,
+    spread_rules,
     view_rules,
 )
 from moe_compile.proof.operator_call import Call, Rule, dim_of
@@ -46,6 +47,7 @@ from moe_compile.regions.row_domain import (
     Order,
     Outside,
     Rows,
+    Spread,
     Unproven,
     Value,
     length,
@@ -205,6 +207,8 @@ def apply(call: Call) -> Value | list[Value]:
     if call.name in constant_rules.FILLS:
         return constant_rules.fill(call)
     values = [call.value(t) for t in call.inputs]
+    if any(isinstance(v, Spread) for v in values):
+        return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
         nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
@@ -226,6 +230,8 @@ def _indexed(call: Call) -> Value | list[Value] | None:
         return index_rules.scatter(call)
     if call.name == "sort" and not isinstance(call.value(call.inputs[0]), Rows):
         return order_rules.sort(call)
+    if call.name == "searchsorted":
+        return spread_rules.groups(call)
     return order_rules.repeat_interleave(call) if call.name == "repeat_interleave" else None
 
 

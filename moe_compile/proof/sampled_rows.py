@@ -18,6 +18,7 @@ from moe_compile.proof.operator_call import Claim
 from moe_compile.regions.count_facts import CountFacts, Premise
 from moe_compile.regions.row_domain import (
     Formulas,
+    Groups,
     Labels,
     Opaque,
     Order,
@@ -155,9 +156,17 @@ class SampledRows:
         if value.inverse_of is not None and value.inverse_of in self._indices:
             undone = self._indices[value.inverse_of][tensor.long()]
             return bool(torch.equal(undone, torch.arange(len(tensor), device="cpu")))
+        if isinstance(value, Groups):
+            return self._are_groups(value, tensor)
         if value.is_arange:
             return torch.equal(tensor.long(), torch.arange(len(tensor), device="cpu"))
         return _is_permutation(tensor) if value.is_permutation else True
+
+    def _are_groups(self, value: Groups, tensor: torch.Tensor) -> bool:
+        sizes = torch.tensor([self._length(size) for size in value.sizes], device="cpu")
+        runs = _runs(sizes)
+        behind = tensor[len(runs) :]
+        return torch.equal(runs, tensor[: len(runs)].long()) and bool((behind == len(sizes)).all())
 
 
 def _runs(sizes: torch.Tensor) -> torch.Tensor:

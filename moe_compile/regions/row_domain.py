@@ -73,6 +73,8 @@ class Outside:
     """From parameters and buffers outside the region."""
 
     nodes: frozenset[fx.Node]
+    behind: int = 0
+    """Entries along dim 0 that are constants, behind all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,24 @@ class Opaque:
     reads_outside: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups(Opaque):
+    """`[R]` integers: the group that each place is in; behind the last group, their number."""
+
+    sizes: tuple[sympy.Expr, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """`[R, ...]`: what a table from outside has for the group of each place, entry e for group e.
+
+    Constants behind the last group.
+    """
+
+    nodes: frozenset[fx.Node]
+    sizes: tuple[sympy.Expr, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Row i along `dim` depends on the i-th row of `order`, on no other row and no count."""
@@ -116,7 +136,7 @@ class Rows:
     order: Order
 
 
-Value = Fixed | Outside | Formulas | Labels | Permutation | Opaque | Rows
+Value = Fixed | Outside | Formulas | Labels | Permutation | Opaque | Spread | Rows
 FROM_COUNTS = (Formulas, Labels, Permutation, Opaque)
 
 
