@@ -20,7 +20,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
     weights     DTensor has no random state for a CPU mesh: every rank fills its shards with the
                 same numbers, so that experts of different ranks are copies of one another. Here
                 the model starts as one rank alone would start it from the same seed, on any
-                number of ranks and in any layout, pipeline stages included
+                number of ranks and in any layout, pipeline stages included; what torchtitan
+                initialises nowhere, gpt_oss's biases of the router, as zeros
     exit        now and then a thread of gloo or of the data loader aborts the process while the
                 interpreter shuts down, after training has ended: the process leaves without that
 """
@@ -205,6 +206,8 @@ def _whole_model(trainer: Any) -> torch.nn.Module:
         whole = trainer.train_spec.model_cls(trainer.model_args)
     whole.to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.zero_()
         torch.manual_seed(seed[0])
         whole.init_weights(buffer_device=torch.device("cpu"))
     return whole

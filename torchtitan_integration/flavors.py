@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
+from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4ModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
@@ -42,6 +43,11 @@ class DebugDeepSeekV3Args(KeepsGroupedGemms, DeepSeekV3ModelArgs):
 @dataclasses.dataclass
 class DebugLlama4Args(KeepsGroupedGemms, Llama4ModelArgs):
     """Llama 4 for a CPU."""
+
+
+@dataclasses.dataclass
+class DebugGptOssArgs(KeepsGroupedGemms, GptOssModelArgs):
+    """gpt_oss for a CPU."""
 
 
 def debug_deepseek_v3(**changes: Any) -> DebugDeepSeekV3Args:
@@ -98,6 +104,22 @@ def debug_llama4(**changes: Any) -> DebugLlama4Args:
         ),
     }
     return DebugLlama4Args(**{**sizes, **changes})
+
+
+def debug_gpt_oss(**changes: Any) -> DebugGptOssArgs:
+    """Return a gpt_oss of that size: three layers, two of them with a sliding window, all MoE."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "dim": 128,
+        "moe_inter_dim": 128,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 32,
+        "sliding_window_size": 32,
+        "moe_args": _debug_moe(num_shared_experts=0, route_norm=True, gate_bias=True),
+    }
+    return DebugGptOssArgs(**{**sizes, **changes})
 
 
 def _debug_moe(**changes: Any) -> MoEArgs:
@@ -168,6 +190,7 @@ FLAVORS: Final[Mapping[str, Mapping[str, BaseModelArgs]]] = {
         "16B_sdpa": on_sdpa("16B"),
         "671B_sdpa": on_sdpa("671B"),
     },
+    "gpt_oss": {"debug_cpu": debug_gpt_oss()},
     "llama4": {"debug_cpu": debug_llama4()},
     "qwen3": {
         "debug_cpu": debug_qwen3(),

@@ -14,7 +14,7 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.layout import KEYS, Layout, toml
 
-MODELS: Final = ("deepseek_v3", "llama4", "qwen3")
+MODELS: Final = ("deepseek_v3", "gpt_oss", "llama4", "qwen3")
 SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
 CHECKPOINTING: Final = ("none", "selective", "full")
 
@@ -46,8 +46,8 @@ RULES: Final = (
         what="models other than " + ", ".join(MODELS),
         field="model",
         instead=lambda _: MODELS[0],
-        why="megamoe lays out torchtitan's MoE models that run on SDPA (its gpt_oss needs "
-        "FlexAttention) and a model without experts has no exchange to hide",
+        why="megamoe lays out torchtitan's MoE models, and a model without experts has no "
+        "exchange to hide",
     ),
     Rule(
         holds=lambda x: x.ep > 1 and x.knows_shards and x.dense_shards < 2,
@@ -77,6 +77,13 @@ RULES: Final = (
         instead=lambda _: SCHEDULES[-1],
         why="its equality with torchtitan is not tested (schedules that split the backward need "
         "it in two graphs, and megamoe schedules it as one)",
+    ),
+    Rule(
+        holds=lambda x: x.pp > 1 and x.model == "gpt_oss",
+        what="gpt_oss with PP",
+        field="pp",
+        instead=lambda _: 1,
+        why="torchtitan's gpt_oss embeds tokens on every stage, and splits in none",
     ),
     Rule(
         holds=lambda x: x.cp > 1 and x.attention == "tensor",

@@ -14,11 +14,15 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
+from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
 from torchtitan.models.llama4.infra import parallelize as llama4
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from moe_compile.errors import InvalidConfig
+from torchtitan_integration.expert_bias import run_as_one_graph
+from torchtitan_integration.expert_mesh import expert_mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,8 @@ class ModelParts:
     knows_cp: bool = True
     """Whether its tensor-parallel plan asks for context parallelism."""
     knows_async_tp: bool = False
+    has_own_experts: bool = False
+    """Whether its experts are gpt_oss's, with biases, and its plan for them its own."""
 
     def apply_tp(
         self, model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool, has_cp: bool
@@ -48,6 +54,26 @@ class ModelParts:
             **settings,
         )
 
+    def prepare_experts(self, model: nn.Module) -> None:
+        """Have experts that no graph can hold as they are written run otherwise; bits stay."""
+        if self.has_own_experts:
+            for block in model.layers.values():
+                run_as_one_graph(block.moe.experts)
+
+    def apply_experts(self, model: nn.Module, dims: ParallelDims) -> None:
+        """Apply expert parallelism, and tensor parallelism of experts."""
+        settings: dict[str, Any] = {"etp_mesh": expert_mesh(dims, ["etp"])}
+        if self.has_own_experts:
+            settings = {"etp_enabled": dims.etp_enabled}
+        module = self.module if self.has_own_experts else llama4
+        module.apply_moe_ep_tp(
+            model,
+            tp_mesh=dims.get_optional_mesh("tp"),
+            ep_mesh=expert_mesh(dims, ["ep"]),
+            ep_etp_mesh=expert_mesh(dims, ["ep", "etp"]),
+            **settings,
+        )
+
     def saved_operators(self) -> set[Any]:
         """Return the operators whose results selective checkpointing ("op") keeps."""
         return set(self.module._op_sac_save_list)
@@ -55,6 +81,13 @@ class ModelParts:
 
 PARTS: Final = {
     "deepseek_v3": ModelParts(module=deepseek_v3, stock=deepseek_v3.parallelize_deepseekv3),
+    "gpt_oss": ModelParts(
+        module=gpt_oss,
+        stock=gpt_oss.parallelize_gptoss,
+        knows_cp=False,
+        knows_async_tp=True,
+        has_own_experts=True,
+    ),
     "llama4": ModelParts(module=llama4, stock=llama4.parallelize_llama, knows_cp=False),
     "qwen3": ModelParts(module=qwen3, stock=qwen3.parallelize_qwen3, knows_async_tp=True),
 }

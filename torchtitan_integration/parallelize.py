@@ -20,11 +20,9 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_ddp
-from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from moe_compile.config import PREFIX
 from moe_compile.group_setup import agree_on_machines
-from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options, option_of
 from torchtitan_integration.layout import BACKEND, of_model, read_layout
@@ -59,6 +57,7 @@ def _value(job: JobConfig, key: str) -> Any:
 def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     """Apply TP, EP, CP and activation checkpointing, then compile each block."""
     parts = parts_of(job.model.name)
+    parts.prepare_experts(model)
     if dims.tp_enabled:
         parts.apply_tp(
             model,
@@ -69,13 +68,7 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
         if model.tok_embeddings is not None:
             model.tok_embeddings.register_forward_hook(_waited)
     if dims.tp_enabled or dims.ep_enabled:
-        apply_moe_ep_tp(
-            model,
-            tp_mesh=dims.get_optional_mesh("tp"),
-            ep_mesh=expert_mesh(dims, ["ep"]),
-            etp_mesh=expert_mesh(dims, ["etp"]),
-            ep_etp_mesh=expert_mesh(dims, ["ep", "etp"]),
-        )
+        parts.apply_experts(model, dims)
     if dims.cp_enabled:
         apply_ulysses(model.layers.values(), sequence_mesh(dims), job)
     compiles = job.compile.enable and "model" in job.compile.components

@@ -38,7 +38,12 @@ def write(folder, text):
         ('[megamoe]\nchunk_by = "batch"\n', "not available in this version"),
         ("megamoe = 3\n", "must be a table"),
         ("[megamoe\n", "is not TOML"),
-        (OURS.replace("deepseek_v3", "gpt_oss"), 'write model.name = "deepseek_v3"'),
+        (OURS.replace("deepseek_v3", "llama3"), 'write model.name = "deepseek_v3"'),
+        (
+            OURS.replace("deepseek_v3", "gpt_oss")
+            + "[parallelism]\npipeline_parallel_degree = 2\n",
+            "write parallelism.pipeline_parallel_degree = 1",
+        ),
         (
             f'{OURS}[activation_checkpoint]\nmode = "memory_budget"\n',
             'write activation_checkpoint.mode = "selective"',
@@ -173,11 +178,12 @@ def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
 def test_every_rule_refuses_and_what_it_says_to_write_passes():
     base = Layout(dp_shard=4, tp=2, ep=2)
     wrong = (
-        {"model": "gpt_oss"},
+        {"model": "llama3"},
         {"dp_shard": 1},
         {"tp": 4, "etp": 2},
         {"ep": 5},
         {"pp": 2, "pp_schedule": "GPipe"},
+        {"model": "gpt_oss", "pp": 2},
         {"tp": 1, "cp": 2, "attention": "tensor"},
         {"attention": "ulysses"},
         {"cp": 2},

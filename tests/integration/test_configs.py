@@ -45,7 +45,7 @@ def test_degrees_make_the_machine_of_the_name(path):
 
 
 def test_all_machines_are_there():
-    assert len(CLUSTER) == 6
+    assert len(CLUSTER) == 7
 
 
 @pytest.mark.slow

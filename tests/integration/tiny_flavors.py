@@ -5,7 +5,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401  (registers the specs)
 from tests.integration.one_stream import read_one_stream
-from torchtitan_integration.flavors import debug_deepseek_v3, debug_llama4, debug_qwen3
+from torchtitan_integration.flavors import (
+    debug_deepseek_v3,
+    debug_gpt_oss,
+    debug_llama4,
+    debug_qwen3,
+)
 
 
 def moe(**changes):
@@ -25,6 +30,7 @@ TINY = {
     "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe(), n_layers=2),
     "qwen3": debug_qwen3(**QWEN, n_layers=2),
     "llama4": debug_llama4(dim=64),
+    "gpt_oss": debug_gpt_oss(dim=64, moe_inter_dim=64, n_layers=2),
 }
 for name, flavor in TINY.items():
     get_train_spec(name).model_args["tiny"] = flavor

@@ -160,4 +160,5 @@ def _plain(name):
 
 
 def _hash(values):
-    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+    bits = values.contiguous().reshape(-1).view(torch.uint8)  # NumPy has no bfloat16
+    return hashlib.sha256(bits.numpy().tobytes()).hexdigest()

@@ -18,14 +18,21 @@ from torchtitan_integration.dry_run.attention import fused_attention
 from torchtitan_integration.dry_run.world import FakeRank
 
 
+def kind_of(block: nn.Module) -> str:
+    """Return what a block has that others of its model may not have."""
+    has_window = getattr(block, "use_sliding_attention", False)
+    experts = "with experts" if block.moe_enabled else "without experts"
+    return f"{experts} and a sliding window" if has_window else experts
+
+
 def one_block_of_each_kind(rank: FakeRank) -> nn.Module:
     """Return the model with the first block of each kind, in the type the GPUs compute in."""
     model = rank.build_model()
-    kinds: set[bool] = set()
+    kinds: set[str] = set()
     for name, block in list(model.layers.items()):
-        if block.moe_enabled in kinds:
+        if kind_of(block) in kinds:
             del model.layers[name]
-        kinds.add(block.moe_enabled)
+        kinds.add(kind_of(block))
         if rank.model_args.attn_type == "sdpa":
             block.attention.inner_attention.forward = fused_attention
     dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]

@@ -23,7 +23,7 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
 from moe_compile.report.compilations import Compilation
-from torchtitan_integration.dry_run.blocks import calls_of_blocks, one_block_of_each_kind
+from torchtitan_integration.dry_run.blocks import calls_of_blocks, kind_of, one_block_of_each_kind
 from torchtitan_integration.dry_run.choices import Choice, choice, choices
 from torchtitan_integration.dry_run.measures import predicted_measures
 from torchtitan_integration.dry_run.world import FakeRank
@@ -57,7 +57,8 @@ class Launch:
 class Traced:
     """What one kind of block compiles to."""
 
-    has_experts: bool
+    kind: str
+    """As `kind_of` has it."""
     compilation: Compilation
     launches: dict[str, list[Launch]] = field(default_factory=dict)
     """Phase -> collectives, in order."""
@@ -99,7 +100,7 @@ def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
     apply_model_parallelism(model, rank.dims, job)
     for block, arguments in calls_of_blocks(model, rank):
         _compile(block.compiled, arguments)
-        found[-1].has_experts = bool(block.moe_enabled)
+        found[-1].kind = kind_of(block)
         found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
     return found
 
@@ -124,7 +125,7 @@ def _trace(
     config = replace(asked, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
     as_written = pristine_copy(gm)
     state, compilation = rewrite(gm, config)
-    traced = Traced(has_experts=False, compilation=compilation)
+    traced = Traced(kind="", compilation=compilation)
     if compilation.has_regions:
         traced.unhidden_us = _unhidden_us(as_written, inputs, config)
     forward, backward = (module.graph for module in trace_both(gm, inputs, state))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from torchtitan_integration.dry_run.blocks import kind_of
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import parallelize
@@ -35,8 +36,8 @@ class ModelState:
     gathered: int
     """Blocks FSDP holds whole at once, in the type of compute: two, or all of them where they
     are not resharded after the forward."""
-    blocks: dict[bool, int]
-    """Number of blocks with experts (True) and without (False)."""
+    blocks: dict[str, int]
+    """Number of blocks of each kind."""
     num_stages: int
     """Pipeline stages on this GPU."""
     has_output: bool
@@ -80,7 +81,7 @@ def measure_state(rank: FakeRank) -> ModelState:
     parts = _parts(rank, job)
     parameters = [p for part in parts for p in part.parameters()]
     blocks = [block for part in parts for block in part.layers.values()]
-    kinds = [bool(block.moe_enabled) for block in blocks]
+    kinds = [kind_of(block) for block in blocks]
     return ModelState(
         parameters=sum(_local_bytes(p, p.dtype) for p in parameters),
         gathered=_gathered(rank, blocks),
@@ -94,7 +95,7 @@ def add_activations(
     rank: FakeRank, name: str, state: ModelState, traced: Sequence[Traced]
 ) -> StageMemory:
     """Return a GPU's memory with what its blocks save for backward."""
-    saved = {layer.has_experts: layer.saved_bytes for layer in traced}
+    saved = {layer.kind: layer.saved_bytes for layer in traced}
     per_microbatch = sum(saved[kind] * number for kind, number in state.blocks.items())
     peaks = [m.get("peak_bytes", 0.0) for layer in traced for m in layer.measures.values()]
     return StageMemory(

@@ -49,8 +49,7 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
 
 
 def _collectives(layer: Traced) -> Table:
-    kind = "with experts" if layer.has_experts else "without experts"
-    table = Table(title=f"Collectives of one block {kind}, per rank", box=SIMPLE_HEAD)
+    table = Table(title=f"Collectives of one block {layer.kind}, per rank", box=SIMPLE_HEAD)
     table.add_column("collective")
     table.add_column("mesh axis")
     for heading in ("forward", "MB sent", "backward", "MB sent"):

@@ -1,0 +1,107 @@
+"""gpt_oss: experts with biases, a sliding window; its blocks, chunked, equal eager bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from torchtitan.models.attention import get_causal_mask_mod, get_sliding_window_mask_mod
+from torchtitan.models.gpt_oss.infra.parallelize import apply_moe_ep_tp
+from torchtitan.models.gpt_oss.model.model import TransformerBlock, precompute_rope_cache
+
+from moe_compile.report.process_report import REPORT
+from tests.integration.test_flex_attention import Layers
+from tests.integration.test_torchtitan import run as run_command
+from torchtitan_integration.expert_bias import run_as_one_graph
+from torchtitan_integration.flavors import debug_gpt_oss
+
+SEQUENCE, BATCH, WINDOW, DIM = 256, 2, 32, 64
+
+
+def build(layer, is_grouped, *, as_one_graph):
+    args = debug_gpt_oss(dim=DIM, moe_inter_dim=64, sliding_window_size=WINDOW)
+    args.moe_args.use_grouped_mm = is_grouped
+    torch.manual_seed(0)
+    block = TransformerBlock(layer, args)
+    with torch.no_grad():
+        block.init_weights(torch.device("cpu"))
+        block.moe.router.gate.bias.normal_()
+    if as_one_graph:
+        run_as_one_graph(block.moe.experts)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    apply_moe_ep_tp(Layers(block), tp_mesh=None, ep_mesh=mesh, ep_etp_mesh=None, etp_enabled=False)
+    return block, precompute_rope_cache(args.head_dim, SEQUENCE)
+
+
+def masks():
+    causal, window = get_causal_mask_mod(), get_sliding_window_mask_mod(WINDOW)
+    mods = {"basic_mask": causal, "sliding_window_mask": and_masks(causal, window)}
+    shape = (1, None, SEQUENCE, SEQUENCE)
+    return {name: create_block_mask(mod, *shape, device="cpu") for name, mod in mods.items()}
+
+
+def run(rank, layer, is_grouped, chunks, as_one_graph):
+    """Return output and gradients: eager for 0 chunks."""
+    torch._dynamo.reset()
+    block, rotations = build(layer, is_grouped, as_one_graph=as_one_graph)
+    forward = block.forward
+    if chunks:
+        options = {"megamoe.chunks": chunks, "megamoe.codegen": "fx", "megamoe.strict": True}
+        forward = torch.compile(forward, backend="megamoe", fullgraph=True, options=options)
+    own = torch.Generator().manual_seed(10 + rank)
+    x, gradient = (torch.randn(BATCH, SEQUENCE, DIM, generator=own) for _ in range(2))
+    x.requires_grad_()
+    output = forward(x, rotations, masks())
+    output.backward(gradient)
+    tensors = {"output": output.detach(), "input": x.grad}
+    for name, parameter in block.named_parameters():
+        found = parameter.grad
+        tensors[name] = found.to_local() if isinstance(found, DTensor) else found
+    return tensors
+
+
+def both_ways(rank, layer, is_grouped, chunks):
+    """Return the names of tensors that differ from torchtitan's, and what was chunked."""
+    eager = run(rank, layer, is_grouped, 0, False)
+    before = len(REPORT.compilations)
+    ours = run(rank, layer, is_grouped, chunks, True)
+    assert all(tensor.isfinite().all() for tensor in eager.values())
+    differ = [name for name in eager if not torch.equal(eager[name], ours[name])]
+    regions = [region for c in REPORT.compilations[before:] for region in c.regions]
+    return differ, [(region.verdict, region.num_chunks) for region in regions]
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_grouped", "chunks"),
+    [
+        (0, True, 2),  # a sliding window in every second layer
+        (1, True, 4),
+        pytest.param(1, True, 1, marks=pytest.mark.slow),
+        (1, False, 2),
+        pytest.param(0, False, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_block_with_biased_experts_changes_no_bit(kept_two_ranks, layer, is_grouped, chunks):
+    for differ, regions in kept_two_ranks.run(both_ways, layer, is_grouped, chunks):
+        assert differ == []
+        assert regions == [("left whole" if chunks == 1 else "chunked", chunks)]
+
+
+def test_experts_run_eagerly_as_torchtitans_do(kept_two_ranks):
+    for differ, regions in kept_two_ranks.run(both_ways, 0, True, 0):
+        assert differ == regions == []
+
+
+@pytest.mark.slow
+def test_a_job_by_the_command_prints_torchtitans_losses(tmp_path):
+    job = {"model.name": "gpt_oss", "training.seq_len": 128}
+    ours = {"megamoe.codegen": "fx", "megamoe.strict": True, "megamoe.chunks": 2}
+    losses, output = run_command(tmp_path / "ours", **job, **ours)
+    theirs, _ = run_command(tmp_path / "stock", **job, **{"compile.enable": False})
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    assert losses == theirs
+    assert "chunked" in output
