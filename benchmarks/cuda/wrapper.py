@@ -29,6 +29,10 @@ SILENT: Final = {
 NAME: Final = re.compile(r"[\w.]+")
 METHOD: Final = re.compile(r"\.([a-z]\w*)\(")
 EVENT: Final = re.compile(r"event\w*\.(record|synchronize)$")
+READ: Final = ("in_ptr", "arg_")
+"""How pointers begin that a kernel only reads: fused ones', and those of templates."""
+WRITTEN_BY_FLEX: Final = frozenset({"arg_LSE", "arg_MAX", "arg_DQ", "arg_DV"})
+"""But these of FlexAttention's, of which the first is read in the backward."""
 OF_PYTHON: Final = {"max", "min", "abs", "int", "float", "len"}
 VIEWS: Final = {
     "view_as_complex", "view_as_real", "_conj", "view", "detach", "permute", "reshape",
@@ -169,7 +173,7 @@ class _Reader:
                 continue
             if not pointer.startswith("out_ptr"):
                 made.reads.append(tensor)
-            if not pointer.startswith("in_ptr"):
+            if not pointer.startswith(READ) or pointer in WRITTEN_BY_FLEX:
                 made.writes.append(tensor)
         self._calls.append(made)
 

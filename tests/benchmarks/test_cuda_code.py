@@ -124,6 +124,23 @@ def test_what_is_done_to_a_buffer_in_flight_is_told(between, said):
     assert (len(found), said in "".join(found)) == (bool(said), True)
 
 
+def test_of_a_templates_pointers_only_its_results_are_written():
+    kernels = KERNELS.replace(
+        "def triton_poi_1(in_out_ptr0,", "def triton_poi_1(arg_Q, arg_LSE, out_ptr0,"
+    )
+    body = """
+primals_1, primals_2 = args
+buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
+buf1 = empty_strided_cuda((4, ), (1, ), torch.bfloat16)
+triton_poi_1.run(primals_1, buf0, buf1, 16, stream=s)
+return (buf1, )
+"""
+    wrapper = read_wrapper(code(body).replace(KERNELS, kernels))
+    (call,) = (c for c in wrapper.calls if c.kind is Kind.TRITON)
+    assert [t.storage for t in call.reads] == ["primals_1", "buf0"]
+    assert [t.storage for t in call.writes] == ["buf0", "buf1"]
+
+
 def test_a_launch_that_nobody_waits_for_is_told():
     text = FORWARD.replace("    torch.ops._c10d_functional.wait_tensor.default(buf3)\n", "")
     found = list(faults(read_wrapper(code(text.format(between="    pass")))))
