@@ -75,7 +75,7 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run):
 
 def shares(output):
     """Return the exposed shares: forward, forward and backward, and the least of any order."""
-    (line,) = re.findall(r"exposed share: (.*)", output.replace("\n", " "))
+    (line,) = re.findall(r"exposed share: (.*?less than \d+%)", output.replace("\n", " "))
     return [int(share) / 100 for share in re.findall(r"(\d+)%", line)]
 
 
@@ -83,6 +83,25 @@ def test_the_exposed_share_is_of_the_block_with_nothing_hidden(dry_run):
     forward, both, least = shares(dry_run(megamoe__hardware="h100"))
     assert 0.0 <= least <= both <= 1.0 and forward <= 1.0
     assert "exposed share" not in dry_run(megamoe__chunks=1, megamoe__schedule=False)
+
+
+def test_what_each_value_of_numerics_would_choose_is_beside_what_was_asked(dry_run):
+    output = dry_run(megamoe__hardware="h100", megamoe__dispatch_wire="fp8")
+    rows = {row[0]: row for row in re.findall(CHOICE, output, re.MULTILINE)}
+    assert list(rows) == ["as asked", "exact", "bounded", "lossy"]
+    assert "2 chunks" in rows["as asked"][1] and "dispatch fp8" in rows["as asked"][1]
+    assert "fp8" not in rows["exact"][1] + rows["bounded"][1]
+    steps = {name: (float(step), float(exposed)) for name, (_, _, step, exposed, _) in rows.items()}
+    phases = re.findall(r"ward: predicted (\S+) ms .* -> (\S+) ms", output)[-2:]
+    compute, exposed = (sum(map(float, column)) for column in zip(*phases, strict=True))
+    assert steps["as asked"] == pytest.approx((compute + exposed, exposed), abs=0.02)
+    for name in ("exact", "bounded", "lossy"):
+        gain = steps[name][0] / steps["as asked"][0] - 1
+        assert float(rows[name][4].rstrip("%")) / 100 == pytest.approx(gain, abs=0.02 + gain**2)
+
+
+CHOICE = r"^ +(as asked|exact|bounded|lossy)  +(.*?)  +(\S+)  +(\S+) *(\S*) *$"
+"""A row of the table of choices: name, what, ms of a step, exposed ms, gain."""
 
 
 @pytest.mark.slow

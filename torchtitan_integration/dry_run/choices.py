@@ -1,8 +1,8 @@
 """What "auto" would choose for a block, for each value of the option `numerics`.
 
 Contract
-    Every option that takes "auto" has it; the rest is as the job says. A plan that was traced
-    before is not traced again.
+    Every option that takes "auto" has it; the rest is as the job says. What was traced before is
+    not traced again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import CHOICES, MegaMoEConfig
 from moe_compile.graph.pristine import pristine_copy
-from moe_compile.plan.plan import Plan
 from moe_compile.report.compilations import Compilation
 from torchtitan_integration.dry_run.measures import predicted_measures
 
@@ -45,17 +44,19 @@ class Choice:
 
 
 def choices(
-    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig, known: dict[Plan, Choice]
+    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig, asked: Choice
 ) -> list[Choice]:
-    """Return what would be chosen of `gm`, as it was written; `known`: plans traced so far."""
-    found = list(known.values())
+    """Return `asked`, then what would be chosen of `gm`, as it was written."""
+    found = [asked]
     for numerics in CHOICES["numerics"]:
         copied = pristine_copy(gm)
         state, compilation = rewrite(copied, replace(config, **FREE, numerics=numerics))
-        if state.plan not in known:
+        what = _described(compilation)
+        known = next((one for one in found if one.what == what), None)
+        if known is None:
             measures = [predicted_measures(m.graph) for m in trace_both(copied, inputs, state)]
-            known[state.plan] = choice(numerics, compilation, measures)
-        found.append(replace(known[state.plan], name=numerics))
+            known = choice(numerics, compilation, measures)
+        found.append(replace(known, name=numerics))
     return found
 
 

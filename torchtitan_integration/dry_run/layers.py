@@ -136,7 +136,7 @@ def _trace(
         traced.measures[phase] = predicted_measures(graph)
     if compilation.has_regions:
         own = choice("as asked", compilation, list(traced.measures.values()))
-        traced.choices = choices(as_written, inputs, config, {state.plan: own})
+        traced.choices = choices(as_written, inputs, config, own)
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     return traced
 
