@@ -14,6 +14,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.config",
         "moe_compile.frame_space",
         "moe_compile.hardware",
+        "moe_compile.kept_files",
         "moe_compile.source_hash",
     ),
     ("moe_compile.ops", "moe_compile.runtime"),
@@ -27,6 +28,8 @@ LAYERS = (  # left to right; longest prefix wins
     ("passes",),
     ("moe_compile.report",),
     (
+        "moe_compile.cache_marks",
+        "moe_compile.dropped_before",
         "moe_compile.inductor_settings",
         "moe_compile.codegen",
         "moe_compile.first_run",
