@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,9 +25,12 @@ from functorch.compile import (
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from moe_compile.cache_marks import cache_marks
 from moe_compile.cost.aot_trace import AOT, aot_graphs
+from moe_compile.dropped_before import Failure, note, noted
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.graph.async_tp import SETTING
+from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
 from moe_compile.inductor_settings import settings_of_ours, switched_off
 from moe_compile.journal.entries import Dropped
@@ -35,11 +39,20 @@ from moe_compile.source_hash import hash_of_sources
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
 
+LOG: Final = logging.getLogger(__name__)
+
 HOOKS: Final = {
     "joint_custom_post_pass": (JOINT,),
     "post_grad_custom_pre_pass": (POST_GRAD_EARLY,),
     "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
+
+AOT_GRAPHS: Final = ("joint", "forward", "backward")
+"""The graphs of AOTAutograd, as the journal names them."""
+
+FUSIONS: Final = "pre_grad_fusion_options"
+
+TAKEN_OVER: Final = "megamoe: pass %s failed when this %s graph was compiled, and is left out: %s"
 
 EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
 """What runs on a graph that there is work on."""
@@ -55,6 +68,8 @@ class LevelPass(CustomGraphPass):
         self, levels: Sequence[Level], state: CompileState, before: CustomGraphPass | None
     ) -> None:
         """Run `before` first, then `levels` in order with `state`."""
+        self.is_late = False
+        """Whether the program ran already."""
         self._levels = levels
         self._state = state
         self._before = before
@@ -64,11 +79,18 @@ class LevelPass(CustomGraphPass):
         if self._before is not None:
             self._before(graph)
         for level in self._levels:
-            run_on_aot_graph(level, graph, self._state)
+            for dropped in run_on_aot_graph(level, graph, self._state):
+                failure = Failure(
+                    graph=self._state.graph_name,
+                    pass_name=dropped.pass_name,
+                    detail=dropped.detail,
+                    is_late=self.is_late,
+                )
+                note(_identity(self._state), failure)
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
-        mine = f"{_sources()} {_identity(self._state)}"
+        mine = _identity(self._state)
         if self._before is None:
             return mine
         uuid = getattr(self._before, "uuid", None)
@@ -82,26 +104,50 @@ def _sources() -> str:
 
 
 def _identity(state: CompileState) -> str:
-    return f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
+    """Return what identifies our passes in cache keys."""
+    given = f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
+    return f"{_sources()} {given}"
 
 
-def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> None:
-    """Run one level on a graph of AOTAutograd; says in the state which direction it is."""
+def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> list[Dropped]:
+    """Run one level on a graph of AOTAutograd; return which passes failed on it.
+
+    Says in the state which direction the graph is.
+    """
     state.is_backward = any(map(is_tangent, graph.nodes))
     if level not in (POST_GRAD, RECORD, PIN):  # these come later on their graph
         state.measures = {}
     direction = "backward" if state.is_backward else "forward"
     state.graph_name = "joint" if level is JOINT else direction
-    for dropped in (r for r in run_level(level, graph, state) if isinstance(r, Dropped)):
-        state.dropped.append(f"{dropped.pass_name} {direction}")
-        if state.tell_dropped is not None:
-            state.tell_dropped()
+    results = run_level(level, graph, state)
+    failed = [one for one in results if isinstance(one, Dropped) and one.is_failure]
+    state.dropped += [f"{one.pass_name} {state.graph_name}" for one in failed]
+    if failed and state.tell_dropped is not None:
+        state.tell_dropped()
+    return failed
+
+
+def _take_over_failures(state: CompileState) -> None:
+    """Take in which passes failed on a program that comes from AOTAutograd's cache.
+
+    On no graph of such a program did a pass run; on one that was compiled here some did.
+    """
+    if any(graph in AOT_GRAPHS for graph, _ in state.journal.records):
+        return
+    failures = noted(_identity(state))
+    for one in failures:
+        state.journal.add(one.graph, one.as_dropped)
+        LOG.warning(TAKEN_OVER, one.pass_name, one.graph, one.detail)
+    state.dropped += [f"{one.pass_name} {one.graph}" for one in failures if not one.is_late]
+    if failures and state.tell_dropped is not None:
+        state.tell_dropped()
 
 
 def plan_of(state: CompileState) -> str:
     """Return a digest of what was made of a compiled program; "" where it runs as written.
 
     Passes that failed on the graphs compiled so far are part of it: other ranks may have none.
+    So are those that failed when the code was compiled which now comes from a cache.
     """
     if not _levels(state):
         return ""
@@ -128,11 +174,31 @@ def compile_with_inductor(
     levels = _levels(state)
     ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
     ours.update(_settings(state))
+    passes = dict[str, LevelPass]()
     for hook, all_levels in HOOKS.items():
         if here := tuple(level for level in all_levels if level in levels):
             before = patches.get(hook, getattr(inductor_config, hook))
-            ours[hook] = LevelPass(here, state, before)
-    return compile_fx(gm, list(example_inputs), config_patches={**patches, **ours})
+            passes[hook] = LevelPass(here, state, before)
+    if passes:
+        ours.update(_let_into_cache(gm, patches))
+    settings = {**patches, **ours, **passes}
+    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=settings)
+    if passes:
+        _take_over_failures(state)
+    for one in passes.values():
+        one.is_late = True
+    return compiled
+
+
+def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str, object]:
+    """Prepare a graph for AOTAutograd's cache; return the settings with which it is taken.
+
+    Inductor's fusions on Dynamo graphs, which are off unless asked for, take an example value for
+    a tensor, also where none is known: with these the graph stays as it is, and no cache takes it.
+    """
+    if not patches.get(FUSIONS, getattr(inductor_config, FUSIONS)):
+        note_receivers(gm.graph)
+    return cache_marks(patches)
 
 
 def _settings(state: CompileState) -> dict[str, object]:

@@ -28,10 +28,12 @@ Each work-around is in place before the torchtitan module that would fail is imp
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import sys
 import types
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -41,6 +43,7 @@ import torch.nn.attention.flex_attention as flex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend
 
+from moe_compile.cache_marks import mark_cacheable
 from moe_compile.frame_space import with_frame_space
 
 WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -137,6 +140,7 @@ def prepare_torch() -> None:
     """Put the work-arounds in place; call before anything of torchtitan is imported."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the text is local: ask no hub about it
     torch.histc = _histc
+    mark_cacheable(_histc, hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = generate_permute_indices  # type: ignore[attr-defined]
     sys.modules["torchtitan.models.moe.kernels"] = kernels

@@ -21,6 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_ddp
 
+from moe_compile.cache_marks import cache_marks
 from moe_compile.config import PREFIX
 from moe_compile.group_setup import agree_on_machines
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
@@ -150,6 +151,8 @@ def backend_options(job: JobConfig, held: int) -> dict[str, Any]:
 
 def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callable[..., Any]:
     backend = job.compile.backend
-    options = backend_options(job, held) if backend == BACKEND else None
+    options = None
+    if backend == BACKEND:
+        options = {**cache_marks({}), **backend_options(job, held)}
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's own apply_compile
     return torch.compile(forward, backend=backend, fullgraph=True, options=options)

@@ -10,16 +10,18 @@ Contract
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.effects import is_host_arithmetic, is_pure
 from moe_compile.graph.precedence import find_predecessors
-from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.graph.query import is_launch, is_wait, tensor_of
 
 CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 """Meta keys that tell where a node comes from; all others are facts about one value."""
@@ -65,6 +67,25 @@ class ValuedEmitter(Emitter):
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         node.meta["val"] = target(*values[0], **values[1])
         return node
+
+
+def note_receivers(graph: fx.Graph) -> None:
+    """Give an example value to every node that a method is called on: None where none is known.
+
+    AOTAutograd's cache takes a graph only where all of these have one. Dynamo gives none to an
+    element of a vector that the host reads: a tensor without dimensions, as it is written here.
+    """
+    for node in graph.find_nodes(op="call_method"):
+        for receiver in (a for a in node.args[:1] if isinstance(a, fx.Node)):
+            receiver.meta.setdefault("example_value", _element_of_vector(receiver))
+
+
+def _element_of_vector(node: fx.Node) -> torch.Tensor | None:
+    """Return the fake value of `vector[integer]`; None for any other node."""
+    if node.target is not operator.getitem or type(node.args[1]) is not int:
+        return None
+    vector = tensor_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    return vector.new_empty(()) if vector is not None and vector.dim() == 1 else None
 
 
 def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:

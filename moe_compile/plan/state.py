@@ -61,7 +61,7 @@ class CompileState:
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     dropped: list[str] = field(default_factory=list)
-    """Passes left out of an AOTAutograd graph, with its direction."""
+    """Passes that failed on a graph of AOTAutograd, each with that graph."""
     tell_dropped: Callable[[], None] | None = None
     """Called with each of these: a backward graph comes when the report of its compilation is
     written."""

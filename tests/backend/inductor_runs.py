@@ -16,8 +16,14 @@ NUMBERED = re.compile(r"# AOT ID: .*")  # counts the compilations of the process
 
 
 def counters():
-    found = torch._dynamo.utils.counters["inductor"]
-    return {key: found.get(f"fxgraph_cache_{key}", 0) for key in ("hit", "miss", "bypass")}
+    """Return what the caches of graphs, and of whole programs, AOTAutograd's, said."""
+    graphs = torch._dynamo.utils.counters["inductor"]
+    programs = torch._dynamo.utils.counters["aot_autograd"]
+    kinds = ("hit", "miss", "bypass")
+    return {
+        **{kind: graphs.get(f"fxgraph_cache_{kind}", 0) for kind in kinds},
+        **{f"program_{kind}": programs.get(f"autograd_cache_{kind}", 0) for kind in kinds},
+    }
 
 
 def compiled_layer(options):

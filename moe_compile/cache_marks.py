@@ -1,0 +1,52 @@
+"""Functions that AOTAutograd's cache may take into its keys by their name.
+
+The cache keeps a program from Dynamo's graph to the compiled code of forward and backward. It
+refuses a graph with a function that it does not know, which may depend on more than its arguments.
+
+Contract
+    A function is marked by Inductor's own setting for it, with a version that is part of the key.
+    Marked here are functions of torch of which the arguments say all; a user's own marks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch._inductor.config as inductor_config
+
+OF_TORCH: Final = (
+    "torch.nn.attention._backend_from_string",
+    "torch.nn.attention._sdpa_kernel",
+)
+"""`torch.nn.attention.sdpa_kernel`, as Dynamo writes it."""
+
+SETTING: Final = "unsafe_marked_cacheable_functions"
+
+
+def cache_marks(patches: Mapping[str, Any]) -> dict[str, object]:
+    """Return the setting with `OF_TORCH`, beside what the user marks.
+
+    `patches` are the settings of one compilation, which win over those for all. {} where this
+    torch has no such setting.
+    """
+    known = inductor_config.get_config_copy()
+    if SETTING not in known:
+        return {}
+    return {
+        SETTING: {
+            **dict.fromkeys(OF_TORCH, torch.__version__),
+            **patches.get(SETTING, known[SETTING]),
+        }
+    }
+
+
+def mark_cacheable(function: Callable[..., Any], version: str) -> None:
+    """Mark `function` in all compilations of this process; with another version all is compiled.
+
+    Its arguments must say all that it does.
+    """
+    if hasattr(inductor_config, SETTING):
+        marks = {f"{function.__module__}.{function.__name__}": version}
+        setattr(inductor_config, SETTING, {**getattr(inductor_config, SETTING), **marks})
