@@ -1,0 +1,1 @@
+"""What chunks, and a second start, take to compile."""
