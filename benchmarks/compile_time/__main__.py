@@ -67,19 +67,27 @@ def compile_once(subject: str, chunks: int) -> dict[str, float]:
     return found
 
 
-def measure_chunks(subjects: Sequence[str], chunks: Sequence[int], repeats: int) -> Iterator[Row]:
-    """Compile every subject in every number of chunks, turn and turn about."""
-    for subject in subjects:
-        rounds = [[compile_once(subject, n) for n in chunks] for _ in range(repeats)]
-        for n, found in zip(chunks, zip(*rounds, strict=True), strict=True):
-            cpu = tuple(round(one["cpu_s"], 2) for one in found)
-            yield Row(
-                subject=subject,
-                chunks=n,
-                cpu_s=statistics.median(cpu),
-                all_cpu_s=cpu,
-                wall_s=round(statistics.median(one["wall_s"] for one in found), 2),
-            )
+def measure_chunks(
+    subjects: Sequence[str], chunks: Sequence[int], repeats: int
+) -> Iterator[list[Row]]:
+    """Compile every subject in every number of chunks; gives the rows so far after every round."""
+    pairs = [(subject, n) for subject in subjects for n in chunks]
+    found: dict[tuple[str, int], list[dict[str, float]]] = {pair: [] for pair in pairs}
+    for _ in range(repeats):
+        for pair in pairs:
+            found[pair].append(compile_once(*pair))
+        yield [_row(*pair, found[pair]) for pair in pairs]
+
+
+def _row(subject: str, chunks: int, found: Sequence[dict[str, float]]) -> Row:
+    cpu = tuple(round(one["cpu_s"], 2) for one in found)
+    return Row(
+        subject=subject,
+        chunks=chunks,
+        cpu_s=statistics.median(cpu),
+        all_cpu_s=cpu,
+        wall_s=round(statistics.median(one["wall_s"] for one in found), 2),
+    )
 
 
 def measure_starts() -> dict[str, Start]:
@@ -107,7 +115,7 @@ def ratio_of_starts(starts: dict[str, Start]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table; write JSON."""
+    """Print a table and write JSON, after every round what is known so far."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compile_time", description=__doc__.partition("\n")[0]
     )
@@ -117,12 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-starts", action="store_true", help="leave out the recipe's starts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
-    rows = list(measure_chunks(options.subjects, options.chunks, options.repeats))
+    given = sys.argv[1:] if arguments is None else arguments
     starts = {} if options.no_starts else measure_starts()
-    report = _report(rows, starts, sys.argv[1:] if arguments is None else arguments)
-    _print(rows, starts, report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    rounds = measure_chunks(options.subjects, options.chunks, options.repeats)
+    for rows in rounds if options.subjects else [[]]:
+        report = _report(rows, starts, given)
+        _print(rows, starts, report)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
