@@ -15,16 +15,20 @@ from typing import Final
 
 import torch
 
+from benchmarks.gpu.host_copies import check_trace
 from benchmarks.gpu.kernels import check_kernels
 from benchmarks.gpu.layer_check import check_layer
 from benchmarks.gpu.link_rounds import check_link
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import SIZES, Sizes
+from benchmarks.gpu.sliced_products import check_slices
 from benchmarks.gpu.unit_tests import check_tests
 
 SECTIONS: Final[Mapping[str, Callable[[Record, Sizes], None]]] = {
     "kernels": check_kernels,
+    "slices": check_slices,
     "layer": check_layer,
+    "trace": check_trace,
     "link": check_link,
     "tests": check_tests,
 }

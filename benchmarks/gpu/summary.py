@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.gpu.bars import Bar, judge
 
 Section = Mapping[str, Any]
 
@@ -24,7 +26,14 @@ def read_section(out: Path, name: str) -> dict[str, Any]:
 
 def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
     """Print a table per section, then how each ended."""
-    tables = {"kernels": _kernels, "layer": _layer, "link": _link, "tests": _tests}
+    tables = {
+        "kernels": _kernels,
+        "slices": _slices,
+        "layer": _layer,
+        "trace": _trace,
+        "link": _link,
+        "tests": _tests,
+    }
     for name in summary["sections"]:
         section = read_section(out, name)
         if section.get("rows"):
@@ -37,6 +46,19 @@ def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> No
             console.print(f"{name}: skipped {skipped['what']}: {skipped['why']}", markup=False)
     for name, found in summary["sections"].items():
         console.print(f"{name}: {found['status']} in {found.get('seconds', 0)} s", highlight=False)
+    bars = judge({name: read_section(out, name) for name in tables})
+    is_gpu = summary["device"] == "cuda"
+    console.print(
+        _bars(bars, "Bars" if is_gpu else "Bars, for a GPU: times are no measurement here")
+    )
+
+
+def _bars(bars: Sequence[Bar], title: str) -> Table:
+    table = _table(title, "", "", "found")
+    for bar in bars:
+        said = {True: "holds", False: "MISSED", None: "open"}[bar.holds]
+        table.add_row(bar.what, said, bar.found)
+    return table
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -66,9 +88,29 @@ def _kernels(section: Section) -> Table:
     return table
 
 
+def _slices(section: Section) -> Table:
+    table = _table(
+        "Elements that differ from one product of all experts",
+        "routing", "width x hidden", "chunks", "rows", "input", "weight",
+    )  # fmt: skip
+    for row in section["rows"]:
+        table.add_row(*map(str, row.values()))
+    return table
+
+
+def _trace(section: Section) -> Table:
+    columns = ("forward_copies", "forward_kernels", "backward_copies", "backward_kernels")
+    table = _table(
+        "Copies to the host, and kernels", "variant", *(c.replace("_", " ") for c in columns)
+    )
+    for row in section["rows"]:
+        table.add_row(row["variant"], *(str(row[column]) for column in columns))
+    return table
+
+
 def _layer(section: Section) -> Table:
     table = _table(
-        "Layer, one rank", "variant", "worst error", "x inductor", "step ms", "compile s"
+        "Layer, one rank", "variant", "worst error", "x inductor", "step ms", "host ms", "compile s"
     )
     for row in section["rows"]:
         times = [t for t in row["times_inductors"].values() if t is not None]

@@ -14,15 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu import sliced_products
+from benchmarks.gpu.__main__ import ALIKE, _passed_before
+from benchmarks.gpu.bars import BARS, judge
 from benchmarks.gpu.exact_layer import exact_results, relative_errors
 from benchmarks.gpu.kernels import measure_op
 from benchmarks.gpu.lanes import Pace, ProcessorLane
 from benchmarks.gpu.layer_step import LayerStep
 from benchmarks.gpu.limited_process import run_limited
 from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
-from benchmarks.gpu.record import Record
+from benchmarks.gpu.record import Record, write_json
 from benchmarks.gpu.row_ops import ROW_OPS
-from benchmarks.gpu.sizes import SMOKE
+from benchmarks.gpu.sizes import H200, LONGEST_S, PROMISED_S, SMOKE
 from benchmarks.link.emulated_link import LinkRate
 
 ROOT = Path(__file__).parents[2]
@@ -187,3 +190,58 @@ def test_a_section_out_of_time_leaves_no_process(tmp_path):
     while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not stat.exists() or ") Z " in stat.read_text()
+
+
+def test_the_sections_fit_in_25_minutes_and_run_tests_that_are_there():
+    assert sum(PROMISED_S.values()) <= 25 * 60 and max(PROMISED_S.values()) <= LONGEST_S == 8 * 60
+    assert all((ROOT / path).exists() for path in (*H200.tests, *SMOKE.tests))
+
+
+def test_products_of_some_experts_have_the_bits_of_all(record):
+    sliced_products.check_slices(record, SMOKE)
+    found = on_disk(record)
+    assert not found["failures"] and len(found["rows"]) == 3 * 2 * 2
+
+
+def test_one_wrong_element_of_a_chunks_product_is_a_failure(record, monkeypatch):
+    right = sliced_products._products
+
+    def wrong(rows, weights, grad, starts, experts):
+        out, *grads = right(rows, weights, grad, starts, experts)
+        out[0, 0] += experts.start == 2
+        return out, *grads
+
+    monkeypatch.setattr(sliced_products, "_products", wrong)
+    sliced_products.check_slices(record, SMOKE)
+    whys = {failure["why"].partition(" of ")[0] for failure in on_disk(record)["failures"]}
+    assert whys == {"1"}
+
+
+def section(*rows, **found):
+    return {"rows": list(rows), "failures": [], "skipped": [], "is_complete": True, **found}
+
+
+def test_a_bar_holds_or_is_missed_or_is_open():
+    layer = [{"variant": f"megamoe N={n}", "compile_s": 10.0 * n} for n in (1, 4)]
+    faster = {"median": 0.8, "low": 0.7, "high": 0.9}
+    link = {"setting": "1:1", "variant": "megamoe N=4", "vs_best_inductor": faster}
+    failed = section({}, failures=[{"what": "even: rows", "why": "3 differ"}])
+    sections = {"slices": failed, "layer": section(*layer), "link": section(link)}
+    sections["tests"] = section({}, is_complete=False)
+    holds = {bar.what: bar.holds for bar in judge(sections)}
+    assert len(holds) == len(BARS)
+    assert holds["products of some experts have the bits of all"] is False
+    assert holds["four chunks compile in 2.0 x one chunk's time"] is False
+    assert holds["megamoe N=4 is faster than Inductor's best at 1:1, emulated"] is True
+    assert holds["tests pass on this torch and GPU"] is None
+    assert holds["one copy to the host forward, none backward"] is None
+
+
+def test_what_passed_on_this_gpu_and_code_is_not_run_again(tmp_path):
+    now = {"device": "cuda", "sources": "a", "machine": dict.fromkeys(ALIKE, "x")}
+    assert _passed_before(tmp_path, now) == {}
+    sections = {"kernels": {"status": "passed"}, "link": {"status": "failed"}}
+    write_json(tmp_path / "summary.json", {**now, "sections": sections})
+    assert list(_passed_before(tmp_path, now)) == ["kernels"]
+    assert _passed_before(tmp_path, {**now, "sources": "b"}) == {}
+    assert _passed_before(tmp_path, {**now, "machine": {**now["machine"], "gpu": "y"}}) == {}

@@ -1,0 +1,98 @@
+"""What a check on a GPU is held to, and what the results of its sections say of that.
+
+Contract
+    A bar holds, is missed, or is open: its section did not run, or not to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.link.cases import BASELINE
+
+Section = Mapping[str, Any]
+
+MOST_COMPILE: Final = 2.0
+"""Times the compilation of one chunk that four chunks of a bare layer may take."""
+LEAST_OF_COPY: Final = 0.7
+"""Of the bandwidth of a copy, that a kernel of quantised rows reaches at the largest size."""
+OURS: Final = "megamoe N=4"
+SETTING: Final = "1:1"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar, and what was found."""
+
+    what: str
+    holds: bool | None
+    """None where it is open."""
+    found: str = ""
+
+
+def judge(sections: Mapping[str, Section]) -> list[Bar]:
+    """Return all bars; `sections` are results by name, {} of one that did not run."""
+    return [_judged(what, sections.get(name, {}), look) for name, what, look in BARS]
+
+
+def _judged(what: str, section: Section, look: Callable[[Section], tuple[bool, str]]) -> Bar:
+    if not section.get("is_complete") or not section.get("rows"):
+        return Bar(what, None, "not run to its end")
+    try:
+        return Bar(what, *look(section))
+    except (LookupError, ValueError) as error:  # a variant was skipped, or never ran
+        return Bar(what, None, f"not measured: {error}")
+
+
+def _no_failure(section: Section) -> tuple[bool, str]:
+    failures = [failure["what"] for failure in section["failures"]]
+    skipped = len(section.get("skipped", []))
+    return not failures, ", ".join(failures[:3]) or f"none failed, {skipped} skipped"
+
+
+def _kernels(section: Section) -> tuple[bool, str]:
+    largest = max(row["rows"] for row in section["rows"])
+    least = min(row["fraction_of_copy"] for row in section["rows"] if row["rows"] == largest)
+    return least >= LEAST_OF_COPY, f"{least:.2f} of a copy"
+
+
+def _row(rows: Iterable[Mapping[str, Any]], **values: str) -> Mapping[str, Any]:
+    for row in rows:
+        if all(row[key] == value for key, value in values.items()):
+            return row
+    raise LookupError(", ".join(values.values()))
+
+
+def _compile(section: Section) -> tuple[bool, str]:
+    one, four = (_row(section["rows"], variant=f"megamoe N={n}")["compile_s"] for n in (1, 4))
+    return four <= MOST_COMPILE * one, f"x {four / one:.2f}"
+
+
+def _kernels_of_chunks(section: Section) -> tuple[bool, str]:
+    one, two = (_row(section["rows"], variant=f"megamoe N={n}") for n in (1, 2))
+    more = [two[f"{phase}_kernels"] - one[f"{phase}_kernels"] for phase in ("forward", "backward")]
+    return max(more) <= MORE_KERNELS, " and ".join(f"{n:+d}" for n in more)
+
+
+MORE_KERNELS: Final = 15
+
+
+def _overlap(section: Section) -> tuple[bool, str]:
+    found = _row(section["rows"], setting=SETTING, variant=OURS)["vs_best_inductor"]
+    return found["high"] < 1.0, f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
+
+
+BARS: Final[tuple[tuple[str, str, Callable[[Section], tuple[bool, str]]], ...]] = (
+    ("kernels", "quantised rows equal plain PyTorch", _no_failure),
+    ("kernels", f"quantised rows at {LEAST_OF_COPY} of a copy's bandwidth", _kernels),
+    ("slices", "products of some experts have the bits of all", _no_failure),
+    ("layer", f"errors near {BASELINE}'s, products under every exchange", _no_failure),
+    ("layer", f"four chunks compile in {MOST_COMPILE} x one chunk's time", _compile),
+    ("trace", "one copy to the host forward, none backward", _no_failure),
+    ("trace", f"two chunks launch at most {MORE_KERNELS} kernels more", _kernels_of_chunks),
+    ("link", f"{OURS} is faster than Inductor's best at {SETTING}, emulated", _overlap),
+    ("tests", "tests pass on this torch and GPU", _no_failure),
+)
+"""Section, what is wanted, and how it is told."""
