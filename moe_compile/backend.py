@@ -41,6 +41,7 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.frame_space import with_frame_space
+from moe_compile.graph.inner_graphs import names_of_recomputed
 from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
@@ -170,9 +171,11 @@ def _run_dynamo_level(
     compilation: Compilation,
     levels: list[dict[str, Any]],
     name: str = "dynamo",
+    *,
+    is_recomputed: bool = False,
 ) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
-    state.begin_graph(name)
+    state.begin_graph(name, is_recomputed=is_recomputed)
     results = run_level(dynamo_level(), gm.graph, state)
     state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
@@ -183,9 +186,13 @@ def _run_dynamo_level(
     compilation.add_level(state)
     gm.recompile()
     note_outer_terms(gm.graph)
+    recomputed = names_of_recomputed(gm.graph)
     for child, body in gm.named_children():
         if isinstance(body, fx.GraphModule):
-            _run_dynamo_level(body, state, compilation, levels, f"{name}/{child}")
+            again = is_recomputed or child in recomputed
+            _run_dynamo_level(
+                body, state, compilation, levels, f"{name}/{child}", is_recomputed=again
+            )
 
 
 def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:

@@ -32,7 +32,7 @@ class PlanRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.experts` and `state.attention`."""
-        layers = Layers(graph, state.found.regions)
+        layers = Layers(graph, state.found.regions, is_recomputed=state.is_recomputed)
         state.experts, state.dead = plan_experts(graph, state, layers)
         state.attention = plan_attention(state, layers)
         state.launches = {

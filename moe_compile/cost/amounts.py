@@ -19,12 +19,14 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from moe_compile.cost.group_ranks import group_ranks
 from moe_compile.cost.kept_blocks import kept_share
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import (
     argument_of,
+    group_name,
     is_all_gather,
     is_all_to_all,
     is_integer,
@@ -272,7 +274,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _group_size(launch: fx.Node) -> int:
-    """Return the ranks of an all-gather or reduce-scatter, 0 of another collective."""
+    """Return the ranks that a collective says it is among, or that its group has; 0 for neither."""
     position = 1 if is_all_gather(launch) else 2 if is_reduce_scatter(launch) else None
     size = None if position is None else argument_of(launch, position, "group_size")
-    return size if isinstance(size, int) else 0
+    return size if isinstance(size, int) else group_ranks(group_name(launch))

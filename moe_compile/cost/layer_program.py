@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_compile.cost.amounts import ranks_of
 from moe_compile.cost.aot_trace import aot_graphs
+from moe_compile.graph.edit import recompute_all
 from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode
-from moe_compile.graph.query import overload_name, value_of
+from moe_compile.graph.query import is_launch, overload_name, value_of
 
 ORIGIN: Final = "megamoe_origin"
 """Key in a node's `custom` annotation, which AOTAutograd hands on: place of the Dynamo node."""
@@ -45,13 +47,17 @@ class LayerProgram:
     """On the graph's own fake mode; only sizes, types and devices are read."""
     origins: list[fx.Node] = field(default_factory=list)
     """The Dynamo node at each place."""
+    objects: list[Any] = field(default_factory=list)
+    """What it is given that is no tensor: meshes of distributed tensors."""
+    is_recomputed: bool = False
+    """Whether the backward computes all again but what exchanges received."""
     rows: int = 1
     """What `NominalSizes` takes a number to be that the host reads and nothing explains."""
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether its text says all: it calls nothing that a user has written."""
-        return _is_of_torch(self.module)
+        """Whether its text says all: it calls and is given nothing but what torch has."""
+        return not self.objects and _is_of_torch(self.module)
 
     @property
     def text(self) -> str:
@@ -61,11 +67,15 @@ class LayerProgram:
             f"{t.requires_grad} {is_weight(t)} {_inner(t)}"
             for t in self.inputs
         ]
-        parts = (torch.__version__, str(self.rows), *_modes(), *given, *_code(self.module))
+        ranks = (str(ranks_of(node)) for node in self.module.graph.nodes if is_launch(node))
+        about = (torch.__version__, str(self.rows), str(self.is_recomputed), *_modes(), *ranks)
+        parts = (*about, *given, *map(str, self.objects), *_code(self.module))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def graphs(self) -> tuple[fx.Graph, ...]:
         """Return AOTAutograd's forward graph, and backward graph where there is a gradient."""
+        if self.is_recomputed:
+            recompute_all(self.module.graph)
         with _apart() as mode:
             inputs = [_fresh(t, mode) for t in self.inputs]
             return tuple(gm.graph for gm in aot_graphs(self.module, inputs))
@@ -89,9 +99,16 @@ def program_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> LayerProgram:
     body = _body(graph, nodes)
     inside = set(body)
     given = dict.fromkeys(a for n in body for a in n.all_input_nodes if a not in inside)
-    for place, node in enumerate(n for n in given if n.op != "get_attr"):
+    tensors = [n for n in given if n.op != "get_attr" and _object(value_of(n)) is None]
+    for place, node in enumerate(tensors):
         env[node] = stretch.placeholder(f"given_{place}")
         program.inputs.append(value_of(node))
+    for node in given:
+        if node not in env and node.op != "get_attr":
+            name = f"object_{len(program.objects)}"
+            program.objects.append(_object(value_of(node)))
+            setattr(program.module, name, program.objects[-1])
+            env[node] = stretch.create_node("get_attr", name)
     for place, node in enumerate(n for n in given if n.op == "get_attr"):
         _set_attribute(program.module, f"attr_{place}", _attribute(owner, str(node.target)))
         env[node] = stretch.get_attr(f"attr_{place}")
@@ -111,7 +128,7 @@ def _body(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
     for node in graph.nodes:
         if node.op.startswith("call") and (node in nodes or changes_mode(node)):
             given = (a for a in node.all_input_nodes if a not in inside)
-            if all(a.op == "get_attr" or _is_static(value_of(a)) for a in given):
+            if all(a.op == "get_attr" or _is_known(value_of(a)) for a in given):
                 inside.add(node)
     return _without_idle_switches(node for node in graph.nodes if node in inside)
 
@@ -170,10 +187,16 @@ def _fresh(tensor: Any, mode: FakeTensorMode) -> Any:
         return fresh.clone() if fresh.requires_grad else fresh  # a leaf may not be written in place
 
 
-def _is_static(value: Any) -> bool:
-    """Whether it is a tensor of one size."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return is_tensor and all(type(size) is int for size in (*value.shape, *value.stride()))
+def _is_known(value: Any) -> bool:
+    """Whether it is a tensor of one size, or no tensor and no number."""
+    if not isinstance(value, torch.Tensor):
+        return _object(value) is not None
+    return all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
+def _object(value: Any) -> Any:
+    """Return the object of Python that a fake value of the tracer stands for; None for another."""
+    return None if isinstance(value, torch.Tensor) else getattr(value, "real_obj", None)
 
 
 def _modes() -> Iterator[str]:

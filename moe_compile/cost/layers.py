@@ -29,13 +29,15 @@ Region: TypeAlias = MoERegion | AttentionRegion
 class Layers:
     """The layers of one graph, by the regions in them; each is traced when first read."""
 
-    def __init__(self, graph: fx.Graph, regions: Iterable[Region]) -> None:
-        """Cut `graph` between its `regions`."""
+    def __init__(
+        self, graph: fx.Graph, regions: Iterable[Region], *, is_recomputed: bool = False
+    ) -> None:
+        """Cut `graph` between its `regions`; `is_recomputed` as of `TracedNodes`."""
         nodes, found = list(graph.nodes), tuple(regions)
         self._place = {node: place for place, node in enumerate(nodes)}
         cuts = [0, *self._cuts(nodes, found)]
         self._layers = {
-            end: TracedNodes(graph, frozenset(nodes[start:end]))
+            end: TracedNodes(graph, frozenset(nodes[start:end]), is_recomputed=is_recomputed)
             for start, end in itertools.pairwise(cuts)
         }
 

@@ -28,13 +28,19 @@ class TracedNodes:
     """Nodes of one graph as a program; it is traced when its work is first asked for."""
 
     def __init__(
-        self, graph: fx.Graph, nodes: Collection[fx.Node] | None = None, num_rows: int = 1
+        self,
+        graph: fx.Graph,
+        nodes: Collection[fx.Node] | None = None,
+        num_rows: int = 1,
+        *,
+        is_recomputed: bool = False,
     ) -> None:
         """Note what to trace: `nodes`, or all; not those given a size which only a run knows.
 
-        `num_rows` is what the host reads where nothing in the graph explains it.
+        `num_rows` is what the host reads where nothing in the graph explains it; `is_recomputed`
+        says that the backward computes the nodes again, but for what exchanges received.
         """
-        self._graph, self._num_rows = graph, num_rows
+        self._graph, self._num_rows, self._is_recomputed = graph, num_rows, is_recomputed
         self.not_traced = ""
         """Why torch does not trace the nodes by themselves, once it was tried; "" if it does."""
         self.nodes = frozenset(graph.nodes) if nodes is None else nodes
@@ -43,7 +49,7 @@ class TracedNodes:
     def program(self) -> LayerProgram:
         """Return the program."""
         program = program_of(self._graph, self.nodes)
-        program.rows = self._num_rows
+        program.rows, program.is_recomputed = self._num_rows, self._is_recomputed
         return program
 
     @functools.cached_property

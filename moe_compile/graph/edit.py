@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.effects import is_host_arithmetic, is_pure
 from moe_compile.graph.precedence import find_predecessors
-from moe_compile.graph.query import is_launch, is_wait, tensor_of
+from moe_compile.graph.query import is_all_to_all, is_launch, is_wait, tensor_of
 
 CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 """Meta keys that tell where a node comes from; all others are facts about one value."""
@@ -99,6 +99,16 @@ def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:
         if node is not source and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             todo.extend(node.all_input_nodes)
+
+
+def recompute_all(graph: fx.Graph) -> None:
+    """Have the backward pass of a Dynamo graph compute all again but what all-to-alls received."""
+    for node in graph.nodes:
+        if node.op.startswith("call"):
+            launch = node.all_input_nodes[0] if is_wait(node) else node
+            is_saved = is_all_to_all(launch)
+            policy = CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["recompute"] = policy
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> int:

@@ -23,6 +23,8 @@ KNOWN: Final = frozenset(
     }
 )  # fmt: skip
 """Operators of torch that do no more than compute, or write what they say, without such a graph."""
+CHECKPOINT: Final = "tag_activation_checkpoint"
+CHECKPOINT_POLICY: Final = "_checkpoint_context_fn"
 SEEDED: Final = frozenset(
     {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"}
 )
@@ -32,6 +34,11 @@ SEEDED: Final = frozenset(
 def is_higher_order(node: fx.Node) -> bool:
     """Whether the node calls a higher-order operator."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _operator_name(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(target.name())
 
 
 def is_flex_attention(node: fx.Node) -> bool:
@@ -54,6 +61,22 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
 def inside(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the graphs that a higher-order operator runs, [] for any other node."""
     return [inner for body in bodies(node) for inner in body.graph.nodes]
+
+
+def names_of_recomputed(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of the bodies that activation checkpoints compute again whole.
+
+    Not of those whose checkpoint has a policy of its own, which torch keeps on the body.
+    """
+    called = [n for n in graph.nodes if is_higher_order(n) and _operator_name(n) == CHECKPOINT]
+    names = [str(i.target) for n in called for i in n.all_input_nodes if i.op == "get_attr"]
+    owner = graph.owning_module
+    modules = {name: getattr(owner, name, None) for name in names}
+    return frozenset(
+        name
+        for name, body in modules.items()
+        if isinstance(body, fx.GraphModule) and CHECKPOINT_POLICY not in body.meta
+    )
 
 
 def is_opaque(node: fx.Node) -> bool:

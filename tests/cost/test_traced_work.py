@@ -1,6 +1,7 @@
 """What the planner reads of a layer is what AOTAutograd makes of it, forward and backward."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
@@ -322,13 +324,65 @@ def test_a_layer_under_autocast_is_another_layer():
 
 
 def test_work_of_a_layer_whose_weights_are_sharded_is_read(fake_ranks):
-    """As under tensor parallelism: what is given to the layer has a mesh in it."""
+    """As under tensor parallelism: the layer is given a mesh, by itself and inside of tensors."""
     mesh = DeviceMesh("cpu", torch.arange(fake_ranks.size()))
     sharded = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(1)], run_check=False))
 
     def program(x, w):
-        return (DTensor.from_local(x, mesh, [Replicate()]) @ w).to_local().sum()
+        x = DTensor.from_local(x.sin(), mesh, [Replicate()])
+        return (x @ w).to_local().sum()
 
     work = work_of(program, ROWS, sharded)
-    assert [w.operations for w in work.forward if w.operations] == [2 * 8 * 4 * 4]
-    assert work.backward
+    (product,) = (w for w in work.forward if w.operations)
+    assert product.operations == 2 * 8 * 4 * 4 and work.backward
+    assert [work.forward[need].name for need in product.needs] == ["sin"]
+
+
+def test_the_backward_of_a_checkpoint_computes_again_all_but_what_exchanges_received():
+    splits, group = [8], one_rank_group()
+
+    def program(x, w):
+        sent = c10d.all_to_all_single(x.sin() @ w, splits, splits, group)
+        return (c10d.wait_tensor(sent).cos() @ w).exp().sum()
+
+    graph = graph_of(program, ROWS, WEIGHT)
+    replayed = Replayed(nodes=(), exchanges={})
+    kept, again = (
+        read_work(TracedNodes(graph, is_recomputed=r), replayed, EMPTY) for r in (False, True)
+    )
+    assert again.forward == kept.forward
+    products = [[w.operations for w in work.backward if w.operations] for work in (kept, again)]
+    assert len(products[1]) > len(products[0])
+    assert [w.exchange for w in again.backward if w.link_bytes] == [
+        w.exchange for w in kept.backward if w.link_bytes
+    ]
+
+
+def test_layers_inside_a_checkpoint_are_priced_with_what_it_computes_again(fake_ranks):
+    """Not with a policy of the checkpoint's own, which says what is kept."""
+    layer = GroupedExperts(16, 16, 4, 2, fake_ranks)
+    tokens = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    runs = {
+        False: layer,
+        True: lambda x: checkpoint(layer, x, use_reentrant=False),
+        None: lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=keeps),
+    }
+    predicted = {}
+    for name, run in runs.items():
+        config = MegaMoEConfig(equal_tokens=True, chunks="auto", hardware="h100")
+        _, compilation = rewrite(outer_graph(run, tokens), config)
+        (region,) = compilation.regions
+        predicted[name] = region.decision["as_it_is_us"]
+    assert predicted[True] > predicted[False] == predicted[None]
+
+
+def outer_graph(program, x):
+    return dynamo_graphs(program, x)[0]
+
+
+def test_a_sum_over_ranks_is_among_those_of_its_group(fake_ranks):
+    """An all-reduce does not say how many these are: half of it is sent to the other one, twice."""
+    name = fake_ranks.group_name
+    work = work_of(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", name)), ROWS.detach())
+    assert [w.link_bytes for w in work.forward if w.exchange] == [2 * ROWS.nbytes / 2]
