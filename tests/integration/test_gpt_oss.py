@@ -85,14 +85,14 @@ def both_ways(rank, layer, is_grouped, chunks):
         pytest.param(0, False, 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_block_with_biased_experts_changes_no_bit(kept_two_ranks, layer, is_grouped, chunks):
-    for differ, regions in kept_two_ranks.run(both_ways, layer, is_grouped, chunks):
+def test_a_block_with_biased_experts_changes_no_bit(two_ranks, layer, is_grouped, chunks):
+    for differ, regions in two_ranks.run(both_ways, layer, is_grouped, chunks):
         assert differ == []
         assert regions == [("left whole" if chunks == 1 else "chunked", chunks)]
 
 
-def test_experts_run_eagerly_as_torchtitans_do(kept_two_ranks):
-    for differ, regions in kept_two_ranks.run(both_ways, 0, True, 0):
+def test_experts_run_eagerly_as_torchtitans_do(two_ranks):
+    for differ, regions in two_ranks.run(both_ways, 0, True, 0):
         assert differ == regions == []
 
 

@@ -81,15 +81,18 @@ def test_where_the_fastest_might_lose_the_next_that_cannot_is_taken():
 
 
 def test_where_the_fastest_has_no_room_the_next_that_has_is_taken():
-    work = region(100, 100, row_bytes=1e-3)
+    work = dataclasses.replace(region(100, 100, row_bytes=1e-3), writes_joined=True)
     decision = choose(work, packing(20, unsure=0.2), WHOLE, CHUNKS, DISPATCH, allowed_bytes=1e-3)
     assert (decision.chosen.candidate, decision.why) == (DISPATCH, Why.FASTEST)
 
 
-def test_chunks_keep_two_more_copies_of_the_rows():
-    work = region(100, 100, row_bytes=7.0)
+def test_chunks_keep_two_more_copies_of_the_rows_where_these_are_written():
+    work = dataclasses.replace(region(100, 100, row_bytes=7.0), writes_joined=True)
     assert (extra_bytes(work, WHOLE), extra_bytes(work, DISPATCH)) == (0.0, 0.0)
     assert extra_bytes(work, CHUNKS) == 14.0
+    in_place = dataclasses.replace(work, writes_joined=False)
+    assert extra_bytes(in_place, CHUNKS) == 0.0
+    assert extra_bytes(in_place, dataclasses.replace(CHUNKS, chunk_by="heads")) == 14.0
 
 
 def test_advice_is_what_was_not_allowed_and_is_faster_by_more_than_one_percent():
