@@ -18,6 +18,8 @@ MOST_COMPILE: Final = 2.0
 """Times the compilation of one chunk that four chunks of a bare layer may take."""
 LEAST_OF_COPY: Final = 0.7
 """Of the bandwidth of a copy, that a kernel of quantised rows reaches at the largest size."""
+MORE_KERNELS: Final = 15
+"""Than in one chunk, that two chunks may launch in the forward, and in the backward."""
 OURS: Final = "megamoe N=4"
 SETTING: Final = "1:1"
 
@@ -74,9 +76,6 @@ def _kernels_of_chunks(section: Section) -> tuple[bool, str]:
     one, two = (_row(section["rows"], variant=f"megamoe N={n}") for n in (1, 2))
     more = [two[f"{phase}_kernels"] - one[f"{phase}_kernels"] for phase in ("forward", "backward")]
     return max(more) <= MORE_KERNELS, " and ".join(f"{n:+d}" for n in more)
-
-
-MORE_KERNELS: Final = 15
 
 
 def _overlap(section: Section) -> tuple[bool, str]:

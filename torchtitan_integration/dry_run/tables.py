@@ -102,7 +102,7 @@ def _choices(layer: Traced) -> Table:
         title="Predicted for one block, forward and backward: what megamoe.numerics allows",
         box=SIMPLE_HEAD,
     )
-    for heading in ("numerics", 'every "auto" takes'):
+    for heading in ("numerics", "runs as"):
         table.add_column(heading)
     for heading in ("step ms", "exposed ms", "against as asked"):
         table.add_column(heading, justify="right")
