@@ -140,4 +140,6 @@ def _measures(problem: ScheduleProblem, choice: Choice) -> dict[str, float]:
         "peak_bytes_before": float(choice.as_it_came.peak_bytes),
         "peak_bytes": float(choice.chosen.peak_bytes),
         "num_launches": float(len(problem.launches)),
+        "contention": problem.contention,
+        "overlap_slowdown": max(problem.overlap_slowdown.values(), default=0.0),
     }

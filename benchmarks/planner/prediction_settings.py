@@ -73,7 +73,7 @@ SETTINGS: Final = (
 
 
 def emulated_devices() -> Mapping[str, HardwareProfile]:
-    """Return the devices that durations are emulated of; their links do not slow compute.
+    """Return the devices that durations are emulated of; compute and links do not slow each other.
 
     `gpu-like` makes of a layer of 512 tokens and width 256 what an H100 makes of one of 4096 and
     4096: rates are divided by what is less to do, fixed costs stay.
@@ -86,6 +86,7 @@ def emulated_devices() -> Mapping[str, HardwareProfile]:
         memory_gb_per_s=h100.memory_gb_per_s / SMALLER,
         node=None,
         inter_node_contention=0.0,
+        inter_node_overlap_slowdown=0.0,
     )
     return {"cpu": load_profile("cpu"), "gpu-like": gpu}
 

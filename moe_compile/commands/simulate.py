@@ -104,7 +104,8 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         "cluster": setting.profile.name,
         "fit": name,
         "factors": dataclasses.asdict(setting.fit),
-        "contention": setting.costs.contention,
+        "contention": setting.costs.link.contention,
+        "overlap_slowdown": setting.costs.link.overlap_slowdown,
         "job": dataclasses.asdict(job),
         "rows": tables.as_data(rows),
     }

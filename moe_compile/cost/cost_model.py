@@ -32,6 +32,8 @@ class Cost:
     """What the larger part of the time follows from."""
     contention: float = 0.0
     """Of a collective: the share by which compute slows while it runs."""
+    overlap_slowdown: float = 0.0
+    """Of a collective: the share by which it slows while compute runs."""
 
 
 def estimate_costs(
@@ -74,6 +76,7 @@ class _Estimator:
         if is_launch(node):
             rates, is_gather = self.rates_of(ranks_of(node)), not is_all_to_all(node)
             us = rates.link_us(found.link_bytes, is_gather=is_gather)
-            return Cost(self.rates.op_overhead_us, us, Bound.LINK, rates.contention)
+            slower = rates.contention, rates.overlap_slowdown
+            return Cost(self.rates.op_overhead_us, us, Bound.LINK, *slower)
         amounts = found.operations, found.nbytes, found.num_kernels
         return Cost(self.rates.compute_us(*amounts), bound=self.rates.compute_bound(*amounts))

@@ -2,73 +2,171 @@
 
 Contract
     A stream serves tasks in the order given and never interrupts one.
-    With contention, tasks of one stream run slower while any other stream is busy; a task's end
-    moves when another stream gets work under it. Without, an end is start plus work, exactly.
+    Compute and collectives slow each other, and nothing else does: while any collective runs,
+    compute runs at 1 / (1 + contention) of its rate; while compute runs, a collective runs at
+    1 / (1 + the overlap slowdown of its stream). Collectives of several streams do not slow
+    each other.
+    A task's end is what follows from the tasks given so far: those given later may move it,
+    never to an earlier time. With neither slowdown an end is start plus work, exactly.
 
 Pseudo-code
-    start = max(task is ready, stream is free)
-    end   = start + work, and (slowed stream) + slowdown * the time others are busy meanwhile
+    event = a task starts or ends; between two events every rate is constant
+    rate  = 1 alone, 1 / (1 + slowdown) beside a task of the other kind
+    start = max(task is given, stream is free)
+    end   = when the rates since the start sum up to the task's work
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Served:
     """One task that a stream serves, or served."""
 
-    start: float
     work: float
     """Time it takes alone."""
-    end: float
+    end: float = math.inf
+    """inf until no later task can move it; `Streams.end_of` knows it as it stands."""
 
 
 class Streams:
     """When each stream is busy; times in any one unit, from 0."""
 
-    def __init__(self, slowed: str = "", slowdown: float = 0.0) -> None:
-        """Slow the stream `slowed` by the factor 1 + `slowdown` while any other is busy."""
-        self.slowed = slowed
-        self.slowdown = slowdown
-        self._last: dict[str, Served] = {}
-        self._busy: list[tuple[float, float]] = []
-        """Where the others are busy from the slowed stream's last task on, by start."""
-
-    def free_at(self, stream: str) -> float:
-        """Return when `stream` has served all it was given so far."""
-        last = self._last.get(stream)
-        return last.end if last else 0.0
+    def __init__(
+        self,
+        compute: str = "",
+        contention: float = 0.0,
+        overlap_slowdown: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say what slows: the stream `compute` by one share, each other stream by its own."""
+        slowdowns = dict(overlap_slowdown or {})
+        self._is_free = not contention and not any(slowdowns.values())
+        """Whether nothing slows anything."""
+        self._free_at: dict[str, float] = {}
+        self._state = _State(compute, contention, slowdowns)
 
     def serve(self, stream: str, ready: float, work: float) -> Served:
-        """Give `stream` a task that may start at `ready`; its end may move until time is there.
+        """Give `stream` a task that may start at `ready`; see `end_of`.
 
-        With contention `ready` is not before the start of what the slowed stream serves now.
+        With a slowdown, `ready` is not before that of any task given so far.
         """
-        start = max(ready, self.free_at(stream))
-        served = Served(start, work, start + work)
-        self._last[stream] = served
-        if not self.slowdown:
-            return served
-        if stream == self.slowed:
-            self._busy = [span for span in self._busy if span[1] > start]
-        else:
-            self._busy.append((served.start, served.end))
-            self._busy.sort()
-        if (running := self._last.get(self.slowed)) is not None:
-            running.end = self._slowed_end(running)
-        return served
+        if self._is_free:
+            start = max(ready, self._free_at.get(stream, 0.0))
+            self._free_at[stream] = start + work
+            return Served(work, start + work)
+        self._settle(ready)
+        task = Served(work)
+        self._state.give(stream, task)
+        return task
 
-    def _slowed_end(self, task: Served) -> float:
-        """Return the end of a task that runs at 1 / (1 + slowdown) where others are busy."""
-        now, left = task.start, task.work
-        for start, end in self._busy:
-            if start > now:
-                alone = min(left, start - now)
-                now, left = now + alone, left - alone
-            if left <= 0.0 or end <= now:
-                continue
-            done = min(left, (end - now) / (1.0 + self.slowdown))
-            now, left = now + done * (1.0 + self.slowdown), left - done
-        return now + left
+    def end_of(self, task: Served) -> float:
+        """Return when `task` is over if no more tasks are given."""
+        if task.end < math.inf:
+            return task.end
+        first = self._state.first()
+        if first.task is task:
+            return first.end
+        return next(end for over, end in self._state.copy().run(math.inf) if over.task is task)
+
+    def idle_at(self) -> float:
+        """Return when all tasks given so far are over."""
+        if self._is_free:
+            return max(self._free_at.values(), default=0.0)
+        state = self._state.copy()
+        return max((end for _, end in state.run(math.inf)), default=state.now)
+
+    def _settle(self, now: float) -> None:
+        """Run up to `now`: what is over by then no later task can move."""
+        for over, end in self._state.run(now):
+            over.task.end = end
+        self._state.now = max(self._state.now, now)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A task that runs, at one rate since the last event that changed it."""
+
+    stream: str
+    task: Served
+    since: float
+    left: float
+    """Work at `since`."""
+    stretch: float
+    """Time for one unit of work: 1 over the rate."""
+    end: float
+    """At this rate."""
+
+    def change(self, now: float, stretch: float) -> None:
+        """Go on from `now` at another rate."""
+        self.left = max(0.0, self.left - (now - self.since) / self.stretch)
+        self.since, self.stretch = now, stretch
+        self.end = now + self.left * stretch
+
+
+_END: Final = operator.attrgetter("end")
+
+
+@dataclass(slots=True)
+class _State:
+    """What runs at `now`, what is queued behind it, and how the one slows the other."""
+
+    compute: str
+    contention: float
+    overlap_slowdown: Mapping[str, float]
+    now: float = 0.0
+    running: dict[str, _Running] = field(default_factory=dict)
+    queued: dict[str, list[Served]] = field(default_factory=dict)
+
+    def copy(self) -> _State:
+        running = {
+            stream: _Running(r.stream, r.task, r.since, r.left, r.stretch, r.end)
+            for stream, r in self.running.items()
+        }
+        queued = {stream: list(tasks) for stream, tasks in self.queued.items() if tasks}
+        rules = self.compute, self.contention, self.overlap_slowdown
+        return _State(*rules, self.now, running, queued)
+
+    def give(self, stream: str, task: Served) -> None:
+        if stream in self.running:
+            self.queued.setdefault(stream, []).append(task)
+        else:
+            self._start(stream, task)
+            self._set_rates()
+
+    def first(self) -> _Running:
+        """Return what is over first of all that runs."""
+        return min(self.running.values(), key=_END)
+
+    def run(self, until: float) -> Iterator[tuple[_Running, float]]:
+        """Go from event to event; give each task that is over by `until`, with its end."""
+        while self.running:
+            first = self.first()
+            if first.end > until:
+                return
+            self.now = max(self.now, first.end)
+            del self.running[first.stream]
+            if queued := self.queued.get(first.stream):
+                self._start(first.stream, queued.pop(0))
+            self._set_rates()
+            yield first, first.end
+
+    def _start(self, stream: str, task: Served) -> None:
+        now, work = self.now, task.work
+        self.running[stream] = _Running(stream, task, now, work, 1.0, now + work)
+
+    def _set_rates(self) -> None:
+        computes = self.compute in self.running
+        collects = len(self.running) > computes
+        for stream, running in self.running.items():
+            if stream == self.compute:
+                slowdown = self.contention if collects else 0.0
+            else:
+                slowdown = self.overlap_slowdown.get(stream, 0.0) if computes else 0.0
+            if running.stretch != 1.0 + slowdown:
+                running.change(self.now, 1.0 + slowdown)

@@ -64,6 +64,8 @@ class Rates:
     """`gather_share` of a node's link."""
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
+    overlap_slowdown: float = 0.0
+    """Share by which an exchange slows while compute runs."""
     num_ranks: int = 0
     """Of the group; 0 where it is not known."""
     node_ranks: int = 1
@@ -98,6 +100,7 @@ class Rates:
             intra_node_gb_per_s=intra.gb_per_s if intra else 0.0,
             intra_node_gather_share=(intra.gather_share if intra else None) or 1.0,
             contention=link.contention,
+            overlap_slowdown=link.overlap_slowdown,
             num_ranks=num_ranks,
             node_ranks=intra.num_ranks if intra else 1,
             uncertainty=tuple(shares.items()),

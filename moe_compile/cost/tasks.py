@@ -2,8 +2,8 @@
 
 Contract
     A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
-    the ready task that its priority puts first. Computing slows by the link's stated contention
-    while a collective runs.
+    the ready task that its priority puts first. Compute and collectives slow each other by what
+    the link's profile states, as in `cost/events.py`.
 """
 
 from __future__ import annotations
@@ -96,18 +96,22 @@ def run_in_order(tasks: Sequence[Task]) -> TaskTimeline:
 
 
 def run_tasks(
-    tasks: Sequence[Task], contention: float, priority: Priority = Priority.LONGEST_PATH
+    tasks: Sequence[Task],
+    contention: float,
+    overlap_slowdown: float,
+    priority: Priority = Priority.LONGEST_PATH,
 ) -> TaskTimeline:
-    """Run tasks as their needs allow."""
-    return _Run(tasks, contention, priority).timeline()
+    """Run tasks as their needs allow; compute and collectives slow each other by these shares."""
+    streams = Streams(COMPUTE, contention, {LINK: overlap_slowdown})
+    return _Run(tasks, streams, priority).timeline()
 
 
 class _Run:
     """One simulation, under way."""
 
-    def __init__(self, tasks: Sequence[Task], contention: float, priority: Priority) -> None:
+    def __init__(self, tasks: Sequence[Task], streams: Streams, priority: Priority) -> None:
         self.tasks = tasks
-        self.streams = Streams(slowed=COMPUTE, slowdown=contention)
+        self.streams = streams
         self.missing = [len(task.needs) for task in tasks]
         self.after: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
@@ -119,7 +123,7 @@ class _Run:
             urgency = _urgencies(tasks, self.after)
         self.keys = list(zip(urgency, (-us for us in path_us), range(len(tasks)), strict=True))
         self.ready: dict[str, list[tuple[float, float, int]]] = {stream: [] for stream in STREAMS}
-        self.running: dict[str, tuple[int, Served]] = {}
+        self.running: dict[str, tuple[int, float, Served]] = {}
         self.spans: list[Span] = []
 
     def timeline(self) -> TaskTimeline:
@@ -128,8 +132,9 @@ class _Run:
                 self._offer(index)
         now = 0.0
         while self._start(now):
-            now = min(served.end for _, served in self.running.values())
-            self._finish(now)
+            ends = {s: self.streams.end_of(served) for s, (*_, served) in self.running.items()}
+            now = min(ends.values())
+            self._finish(now, [stream for stream in STREAMS if ends.get(stream) == now])
         return TaskTimeline(spans=tuple(sorted(self.spans, key=lambda span: span.start_us)))
 
     def _offer(self, index: int) -> None:
@@ -140,17 +145,14 @@ class _Run:
         for stream in STREAMS:
             if stream not in self.running and self.ready[stream]:
                 index = heapq.heappop(self.ready[stream])[-1]
-                self.running[stream] = index, self.streams.serve(stream, now, self.tasks[index].us)
+                served = self.streams.serve(stream, now, self.tasks[index].us)
+                self.running[stream] = index, now, served
         return bool(self.running)
 
-    def _finish(self, now: float) -> None:
-        over = [stream for stream in STREAMS if stream in self.running]
+    def _finish(self, now: float, over: Sequence[str]) -> None:
         for stream in over:
-            index, served = self.running[stream]
-            if served.end > now:
-                continue
-            del self.running[stream]
-            self.spans.append(_span(self.tasks[index], served.start, served.end))
+            index, start, _ = self.running.pop(stream)
+            self.spans.append(_span(self.tasks[index], start, now))
             for later in self.after[index]:
                 self.missing[later] -= 1
                 if not self.missing[later]:

@@ -92,6 +92,8 @@ class Link:
     latency_us: float
     contention: float
     """Share by which compute slows while a collective runs: its kernels hold SMs."""
+    overlap_slowdown: float
+    """Share by which a collective slows while compute runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

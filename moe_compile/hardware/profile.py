@@ -30,6 +30,18 @@ RATES: Final = (
     "link_gb_per_s",
     "link_latency_us",
 )
+NODE_LINK: Final = frozenset(
+    {
+        "num_ranks",
+        "gb_per_s",
+        "exchange_share",
+        "gather_share",
+        "latency_us",
+        "contention",
+        "overlap_slowdown",
+    }
+)
+"""What a profile states of a node's link, where it has one."""
 CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
 """What `moe_compile.hardware.cluster` reads from the same file."""
 
@@ -44,6 +56,8 @@ class GroupLink:
     latency_us: float
     contention: float = 0.0
     """Share by which compute slows while an exchange runs."""
+    overlap_slowdown: float = 0.0
+    """Share by which an exchange slows while compute runs."""
     gather_share: float | None = None
     """Rate of an all-gather or a reduce-scatter over `gb_per_s`; None where one rate is stated."""
 
@@ -68,6 +82,8 @@ class HardwareProfile:
     """The link of groups within one node, where it is another; None where the profile is silent."""
     inter_node_contention: float = 0.0
     """Contention of the link between nodes."""
+    inter_node_overlap_slowdown: float = 0.0
+    """`overlap_slowdown` of the link between nodes."""
     inter_node_gather_share: float | None = None
     """`gather_share` of the link between nodes."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -96,6 +112,7 @@ class HardwareProfile:
             gb_per_s=self.link_gb_per_s,
             latency_us=self.link_latency_us,
             contention=self.inter_node_contention,
+            overlap_slowdown=self.inter_node_overlap_slowdown,
             gather_share=self.inter_node_gather_share,
         )
 
@@ -124,20 +141,26 @@ def load_profile(name: str) -> HardwareProfile:
     links = {link["name"]: link for link in file.values.get("link", ())}
     inter = links.get("network", {})
     return HardwareProfile(
-        node=_node_link(links["nvlink"]) if "nvlink" in links else None,
+        node=_node_link(links["nvlink"], file.path) if "nvlink" in links else None,
         inter_node_contention=inter.get("contention", 0.0),
+        inter_node_overlap_slowdown=inter.get("overlap_slowdown", 0.0),
         inter_node_gather_share=_gather_share(inter) if inter else None,
         origins=_own(file.origins),
         **{key: file.values[key] for key in wanted},
     )
 
 
-def _node_link(table: Mapping[str, Any]) -> GroupLink:
+def _node_link(table: Mapping[str, Any], path: Path) -> GroupLink:
+    if missing := sorted(NODE_LINK - set(table)):
+        raise InvalidConfig(
+            f"megamoe.hardware: {path}: link nvlink has no {missing[0]}; write it and its origin"
+        )
     return GroupLink(
         num_ranks=table["num_ranks"],
         gb_per_s=table["gb_per_s"] * table["exchange_share"],
         latency_us=table["latency_us"],
         contention=table["contention"],
+        overlap_slowdown=table["overlap_slowdown"],
         gather_share=_gather_share(table),
     )
 

@@ -2,7 +2,7 @@
 
 Contract
     Never above `region_tasks.price_us` of the same candidate. Chunks, joins, packing and
-    contention only add to what is summed here.
+    what compute and exchanges slow each other only add to what is summed here.
 """
 
 from __future__ import annotations

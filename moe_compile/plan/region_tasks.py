@@ -40,12 +40,13 @@ def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
     work = work.by_dispatch(candidate.dispatch)
     phases = (_Phase(work, one, candidate, rates) for one in work.phases)
-    return sum(_fastest_us(phase.tasks(), rates.contention) for phase in phases)
+    return sum(_fastest_us(phase.tasks(), rates) for phase in phases)
 
 
-def _fastest_us(tasks: Sequence[Task], contention: float) -> float:
+def _fastest_us(tasks: Sequence[Task], rates: Rates) -> float:
     """Return the time in the better of two orders: a scheduler has more, and takes the fastest."""
-    runs = (run_tasks(tasks, contention, priority) for priority in Priority)
+    slower = rates.contention, rates.overlap_slowdown
+    runs = (run_tasks(tasks, *slower, priority) for priority in Priority)
     return min(run.total_us for run in runs)
 
 

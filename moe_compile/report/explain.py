@@ -28,6 +28,8 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         console.print(_attention(report))
     if report["graphs"]:
         console.print(_graphs(report))
+    if any("contention" in graph for graph in report["graphs"]):
+        console.print(_slowdowns(report), highlight=False)
     for line in _lines(report):
         console.print(line, highlight=False)
     console.print(
@@ -107,6 +109,18 @@ def _graphs(report: Mapping[str, Any]) -> Table:
             _change(graph, "peak_bytes", 1e6),
         )
     return table
+
+
+def _slowdowns(report: Mapping[str, Any]) -> str:
+    """Say by how much compute and collectives slow each other in the times of the graphs."""
+    by_collectives, by_compute = (
+        max(graph.get(key, 0.0) for graph in report["graphs"])
+        for key in ("contention", "overlap_slowdown")
+    )
+    return (
+        f"In these times compute is up to {by_collectives:.0%} slower beside a collective, "
+        f"a collective up to {by_compute:.0%} beside compute."
+    )
 
 
 def _place(where: str) -> str:

@@ -38,6 +38,8 @@ FIGURES: Final = (
     "gradient_bytes_before",
     "gradient_bytes",
     "num_async_tp_products",
+    "contention",
+    "overlap_slowdown",
 )
 """Measures of the passes on graphs that the report shows."""
 
@@ -140,7 +142,10 @@ class ProcessReport:
 
 
 def figures(record: Any) -> dict[str, float]:
-    """Return the predicted times of one compiled graph, microseconds, and its memory, bytes."""
+    """Return the predicted times of one compiled graph, microseconds, and its memory, bytes.
+
+    With them by what share compute and collectives slow each other in these times.
+    """
     found = {key: value for key, value in record["measures"].items() if key in FIGURES}
     if "exchange_us" in found and "exposed_us" in found:
         found["hidden_us"] = max(0.0, round(found["exchange_us"] - found["exposed_us"], 3))

@@ -106,16 +106,26 @@ class _Run:
         """Return the node to run now; let time pass when there is none."""
         while True:
             self._admit()
-            while self.in_flight and self.in_flight[0][0] <= self.clock.now_us:
+            while (over_us := self._next_over_us()) is not None and over_us <= self.clock.now_us:
                 self._settle(self._freed_by([heapq.heappop(self.in_flight)[1]]))
             if self.candidates and not self._better_wait(int(self.candidates[0][-1])):
                 return int(heapq.heappop(self.candidates)[-1])
-            if self.in_flight:
-                self.clock.now_us = max(self.clock.now_us, self.in_flight[0][0])
+            if over_us is not None:
+                self.clock.now_us = max(self.clock.now_us, over_us)
             elif self.beyond_window:
                 return heapq.heappop(self.beyond_window)
             else:
                 return None
+
+    def _next_over_us(self) -> float | None:
+        """Return when the next exchange is over, which compute since it was launched puts off."""
+        while self.in_flight:
+            was_us, wait = self.in_flight[0]
+            over_us = self.clock.wait_over_us(wait)
+            if over_us <= was_us:
+                return over_us
+            heapq.heapreplace(self.in_flight, (over_us, wait))
+        return None
 
     def _better_wait(self, node: int) -> bool:
         """Whether to stand still for an exchange that a launch needs, rather than start `node`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
@@ -46,6 +46,8 @@ class ScheduleProblem:
     """Time of the longest path from the node to the end, links included."""
     contention: float = 0.0
     """Share by which compute slows while a collective runs: that of the link with the most."""
+    overlap_slowdown: Mapping[str, float] = field(default_factory=dict)
+    """Group -> share by which its collectives slow while compute runs."""
 
     def successors(self, node: int) -> Iterator[int]:
         """Return what must come after `node`: precedences, and the next launch."""
@@ -89,6 +91,7 @@ class ScheduleProblem:
             urgency=_urgency(after, launches),
             path_us=_path_us(after, compute_us, link_us),
             contention=max((costs[n].contention for n in planned), default=0.0),
+            overlap_slowdown={group_name(n): costs[n].overlap_slowdown for n in planned},
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from moe_compile.hardware.cluster import ClusterProfile, Fit
+from moe_compile.hardware.cluster import ClusterProfile, Fit, Link
 from moe_compile.simulator.method import Attention, Experts, Method
 from moe_compile.simulator.models import ModelShape
 
@@ -99,10 +99,10 @@ class LayerSizes:
         return self.model.head_width / self.attention_slices
 
     @property
-    def contention(self) -> float:
-        """Return by how much collectives slow compute: those between nodes hold more SMs."""
+    def link(self) -> Link:
+        """Return the link by whose numbers compute and collectives slow each other."""
         is_far = self.method.remote_nodes(self.model, self.profile) > 0.0
-        return (self.profile.network if is_far else self.profile.nvlink).contention
+        return self.profile.network if is_far else self.profile.nvlink
 
     @property
     def rows_bytes(self) -> float:

@@ -23,7 +23,8 @@ from moe_compile.simulator.method import Overlap
 TILES_HIDE: Final = 0.865
 """Share of a collective that fused tiles hide: COMET (arXiv 2502.19811), 8 H800."""
 TILES_CONTENTION: Final = 0.5
-"""Of the link's contention, with fused tiles: copy engines move half. Assumed."""
+"""Of the link's contention and overlap slowdown, with fused tiles: copy engines move half.
+Assumed."""
 BACKWARD_NORM: Final = 1.5
 """Bytes of the backward of norms and router over those of the forward: three passes for two."""
 
@@ -140,13 +141,23 @@ class LayerTasks:
         if overlap is Overlap.IDEAL or not link:
             return self._add(name, compute, needs)
         if overlap is Overlap.TILES:
-            slowed = compute * (1.0 + TILES_CONTENTION * self.costs.contention)
-            return self._add(name, max(slowed + (1.0 - TILES_HIDE) * link, link), needs)
+            return self._add(name, self._tiles_us(compute, link), needs)
         if comes_first:
             arrived = self._add(f"{name}: in", link, needs, LINK)
             return self._add(name, compute, [arrived])
         done = self._add(name, compute, needs)
         return self._add(f"{name}: out", link, [done], LINK)
+
+    def _tiles_us(self, compute: float, link: float) -> float:
+        """Return the time of both in one kernel: what tiles do not hide, and no less than the link.
+
+        The link's own time is longer by what it loses while the kernel computes.
+        """
+        beside = self.costs.link
+        slowed = compute * (1.0 + TILES_CONTENTION * beside.contention)
+        slower = TILES_CONTENTION * beside.overlap_slowdown
+        lost = min(slowed * slower / (1.0 + slower), slower * link)
+        return max(slowed + (1.0 - TILES_HIDE) * link, link + lost)
 
     def _add(self, name: str, us: float, needs: list[int] | None = None, stream: str = "") -> int:
         named = {"stream": stream} if stream else {}

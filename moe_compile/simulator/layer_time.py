@@ -38,7 +38,7 @@ class LayerTime:
 
     @property
     def link_us(self) -> float:
-        """Return the time of all collectives that are tasks of their own."""
+        """Return how long collectives that are tasks of their own ran, slower beside compute."""
         return sum(phase.busy_us(LINK) for phase in self.phases)
 
 
@@ -75,4 +75,4 @@ def _parts(costs: LayerCosts) -> list[tuple[LayerCosts, str]]:
 def _run(tasks: TaskList, costs: LayerCosts) -> TaskTimeline:
     if costs.method.overlap is Overlap.SEQUENTIAL:
         return run_in_order(tasks.tasks)
-    return run_tasks(tasks.tasks, costs.contention)
+    return run_tasks(tasks.tasks, costs.link.contention, costs.link.overlap_slowdown)

@@ -1,4 +1,4 @@
-"""Streams serve one task at a time, and contention stretches exactly what overlaps."""
+"""Streams serve one task at a time; compute and collectives stretch exactly where they overlap."""
 
 import itertools
 
@@ -30,51 +30,151 @@ def task_lists(draw):
     return tasks.tasks
 
 
+SHARES = st.sampled_from([0.0, 0.12, 0.4, 1.0])
+
+
+def overlap(span, others):
+    """Return for how long `span` ran beside any of `others`, which do not overlap each other."""
+    return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
+
+
 @settings(deadline=None)
 @given(
     tasks=task_lists(),
-    contention=st.sampled_from([0.0, 0.12, 1.0]),
+    contention=SHARES,
+    overlap_slowdown=SHARES,
     priority=st.sampled_from(list(Priority)),
 )
-def test_a_timeline_keeps_needs_and_streams_and_slows_what_overlaps(tasks, contention, priority):
-    """The oracle is the definition: a task's work is its span less the share contention took."""
-    timeline = run_tasks(tasks, contention, priority)
-    spans = {span.name: span for span in timeline.spans}
+def test_a_timeline_keeps_needs_and_streams_and_conserves_work(
+    tasks, contention, overlap_slowdown, priority
+):
+    """The oracle is the definition: rates summed over a task's span are its work."""
+    timeline = run_tasks(tasks, contention, overlap_slowdown, priority)
+    spans = {span.name: (span.start_us, span.end_us) for span in timeline.spans}
     assert len(spans) == len(tasks)
-    links = [span for span in timeline.spans if span.stream == LINK]
+    slowdowns = {COMPUTE: contention, LINK: overlap_slowdown}
     for number, task in enumerate(tasks):
-        span = spans[str(number)]
-        for needed in task.needs:
-            assert spans[str(needed)].end_us <= span.start_us
-        others = [s for s in links if s is not span] if task.stream == COMPUTE else []
-        beside = sum(
-            max(0.0, min(span.end_us, s.end_us) - max(span.start_us, s.start_us)) for s in others
-        )
-        work = span.end_us - span.start_us - beside * contention / (1.0 + contention)
-        assert work == pytest.approx(task.us)
+        start, end = spans[str(number)]
+        assert all(spans[str(needed)][1] <= start for needed in task.needs)
+        others = [(s.start_us, s.end_us) for s in timeline.spans if s.stream != task.stream]
+        beside, slowdown = overlap((start, end), others), slowdowns[task.stream]
+        assert end - start - beside * slowdown / (1.0 + slowdown) == pytest.approx(task.us)
     for stream in (COMPUTE, LINK):
         ends = [(s.start_us, s.end_us) for s in timeline.spans if s.stream == stream]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-    assert max(t.us for t in tasks) <= timeline.total_us * (1 + 1e-9)
-    if not contention:
+        alone = sum(t.us for t in tasks if t.stream == stream)
+        assert alone <= timeline.busy_us(stream) * (1 + 1e-9) <= timeline.total_us * (1 + 2e-9)
+    if not contention and not overlap_slowdown:
         assert timeline.total_us <= run_in_order(tasks).total_us * (1 + 1e-9)
 
 
-def test_without_contention_an_end_is_start_plus_work_to_the_last_bit():
+WORKS = st.lists(
+    st.tuples(st.sampled_from([COMPUTE, "near", "far"]), st.sampled_from([0.0, 0.5, 3.0]) | TIMES),
+    min_size=1,
+    max_size=12,
+)
+
+
+def in_turn(streams, works):
+    """Give all at time 0; return the tasks."""
+    return [streams.serve(stream, 0.0, work) for stream, work in works]
+
+
+@given(works=WORKS, contention=SHARES, near=SHARES, far=SHARES)
+def test_slowdowns_put_off_every_end_and_with_none_an_end_is_start_plus_work(
+    works, contention, near, far
+):
+    plain, slowed = Streams(), Streams(COMPUTE, contention, {"near": near, "far": far})
+    free = {}
+    for (stream, work), before, after in zip(
+        works, in_turn(plain, works), in_turn(slowed, works), strict=True
+    ):
+        free[stream] = free.get(stream, 0.0) + work
+        assert plain.end_of(before) == before.end == free[stream]
+        assert slowed.end_of(after) >= free[stream] * (1 - 1e-9)
+        if not contention and not near and not far:
+            assert slowed.end_of(after) == free[stream]
+    assert slowed.idle_at() >= plain.idle_at() * (1 - 1e-9)
+    if COMPUTE not in free or len(free) == 1:
+        assert slowed.idle_at() == pytest.approx(plain.idle_at())
+
+
+@given(works=WORKS, contention=SHARES, slowdown=SHARES, later=st.floats(0.0, 20.0))
+def test_tasks_given_later_move_no_end_that_is_past_and_none_forward(
+    works, contention, slowdown, later
+):
+    streams = Streams(COMPUTE, contention, {"near": slowdown, "far": 0.0})
+    tasks = in_turn(streams, works)
+    before = [streams.end_of(task) for task in tasks]
+    for stream in (COMPUTE, "near", "far"):
+        streams.serve(stream, later, 5.0)
+    for task, end in zip(tasks, before, strict=True):
+        now = streams.end_of(task)
+        assert now >= end - 1e-9
+        if end <= later:
+            assert now == end == task.end
+
+
+def test_without_slowdowns_an_end_is_start_plus_work_to_the_last_bit():
     streams = Streams()
     first = streams.serve("link", 0.1, 0.2)
-    assert first.end == 0.1 + 0.2
+    assert first.end == streams.end_of(first) == 0.1 + 0.2
     assert streams.serve("link", 0.0, 0.7).end == (0.1 + 0.2) + 0.7
-    assert streams.free_at("other") == 0.0
+    assert streams.idle_at() == (0.1 + 0.2) + 0.7
 
 
 def test_a_collective_that_starts_under_a_kernel_moves_its_end():
     """Ten units of work, a collective of four from the third on: 4 at half speed."""
-    streams = Streams(slowed="compute", slowdown=1.0)
+    streams = Streams("compute", 1.0)
     kernel = streams.serve("compute", 0.0, 10.0)
-    assert kernel.end == 10.0
+    assert streams.end_of(kernel) == 10.0
     streams.serve("link", 3.0, 4.0)
-    assert kernel.end == 12.0
+    assert streams.end_of(kernel) == 12.0
+
+
+def test_a_kernel_that_starts_under_a_collective_moves_its_end():
+    """Ten units to send; a kernel of four from the third on: 4 at half speed."""
+    streams = Streams("compute", 0.0, {"link": 1.0})
+    sent = streams.serve("link", 0.0, 10.0)
+    assert streams.end_of(sent) == 10.0
+    kernel = streams.serve("compute", 3.0, 4.0)
+    assert (streams.end_of(kernel), streams.end_of(sent)) == (7.0, 12.0)
+
+
+def test_both_slow_each_other_until_the_first_of_them_is_over():
+    """By 9 the kernel of 6 is done at 2/3 of its rate, and 4.5 of 7 are sent at half; then 2.5."""
+    streams = Streams("compute", 0.5, {"link": 1.0})
+    kernel = streams.serve("compute", 0.0, 6.0)
+    sent = streams.serve("link", 0.0, 7.0)
+    queued = streams.serve("link", 0.0, 1.0)
+    assert streams.end_of(kernel) == pytest.approx(9.0)
+    assert streams.end_of(sent) == pytest.approx(9.0 + 2.5)
+    assert streams.end_of(queued) == pytest.approx(9.0 + 2.5 + 1.0)
+    assert streams.idle_at() == streams.end_of(queued)
+
+
+def test_each_link_slows_by_its_own_share_and_not_beside_another():
+    """By 8 the kernel is over and half is sent far; near nothing is slower."""
+    streams = Streams("compute", 0.0, {"near": 0.0, "far": 1.0})
+    near, far = streams.serve("near", 0.0, 4.0), streams.serve("far", 0.0, 8.0)
+    assert (streams.end_of(near), streams.end_of(far)) == (4.0, 8.0)
+    streams.serve("compute", 0.0, 8.0)
+    assert (streams.end_of(near), streams.end_of(far)) == (4.0, 12.0)
+
+
+def test_tasks_run_by_the_same_clock():
+    """A kernel of 10 beside 6 sent at 1/1.5 of the rate: over at 9; what needs it, 5 more, alone
+    from 10 on."""
+    tasks = TaskList()
+    tasks.add("beside", 10.0)
+    sent = tasks.add("sent", 6.0, stream=LINK)
+    tasks.add("last", 5.0, [sent])
+    timeline = run_tasks(tasks.tasks, 0.0, 0.5)
+    assert {s.name: (s.start_us, s.end_us) for s in timeline.spans} == {
+        "beside": (0.0, 10.0),
+        "sent": (0.0, 9.0),
+        "last": (10.0, 15.0),
+    }
 
 
 def test_the_task_with_the_longest_path_behind_it_goes_first():
@@ -83,7 +183,7 @@ def test_the_task_with_the_longest_path_behind_it_goes_first():
     first = tasks.add("first", 1.0)
     sent = tasks.add("sent", 5.0, [first], LINK)
     tasks.add("last", 1.0, [sent])
-    timeline = run_tasks(tasks.tasks, 0.0)
+    timeline = run_tasks(tasks.tasks, 0.0, 0.0)
     assert [span.name for span in timeline.spans][:2] == ["first", "filler"]
     assert timeline.total_us == 7.0
     assert timeline.exposed_us == pytest.approx(0.0)
@@ -96,7 +196,7 @@ def test_what_the_next_collective_needs_goes_before_longer_paths():
     copies = [tasks.add(f"copy {i}", 1.0, [product]) for i, product in enumerate(products)]
     for i, copy in enumerate(copies):
         tasks.add(f"send {i}", 10.0, [copy], LINK)
-    by_path = run_tasks(tasks.tasks, 0.0)
-    by_need = run_tasks(tasks.tasks, 0.0, Priority.NEXT_COLLECTIVE)
+    by_path = run_tasks(tasks.tasks, 0.0, 0.0)
+    by_need = run_tasks(tasks.tasks, 0.0, 0.0, Priority.NEXT_COLLECTIVE)
     assert by_path.total_us == 10 + 10 + 1 + 10 + 10
     assert by_need.total_us == 10 + 1 + 10 + 1 + 10

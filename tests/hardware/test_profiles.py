@@ -19,6 +19,7 @@ from moe_compile.hardware.profile import RATES
 SHIPPED = sorted(PROFILES.glob("*.toml"))
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ("h100", "h200", "h800", "a100")
+SLOWDOWNS = ("contention", "overlap_slowdown")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
@@ -38,6 +39,18 @@ def test_every_gpu_profile_describes_a_cluster(name):
     cluster = load_cluster(name)
     assert cluster.nvlink.gb_per_s > cluster.network.gb_per_s > 0
     assert 0 < cluster.compute.grouped_weight_gradient.at(768) < cluster.compute.gemm_share
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_the_compiler_and_the_simulator_read_the_same_slowdowns(path):
+    profile, links = load_profile(path.stem), tomllib.loads(path.read_text()).get("link", ())
+    stated = {link["name"]: [link[key]["value"] for key in SLOWDOWNS] for link in links}
+    for name, num_ranks in (("nvlink", 8), ("network", 64)):
+        link = profile.link_of(num_ranks)
+        found = [getattr(link, key) for key in SLOWDOWNS]
+        assert found == stated.get(name, [0.0, 0.0])
+        if links:
+            assert found == [getattr(getattr(load_cluster(path.stem), name), k) for k in SLOWDOWNS]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
@@ -72,6 +85,16 @@ def test_a_wrong_profile_says_what_to_write(line, message, tmp_path):
     path.write_text(f'name = "slow"\n{line}\n')
     with pytest.raises(InvalidConfig, match=message):
         load_profile(str(path))
+
+
+def test_a_profile_from_before_a_number_of_links_says_what_to_write(tmp_path):
+    lines = (PROFILES / "h100.toml").read_text().splitlines()
+    path = tmp_path / "older.toml"
+    path.write_text("\n".join(line for line in lines if not line.startswith("overlap_slowdown")))
+    with pytest.raises(InvalidConfig, match="nvlink has no overlap_slowdown; write it"):
+        load_profile(str(path))
+    with pytest.raises(InvalidConfig, match="overlap_slowdown"):
+        load_cluster(str(path))
 
 
 def test_an_unknown_profile_names_the_nearest():

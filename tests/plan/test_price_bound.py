@@ -22,6 +22,7 @@ RATES = Rates(
     link_latency_us=5.0,
     gather_share=0.7,
     contention=0.2,
+    overlap_slowdown=0.4,
 )
 
 
@@ -78,5 +79,5 @@ def test_where_all_that_is_not_bound_is_hidden_it_is_the_price():
     phases = {"forward": (exchange, compute), "backward": (compute,)}
     work = RegionWork(**phases, num_ranks=2, num_parts=1, row_bytes=0.0)
     (whole, *_) = list_candidates(work, ("experts",))
-    calm = dataclasses.replace(RATES, contention=0.0, op_overhead_us=0.0)
+    calm = dataclasses.replace(RATES, contention=0.0, overlap_slowdown=0.0, op_overhead_us=0.0)
     assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm))

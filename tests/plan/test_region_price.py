@@ -119,6 +119,15 @@ def test_compute_slows_by_the_contention_while_an_exchange_runs():
     )) == pytest.approx(100 + (80 - 100 / 1.5))  # fmt: skip
 
 
+def test_an_exchange_slows_by_its_overlap_slowdown_while_compute_runs():
+    """Beside 60 of compute 40 are sent; where compute is slower too, 60 beside 90."""
+    works = [exchange(100, "dispatch"), compute(60)]
+    slower = dataclasses.replace(UNIT, overlap_slowdown=0.5)
+    assert price(works, rates=slower) == pytest.approx(60 + 60)
+    both = dataclasses.replace(slower, contention=0.5)
+    assert price(works, rates=both) == pytest.approx(90 + 40)
+
+
 def test_an_operator_takes_the_slower_of_arithmetic_and_memory_and_its_launches():
     rates = dataclasses.replace(UNIT, op_overhead_us=5.0)
     assert rates.compute_us(7e6, 3e3, 2) == pytest.approx(2 * 5 + 7)

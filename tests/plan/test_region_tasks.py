@@ -104,8 +104,8 @@ def test_chunks_follow_one_another_where_the_next_collective_comes_first():
         Task(name="a leaves", stream=LINK, us=30.0, needs=(2,)),
         Task(name="b leaves", stream=LINK, us=30.0, needs=(3,)),
     ]
-    assert run_tasks(tasks, 0.0).total_us == 90.0
-    assert run_tasks(tasks, 0.0, Priority.NEXT_COLLECTIVE).total_us == 80.0
+    assert run_tasks(tasks, 0.0, 0.0).total_us == 90.0
+    assert run_tasks(tasks, 0.0, 0.0, Priority.NEXT_COLLECTIVE).total_us == 80.0
 
 
 def test_a_price_lets_chunks_follow_one_another():

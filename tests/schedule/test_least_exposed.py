@@ -65,8 +65,12 @@ def test_no_schedule_of_a_layer_is_below_the_bound(num_chunks):
         for factor in (1.0, 30.0, 300.0):
             slower = replace(problem, link_us=tuple(factor * us for us in problem.link_us))
             least = least_exposed_us(slower)
+            beside = dict.fromkeys(slower.group_of.values(), 0.4)
             for order in orders(slower):
-                assert simulate(slower, order).exposed_us >= least - 1e-6
+                exposed_us = simulate(slower, order).exposed_us
+                assert exposed_us >= least - 1e-6
+                worse = replace(slower, overlap_slowdown=beside)
+                assert simulate(worse, order).exposed_us >= exposed_us * (1 - 1e-9)
         assert 0.0 < least < sum(slower.link_us)
 
 

@@ -183,6 +183,33 @@ def test_chunks_move_the_same_bytes_with_a_latency_each(by_tokens):
     assert sum(s.stream == LINK for p in chunked.phases for s in p.spans) == 4 + 4 * 4
 
 
+def between_nodes(overlap, overlap_slowdown):
+    """Return a layer whose exchanges take longer than all else, compute no slower beside them."""
+    slow = {"gb_per_s": 5.0, "contention": 0.0, "overlap_slowdown": overlap_slowdown}
+    profile = dataclasses.replace(H800, network=dataclasses.replace(H800.network, **slow))
+    method = Method(overlap=overlap, attention=Attention.WHOLE, ranks=1, expert_ranks=64)
+    return costs("deepseek-v3", method, profile)
+
+
+@pytest.mark.parametrize("overlap", [Overlap.INTER_OP, Overlap.TWO_BATCHES, Overlap.TILES])
+def test_between_nodes_collectives_take_longer_beside_compute(overlap):
+    calm, busy = (time_layer(between_nodes(overlap, share)) for share in (0.0, 0.4))
+    assert busy.total_us > calm.total_us
+    for without in (Overlap.SEQUENTIAL, Overlap.IDEAL):
+        calm, busy = (time_layer(between_nodes(without, share)) for share in (0.0, 0.4))
+        assert busy == calm
+
+
+def test_fused_tiles_slow_their_collective_by_half_of_the_share_while_they_compute():
+    """0.25 for 0.5: of what computing takes a fifth is lost to the link."""
+    calm, busy = (between_nodes(Overlap.TILES, share) for share in (0.0, 0.5))
+    compute_us = calm.second_experts_us(1.0) + calm.permute_us(1.0) + calm.wide_sums_us(1.0)
+    for layer, lost_us in ((calm, 0.0), (busy, compute_us / 5)):
+        spans = {s.name: s for s in time_layer(layer).phases[0].spans}
+        found = spans["experts 2"].end_us - spans["experts 2"].start_us
+        assert found == pytest.approx(calm.combine_us() + lost_us)
+
+
 def test_halves_move_the_bytes_of_the_whole_and_hide_more_of_them():
     whole, halves = (
         time_layer(costs("mixtral-8x7b", Method(overlap=overlap), PURE_FAST, tokens=65536))
