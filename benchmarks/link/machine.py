@@ -24,7 +24,7 @@ def measure_profile(case: Case, link_bytes_per_s: float) -> HardwareProfile:
         op_overhead_us=op_overhead_us(CPU),
         link_gb_per_s=link_bytes_per_s / 1e9,
         link_latency_us=LATENCY_S * 1e6,
-        inter_node_overlap_slowdown=0.0,  # messages are delayed, not copied by the processor
+        inter_node_overlap_slowdown=0.0,  # an exchange takes as long whatever runs beside it
         origins=_origins(),
     )
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,23 +69,29 @@ class Streams:
         """Return when `task` is over if no more tasks are given."""
         if task.end < math.inf:
             return task.end
-        first = self._state.first()
-        if first.task is task:
-            return first.end
-        return next(end for over, end in self._state.copy().run(math.inf) if over.task is task)
+        state = self._state
+        if state.first().task is not task:
+            state = state.copy()
+            while state.first().task is not task:
+                state.step()
+        return state.first().end
 
     def idle_at(self) -> float:
         """Return when all tasks given so far are over."""
         if self._is_free:
             return max(self._free_at.values(), default=0.0)
         state = self._state.copy()
-        return max((end for _, end in state.run(math.inf)), default=state.now)
+        while state.running:
+            state.step()
+        return state.now
 
     def _settle(self, now: float) -> None:
         """Run up to `now`: what is over by then no later task can move."""
-        for over, end in self._state.run(now):
-            over.task.end = end
-        self._state.now = max(self._state.now, now)
+        state = self._state
+        while state.running and (first := state.first()).end <= now:
+            first.task.end = first.end
+            state.step()
+        state.now = max(state.now, now)
 
 
 @dataclass(slots=True)
@@ -143,18 +149,14 @@ class _State:
         """Return what is over first of all that runs."""
         return min(self.running.values(), key=_END)
 
-    def run(self, until: float) -> Iterator[tuple[_Running, float]]:
-        """Go from event to event; give each task that is over by `until`, with its end."""
-        while self.running:
-            first = self.first()
-            if first.end > until:
-                return
-            self.now = max(self.now, first.end)
-            del self.running[first.stream]
-            if queued := self.queued.get(first.stream):
-                self._start(first.stream, queued.pop(0))
-            self._set_rates()
-            yield first, first.end
+    def step(self) -> None:
+        """Go on to the next end: what is queued behind that task starts."""
+        over = self.first()
+        self.now = max(self.now, over.end)
+        del self.running[over.stream]
+        if queued := self.queued.get(over.stream):
+            self._start(over.stream, queued.pop(0))
+        self._set_rates()
 
     def _start(self, stream: str, task: Served) -> None:
         now, work = self.now, task.work
@@ -162,11 +164,11 @@ class _State:
 
     def _set_rates(self) -> None:
         computes = self.compute in self.running
-        collects = len(self.running) > computes
         for stream, running in self.running.items():
+            slowdown = 0.0
             if stream == self.compute:
-                slowdown = self.contention if collects else 0.0
-            else:
-                slowdown = self.overlap_slowdown.get(stream, 0.0) if computes else 0.0
+                slowdown = self.contention if len(self.running) > 1 else 0.0
+            elif computes:
+                slowdown = self.overlap_slowdown.get(stream, 0.0)
             if running.stretch != 1.0 + slowdown:
                 running.change(self.now, 1.0 + slowdown)
