@@ -41,7 +41,7 @@ from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.frame_space import with_frame_space
-from moe_compile.graph.inner_graphs import names_of_recomputed
+from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
 from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
@@ -173,9 +173,10 @@ def _run_dynamo_level(
     name: str = "dynamo",
     *,
     is_recomputed: bool = False,
+    is_function: bool = False,
 ) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
-    state.begin_graph(name, is_recomputed=is_recomputed)
+    state.begin_graph(name, is_recomputed=is_recomputed, is_function=is_function)
     results = run_level(dynamo_level(), gm.graph, state)
     state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
@@ -186,12 +187,17 @@ def _run_dynamo_level(
     compilation.add_level(state)
     gm.recompile()
     note_outer_terms(gm.graph)
-    recomputed = names_of_recomputed(gm.graph)
+    recomputed, functions = names_of_recomputed(gm.graph), names_of_functions(gm.graph)
     for child, body in gm.named_children():
         if isinstance(body, fx.GraphModule):
-            again = is_recomputed or child in recomputed
             _run_dynamo_level(
-                body, state, compilation, levels, f"{name}/{child}", is_recomputed=again
+                body,
+                state,
+                compilation,
+                levels,
+                f"{name}/{child}",
+                is_recomputed=is_recomputed or child in recomputed,
+                is_function=is_function or child in functions,
             )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from moe_compile.config import OFF
 from moe_compile.errors import RegionRefused
 from moe_compile.journal.entries import Journal
-from moe_compile.report.unmatched import REMEDIES
+from moe_compile.report.remedies import REMEDIES
 
 
 def refuse_unmet(journal: Journal, where: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.plan.planned import Findings, FoundAttention, FoundExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
@@ -42,6 +43,8 @@ class DetectRegions(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.found`; a region that a proof refuses is found all the same."""
         regions, others = find_moe_regions(graph)
+        if state.is_function:
+            others = [_in_function(other) for other in others]
         attention, without = find_attention(graph)
         launches = {launch.name for region in attention for launch in region.launches}
         state.found = Findings(
@@ -63,6 +66,13 @@ class DetectRegions(GraphPass):
                 *(Verdict(candidate=a.name, reason=a.reason, detail=a.detail) for a in without),
             ),
         )
+
+
+def _in_function(other: Refused) -> Refused:
+    """Say of a dispatch that the rest of its region is out of sight, where that is the cause."""
+    if other.reason not in (Reason.NO_COMBINE, Reason.NO_COUNT_EXCHANGE):
+        return other
+    return replace(other, reason=Reason.IN_FUNCTION)
 
 
 def _names(regions: Iterable[MoERegion | AttentionRegion]) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter, erase_dead, erase_unused, substitute
-from moe_compile.graph.inner_graphs import bodies
+from moe_compile.graph.inner_graphs import AUTOGRAD_FUNCTION, bodies
 from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.query import (
     C10D,
@@ -85,7 +85,7 @@ def _arguments_in_place(launch: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any
 
 def _hides_wait(launch: fx.Node) -> fx.Node | None:
     """Return the operator that does no more than wait for `launch`, when nothing else reads it."""
-    readers = [u for u in launch.users if "autograd_function_apply" in str(u.target)]
+    readers = [u for u in launch.users if AUTOGRAD_FUNCTION in str(u.target)]
     alone = len(readers) == 1 and len(launch.users) == 1
     return readers[0] if alone and _only_waits(launch, readers[0]) else None
 

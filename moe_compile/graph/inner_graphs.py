@@ -23,6 +23,7 @@ KNOWN: Final = frozenset(
     }
 )  # fmt: skip
 """Operators of torch that do no more than compute, or write what they say, without such a graph."""
+AUTOGRAD_FUNCTION: Final = "autograd_function_apply"
 CHECKPOINT: Final = "tag_activation_checkpoint"
 CHECKPOINT_POLICY: Final = "_checkpoint_context_fn"
 SEEDED: Final = frozenset(
@@ -61,6 +62,12 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
 def inside(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the graphs that a higher-order operator runs, [] for any other node."""
     return [inner for body in bodies(node) for inner in body.graph.nodes]
+
+
+def names_of_functions(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of the bodies, forward and backward, of `torch.autograd.Function`s."""
+    called = [n for n in graph.nodes if AUTOGRAD_FUNCTION in str(n.target)]
+    return frozenset(str(i.target) for n in called for i in n.all_input_nodes if i.op == "get_attr")
 
 
 def names_of_recomputed(graph: fx.Graph) -> frozenset[str]:

@@ -82,12 +82,12 @@ def _match(
 ) -> _Pair | Refused:
     if not is_all_to_all(dispatch):
         return Refused(candidate=dispatch.name, reason=Reason.NOT_ALL_TO_ALL)
+    if is_integer(dispatch):
+        return Refused(candidate=dispatch.name, reason=Reason.INTEGER_PAYLOAD)
     if not has_dynamic_splits(dispatch):
         sizes = {*output_splits(dispatch), *input_splits(dispatch)}
         reason = Reason.EVEN_SPLITS if len(sizes) <= 1 else Reason.NO_COUNT_EXCHANGE
         return Refused(candidate=dispatch.name, reason=reason)
-    if is_integer(dispatch):
-        return Refused(candidate=dispatch.name, reason=Reason.INTEGER_PAYLOAD)
     below = dependence.below([dispatch])
     combines = [c for c in launches if c in below and c not in used and _swapped(dispatch, c)]
     results = [r for c in combines[:1] if (r := _last_wait(c)) is not None]

@@ -20,11 +20,17 @@ from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
+from moe_compile.report.remedies import remedy_of
 from moe_compile.report.unmatched import Unmatched, unmatched
 from passes.pipeline import NAMES
 
 AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
+
+CHUNKED: Final = "chunked"
+ALL_GATHERED: Final = "all-gathered"
+LEFT_WHOLE: Final = "left whole"
+"""Verdicts on regions that are proven; on others it is the reason."""
 
 HANDED_OVER: Final = "handed to Inductor's async TP: the sum over ranks is taken in another order"
 LEFT: Final = {
@@ -49,6 +55,8 @@ class RegionReport:
     """Blocking reads by the host per forward pass of the region."""
     verdict: str
     """`chunked` or `all-gathered`, or why neither."""
+    remedy: str = ""
+    """What to change where the experts are not proven to run in chunks; "" else."""
     dispatch: str = "all_to_all"
     """What moves the tokens, as the option names it."""
     num_tokens: int = 0
@@ -113,7 +121,7 @@ class Compilation:
         """Take over what the Dynamo-level passes did to one graph."""
         self.regions += [_region_report(one, state.config.dispatch) for one in state.experts]
         self.left_alone += [str(other) for other in state.found.others]
-        self.unmatched += unmatched(state.found.others)
+        self.unmatched += unmatched(state.found.others, _places(state))
         self.attention += [_attention_report(one) for one in state.attention]
 
     def run_as_written(self) -> None:
@@ -183,6 +191,13 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     )
 
 
+def _places(state: CompileState) -> dict[str, str]:
+    """Return the user's line of each exchange of no region in the Dynamo graph at hand."""
+    mine = (r for graph, r in state.journal.records if graph == state.graph_name)
+    reports = (r for r in mine if isinstance(r, PassReport) and r.pass_name == "detect_regions")
+    return {verdict.candidate: verdict.where for r in reports for verdict in r.skipped}
+
+
 def _as_written(region: RegionReport) -> RegionReport:
     wires = {name: ("same", before, before) for name, (_, before, _) in region.wires.items()}
     return replace(
@@ -205,7 +220,7 @@ def _attention_report(one: PlannedAttention) -> AttentionReport:
         num_heads=sizes[0],
         num_kv_heads=sizes[1],
         num_chunks=one.plan.num_chunks,
-        verdict=why.why if why else "chunked",
+        verdict=why.why if why else CHUNKED,
         decision=decision_figures(one.decision),
         remarks=(
             *decision_remarks(one.decision),
@@ -242,6 +257,7 @@ def _region_report(one: PlannedExperts, asked: str) -> RegionReport:
         num_chunks=plan.num_chunks,
         num_host_reads=one.num_host_reads,
         verdict=_verdict(one),
+        remedy=remedy_of(one.proof.reason) if isinstance(one.proof, Refused) else "",
         dispatch=plan.dispatch,
         num_tokens=plan.num_tokens,
         dispatch_figures=dispatch_figures(one),
@@ -256,10 +272,10 @@ def _region_report(one: PlannedExperts, asked: str) -> RegionReport:
 
 def _verdict(one: PlannedExperts) -> str:
     if one.plan.gathers:
-        return "all-gathered"
+        return ALL_GATHERED
     if one.plan.is_chunked:
-        return "chunked"
-    return one.left["chunks"].why if isinstance(one.proof, Refused) else "left whole"
+        return CHUNKED
+    return one.left["chunks"].why if isinstance(one.proof, Refused) else LEFT_WHOLE
 
 
 def _rewritten(report: PassReport) -> list[str]:

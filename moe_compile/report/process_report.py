@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.report.compilations import Compilation
+from moe_compile.report.exchanges import exchanges_of
 from moe_compile.runtime.launch_records import executed_records, on_first_execution
 
 LOG: Final = logging.getLogger(__name__)
@@ -87,37 +89,16 @@ class ProcessReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report."""
-        regions = [dataclasses.asdict(r) for c in self.compilations for r in c.regions]
-        attention = [dataclasses.asdict(a) for c in self.compilations for a in c.attention]
-        graphs = executed_records()
-        return {
-            "versions": {"megamoe": _version(), "torch": torch.__version__},
-            "hardware": self._hardware,
-            "regions": regions,
-            "attention": attention,
-            "left_alone": sorted({x for c in self.compilations for x in c.left_alone}),
-            "warnings": list(self.warnings),
-            "inductor_settings_off": sorted({x for c in self.compilations for x in c.settings_off}),
-            "dropped_passes": sorted({x for c in self.compilations for x in c.dropped}),
-            "rewrites": sorted({x for c in self.compilations for x in c.rewrites}),
-            "passes": [
-                {"where": c.site, **data} for c in self.compilations for data in c.journal.as_data()
-            ],
-            "graphs": [
-                {"where": g["site"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
-                for g in graphs
-            ],
-            "compilations": len(self._with_regions()),
-            "recompiles": self.num_recompiles(),
-        }
+        return report_of(
+            self.compilations,
+            executed_records(),
+            hardware=self._hardware,
+            warnings=tuple(self.warnings),
+        )
 
     def num_recompiles(self) -> int:
         """Return how many compilations were of a place compiled before."""
-        compilations = self._with_regions()
-        return len(compilations) - len({(c.site, c.settings) for c in compilations})
-
-    def _with_regions(self) -> list[Compilation]:
-        return [c for c in self.compilations if c.has_regions]
+        return _num_recompiles(self.compilations)
 
     def write(self) -> None:
         """Write the JSON file of every path asked for, on rank 0."""
@@ -141,6 +122,40 @@ class ProcessReport:
             partial.unlink(missing_ok=True)
 
 
+def report_of(
+    compilations: Sequence[Compilation],
+    graphs: Sequence[Mapping[str, Any]],
+    *,
+    hardware: str,
+    warnings: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return a report as JSON data; `graphs` are the records of compiled graphs."""
+    return {
+        "versions": {"megamoe": version(), "torch": torch.__version__},
+        "hardware": hardware,
+        "exchanges": [dataclasses.asdict(e) for c in compilations for e in exchanges_of(c)],
+        "regions": [dataclasses.asdict(r) for c in compilations for r in c.regions],
+        "attention": [dataclasses.asdict(a) for c in compilations for a in c.attention],
+        "left_alone": sorted({x for c in compilations for x in c.left_alone}),
+        "warnings": list(warnings),
+        "inductor_settings_off": sorted({x for c in compilations for x in c.settings_off}),
+        "dropped_passes": sorted({x for c in compilations for x in c.dropped}),
+        "rewrites": sorted({x for c in compilations for x in c.rewrites}),
+        "passes": [{"where": c.site, **data} for c in compilations for data in c.journal.as_data()],
+        "graphs": [
+            {"where": g["site"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
+            for g in graphs
+        ],
+        "compilations": sum(c.has_regions for c in compilations),
+        "recompiles": _num_recompiles(compilations),
+    }
+
+
+def _num_recompiles(compilations: Sequence[Compilation]) -> int:
+    known = [(c.site, c.settings) for c in compilations if c.has_regions]
+    return len(known) - len(set(known))
+
+
 def figures(record: Any) -> dict[str, float]:
     """Return the predicted times of one compiled graph, microseconds, and its memory, bytes.
 
@@ -156,7 +171,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def _version() -> str:
+def version() -> str:
+    """Return the version of megamoe that is installed."""
     try:
         return metadata.version("megamoe")
     except metadata.PackageNotFoundError:

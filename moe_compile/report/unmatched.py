@@ -6,29 +6,15 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.regions.regions import Refused
+from moe_compile.report.remedies import REMEDIES, remedy_of
 
-SAME_GRAPH: Final = (
-    "in the same graph: torch.compile(..., fullgraph=True) says where a graph breaks; around "
-    "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
-)
-REMEDIES: Final = {
-    Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
-    f", {SAME_GRAPH}",
-    Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
-    f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
-    Reason.UNEVEN_EXPERTS: "give every rank the same number of experts",
-    Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
-    "parts, is not rewritten in this version",
-    Reason.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
-}
-"""What to change; of the most telling reason first."""
-OTHERWISE: Final = "the operator named is what to change, or nothing if this is no expert dispatch"
 NO_CANDIDATES: Final = frozenset(
     {Reason.NOT_ALL_TO_ALL, Reason.COUNT_EXCHANGE, Reason.PART_OF_REGION}
 )
@@ -43,15 +29,22 @@ class Unmatched:
     detail: str
     is_region: bool
     """Whether a dispatch, its counts and its combine were matched, and then refused."""
+    where: str = ""
+    """The user's line that launches it; "" when unknown."""
 
     def __str__(self) -> str:
         """Return `name: reason (detail)`."""
-        return f"{self.name}: {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
+        return f"{self.name}: {self.why}"
+
+    @property
+    def why(self) -> str:
+        """Return `reason (detail)`."""
+        return self.reason.value + (f" ({self.detail})" if self.detail else "")
 
     @property
     def remedy(self) -> str:
         """What the user can do about it."""
-        return REMEDIES.get(self.reason, OTHERWISE)
+        return remedy_of(self.reason)
 
     @property
     def is_dispatch(self) -> bool:
@@ -59,10 +52,18 @@ class Unmatched:
         return self.is_region or self.reason.kind is Kind.UNPROVEN
 
 
-def unmatched(others: Iterable[Refused]) -> list[Unmatched]:
-    """Return the exchanges among `others`, the most telling first."""
+def unmatched(
+    others: Iterable[Refused], places: Mapping[str, str] = MappingProxyType({})
+) -> list[Unmatched]:
+    """Return the exchanges among `others`, the most telling first; `places` has their lines."""
     found = [
-        Unmatched(name=d.candidate, reason=d.reason, detail=d.detail, is_region=d.is_region)
+        Unmatched(
+            name=d.candidate,
+            reason=d.reason,
+            detail=d.detail,
+            is_region=d.is_region,
+            where=places.get(d.candidate, ""),
+        )
         for d in others
         if d.reason not in NO_CANDIDATES
     ]

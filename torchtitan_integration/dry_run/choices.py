@@ -18,7 +18,7 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import CHOICES, MegaMoEConfig
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.report.compilations import Compilation
-from torchtitan_integration.dry_run.measures import predicted_measures
+from moe_compile.report.measures import predicted_measures
 
 FREE: Final[Mapping[str, Any]] = {
     "chunks": "auto",

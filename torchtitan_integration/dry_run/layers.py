@@ -23,9 +23,9 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
 from moe_compile.report.compilations import Compilation
+from moe_compile.report.measures import predicted_measures
 from torchtitan_integration.dry_run.blocks import calls_of_blocks, kind_of, one_block_of_each_kind
 from torchtitan_integration.dry_run.choices import Choice, choice, choices
-from torchtitan_integration.dry_run.measures import predicted_measures
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
 

@@ -1,0 +1,189 @@
+"""What megamoe sees of a model, said before anything is compiled: `moe_compile.explain`.
+
+Contract
+    A model that Dynamo captures in one graph is not run; another is run once, on all ranks, and its
+    graphs run as they were written. No code is generated. Dynamo is reset.
+    What is said of a graph is what the passes do when it is compiled with the same options.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any, Final, NoReturn
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.fx as fx
+from rich.console import Console
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_graphs
+from moe_compile.config import PREFIX, MegaMoEConfig, from_sources
+from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.user_order import user_order
+from moe_compile.hardware import load_profile
+from moe_compile.report.compilations import Compilation
+from moe_compile.report.explain import print_report
+from moe_compile.report.explanation_text import explanation_lines
+from moe_compile.report.measures import record_of
+from moe_compile.report.process_report import report_of
+
+LOG: Final = logging.getLogger(__name__)
+TORCH: Final = PurePath(torch.__file__).parent
+EXPLANATION: Final = re.compile(r"^ *Explanation: (.+?)\.?$", re.MULTILINE)
+"""What Dynamo says of a graph break, after its kind."""
+NO_RUN: Final = "fake"
+"""torch's process group that moves nothing: models can be traced on it, not run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Explanation:
+    """What was found; `print` it, or read `report`, which is as the JSON report."""
+
+    report: Mapping[str, Any]
+    breaks: Sequence[str]
+    """Where Dynamo ends a graph: `file.py:line in function: why`."""
+    num_graphs: int
+    is_whole: bool
+    """Whether all graphs were seen."""
+
+    def __str__(self) -> str:
+        """Return what was printed."""
+        text = io.StringIO()
+        self.print(Console(file=text))
+        return text.getvalue()
+
+    def __repr__(self) -> str:
+        """Return one line: an interactive session shows what is returned."""
+        found = sum(one["is_found"] for one in self.report["exchanges"])
+        return f"<Explanation: {found} of {len(self.report['exchanges'])} exchanges found>"
+
+    def print(self, console: Console | None = None) -> None:
+        """Print exchange by exchange, then the report of what was found."""
+        console = console or Console()
+        lines = explanation_lines(
+            self.report["exchanges"], self.breaks, self.num_graphs, is_whole=self.is_whole
+        )
+        for line in lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self.report["regions"] or self.report["attention"]:
+            print_report(self.report, console)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """What a backend that compiles nothing saw."""
+
+    config: MegaMoEConfig
+    num_graphs: int = 0
+    compilations: list[Compilation] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    breaks: dict[str, None] = field(default_factory=dict)
+
+    def look_at(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Take in what the passes make of a copy of `gm`."""
+        self.num_graphs += 1
+        why = getattr(gm, "compile_subgraph_reason", None)
+        if why is not None and why.graph_break:
+            self.breaks[_break(why.user_stack, why.reason)] = None
+        if not user_order(gm):
+            return
+        copied = pristine_copy(gm)
+        state, compilation = rewrite(copied, self.config)
+        self.compilations.append(compilation)
+        if not state.has_work:
+            return
+        try:
+            graphs = trace_graphs(copied, inputs, state)
+        except Exception as error:  # noqa: BLE001  (times are beside the point: what is found is)
+            LOG.warning("megamoe: no times are predicted of %s: %s", compilation.site, error)
+            return
+        self.records += [record for one in graphs if (record := record_of(one.graph))]
+
+
+class _Captured(BaseException):
+    """Ends the call of a model whose graph is known; no `except Exception` of a model ends it."""
+
+
+def explain(model: Any, *inputs: Any, **options: Any) -> Explanation:
+    """Print and return what megamoe finds in `model(*inputs)`; see `moe_compile.explain`.
+
+    Raises InvalidConfig for an unknown option or value.
+    """
+    ours = {name.removeprefix(PREFIX): value for name, value in options.items()}
+    asked = from_sources(options=ours, environment=os.environ)
+    config = replace(asked, codegen="fx", strict=False, report="")
+    seen, is_whole = _look(_as_written(model), inputs, config)
+    explanation = Explanation(
+        report=report_of(
+            seen.compilations, seen.records, hardware=load_profile(config.hardware).name
+        ),
+        breaks=list(seen.breaks),
+        num_graphs=seen.num_graphs,
+        is_whole=is_whole,
+    )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        explanation.print()
+    return explanation
+
+
+def _as_written(model: Any) -> Any:
+    """Return what `torch.compile` was given, if `model` comes from there."""
+    return getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
+
+
+def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> tuple[_Seen, bool]:
+    """Return what was seen, and whether that is all there is."""
+    seen = _Seen(config=config)
+
+    def see(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., NoReturn]:
+        seen.look_at(gm, given)
+        return _end
+
+    def see_and_run(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        seen.look_at(gm, given)
+        return gm.forward
+
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=see, fullgraph=True)(*inputs)
+    except _Captured:
+        return seen, True
+    except torch._dynamo.exc.TorchDynamoException as error:
+        seen.breaks[_break(getattr(error, "real_stack", None), str(error))] = None
+    finally:
+        torch._dynamo.reset()
+    can_run = not dist.is_initialized() or dist.get_backend() != NO_RUN
+    try:
+        torch.compile(model, backend=see_and_run if can_run else see)(*inputs)
+    except _Captured:
+        return seen, False
+    except torch._dynamo.exc.TorchDynamoException as error:
+        seen.breaks[_break(getattr(error, "real_stack", None), str(error))] = None
+        return seen, False
+    finally:
+        torch._dynamo.reset()
+    return seen, can_run
+
+
+def _end(*arguments: Any) -> NoReturn:
+    del arguments
+    raise _Captured
+
+
+def _break(stack: Any, why: str) -> str:
+    """Return `file.py:line in function: why`: the user's innermost line, the reason in short."""
+    frames = [f for f in stack or () if not PurePath(f.filename).is_relative_to(TORCH)]
+    said = why.strip().partition("\n")[0]
+    if explained := EXPLANATION.search(why):
+        said = f"{said} ({explained[1]})"
+    if not frames:
+        return said
+    return f"{PurePath(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {said}"

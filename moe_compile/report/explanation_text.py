@@ -1,0 +1,72 @@
+"""An explanation for a person, line by line: each exchange, then where graphs break.
+
+Contract
+    Reads JSON data; imports no torch.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+WIDTH: Final = 110
+INDENT: Final = 14
+"""Columns of a line, and before its text."""
+ONE_GRAPH: Final = (
+    "megamoe sees one graph at a time: the exchange of counts, the dispatch, the experts and the "
+    "combine must lie between two breaks. Breaks elsewhere do no harm"
+)
+NOTHING_SEEN: Final = (
+    "no all-to-all is in any graph. Either the model has no expert parallelism (one rank to a "
+    "group), or its exchanges run where Dynamo does not look: inside a graph break, in a function "
+    "under torch.compiler.disable, in a hook, or in an operator of its own (DeepEP)"
+)
+NOTHING_DONE: Final = (
+    "write them by torch.distributed._functional_collectives, in the forward that is compiled"
+)
+
+
+def explanation_lines(
+    exchanges: Sequence[Mapping[str, Any]],
+    breaks: Sequence[str],
+    num_graphs: int,
+    *,
+    is_whole: bool,
+) -> Iterator[str]:
+    """Yield the lines; `is_whole` says whether all graphs were seen."""
+    found = sum(one["is_found"] for one in exchanges)
+    graphs, seen = _some(num_graphs, "graph"), _some(len(exchanges), "exchange")
+    yield f"megamoe: {graphs}, {seen}, {found} found"
+    for one in exchanges:
+        yield from ("", one["where"] or "(line unknown)")
+        yield from _entry("found" if one["is_found"] else "not found", one["what"], one)
+    if not exchanges and is_whole:
+        yield from ("", *_pair("not found", NOTHING_SEEN), *_pair("change", NOTHING_DONE))
+    for place in breaks:
+        yield from ("", *_pair("graph break", place))
+    if breaks:
+        yield from _pair("change", f"{ONE_GRAPH}.")
+    if not is_whole:
+        yield from _pair("", "What comes after is seen on ranks that can run the model.")
+    yield ""
+
+
+def _some(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _entry(word: str, what: str, one: Mapping[str, Any]) -> Iterator[str]:
+    if what:
+        yield from _pair(word, what)
+        word = "left whole"
+    if one["because"]:
+        yield from _pair(word, one["because"])
+    if one["change"]:
+        yield from _pair("change", one["change"])
+
+
+def _pair(word: str, text: str) -> Iterator[str]:
+    first, *others = textwrap.wrap(text, WIDTH - INDENT, break_long_words=False)
+    yield f"  {word:<{INDENT - 2}}{first}"
+    yield from (" " * INDENT + line for line in others)
