@@ -29,5 +29,15 @@ class RankDisagreement(MegaMoEError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest of `known`, or the list when none is close."""
     names = sorted(known)
+    return _closest(word, names) or f" Known: {', '.join(names)}."
+
+
+def listed(word: str, known: Iterable[str]) -> str:
+    """Return `a, b, c.` of `known`, and the closest where one is close."""
+    names = list(known)
+    return f"{', '.join(names)}.{_closest(word, names)}"
+
+
+def _closest(word: str, names: list[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -24,3 +25,11 @@ def hash_of_sources() -> str:
         digest.update(str(path.relative_to(ROOT)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def installed_version() -> str:
+    """Return the version of megamoe that is installed; of a checkout alone, that it is not."""
+    try:
+        return metadata.version("megamoe")
+    except metadata.PackageNotFoundError:
+        return "not installed"

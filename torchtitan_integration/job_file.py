@@ -49,9 +49,13 @@ class JobFile:
         said = self.content.get(section, {}).get(name, default)
         for i, word in enumerate(self.overrides):
             flag, equals, value = word.partition("=")
-            if flag.replace("-", "_") == f"__{key}":
-                following = self.overrides[i + 1 : i + 2]
-                said = value if equals else next(iter(following), "")
+            written = flag.replace("-", "_")
+            if written == f"__{section}.no_{name}":
+                said = False
+            elif written == f"__{key}":
+                following = next(iter(self.overrides[i + 1 : i + 2]), "--")
+                is_switch = not equals and following.startswith("--")  # it takes no value
+                said = True if is_switch else value if equals else following
         return said
 
 
@@ -115,7 +119,10 @@ def _check_options(job: JobFile) -> None:
         value = job.read(f"megamoe.{name}", "")
         if name in TABLE_ONLY:
             table[name] = value
-        elif isinstance(getattr(MegaMoEConfig(), name), int | float | str) and value:
+        elif isinstance(getattr(MegaMoEConfig(), name), int | float | str) and value not in (
+            "",
+            True,
+        ):
             environment[ENVIRONMENT_PREFIX + name.upper()] = value  # text, as a variable is
     from_sources(table=table, environment=environment)
 

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.exchanges import exchanges_of
 from moe_compile.runtime.launch_records import executed_records, on_first_execution
+from moe_compile.source_hash import installed_version
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def report_of(
 ) -> dict[str, Any]:
     """Return a report as JSON data; `graphs` are the records of compiled graphs."""
     return {
-        "versions": {"megamoe": version(), "torch": torch.__version__},
+        "versions": {"megamoe": installed_version(), "torch": torch.__version__},
         "hardware": hardware,
         "exchanges": [dataclasses.asdict(e) for c in compilations for e in exchanges_of(c)],
         "regions": [dataclasses.asdict(r) for c in compilations for r in c.regions],
@@ -169,14 +169,6 @@ def figures(record: Any) -> dict[str, float]:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-def version() -> str:
-    """Return the version of megamoe that is installed."""
-    try:
-        return metadata.version("megamoe")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 REPORT: Final = ProcessReport()

@@ -11,12 +11,23 @@ import pytest
 
 from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
+from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
 from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import train_command
 from torchtitan_integration.layout import KEYS, Layout
 from torchtitan_integration.layout_rules import RULES, check_layout
+from torchtitan_integration.recipes import find_job, recipes
+from torchtitan_integration.titan_keys import keys_of_jobs, own_flavors
 
 OURS = '[model]\nname = "deepseek_v3"\n[compile]\nbackend = "megamoe"\n'
+MODULES = (
+    '[job]\ncustom_config_module = "torchtitan_integration.job_config"\n'
+    '[experimental]\ncustom_import = "torchtitan_integration.register"\n'
+)
+RIGHT = f"""{MODULES}{OURS}enable = true
+[training]\ndataset = "python_stdlib"
+[parallelism]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2
+"""
 
 
 def write(folder, text):
@@ -116,8 +127,9 @@ def test_a_wrong_flag_is_refused_like_the_same_words_in_the_file(tmp_path, capsy
 def test_right_flags_pass(tmp_path):
     path = write(tmp_path, f"{OURS}[megamoe]\nchunks = 2\n")
     flags = ["--megamoe.no-strict", "--megamoe.schedule", "--megamoe.chunks", "4"]
-    job = load_job(path, [*flags, "--megamoe.disable-passes", "a", "b"])
+    job = load_job(path, [*flags, "--megamoe.disable-passes", "a,b"])
     assert job.read("megamoe.chunks") == "4"
+    assert job.read("megamoe.schedule") is True and job.read("megamoe.strict") is False
 
 
 def test_a_missing_file_is_said(capsys):
@@ -239,3 +251,152 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
 def test_another_backend_is_not_our_business(tmp_path):
     text = OURS.replace("megamoe", "inductor") + "[parallelism]\ncontext_parallel_degree = 2\n"
     load_job(write(tmp_path, text), [])
+
+
+@pytest.fixture
+def checked(tmp_path, capsys, monkeypatch):
+    """Run `megamoe train` where no process can be started; return what it says of a wrong job."""
+    monkeypatch.setattr("moe_compile.commands.train.run", lambda command: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *arguments):
+        pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+        assert main(["train", str(write(tmp_path, text)), *arguments]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--training.step", "5"], "Did you mean 'training.steps'?"),
+        (["--trainig.steps", "5"], "Did you mean 'training'?"),
+        (["--nprocs", "2"], "Did you mean '--nproc'?"),
+        (["--training.steps", "many"], "write a whole number"),
+        (["--training.steps=1e3"], "write a whole number"),
+        (["--optimizer.lr", "high"], "write a number"),
+        (["--training.steps"], "needs a value"),
+        (["--training.steps", "--metrics.log_freq", "1"], "--training.steps needs a value"),
+        (["--compile.enable", "true"], "write --compile.enable or --compile.no_enable"),
+        (["--optimizer.implementation", "fast"], "one of for-loop, foreach, fused"),
+        (["--quantize.linear.float8.recipe_name", "x"], "one of tensorwise, rowwise"),
+        (["steps=5"], "belongs to no flag"),
+        (["--training.dataset", "c5"], "known are python_stdlib, c4"),
+        (["--training.dataset", "c4"], "holds no tokenizer"),
+        (["--training.dataset", "c4_test"], 'write training.dataset = "python_stdlib"'),
+        (["--nproc", "3"], "write --nproc 2"),
+        (["--nproc", "4"], "or write parallelism.data_parallel_shard_degree = 4"),
+        (["--nproc", "3", "--parallelism.data_parallel_shard_degree=-1",
+          "--parallelism.tensor_parallel_degree=2"], "write --nproc a multiple of 2"),
+        (["--dry-run", "--world", "3"], "write --world 2"),
+        (["--dry-run", "--nproc", "2"], "write --world 2"),
+        (["--world", "2"], "write --nproc 2"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_named_before_a_process_starts(checked, flags, message):
+    said = checked(RIGHT, *flags)
+    assert message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RIGHT.replace("dataset =", "datset ="), "Did you mean 'training.dataset'?"),
+        (RIGHT.replace("[training]", "[trainings]"), "Did you mean 'training'?"),
+        (RIGHT.replace("enable = true", 'enable = "yes"'), "compile.enable is 'yes'"),
+        (f"{RIGHT}[optimizer]\nlr = 'high'\n", "write a number"),
+        (RIGHT.replace(MODULES, "") + "[megamoe]\nchunks = 2\n", "write under [job]: custom_con"),
+        (RIGHT.replace(MODULES, ""), "write under [experimental]: custom_import"),
+        (RIGHT.replace("job_config", "no_config"), "torchtitan_integration.no_config"),
+    ],
+)
+def test_wrong_files_are_named_before_a_process_starts(checked, text, message):
+    assert message in checked(text)
+
+
+@pytest.mark.slow
+def test_an_unknown_flavor_is_answered_by_those_there_are(tmp_path):
+    """In a process of its own: torchtitan is imported for the list."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    command = [sys.executable, "-m", "moe_compile.cli", "train", str(write(tmp_path, RIGHT))]
+    run = subprocess.run(
+        [*command, "--model.flavor", "silly"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "deepseek_v3 has debugmodel" in run.stderr and "debug_cpu" in run.stderr
+
+
+def test_every_recipe_is_a_job_without_a_fault():
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    for name in recipes():
+        job = load_job(find_job(name), [])
+        check_job(job, is_run=False)
+        assert list(notes_on(job)) == []
+        assert check_ranks(job, None, "--nproc") == num_ranks(job)
+
+
+def test_experts_that_no_rank_shares_are_remarked_on(tmp_path):
+    text = RIGHT.replace("expert_parallel_degree = 2", "expert_parallel_degree = 1")
+    (note,) = notes_on(load_job(write(tmp_path, text), []))
+    assert "no exchange to hide" in note
+    assert "write parallelism.expert_parallel_degree = 2" in note
+    ulysses = ["--parallelism.context_parallel_degree=2"]
+    assert list(notes_on(load_job(tmp_path / "job.toml", ulysses))) == []
+    (note,) = notes_on(load_job(write(tmp_path, RIGHT), ["--compile.no-enable"]))
+    assert "write compile.enable = true" in note
+
+
+def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+    def fail(command):
+        for rank, said in enumerate(("", "Traceback:\n  File\nValueError: no data\nends\n")):
+            log = Path("outputs/ranks/run/attempt_0") / str(rank) / "stderr.log"
+            log.parent.mkdir(parents=True)
+            log.write_text(said)
+        return 1
+
+    monkeypatch.setattr("moe_compile.commands.train.run", fail)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(write(tmp_path, RIGHT))]) == 1
+    said = capsys.readouterr()
+    error, last = said.err.splitlines()[-2:]
+    assert error == "megamoe: rank 1: ValueError: no data"
+    assert last == "megamoe: the job failed, exit status 1; what ranks printed: outputs/ranks"
+    assert "nothing was compiled" not in said.out
+    monkeypatch.setattr("moe_compile.commands.train.run", lambda command: 130)
+    assert main(["train", str(tmp_path / "job.toml")]) == 130
+    assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_recipe_is_found_by_its_name_and_an_unknown_one_lists_them(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_job("deepseek_v3_debug_cpu").samefile(find_job("deepseek_v3_debug_cpu.toml"))
+    Path("deepseek_v3_debug_cpu").write_text("")
+    assert find_job("deepseek_v3_debug_cpu") == Path("deepseek_v3_debug_cpu")
+    assert main(["train", "deepseek_v3_debug"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean 'deepseek_v3_debug_cpu'?" in said and "mixtral_8x7b_16gpu" in said
+
+
+def test_the_command_alone_prints_help_and_its_version(capsys):
+    assert main([]) == 0
+    assert "train" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"megamoe \S.*\n", capsys.readouterr().out)
+
+
+def test_torchtitans_keys_are_all_found_with_their_kinds():
+    """What is read off the sources is what torchtitan's own classes say."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    keys = keys_of_jobs("torchtitan_integration.job_config")
+    assert keys["training.steps"] == ("int",)
+    assert keys["training.dataset_path"] == ("str", "None")
+    assert keys["compile.enable"] == ("bool",)
+    assert keys["megamoe.chunks"] == ("int", "str")
+    assert len(keys) > 150
+    assert "debug_cpu" in own_flavors("deepseek_v3") and "20b" not in own_flavors("gpt_oss")

@@ -26,7 +26,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
-from moe_compile.errors import InvalidConfig, nearest
+from moe_compile.errors import InvalidConfig, listed
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.layout import Layout, of_model, read_layout
@@ -105,10 +105,8 @@ def _dims(job: JobConfig, world: int) -> ParallelDims:
 def _model_args(spec: TrainSpec, job: JobConfig, layout: Layout) -> Any:
     name = job.model.flavor
     if name not in spec.model_args:
-        known = tuple(spec.model_args)
         raise InvalidConfig(
-            f"model.flavor = {name!r}: torchtitan's {job.model.name} has {', '.join(known)}."
-            f"{nearest(name, known)}"
+            f"model.flavor = {name!r}: {job.model.name} has {listed(name, spec.model_args)}"
         )
     args = copy.deepcopy(spec.model_args[name])
     check_layout(of_model(layout, args))

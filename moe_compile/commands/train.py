@@ -1,0 +1,150 @@
+"""`megamoe train`: check a torchtitan job, train by it on this machine, and print the report.
+
+Contract
+    What can be wrong with the job is said before a process starts: file, key, nearest name.
+    The exit status is torchrun's. A run that failed says so in its last line.
+    The report shown at the end is of this run, never of an earlier one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.report.explain import print_report
+from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
+from torchtitan_integration.job_file import JobFile, load_job, rank_with_loss
+from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
+from torchtitan_integration.rank_logs import last_errors
+from torchtitan_integration.recipes import find_job, recipes
+
+SIGNALLED = 128
+"""An exit status above it is that of a process which a signal ended."""
+
+
+def add_train(commands: Any) -> None:
+    """Add the subcommand."""
+    train = commands.add_parser(
+        "train",
+        help="train by torchtitan from a TOML file or a recipe",
+        description="Check a torchtitan job, train by it on this machine, one process per "
+        "rank, and print what megamoe did. With fewer GPUs than ranks it trains on the CPU.",
+        epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
+        "--megamoe.chunks 4. The report is read from the path in megamoe.report. Recipes: "
+        f"{', '.join(recipes())}.",
+        usage="megamoe train [-h] [--nproc N | --dry-run [--world N]] CONFIG "
+        "[--section.key value ...]",
+        allow_abbrev=False,
+    )
+    train.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="torchtitan 0.2.2 job configuration, TOML, or the name of a recipe",
+    )
+    train.add_argument(
+        "--nproc",
+        metavar="N",
+        type=_ranks,
+        help="ranks to start; default: the product of the TOML's degrees",
+    )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: print regions, chunks, collectives and memory, on any machine",
+    )
+    train.add_argument(
+        "--world",
+        metavar="N",
+        type=_ranks,
+        help="ranks of the machine a dry run is for; default: the product of the TOML's degrees",
+    )
+
+
+def train(known: argparse.Namespace, overrides: list[str]) -> int:
+    """Run the subcommand; return the exit status. Raises InvalidConfig."""
+    if known.dry_run and known.nproc:
+        raise InvalidConfig(
+            f"--dry-run starts no process: for another number of ranks write --world {known.nproc}"
+        )
+    if known.world and not known.dry_run:
+        raise InvalidConfig(
+            f"--world is of --dry-run; to start another number of ranks write --nproc {known.world}"
+        )
+    job = load_job(find_job(known.config), overrides)
+    if importlib.util.find_spec("torchtitan") is None:
+        raise InvalidConfig(
+            "torchtitan is not installed; pip install 'megamoe[titan]' brings the version wanted"
+        )
+    check_job(job, is_run=not known.dry_run)
+    flag = "--world" if known.dry_run else "--nproc"
+    ranks = check_ranks(job, known.world if known.dry_run else known.nproc, flag)
+    for note in notes_on(job):
+        _say(f"note: {note}")
+    return _dry_run(job, ranks) if known.dry_run else _train(job, ranks, overrides)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; write 1 or more")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(f"megamoe: {text}", file=sys.stderr, flush=True)  # noqa: T201  (the user's terminal)
+
+
+def _dry_run(job: JobFile, world: int) -> int:
+    importlib.import_module("torchtitan_integration.cpu_launcher").prepare_torch()
+    entry = importlib.import_module("torchtitan_integration.dry_run.run")  # after the work-arounds
+    entry.dry_run(job, world)
+    return 0
+
+
+def _train(job: JobFile, ranks: int, overrides: list[str]) -> int:
+    if num_gpus() and uses_cpu(ranks):
+        _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
+    logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
+    report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
+    before = _written(report)
+    command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
+    status = run(command)
+    _print_report(report, is_new=_written(report) != before, job=job, failed=status != 0)
+    if status:
+        for line in last_errors(logs):
+            _say(line)
+        _say(_failure(status, logs))
+    return status
+
+
+def _failure(status: int, logs: Path) -> str:
+    """Return the last line of a run that failed."""
+    if status > SIGNALLED and status - SIGNALLED in set(signal.Signals):
+        name = signal.Signals(status - SIGNALLED).name
+        return f"the job was ended by {name}, exit status {status}; what ranks printed: {logs}"
+    return f"the job failed, exit status {status}; what ranks printed: {logs}"
+
+
+def _written(path: Path) -> int:
+    """Return when the file was written, in nanoseconds; 0 when there is none."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+def _print_report(path: Path, *, is_new: bool, job: JobFile, failed: bool) -> None:
+    if is_new:
+        print_report(json.loads(path.read_text()))
+        print(f"megamoe: this report as JSON: {path}", flush=True)  # noqa: T201
+    elif not failed and job.read("compile.backend") == "megamoe":
+        print(  # noqa: T201
+            f"megamoe: no report was written to {path}: nothing was compiled"
+            if path.name
+            else "megamoe: no report was asked for; name a file in megamoe.report to have one",
+            flush=True,
+        )

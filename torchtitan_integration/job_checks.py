@@ -1,0 +1,197 @@
+"""What can be wrong with a job beside its options and its layout, said before a process starts.
+
+Contract
+    Every error names the file or the flag, the key, and what to write. A name that only an import
+    of the job's own could make known is not refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.errors import InvalidConfig, listed, nearest
+from torchtitan_integration import titan_keys
+from torchtitan_integration.job_file import JobFile, num_ranks, uses_megamoe
+from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
+from torchtitan_integration.titan_keys import Kinds
+
+CONFIG_MODULE: Final = "torchtitan_integration.job_config"
+REGISTER: Final = "torchtitan_integration.register"
+TEXT: Final = "python_stdlib"
+"""The dataset that every machine has."""
+TOKENIZERS: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
+"""What torchtitan looks for in the folder of a tokenizer."""
+DATASETS: Final = ("hf_datasets/text_datasets.py", "DATASETS")
+FLAVORS: Final = ("_args", "_configs")
+"""Endings of the names of torchtitan's tables of flavors."""
+OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world")
+
+
+def check_job(job: JobFile, *, is_run: bool) -> None:
+    """Raise InvalidConfig for what cannot train; what is read from disk only where it `is_run`."""
+    try:
+        _check_modules(job)
+        keys = titan_keys.keys_of_jobs(str(job.read("job.custom_config_module", "")))
+        if keys:
+            _check_table(job.content, keys)
+            _check_flags(job.overrides, keys)
+        if uses_megamoe(job) and job.read("experimental.custom_import") == REGISTER:
+            _check_flavor(job)
+            if is_run:
+                _check_text(job)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{job.path}: {error}") from None
+
+
+def check_ranks(job: JobFile, ranks: int | None, flag: str) -> int:
+    """Return the number of ranks; `ranks` is what `flag` says, None where it is left out.
+
+    Raises InvalidConfig where the job's degrees make another number.
+    """
+    if ranks is None:
+        return num_ranks(job)
+    layout = read_layout(job.read)
+    degrees = {name: int(getattr(layout, name)) for name in DEGREES}
+    product = 1
+    for value in degrees.values():
+        product *= max(value, 1)
+    is_open = min(degrees.values()) < 1
+    if ranks == product or (is_open and ranks % product == 0):
+        return ranks
+    stated = " x ".join(f"{KEYS[n].partition('.')[2]} {v}" for n, v in degrees.items() if v > 1)
+    wanted = f"a multiple of {product}" if is_open else f"{product}"
+    shards = ranks * layout.dp_shard // product
+    instead = f", or write {KEYS['dp_shard']} = {shards}" if ranks % product == 0 else ""
+    raise InvalidConfig(
+        f"{job.path}: {flag} {ranks}, but [parallelism] has {stated or 'one rank'}: "
+        f"write {flag} {wanted}{instead}"
+    )
+
+
+def notes_on(job: JobFile) -> Iterator[str]:
+    """Yield what is not wrong, and not what who asks for megamoe expects."""
+    if not uses_megamoe(job):
+        return
+    layout = read_layout(job.read)
+    if layout.ep == 1 and not layout.is_ulysses:
+        ranks = layout.dense_shards * layout.tp if layout.knows_shards else 0
+        example = f"{ranks}" if ranks > 1 else "2 or more, a divisor of the ranks"
+        yield (
+            f"{KEYS['ep']} is 1: every rank has all experts, and there is no exchange to hide; "
+            f"to divide experts over ranks write {KEYS['ep']} = {example}"
+        )
+    if str(job.read("compile.enable", False)).lower() == "false":
+        yield (
+            f'compile.backend is "{BACKEND}" and compile.enable is false: nothing is compiled; '
+            "write compile.enable = true"
+        )
+
+
+def _check_modules(job: JobFile) -> None:
+    """Refuse a table or a backend that torchtitan does not know without a module of ours."""
+    flags = any(word.startswith(f"--{BACKEND}.") for word in job.overrides)
+    if (BACKEND in job.content or flags) and not job.read("job.custom_config_module"):
+        raise InvalidConfig(
+            f"torchtitan knows no [{BACKEND}]; write under [job]: "
+            f'custom_config_module = "{CONFIG_MODULE}"'
+        )
+    if not job.read("experimental.custom_import"):
+        needs = f'compile.backend = "{BACKEND}"' if uses_megamoe(job) else ""
+        if job.read("training.dataset") == TEXT:
+            needs = needs or f'training.dataset = "{TEXT}"'
+        if needs:
+            raise InvalidConfig(
+                f'{needs} needs our train specs; write under [experimental]: custom_import = "'
+                f'{REGISTER}"'
+            )
+
+
+def _check_table(table: Mapping[str, Any], keys: Mapping[str, Kinds], prefix: str = "") -> None:
+    sections = {key.rpartition(".")[0] + "." for key in keys}
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and any(s.startswith(f"{key}.") for s in sections):
+            _check_table(value, keys, f"{key}.")
+        elif key not in keys:
+            raise InvalidConfig(f"torchtitan has no key {key!r}.{_nearest(key, keys)}")
+        elif not titan_keys.admits(keys[key], value):
+            raise InvalidConfig(f"{key} is {value!r}; write {titan_keys.said(keys[key])}")
+
+
+def _check_flags(words: tuple[str, ...], keys: Mapping[str, Kinds]) -> None:
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            raise InvalidConfig(f"{word!r} belongs to no flag: what a flag takes follows it")
+        key = flag.removeprefix("--").replace("-", "_")
+        section, _, name = key.rpartition(".")
+        switch = f"{section}.{name.removeprefix('no_')}"
+        if keys.get(switch) == ("bool",):
+            if equals or (left and not left[0].startswith("--")):
+                raise InvalidConfig(
+                    f"{flag} takes no value; write --{switch} or --{section}.no_"
+                    f"{name.removeprefix('no_')}"
+                )
+        elif key not in keys:
+            raise InvalidConfig(f"there is no flag {flag!r}.{_nearest_flag(key, keys)}")
+        else:
+            if not equals and (not left or left[0].startswith("--")):
+                raise InvalidConfig(f"{flag} needs a value: {titan_keys.said(keys[key])}")
+            given = value if equals else left.pop(0)
+            if not titan_keys.reads(keys[key], given):
+                raise InvalidConfig(f"{flag} is {given!r}; write {titan_keys.said(keys[key])}")
+
+
+def _nearest(key: str, keys: Mapping[str, Kinds]) -> str:
+    """Return ` Did you mean 'x'?`: among the keys of its section, where there is such a section."""
+    section, _, name = key.rpartition(".")
+    own = [k for k in keys if k.rpartition(".")[0] == section]
+    if own:
+        return nearest(key, own)
+    return nearest(section or name, {k.rpartition(".")[0] for k in keys})
+
+
+def _nearest_flag(key: str, keys: Mapping[str, Kinds]) -> str:
+    return nearest(f"--{key}", OUR_FLAGS) if "." not in key else _nearest(key, keys)
+
+
+def _check_flavor(job: JobFile) -> None:
+    model, flavor = read_layout(job.read).model, str(job.read("model.flavor", "debugmodel"))
+    path = f"models/{model}/__init__.py"
+    theirs = (name for table in FLAVORS for name in titan_keys.names_in(path, table))
+    if flavor in (*theirs, *titan_keys.own_flavors(model)):
+        return
+    importlib.import_module("torchtitan_integration.cpu_launcher").prepare_torch()
+    importlib.import_module(REGISTER)  # after the work-arounds
+    specs: Any = importlib.import_module("torchtitan.protocols.train_spec")
+    known = tuple(specs.get_train_spec(model).model_args)
+    if flavor not in known:
+        raise InvalidConfig(f"model.flavor = {flavor!r}: {model} has {listed(flavor, known)}")
+
+
+def _check_text(job: JobFile) -> None:
+    """Refuse a dataset without a name, and one that needs a folder that is not there."""
+    dataset = str(job.read("training.dataset", "c4_test"))
+    known = (TEXT, *titan_keys.names_in(*DATASETS))
+    instead = f'; write training.dataset = "{TEXT}" to train on text that every machine has'
+    if dataset == TEXT or len(known) == 1:
+        return
+    if dataset.lower() not in known:
+        raise InvalidConfig(f"training.dataset = {dataset!r}: known are {listed(dataset, known)}")
+    is_local = dataset.lower() == "c4_test" and not job.read("training.dataset_path")
+    if is_local and not Path("tests/assets/c4_test").exists():
+        raise InvalidConfig(
+            "training.dataset = 'c4_test' lies in a checkout of torchtitan, which this folder "
+            f"is not{instead}"
+        )
+    assets = Path(str(job.read("model.hf_assets_path", "./tests/assets/tokenizer")))
+    if not any((assets / name).is_file() for name in TOKENIZERS):
+        raise InvalidConfig(
+            f"model.hf_assets_path = {str(assets)!r} holds no tokenizer ({', '.join(TOKENIZERS)})"
+            f"{instead}"
+        )
