@@ -117,12 +117,10 @@ def _check_options(job: JobFile) -> None:
     for name in _overridden(job):
         table.pop(name, None)
         value = job.read(f"megamoe.{name}", "")
+        is_read = isinstance(getattr(MegaMoEConfig(), name, None), int | float | str)
         if name in TABLE_ONLY:
             table[name] = value
-        elif isinstance(getattr(MegaMoEConfig(), name), int | float | str) and value not in (
-            "",
-            True,
-        ):
+        elif is_read and value not in ("", True):
             environment[ENVIRONMENT_PREFIX + name.upper()] = value  # text, as a variable is
     from_sources(table=table, environment=environment)
 

@@ -203,4 +203,4 @@ def test_what_cannot_run_is_refused_with_what_to_write(dry_run, changes, message
 
 
 def test_degrees_that_do_not_make_the_world_are_refused(dry_run):
-    assert "WORLD_SIZE(6)" in dry_run(world=6, status=2, **{DEGREE("data_parallel_shard"): 4})
+    assert "write --world 4" in dry_run(world=6, status=2, **{DEGREE("data_parallel_shard"): 4})
