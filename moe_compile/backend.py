@@ -19,14 +19,12 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch._dynamo
-import torch._inductor
 import torch.distributed as dist
 import torch.fx as fx
 from torch._logging import trace_structured
@@ -37,7 +35,7 @@ from moe_compile.codegen import (
     plan_of,
     settings_switched_off,
 )
-from moe_compile.config import MegaMoEConfig, from_sources, split_options
+from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.frame_space import with_frame_space
@@ -50,12 +48,12 @@ from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
+from moe_compile.read_options import read_options
 from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmet
-from passes.outside import find_transport
-from passes.pipeline import all_names, check_names, dynamo_level, run_level
+from passes.pipeline import all_names, dynamo_level, run_level
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -79,11 +77,7 @@ def megamoe(
     could not be transformed.
     """
     _capture_host_reads()
-    ours, inductor = split_options(options or {})
-    config = from_sources(options=ours, environment=os.environ)
-    check_names(config.disable_passes)
-    find_transport(config.transport)
-    patches = {**_mode_patches(mode), **inductor}
+    config, patches = read_options(mode, options)
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
@@ -205,15 +199,6 @@ def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:
     """Return `config` with every rewrite of ours switched off."""
     names = all_names()
     return dataclasses.replace(config, disable_passes=names, gradient_wire="same", async_tp=False)
-
-
-def _mode_patches(mode: str | None) -> dict[str, Any]:
-    if mode is None or mode == "default":
-        return {}
-    try:
-        return dict(torch._inductor.list_mode_options(mode))
-    except (RuntimeError, KeyError) as error:
-        raise InvalidConfig(f"torch.compile mode {mode!r}: {error}") from None
 
 
 def _check_groups(state: CompileState) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from moe_compile.entry_points import PROFILES as OUTSIDE
 from moe_compile.entry_points import installed, load, unusable
-from moe_compile.errors import InvalidConfig, nearest
+from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
 from moe_compile.hardware.origin import check_origin
 from moe_compile.hardware.sourced_file import SourcedFile, read_sourced, sourced_lines
@@ -187,9 +187,9 @@ def read_profile(name: str) -> SourcedFile:
     try:
         return read_sourced(path)
     except FileNotFoundError:
-        known = [*_own_names(), *(entry.name for entry in installed(OUTSIDE))]
+        known = [*sorted(_own_names()), *(entry.name for entry in installed(OUTSIDE))]
         raise InvalidConfig(
-            f"megamoe.hardware: no profile {str(path)!r}.{nearest(path.stem, ['detect', *known])}"
+            f"megamoe.hardware: no profile {name!r}; there are detect, {listed(path.stem, known)}"
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,16 +44,35 @@ def test_the_name_is_found_without_any_import_of_ours_and_torch_logs_shows_a_lin
         ({"megamoe.chunkz": 2}, "Did you mean 'chunks'"),
         ({"megamoe.chunks": "many"}, "whole number"),
         ({"megamoe.disable_passes": ["rewrite_region"]}, "Did you mean 'rewrite_regions'"),
-        ({"megamoe.hardware": "h300"}, "no profile"),
+        ({"megamoe.hardware": "h300"}, r"no profile 'h300'; there are detect, a100, .*h200"),
+        ({"megamoe.transport": "function"}, "Did you mean 'functional'"),
+        ({"chunks": 4}, r"Inductor has no 'chunks'; write 'megamoe\.chunks'"),
+        ({"chunkz": 4}, r"neither megamoe nor Inductor has 'chunkz'"),
+        ({"max_autotun": True}, "Did you mean 'max_autotune'"),
     ],
 )
 def test_a_wrong_option_reaches_the_user_as_an_invalid_config(options, message):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x + 1, backend="megamoe", options=options)
-    with pytest.raises(Exception, match=message) as caught:
+    with pytest.raises(InvalidConfig, match=message) as caught:
         compiled(torch.ones(2))
-    chain = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
-    assert any(isinstance(error, InvalidConfig) for error in chain)
+    assert "/" not in str(caught.value)
+
+
+def test_a_mode_is_said_to_be_unknown_and_settings_of_inductor_pass():
+    torch._dynamo.reset()
+    with pytest.raises(InvalidConfig, match="mode 'silly'"):
+        torch.compile(lambda x: x + 1, backend="megamoe", mode="silly")(torch.ones(2))
+    settings = {"triton.cudagraphs": False, "megamoe.codegen": "fx"}
+    compiled = torch.compile(lambda x: x + 1, backend="megamoe", options=settings)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_torch_refuses_a_mode_beside_options_as_the_reference_says():
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    assert "Either mode or options can be specified" in page
+    with pytest.raises(RuntimeError, match="Either mode or options can be specified"):
+        torch.compile(torch.sin, backend="megamoe", mode="default", options={"megamoe.chunks": 4})
 
 
 def test_options_may_come_from_the_environment(monkeypatch):
