@@ -16,6 +16,7 @@ from moe_compile.errors import InvalidConfig, listed, nearest
 from torchtitan_integration import titan_keys
 from torchtitan_integration.job_file import JobFile, num_ranks, uses_megamoe
 from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
+from torchtitan_integration.resume import check_resume
 from torchtitan_integration.titan_keys import Kinds
 
 CONFIG_MODULE: Final = "torchtitan_integration.job_config"
@@ -42,6 +43,8 @@ def check_job(job: JobFile, *, is_run: bool) -> None:
             _check_flavor(job)
             if is_run:
                 _check_text(job)
+        if is_run:
+            check_resume(job)
     except InvalidConfig as error:
         raise InvalidConfig(f"{job.path}: {error}") from None
 

@@ -3,7 +3,8 @@
 Contract
     The exit status is torchrun's. An interrupt, a hang-up or a termination ends every rank:
     torchrun is told once, and kills ranks that do not end within its own limit of 30 seconds.
-    torchrun is never killed: ranks run in sessions of their own and would outlive it.
+    torchrun is not killed, so that it may end its ranks. Where this process is killed torchrun is
+    told as well, and where torchrun is killed so are the ranks (Linux).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Final
 
 import pynvml
 
+from torchtitan_integration.parent_death import with_parent
+
+RANK: Final = "torchtitan_integration.rank"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,7 +36,7 @@ def train_command(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     shown = ["--local-ranks-filter", str(shown_rank), "--role", "rank"]
     shown += ["--tee", "3", "--log-dir", str(logs)]
-    job = ["-m", module, "--job.config_file", str(config), *overrides]
+    job = ["-m", RANK, module, "--job.config_file", str(config), *overrides]
     return [*torchrun, "--nproc-per-node", str(ranks), *shown, *job]
 
 
@@ -69,7 +73,12 @@ def run(command: list[str]) -> int:
 
     before = {number: signal.signal(number, end) for number in SIGNALS}
     try:
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=with_parent(signal.SIGTERM),
+        )
         if received:
             process.terminate()
         status = process.wait()

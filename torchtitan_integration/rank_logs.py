@@ -1,12 +1,14 @@
 """What the ranks of a job printed, as torchrun keeps it: FOLDER/run/attempt/rank/stderr.log.
 
 Contract
-    Reads the newest run only; a folder that is not as expected has nothing to say.
+    Errors are those of the newest run; a few runs before it are kept. A folder that is not as
+    expected has nothing to say.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -14,8 +16,17 @@ ERROR: Final = re.compile(
     r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Disagreement)\b.*)"
 )
 """The last line of a traceback."""
+KEPT_RUNS: Final = 4
+"""Runs whose output stays when another begins."""
 MOST_RANKS: Final = 4
 """Ranks of which errors are shown: those of others repeat them."""
+
+
+def drop_old(folder: Path) -> None:
+    """Remove what the ranks of runs before the newest printed."""
+    runs = sorted(_folders(folder), key=lambda run: run.stat().st_mtime_ns)
+    for run in runs[:-KEPT_RUNS]:
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def last_errors(folder: Path) -> list[str]:
@@ -27,7 +38,8 @@ def last_errors(folder: Path) -> list[str]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    """Return the folders of runs; what torchrun did not make is none."""
+    return [path.parent for path in folder.glob("*/attempt_0") if path.is_dir()]
 
 
 def _rank(file: Path) -> int:

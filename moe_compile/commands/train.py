@@ -23,7 +23,7 @@ from moe_compile.report.explain import print_report
 from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
 from torchtitan_integration.job_file import JobFile, load_job, rank_with_loss
 from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
-from torchtitan_integration.rank_logs import last_errors
+from torchtitan_integration.rank_logs import drop_old, last_errors
 from torchtitan_integration.recipes import find_job, recipes
 
 SIGNALLED = 128
@@ -112,6 +112,7 @@ def _train(job: JobFile, ranks: int, overrides: list[str]) -> int:
     if num_gpus() and uses_cpu(ranks):
         _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
     logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
+    drop_old(logs)
     report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
     before = _written(report)
     command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))

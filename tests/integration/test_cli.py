@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import train_command
 from torchtitan_integration.layout import KEYS, Layout
 from torchtitan_integration.layout_rules import RULES, check_layout
+from torchtitan_integration.rank_logs import drop_old
 from torchtitan_integration.recipes import find_job, recipes
 from torchtitan_integration.titan_keys import keys_of_jobs, own_flavors
 
@@ -400,3 +402,39 @@ def test_torchtitans_keys_are_all_found_with_their_kinds():
     assert keys["megamoe.chunks"] == ("int", "str")
     assert len(keys) > 150
     assert "debug_cpu" in own_flavors("deepseek_v3") and "20b" not in own_flavors("gpt_oss")
+
+
+def checkpoint(folder, step, *, whole):
+    path = folder / "outputs" / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(b"model train_state" if whole else b"model")
+
+
+def test_a_finished_job_is_not_begun_again_and_the_key_to_change_is_named(checked, tmp_path):
+    text = f"{RIGHT}[checkpoint]\nenable = true\n".replace("[training]", "[training]\nsteps = 4")
+    checkpoint(tmp_path, 2, whole=True)
+    checkpoint(tmp_path, 4, whole=False)
+    said = checked(text)
+    assert "holds the model alone" in said
+    assert "write checkpoint.load_step = 2 and training.steps" in said
+    assert "checkpoint.load_step = 2 (" in checked(text, "--training.steps=6")
+    job = load_job(tmp_path / "job.toml", ["--training.steps=6", "--checkpoint.load_step=2"])
+    check_job(job, is_run=True)
+    checkpoint(tmp_path, 6, whole=True)
+    assert "step 6 of training.steps = 4" in checked(text)
+    check_job(load_job(tmp_path / "job.toml", ["--checkpoint.no-enable"]), is_run=True)
+
+
+def test_what_ranks_printed_is_kept_of_a_few_runs(tmp_path):
+    for number in range(7):
+        (tmp_path / f"run{number}" / "attempt_0" / "0").mkdir(parents=True)
+        os.utime(tmp_path / f"run{number}", (number, number))
+    (tmp_path / "mine").mkdir()
+    drop_old(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "mine",
+        "run3",
+        "run4",
+        "run5",
+        "run6",
+    ]

@@ -30,7 +30,12 @@ def processes_with(mark):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_no_process_outlives_the_command(tmp_path, number, request):
     mark = f"INTERRUPT_TEST={uuid.uuid4()}"
@@ -52,8 +57,35 @@ def test_no_process_outlives_the_command(tmp_path, number, request):
         assert len(processes_with(mark)) >= 3  # the command, torchrun, its rank
         command.send_signal(number)
         command.send_signal(number)  # impatience must not cut the clean end short
-        assert command.wait(300) == 128 + number
+        assert command.wait(300) == (-number if number == signal.SIGKILL else 128 + number)
     _wait_until(lambda: not processes_with(mark), 300)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+def test_a_grandchild_ends_though_all_above_it_are_killed(tmp_path):
+    """As a rank below torchrun, which gives it a session of its own."""
+    inner = "import time; print('up', flush=True); time.sleep(600)"
+    (tmp_path / "sleeper.py").write_text(inner)
+    outer = (
+        "import subprocess, sys\n"
+        "command = [sys.executable, '-m', 'torchtitan_integration.rank', 'sleeper']\n"
+        "subprocess.run(command, start_new_session=True)\n"
+    )
+    name, value = "ORPHAN_TEST", str(uuid.uuid4())
+    paths = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", outer],
+        env={**os.environ, **paths, name: value}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert parent.stdout.readline() == "up\n"
+        assert len(processes_with(f"{name}={value}")) == 2
+        parent.kill()
+        parent.wait()
+        _wait_until(lambda: not processes_with(f"{name}={value}"), 30)
+    finally:
+        for process in processes_with(f"{name}={value}"):
+            os.kill(process, signal.SIGKILL)
 
 
 def _wait_until(is_true, seconds):
