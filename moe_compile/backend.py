@@ -41,9 +41,10 @@ from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.frame_space import with_frame_space
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
 from moe_compile.graph.outer_terms import note_outer_terms
+from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.journal.entries import Dropped
+from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.plan.state import CompileState
@@ -53,9 +54,12 @@ from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmet
+from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
 LOG: Final = logging.getLogger(__name__)
+FORMS: Final = NormalizeExchanges.name
+"""The pass that changes the form of exchanges before it is known whether they are a region's."""
 
 torch._dynamo.config.capture_scalar_outputs = True
 IMPORTING_THREAD: Final = threading.get_ident()
@@ -171,7 +175,10 @@ def _run_dynamo_level(
 ) -> None:
     """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
     state.begin_graph(name, is_recomputed=is_recomputed, is_function=is_function)
+    before, bodies = Snapshot(gm.graph), dict(gm.named_children())
     results = run_level(dynamo_level(), gm.graph, state)
+    if not any(r.applied for r in results if isinstance(r, PassReport) and r.pass_name != FORMS):
+        _put_back(gm, before, bodies)
     state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
     if state.config.strict:
@@ -193,6 +200,13 @@ def _run_dynamo_level(
                 is_recomputed=is_recomputed or child in recomputed,
                 is_function=is_function or child in functions,
             )
+
+
+def _put_back(gm: fx.GraphModule, before: Snapshot, bodies: Mapping[str, torch.nn.Module]) -> None:
+    """Have a graph in which nothing was found be as it came."""
+    for name, body in bodies.items():
+        setattr(gm, name, body)
+    before.restore(gm.graph)
 
 
 def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:

@@ -5,6 +5,8 @@ Contract
     Provides  WAITS_VISIBLE.
     Keeps     values and gradients: `_c10d_functional` collectives carry their own autograd.
 
+Programs have exchanges in an `autograd.Function` of their own (`normalize/function_exchanges.py`)
+and have `torch.distributed`'s collectives write memory (`normalize/filled_memory.py`).
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
 whose wait hides in the body of an `autograd_function_apply` operator.
 """
@@ -12,13 +14,13 @@ whose wait hides in the body of an `autograd_function_apply` operator.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter, erase_dead, erase_unused, substitute
-from moe_compile.graph.inner_graphs import AUTOGRAD_FUNCTION, bodies
+from moe_compile.graph.inner_graphs import bodies, is_autograd_function
 from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.query import (
     C10D,
@@ -32,9 +34,10 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
-
-HAND_ON: Final = frozenset({"view_as", "alias", "detach"})
-"""Functions and methods that return the values of their first argument as they are."""
+from passes.normalize.body_values import HAND_ON
+from passes.normalize.filled_memory import find_fills, read_sources
+from passes.normalize.function_exchanges import Unknown, exchanges_of, replace_function
+from passes.normalize.known_lengths import note_known_lengths
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class NormalizeExchanges(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Rewrite each launch of the autograd namespace together with what hides its wait."""
+        """Rewrite each launch together with what hides it, its wait or its result."""
         del state
         found: list[tuple[fx.Node, fx.Node]] = []
         skipped: list[Verdict] = []
@@ -58,12 +61,28 @@ class NormalizeExchanges(GraphPass):
                 skipped.append(Verdict(candidate=launch.name, reason=Reason.UNKNOWN_FORM))
             else:
                 found.append((launch, hiding))
-        applied = tuple(launch.name for launch, _ in found)
+        functions = {node: exchanges_of(node) for node in filter(is_autograd_function, graph.nodes)}
+        replaced = {node: one for node, one in functions.items() if isinstance(one, list)}
+        skipped += [
+            Verdict(candidate=node.name, reason=Reason.NOT_AN_EXCHANGE, detail=one.because)
+            for node, one in functions.items()
+            if isinstance(one, Unknown)
+        ]
+        fills = find_fills(graph)
+        applied = (
+            *(launch.name for launch, _ in found),
+            *(node.name for node in replaced),
+            *(fill.memory.name for fill in fills),
+        )
         for launch, (args, kwargs) in placed.items():
             launch.args, launch.kwargs = args, kwargs
         for launch, hiding in found:
             _rewrite(launch, hiding)
-        if found:
+        for function, exchanges in replaced.items():
+            replace_function(function, exchanges)
+        read_sources(fills)
+        note_known_lengths(graph)
+        if applied:
             _drop_unread_bodies(graph)
         return PassReport(pass_name=self.name, applied=applied, skipped=tuple(skipped))
 
@@ -85,7 +104,7 @@ def _arguments_in_place(launch: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any
 
 def _hides_wait(launch: fx.Node) -> fx.Node | None:
     """Return the operator that does no more than wait for `launch`, when nothing else reads it."""
-    readers = [u for u in launch.users if AUTOGRAD_FUNCTION in str(u.target)]
+    readers = [user for user in launch.users if is_autograd_function(user)]
     alone = len(readers) == 1 and len(launch.users) == 1
     return readers[0] if alone and _only_waits(launch, readers[0]) else None
 

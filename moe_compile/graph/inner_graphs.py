@@ -23,8 +23,8 @@ KNOWN: Final = frozenset(
     }
 )  # fmt: skip
 """Operators of torch that do no more than compute, or write what they say, without such a graph."""
-AUTOGRAD_FUNCTION: Final = "autograd_function_apply"
 CHECKPOINT: Final = "tag_activation_checkpoint"
+AUTOGRAD_FUNCTION: Final = "autograd_function_apply"
 CHECKPOINT_POLICY: Final = "_checkpoint_context_fn"
 SEEDED: Final = frozenset(
     {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"}
@@ -48,6 +48,11 @@ def is_flex_attention(node: fx.Node) -> bool:
     return is_higher_order(node) and target.name() in FLEX_ATTENTION
 
 
+def is_autograd_function(node: fx.Node) -> bool:
+    """Whether the node calls an `autograd.Function` of the program: its forward and backward."""
+    return is_higher_order(node) and _operator_name(node) == AUTOGRAD_FUNCTION
+
+
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs that a higher-order operator runs, [] for any other node."""
     if not is_higher_order(node):
@@ -66,7 +71,7 @@ def inside(node: fx.Node) -> list[fx.Node]:
 
 def names_of_functions(graph: fx.Graph) -> frozenset[str]:
     """Return the names of the bodies, forward and backward, of `torch.autograd.Function`s."""
-    called = [n for n in graph.nodes if AUTOGRAD_FUNCTION in str(n.target)]
+    called = filter(is_autograd_function, graph.nodes)
     return frozenset(str(i.target) for n in called for i in n.all_input_nodes if i.op == "get_attr")
 
 

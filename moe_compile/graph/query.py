@@ -119,6 +119,12 @@ def expression_of(size: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
+def number_of(size: Any) -> int | None:
+    """Return a size that can have one value only, as what the program asserts to be a number."""
+    expression = expression_of(size)
+    return int(expression) if getattr(expression, "is_Integer", type(expression) is int) else None
+
+
 def value_of(node: fx.Node) -> Any:
     """Return the fake value the tracer stored, or None."""
     return node.meta.get("val", node.meta.get("example_value"))

@@ -67,6 +67,7 @@ class Reason(enum.Enum):
     NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)
 
     # experts
+    COUNTS_NOT_COUNTED = "how many counts there are is not known when compiling", Kind.UNPROVEN
     UNEVEN_EXPERTS = (
         "the counts do not hold the same number of experts for every rank",
         Kind.UNPROVEN,
@@ -223,6 +224,13 @@ class Reason(enum.Enum):
         "all-gathered whole: the tokens of a rank are not known to split evenly in that many "
         "slices",
         Kind.NOT_POSSIBLE,
+    )
+
+    # exchanges in an autograd.Function of the program
+    NOT_AN_EXCHANGE = (
+        "an autograd.Function around it does more than exchange its input and, backward, its "
+        "gradient",
+        Kind.UNPROVEN,
     )
 
     # rows of eight bits

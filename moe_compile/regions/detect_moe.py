@@ -30,6 +30,7 @@ from moe_compile.graph.query import (
     is_integer,
     is_launch,
     is_wait,
+    number_of,
     output_splits,
     tensor_of,
 )
@@ -160,8 +161,10 @@ def _region(pair: _Pair, dependence: Dependence, name: str) -> MoERegion | Refus
     tensor = tensor_of(counts)
     if received is None or not isinstance(rows, fx.Node) or tensor is None:
         return refuse(Reason.NO_COUNT_EXCHANGE)
-    num_experts = tensor.numel()
-    if not isinstance(num_experts, int) or num_experts % num_ranks or not num_experts:
+    num_experts = number_of(tensor.numel())
+    if num_experts is None:
+        return refuse(Reason.COUNTS_NOT_COUNTED, counts.name)
+    if num_experts % num_ranks or not num_experts:
         return refuse(Reason.UNEVEN_EXPERTS, f"{num_experts} counts for {num_ranks} ranks")
 
     inputs = {rows, counts, received}

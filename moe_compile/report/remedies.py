@@ -21,6 +21,7 @@ REMEDIES: Final = {
     f", {SAME_GRAPH}",
     Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
     f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
+    Reason.COUNTS_NOT_COUNTED: "say how many: torch.bincount(chosen, minlength=E)[:E]",
     Reason.UNEVEN_EXPERTS: "give every rank the same number of experts",
     Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
     "parts, is not rewritten in this version",

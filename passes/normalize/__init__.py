@@ -1,0 +1,1 @@
+"""What of `normalize_exchanges` is large enough to stand alone."""

@@ -1,0 +1,85 @@
+"""Memory that a program makes for a collective to fill, and that nothing else writes.
+
+Contract
+    A fill is found only where reading what the collective brought, in place of the memory, is the
+    same: nothing reads the memory before, the two have one type, sizes and strides, nothing writes
+    either after, nothing else reads what was brought, and gradients flow alike.
+
+`dist.all_to_all_single(out, x)` is traced as a functional exchange, its wait, and `out.copy_(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.edit import erase_dead, read_instead, replace_uses
+from moe_compile.graph.modes import Mode, modes
+from moe_compile.graph.query import called_name, is_wait, tensor_of
+from passes.normalize.body_values import MAKE_MEMORY, alike
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """`copy` fills `memory` with `source`, what a collective brought or a part of that."""
+
+    memory: fx.Node
+    copy: fx.Node
+    source: fx.Node
+
+
+def find_fills(graph: fx.Graph) -> list[Fill]:
+    """Return the fills after which memory may be read where its source is."""
+    copies = (n for n in graph.nodes if n.op == "call_method" and n.target == "copy_")
+    fills = [fill for copy in copies if (fill := _fill(copy)) is not None]
+    if not fills:
+        return []
+    dependence, mode_of = Dependence(graph), modes(graph)
+    return [fill for fill in fills if _is_only_read(fill, dependence, mode_of)]
+
+
+def _fill(copy: fx.Node) -> Fill | None:
+    memory, source = copy.args[:2]
+    if not isinstance(memory, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    is_new = called_name(memory) in MAKE_MEMORY and not memory.kwargs.get("requires_grad")
+    if not is_new or not _is_brought(source) or not alike(memory, source):
+        return None
+    return Fill(memory, copy, source)
+
+
+def _is_brought(node: fx.Node) -> bool:
+    """Whether a collective brought it, whole or in parts, and one reader has it alone."""
+    while called_name(node) == "getitem" and len(node.users) == 1:
+        (node,) = node.all_input_nodes
+        if is_wait(node):
+            return all(called_name(user) == "getitem" for user in node.users)
+    return is_wait(node) and len(node.users) == 1
+
+
+def _is_only_read(fill: Fill, dependence: Dependence, mode_of: Mapping[fx.Node, Mode]) -> bool:
+    place = dependence.position
+    if any(place[user] < place[fill.copy] for user in fill.memory.users):
+        return False
+    tensor = tensor_of(fill.source)
+    flows = tensor is not None and tensor.requires_grad
+    if flows and mode_of[fill.copy][0] is not mode_of[fill.source][0]:
+        return False
+    memory = storages(fill.memory) | storages(fill.source)
+    return not any(
+        not written or written & memory
+        for writer, written in dependence.writes.items()
+        if writer is not fill.copy and place[writer] > place[fill.source]
+    )
+
+
+def read_sources(fills: list[Fill]) -> None:
+    """Have readers of filled memory read what it is filled with."""
+    for fill in fills:
+        replace_uses({fill.copy: fill.source})
+        for reader in [user for user in fill.memory.users if user is not fill.copy]:
+            read_instead(reader, fill.memory, fill.source)
+        erase_dead([fill.memory, fill.copy])

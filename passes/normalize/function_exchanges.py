@@ -1,0 +1,197 @@
+"""An `autograd.Function` of the program that is a collective of its input, and nothing else.
+
+Contract
+    The forward body hands each of its results what one collective brought of one input; the
+    backward body gives each such input what the collective's own derivative is, and no other input
+    a gradient. Then the plain collective, awaited, has the same values and gradients.
+
+Fairscale, DeepSpeed and Megatron-Core exchange rows so: `all_to_all_single` into empty memory
+forward, the same with the split lists swapped backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.edit import Emitter, erase_dead, substitute
+from moe_compile.graph.inner_graphs import bodies
+from moe_compile.graph.observation import fake_mode_of, running_on
+from moe_compile.graph.query import C10D, overload_name, tensor_of, value_of
+from passes.normalize.body_values import BodyValues
+
+ALL_TO_ALL: Final = "all_to_all_single"
+ALL_GATHER: Final = "all_gather_into_tensor"
+REDUCE_SCATTER: Final = "reduce_scatter_tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionExchange:
+    """The result at `place` of a function is what `launch`, of its forward body, brings."""
+
+    place: int
+    launch: fx.Node
+    source: int
+    """Which of the function's inputs is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A function launches collectives and does more; `because` is what."""
+
+    because: str
+
+
+def inputs_of(function: fx.Node) -> list[Any]:
+    """Return what the operator gives its forward body."""
+    return [i for i in function.args if not (isinstance(i, fx.Node) and i.op == "get_attr")]
+
+
+def exchanges_of(function: fx.Node) -> list[FunctionExchange] | Unknown | None:
+    """Return what the results of an autograd function are; None where it launches nothing."""
+    graphs = [body.graph for body in bodies(function)]
+    if len(graphs) != 2:
+        return None
+    forward, backward = map(BodyValues.of, graphs)
+    if not forward.launches:
+        return None
+    if any(values.obstacle is not None for values in (forward, backward)):
+        return Unknown(f"{_first_obstacle(forward, backward)} stands in it")
+    if function.kwargs.get("non_differentiable_idx") or function.kwargs.get("dirty_idx"):
+        return Unknown("a result has no gradient, or is an input written in place")
+    if any(user.target is not operator.getitem for user in function.users):
+        return Unknown("its results are read together")
+    found = _results(forward)
+    if found is None or len(forward.inputs) != len(inputs_of(function)):
+        return Unknown("not every result of its forward is what one collective brought of an input")
+    if not _is_derivative(found, forward, backward):
+        return Unknown("its backward is not the derivative of its collective")
+    return found
+
+
+def _first_obstacle(forward: BodyValues, backward: BodyValues) -> str:
+    where = "forward" if forward.obstacle is not None else "backward"
+    node = forward.obstacle if forward.obstacle is not None else backward.obstacle
+    return f"{node} of its {where}"
+
+
+def _results(forward: BodyValues) -> list[FunctionExchange] | None:
+    """Return the results of a forward body, None where one is anything but brought."""
+    (results, *_) = forward.graph.output_node().args[0]
+    results = results if isinstance(results, list | tuple) else (results,)
+    launches = [forward.brought.get(result) for result in results]
+    if not launches or None in launches or len({*launches}) != len(forward.launches):
+        return None
+    sources = [forward.inputs.index(forward.given[n.args[0]]) for n in launches if n]
+    if len({*sources}) != len(launches) or not all(_is_plain(n, forward) for n in launches if n):
+        return None
+    found = zip(launches, sources, strict=True)
+    return [FunctionExchange(k, n, source) for k, (n, source) in enumerate(found) if n]
+
+
+def _is_plain(launch: fx.Node, body: BodyValues) -> bool:
+    """Whether the derivative is known, and all numbers given are before the body runs."""
+    is_known = _short_name(launch) in _DERIVATIVES and not launch.kwargs
+    return is_known and body.from_inputs(launch.args[1:])
+
+
+def _is_derivative(
+    found: Sequence[FunctionExchange], forward: BodyValues, backward: BodyValues
+) -> bool:
+    gradients: Any = backward.graph.output_node().args[0]
+    gradients = gradients if isinstance(gradients, list | tuple) else (gradients,)
+    if len(gradients) != len(forward.inputs) or len(backward.launches) != len(found):
+        return False
+    by_source = {one.source: one for one in found}
+    for i, gradient in enumerate(gradients):
+        one = by_source.get(i)
+        if one is None:
+            if gradient is not None:
+                return False
+            continue
+        launch = backward.brought.get(gradient)
+        if launch is None or backward.given[launch.args[0]] is not backward.inputs[one.place]:
+            return False
+        if launch.kwargs or _call(launch) != _derivative(one.launch):
+            return False
+    return True
+
+
+def _short_name(launch: fx.Node) -> str:
+    return overload_name(launch).partition("::")[2]
+
+
+def _call(launch: fx.Node) -> tuple[Any, ...]:
+    """Return what a launch calls, and what it is given behind the tensor, as can be compared."""
+    return _short_name(launch), *(_comparable(argument) for argument in launch.args[1:])
+
+
+def _derivative(launch: fx.Node) -> tuple[Any, ...] | None:
+    """Return the call whose result is the input's gradient."""
+    name, *arguments = _call(launch)
+    return _DERIVATIVES[name](arguments)
+
+
+_DERIVATIVES: Final[Mapping[str, Callable[[list[Any]], tuple[Any, ...] | None]]] = {
+    ALL_TO_ALL: lambda given: (ALL_TO_ALL, given[1], given[0], given[2]),
+    ALL_GATHER: lambda given: (REDUCE_SCATTER, "sum", *given),
+    REDUCE_SCATTER: lambda given: (ALL_GATHER, *given[1:]) if given[0] == "sum" else None,
+}
+"""What torch registers as the derivative of a functional collective, by its arguments."""
+
+
+def _comparable(argument: Any) -> Any:
+    """Return a number as the program wrote it, whatever tracing found out about this rank."""
+    if isinstance(argument, list | tuple):
+        return tuple(map(_comparable, argument))
+    value = value_of(argument) if isinstance(argument, fx.Node) else argument
+    return value.node._expr if isinstance(value, torch.SymInt) else value
+
+
+def replace_function(function: fx.Node, found: Sequence[FunctionExchange]) -> None:
+    """Have plain collectives, awaited, stand in place of `function`."""
+    given, emitter = inputs_of(function), Emitter(function)
+    awaited = [_emit(emitter, one, given) for one in found]
+    for reader in list(function.users):
+        wait = awaited[reader.args[1]]
+        launch = wait.args[0]
+        assert isinstance(launch, fx.Node)
+        wait.meta["example_value"] = launch.meta["example_value"] = value_of(reader)
+        substitute(reader, wait)
+    erase_dead([function])
+
+
+def _emit(emitter: Emitter, one: FunctionExchange, given: Sequence[Any]) -> fx.Node:
+    body = BodyValues.of(one.launch.graph)
+    known = {node: given[body.inputs.index(source)] for node, source in body.given.items()}
+    arguments = fx.map_arg(one.launch.args[1:], lambda n: _outside(emitter, n, known))
+    rows = given[one.source]
+    if one.launch.args[0] not in body.inputs:
+        rows = _contiguous(emitter, rows)
+    launch = emitter.call(getattr(C10D, _short_name(one.launch)), rows, *arguments)
+    wait = emitter.call(C10D.wait_tensor, launch)
+    launch.meta["example_value"] = wait.meta["example_value"] = value_of(one.launch)
+    return wait
+
+
+def _outside(emitter: Emitter, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Return a number of the body in the graph around it."""
+    if node not in known:
+        for needed in node.all_input_nodes:
+            _outside(emitter, needed, known)
+        copied = known[node] = emitter.copy(node, known)
+        copied.meta["example_value"] = value_of(node)
+    return known[node]
+
+
+def _contiguous(emitter: Emitter, rows: fx.Node) -> fx.Node:
+    tensor, node = tensor_of(rows), emitter.method("contiguous", rows)
+    if tensor is not None and (fake := fake_mode_of([tensor])) is not None:
+        with running_on(fake), torch.enable_grad():
+            node.meta["example_value"] = tensor.contiguous()
+    return node
