@@ -237,7 +237,7 @@ def _log(compilation: Compilation) -> None:
             "and CUDA graphs would move these. To do: leave them out, or pass them to "
             "torch.compile only for what has no collectives"
         )
-    if warning := compilation.warning():
+    for warning in compilation.warnings():
         _warn_once(warning)
     if not compilation.has_regions:
         return

@@ -20,6 +20,12 @@ from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
+from moe_compile.report.graph_breaks import (
+    GraphBreak,
+    frames_left_out,
+    graph_break,
+    warning_of,
+)
 from moe_compile.report.remedies import remedy_of
 from moe_compile.report.unmatched import Unmatched, unmatched
 from passes.pipeline import NAMES
@@ -111,6 +117,10 @@ class Compilation:
     """All-to-alls of no region, the most telling first."""
     place_of_exchange: str = ""
     """The user's line of the first all-to-all; "" without one."""
+    graph_break: GraphBreak | None = None
+    """Why the graph ends before the function that it is of, None where it does not."""
+    left_out: list[GraphBreak] = field(default_factory=list)
+    """Functions with collectives that Dynamo has left to Python so far."""
 
     @property
     def has_regions(self) -> bool:
@@ -156,14 +166,25 @@ class Compilation:
         """Exchanges that dispatch rows as those of experts do, and were not matched."""
         return [left for left in self.unmatched if left.is_dispatch and not left.is_region]
 
-    def warning(self) -> str:
-        """Return what to warn of, "" where there is nothing.
+    def graph_breaks(self) -> list[GraphBreak]:
+        """Return where no graph goes on."""
+        return [*([self.graph_break] if self.graph_break else []), *self.left_out]
 
-        That is exchanges in a graph without a region, and beside regions those that dispatch rows.
+    def warnings(self) -> list[str]:
+        """Return what to warn of."""
+        warning = self._warning_of_exchanges()
+        return [*([warning] if warning else []), *map(warning_of, self.left_out)]
+
+    def _warning_of_exchanges(self) -> str:
+        """Return what to warn of in this graph, "" where there is nothing.
+
+        That is exchanges in a graph without a region, and beside regions those that dispatch rows;
+        and a graph that ends at a collective.
         """
         left = self.unmatched_dispatches if self.has_regions else self.unmatched
+        ends = self.graph_break
         if not left:
-            return ""
+            return warning_of(ends) if ends and ends.is_collective else ""
         first, others = left[0], f"; so are {len(left) - 1} others" if len(left) > 1 else ""
         if self.has_regions:
             return (
@@ -171,9 +192,12 @@ class Compilation:
                 f"{others}. {first}. To do: {first.remedy}"
             )
         attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
+        to_do = f"To do: {first.remedy}"
+        if ends is not None:
+            to_do = f"The graph ends at {ends}. To do: {ends.remedy}"
         return (
             f"megamoe: the exchange at {self.place_of_exchange} is left as it is{others}: no MoE "
-            f"region was found in its graph. {first}. To do: {first.remedy}{''.join(attention)}"
+            f"region was found in its graph. {first}. {to_do}{''.join(attention)}"
         )
 
 
@@ -188,6 +212,8 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
         settings=state.config.digest_text(),
         journal=state.journal,
         place_of_exchange="; ".join(exchanges[:1]),
+        graph_break=graph_break(gm),
+        left_out=frames_left_out(),
     )
 
 

@@ -45,6 +45,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{title}: {line}" for line in report[key])
     for setting in report.get("inductor_settings_off", ()):  # none in reports of earlier versions
         yield f"Inductor's setting off in graphs with regions: {setting}"
+    for place in report.get("graph_breaks", ()):  # none in reports of earlier versions
+        yield f"Dynamo ends a graph at {place}"
     rewrites = report.get("rewrites", ())  # none in reports of earlier versions
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())

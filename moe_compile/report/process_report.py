@@ -54,6 +54,8 @@ class ProcessReport:
         self.compilations: list[Compilation] = []
         self.warnings: dict[str, None] = {}
         """Of graphs with exchanges and no region; each once, in order."""
+        self.graph_breaks: dict[str, None] = {}
+        """Where Dynamo ended a graph, or left a function to Python; each once, in order."""
         self.paths: set[Path] = set()
         self._unwritable: set[Path] = set()
         self._hardware = ""
@@ -64,8 +66,8 @@ class ProcessReport:
         The file is written in any case: a report that finds nothing says so.
         """
         self._keep(compilation)
-        if warning := compilation.warning():
-            self.warnings[warning] = None
+        self.warnings |= dict.fromkeys(compilation.warnings())
+        self.graph_breaks |= dict.fromkeys(map(str, compilation.graph_breaks()))
         self._hardware = hardware
         if path:
             self.paths.add(Path(path).absolute())
@@ -94,6 +96,7 @@ class ProcessReport:
             executed_records(),
             hardware=self._hardware,
             warnings=tuple(self.warnings),
+            graph_breaks=tuple(self.graph_breaks),
         )
 
     def num_recompiles(self) -> int:
@@ -128,6 +131,7 @@ def report_of(
     *,
     hardware: str,
     warnings: Sequence[str] = (),
+    graph_breaks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a report as JSON data; `graphs` are the records of compiled graphs."""
     return {
@@ -138,6 +142,7 @@ def report_of(
         "attention": [dataclasses.asdict(a) for c in compilations for a in c.attention],
         "left_alone": sorted({x for c in compilations for x in c.left_alone}),
         "warnings": list(warnings),
+        "graph_breaks": list(graph_breaks),
         "inductor_settings_off": sorted({x for c in compilations for x in c.settings_off}),
         "dropped_passes": sorted({x for c in compilations for x in c.dropped}),
         "rewrites": sorted({x for c in compilations for x in c.rewrites}),

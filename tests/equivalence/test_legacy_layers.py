@@ -20,18 +20,18 @@ TOKENS = (9, 14)
 
 
 class Checkpointed(nn.Module):
-    """A layer in `torch.utils.checkpoint`."""
+    """A layer in `torch.utils.checkpoint`, of other sizes: another program than the layer bare."""
 
     def __init__(self, style):
         super().__init__()
-        self.layer = make(style)
+        self.layer = make(style, 64)
 
     def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-def make(style):
-    return style(16, 32, 8, 2, dist.group.WORLD, torch.bfloat16)
+def make(style, hidden=32):
+    return style(16, hidden, 8, 2, dist.group.WORLD, torch.bfloat16)
 
 
 def inputs(rank):

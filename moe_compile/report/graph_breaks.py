@@ -1,0 +1,130 @@
+"""Where Dynamo ended a graph, or compiled nothing, and what to write instead.
+
+Contract
+    Told is what torch itself recorded: of a graph, the reason that it gives the backend with it; of
+    code that it left to Python, what its metrics of compilations say.
+    Texts name the user's line and hold no address of memory: a place is told of once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+import torch
+import torch._dynamo.utils as dynamo_utils
+import torch.fx as fx
+
+TORCH: Final = str(Path(torch.__file__).parent)
+COLLECTIVES: Final = str(Path(TORCH, "distributed"))
+AUTOGRAD_FORM: Final = (
+    "where gradients flow, all_to_all_single_autograd of torch.distributed._functional_collectives"
+)
+REMEDIES: Final = (
+    (
+        re.compile("async_op"),
+        "leave async_op out: a region's exchanges are launched early and awaited late anyway",
+    ),
+    (
+        re.compile(r"distributed\.all_to_all\b"),
+        f"all_to_all_single on the joined tensors with split sizes, or, {AUTOGRAD_FORM}",
+    ),
+    (
+        re.compile(r"distributed\.reduce_scatter\b"),
+        "reduce_scatter_tensor on the joined tensors",
+    ),
+    (
+        re.compile(r"distributed\.nn\b"),
+        f"all_to_all_single of torch.distributed, or, {AUTOGRAD_FORM}",
+    ),
+    (
+        re.compile("output shape depends on"),
+        "say how long the result is, repeat_interleave(..., output_size=n), or compile with "
+        "fullgraph=True, which captures such operators",
+    ),
+)
+"""What the reason says, what to do; the first that fits."""
+OTHERWISE: Final = "torch.compile(..., fullgraph=True) says more of it"
+ADDRESS: Final = re.compile(
+    r"<(?:built-in )?(?:function|method) (\S+) at 0x[0-9a-f]+>| at 0x[0-9a-f]+"
+)
+EXPLANATION: Final = re.compile(r"Explanation: (.+)")
+RAISED: Final = re.compile(r"raised exception \w+\((['\"])(.+?)\1\)")
+LONGEST: Final = 200
+"""Characters of torch's reason that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """A place where no graph goes on."""
+
+    where: str
+    """`file.py:line in function`, the user's line."""
+    why: str
+    is_collective: bool
+    """Whether a collective is what is not traced."""
+
+    def __str__(self) -> str:
+        """Return the place and the reason."""
+        return f"{self.where}: {self.why}"
+
+    @property
+    def remedy(self) -> str:
+        """What the user can do about it."""
+        return next((do for says, do in REMEDIES if says.search(self.why)), OTHERWISE)
+
+
+def graph_break(gm: fx.GraphModule) -> GraphBreak | None:
+    """Return why the Dynamo graph `gm` ends before the function it is of; None where it does not.
+
+    Releases of torch that give no reason end no graph, as far as this tells.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    frames = [(f.filename, f.lineno, f.name) for f in reason.user_stack]
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
+    collective = _collective(frames)
+    said = f"Dynamo does not trace {collective}" if collective else _short(reason.reason)
+    return GraphBreak(
+        where=_place(*own[-1]) if own else "",
+        why=said,
+        is_collective=bool(collective) or "async_op" in said,
+    )
+
+
+def frames_left_out() -> list[GraphBreak]:
+    """Return the functions that Dynamo left to Python since a collective in them is not traced."""
+    metrics: list[Any] = getattr(dynamo_utils, "get_compilation_metrics", list)()
+    return [
+        GraphBreak(_place(m.co_filename, m.co_firstlineno, m.co_name), _short(m.fail_reason), True)
+        for m in metrics
+        if m.fail_reason and str(m.fail_user_frame_filename).startswith(COLLECTIVES)
+    ]
+
+
+def warning_of(one: GraphBreak) -> str:
+    """Return what to warn of where a collective is not traced."""
+    return f"megamoe: no region is found around {one}. To do: {one.remedy}"
+
+
+def _collective(frames: Sequence[tuple[str, Any, str]]) -> str:
+    """Return the function of `torch.distributed` in which tracing ended, "" for none."""
+    inside = (n for file, _, n in frames if PurePath(file).name == "distributed_c10d.py")
+    name = next(inside, "")
+    return f"torch.distributed.{name}" if name else ""
+
+
+def _short(reason: str) -> str:
+    """Return one sentence of what torch says."""
+    first = reason.splitlines()[0]
+    found = RAISED.search(reason) or EXPLANATION.search(reason)
+    said = found.groups()[-1] if found and "async_op" not in first else first
+    return ADDRESS.sub("", said)[:LONGEST]
+
+
+def _place(file: str, line: Any, function: str) -> str:
+    return f"{PurePath(file).name}:{line} in {function}"
