@@ -171,10 +171,12 @@ def _run_dynamo_level(
     name: str = "dynamo",
     *,
     is_recomputed: bool = False,
-    is_function: bool = False,
 ) -> None:
-    """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has."""
-    state.begin_graph(name, is_recomputed=is_recomputed, is_function=is_function)
+    """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has.
+
+    Not on those of autograd functions, whose derivatives the program says itself.
+    """
+    state.begin_graph(name, is_recomputed=is_recomputed)
     before, bodies = Snapshot(gm.graph), dict(gm.named_children())
     results = run_level(dynamo_level(), gm.graph, state)
     if not any(r.applied for r in results if isinstance(r, PassReport) and r.pass_name != FORMS):
@@ -190,15 +192,10 @@ def _run_dynamo_level(
     note_outer_terms(gm.graph)
     recomputed, functions = names_of_recomputed(gm.graph), names_of_functions(gm.graph)
     for child, body in gm.named_children():
-        if isinstance(body, fx.GraphModule):
+        if isinstance(body, fx.GraphModule) and child not in functions:
+            again = is_recomputed or child in recomputed
             _run_dynamo_level(
-                body,
-                state,
-                compilation,
-                levels,
-                f"{name}/{child}",
-                is_recomputed=is_recomputed or child in recomputed,
-                is_function=is_function or child in functions,
+                body, state, compilation, levels, f"{name}/{child}", is_recomputed=again
             )
 
 

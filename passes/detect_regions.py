@@ -9,8 +9,8 @@ Contract
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,7 @@ import torch.fx as fx
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.attention.detect_attention import find_attention
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
@@ -30,6 +31,7 @@ from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.host_reads import count_host_reads
 from moe_compile.regions.regions import MoERegion, Refused
 from passes.contract import Fact, GraphPass
+from passes.normalize.function_exchanges import Unknown, exchanges_of
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,15 @@ class DetectRegions(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.found`; a region that a proof refuses is found all the same."""
         regions, others = find_moe_regions(graph)
-        if state.is_function:
-            others = [_in_function(other) for other in others]
         attention, without = find_attention(graph)
         launches = {launch.name for region in attention for launch in region.launches}
         state.found = Findings(
             experts=tuple(map(_experts, regions)),
             attention=(*map(_attention, attention), *map(_attention, without)),
-            others=tuple(other for other in others if other.candidate not in launches),
+            others=(
+                *(other for other in others if other.candidate not in launches),
+                *_inside_functions(graph),
+            ),
         )
         for marked in (
             *((r.dispatch, r.combine) for r in regions),
@@ -68,11 +71,12 @@ class DetectRegions(GraphPass):
         )
 
 
-def _in_function(other: Refused) -> Refused:
-    """Say of a dispatch that the rest of its region is out of sight, where that is the cause."""
-    if other.reason not in (Reason.NO_COMBINE, Reason.NO_COUNT_EXCHANGE):
-        return other
-    return replace(other, reason=Reason.IN_FUNCTION)
+def _inside_functions(graph: fx.Graph) -> Iterator[Refused]:
+    """Yield a refusal for each exchange that is still inside an autograd function."""
+    for node in filter(is_autograd_function, graph.nodes):
+        found = exchanges_of(node)
+        if isinstance(found, Unknown):
+            yield Refused(candidate=node.name, reason=found.reason, detail=found.because)
 
 
 def _names(regions: Iterable[MoERegion | AttentionRegion]) -> list[str]:

@@ -64,7 +64,7 @@ class NormalizeExchanges(GraphPass):
         functions = {node: exchanges_of(node) for node in filter(is_autograd_function, graph.nodes)}
         replaced = {node: one for node, one in functions.items() if isinstance(one, list)}
         skipped += [
-            Verdict(candidate=node.name, reason=Reason.NOT_AN_EXCHANGE, detail=one.because)
+            Verdict(candidate=node.name, reason=one.reason, detail=one.because)
             for node, one in functions.items()
             if isinstance(one, Unknown)
         ]

@@ -198,20 +198,6 @@ class RepeatedLabels(Megatron):
         return torch.repeat_interleave(ids, received)
 
 
-class WhereInside(Megatron):
-    """A loop over experts that finds its rows by `where`."""
-
-    def experts(self, rows, received):
-        ids = self.expert_of_rows(rows, received)
-        out = torch.zeros_like(rows)
-        for e in range(self.local):
-            mine = torch.where(ids == e)[0]
-            x = rows[mine]
-            y = (F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e]
-            out = out.index_copy(0, mine, y)
-        return out
-
-
 class ScoresTravel(Megatron):
     """Scores travel with the rows, in one function."""
 

@@ -69,19 +69,12 @@ def inside(node: fx.Node) -> list[fx.Node]:
     return [inner for body in bodies(node) for inner in body.graph.nodes]
 
 
-def names_of_functions(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of the bodies, forward and backward, of `torch.autograd.Function`s."""
-    called = filter(is_autograd_function, graph.nodes)
-    return frozenset(str(i.target) for n in called for i in n.all_input_nodes if i.op == "get_attr")
-
-
 def names_of_recomputed(graph: fx.Graph) -> frozenset[str]:
     """Return the names of the bodies that activation checkpoints compute again whole.
 
     Not of those whose checkpoint has a policy of its own, which torch keeps on the body.
     """
-    called = [n for n in graph.nodes if is_higher_order(n) and _operator_name(n) == CHECKPOINT]
-    names = [str(i.target) for n in called for i in n.all_input_nodes if i.op == "get_attr"]
+    names = _names_of_bodies(graph, CHECKPOINT)
     owner = graph.owning_module
     modules = {name: getattr(owner, name, None) for name in names}
     return frozenset(
@@ -89,6 +82,16 @@ def names_of_recomputed(graph: fx.Graph) -> frozenset[str]:
         for name, body in modules.items()
         if isinstance(body, fx.GraphModule) and CHECKPOINT_POLICY not in body.meta
     )
+
+
+def names_of_functions(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of the bodies, forward and backward, of autograd functions."""
+    return frozenset(_names_of_bodies(graph, AUTOGRAD_FUNCTION))
+
+
+def _names_of_bodies(graph: fx.Graph, operator: str) -> list[str]:
+    called = [n for n in graph.nodes if is_higher_order(n) and _operator_name(n) == operator]
+    return [str(i.target) for n in called for i in n.all_input_nodes if i.op == "get_attr"]
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -60,10 +60,6 @@ class Reason(enum.Enum):
     PART_OF_REGION = "it is inside a region", Kind.NOT_MEANT
     NOT_ALL_TO_ALL = "not an all-to-all", Kind.NOT_MEANT
     NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
-    IN_FUNCTION = (
-        "it is inside a torch.autograd.Function, whose body is a graph of its own",
-        Kind.UNPROVEN,
-    )
     NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)
 
     # experts

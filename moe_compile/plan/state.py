@@ -47,8 +47,6 @@ class CompileState:
     is_recomputed: bool = False
     """Whether the Dynamo graph at hand is computed again in the backward: all of it is inside an
     activation checkpoint that keeps nothing of its own choice."""
-    is_function: bool = False
-    """Whether the Dynamo graph at hand is a body of a `torch.autograd.Function`."""
     site: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
@@ -79,11 +77,9 @@ class CompileState:
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
 
-    def begin_graph(
-        self, name: str, *, is_recomputed: bool = False, is_function: bool = False
-    ) -> None:
+    def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
         """Forget the Dynamo graph before; `name` is that of the next."""
-        self.graph_name, self.is_recomputed, self.is_function = name, is_recomputed, is_function
+        self.graph_name, self.is_recomputed = name, is_recomputed
         self.found, self.experts, self.attention = Findings(), (), ()
         self.dead, self.launches, self.rewrites = (), {}, ()
 

@@ -15,8 +15,8 @@ SAME_GRAPH: Final = (
     "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
 )
 REMEDIES: Final = {
-    Reason.IN_FUNCTION: "call all_to_all_single_autograd of "
-    "torch.distributed._functional_collectives there instead: it has its gradient",
+    Reason.NOT_AN_EXCHANGE: "let the Function exchange and do no more, what else it does before it "
+    "or after it, and its backward the same exchange with the split lists swapped",
     Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
     f", {SAME_GRAPH}",
     Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "

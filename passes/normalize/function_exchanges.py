@@ -22,7 +22,15 @@ import torch.fx as fx
 from moe_compile.graph.edit import Emitter, erase_dead, substitute
 from moe_compile.graph.inner_graphs import bodies
 from moe_compile.graph.observation import fake_mode_of, running_on
-from moe_compile.graph.query import C10D, overload_name, tensor_of, value_of
+from moe_compile.graph.query import (
+    C10D,
+    has_dynamic_splits,
+    is_all_to_all,
+    overload_name,
+    tensor_of,
+    value_of,
+)
+from moe_compile.journal.reasons import Reason
 from passes.normalize.body_values import BodyValues
 
 ALL_TO_ALL: Final = "all_to_all_single"
@@ -42,9 +50,16 @@ class FunctionExchange:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A function launches collectives and does more; `because` is what."""
+    """A function has an all-to-all and does more; `because` is what."""
 
     because: str
+    is_dispatch: bool
+    """Whether its split sizes are known at run time only, as those of routed rows."""
+
+    @property
+    def reason(self) -> Reason:
+        """Why its exchange is of no region."""
+        return Reason.NOT_AN_EXCHANGE if self.is_dispatch else Reason.EVEN_SPLITS
 
 
 def inputs_of(function: fx.Node) -> list[Any]:
@@ -53,24 +68,35 @@ def inputs_of(function: fx.Node) -> list[Any]:
 
 
 def exchanges_of(function: fx.Node) -> list[FunctionExchange] | Unknown | None:
-    """Return what the results of an autograd function are; None where it launches nothing."""
+    """Return what the results of an autograd function are; None where nothing is exchanged."""
     graphs = [body.graph for body in bodies(function)]
     if len(graphs) != 2:
         return None
     forward, backward = map(BodyValues.of, graphs)
     if not forward.launches:
         return None
+    found = _followed(function, forward, backward)
+    sent = [launch for launch in forward.launches if is_all_to_all(launch)]
+    if isinstance(found, str):
+        return Unknown(found, any(map(has_dynamic_splits, sent))) if sent else None
+    return found
+
+
+def _followed(
+    function: fx.Node, forward: BodyValues, backward: BodyValues
+) -> list[FunctionExchange] | str:
+    """Return what the results are, or what is in the way."""
     if any(values.obstacle is not None for values in (forward, backward)):
-        return Unknown(f"{_first_obstacle(forward, backward)} stands in it")
+        return f"{_first_obstacle(forward, backward)} stands in it"
     if function.kwargs.get("non_differentiable_idx") or function.kwargs.get("dirty_idx"):
-        return Unknown("a result has no gradient, or is an input written in place")
+        return "a result has no gradient, or is an input written in place"
     if any(user.target is not operator.getitem for user in function.users):
-        return Unknown("its results are read together")
+        return "its results are read together"
     found = _results(forward)
     if found is None or len(forward.inputs) != len(inputs_of(function)):
-        return Unknown("not every result of its forward is what one collective brought of an input")
+        return "not every result of its forward is what one collective brought of an input"
     if not _is_derivative(found, forward, backward):
-        return Unknown("its backward is not the derivative of its collective")
+        return "its backward is not the derivative of its collective"
     return found
 
 

@@ -6,7 +6,6 @@ One process is both ranks (`moe_compile/testing/mirrored_rank.py`), which takes 
 import pytest
 
 from moe_compile.testing.programs.choices import (
-    Counts,
     Detail,
     Order,
     Reader,
@@ -14,6 +13,7 @@ from moe_compile.testing.programs.choices import (
     Style,
     Wrapping,
 )
+from moe_compile.testing.programs.exchange_choices import Counts
 from moe_compile.testing.programs.grammar import Experts, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run

@@ -10,19 +10,17 @@ from moe_compile.testing.programs import choices
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import (
     Act,
-    Counts,
     Decoy,
     Detail,
-    Move,
     Order,
     Reader,
     Rewrite,
     Routing,
     Sharing,
-    Splits,
     Style,
     Wrapping,
 )
+from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
 from moe_compile.testing.programs.grammar import Experts, Program, all_features, features
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.run import Findings, run

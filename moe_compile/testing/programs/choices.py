@@ -10,45 +10,6 @@ from __future__ import annotations
 import enum
 
 
-class Tally(enum.Enum):
-    """How rows per expert are counted."""
-
-    COMPARE = "labels compared with all experts"
-    BINCOUNT = "bincount"
-    HISTC = "histc"
-    SCATTER_ADD = "scatter_add of ones"
-    ONE_HOT = "one-hot"
-
-
-class Counts(enum.Enum):
-    """How counts reach the ranks of the experts."""
-
-    FUNCTIONAL = "functional all-to-all"
-    LAZY = "functional all-to-all, waited for on its first use"
-    LEGACY = "dist.all_to_all_single into empty memory"
-    MATRIX = "functional all-to-all of a matrix"
-    GATHERED = "functional all-gather, own columns taken"
-    LEGACY_GATHERED = "dist.all_gather_into_tensor, own columns taken"
-
-
-class Splits(enum.Enum):
-    """How split sizes become integers of the host."""
-
-    TOLIST = "sums by view, tolist"
-    ITEM = "sums by view, item of each"
-    UNBIND = "sums of unbound rows, item of each"
-    SLICE_SUM = "all counts as a list, sums of its slices"
-    CPU = "sums copied to the CPU, tolist"
-    RUNNING = "running sums, the first taken off in place before the next is read"
-
-
-class Move(enum.Enum):
-    """Who exchanges rows."""
-
-    FUNCTIONAL = "all_to_all_single_autograd"
-    FUNCTION = "an autograd Function of the program around all_to_all_single"
-
-
 class Style(enum.Enum):
     """How experts run."""
 

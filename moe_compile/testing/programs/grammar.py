@@ -14,22 +14,19 @@ from moe_compile.testing.programs.choices import (
     Act,
     Back,
     Backward,
-    Counts,
     Decoy,
     Detail,
     Groups,
     Heads,
-    Move,
     Order,
     Reader,
     Rewrite,
     Routing,
     Sharing,
-    Splits,
     Style,
-    Tally,
     Wrapping,
 )
+from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 
 NUM_RANKS: Final = 2
 

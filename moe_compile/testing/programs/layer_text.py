@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from moe_compile.testing.programs.choices import (
-    Counts,
     Decoy,
     Detail,
-    Move,
-    Splits,
-    Tally,
 )
+from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.expert_text import (
     LISTED,
     expert_method,
@@ -31,6 +28,18 @@ TALLIES: Final = {
         "counts = counts.scatter_add(0, flat, torch.ones_like(flat))",
     ],
     Tally.ONE_HOT: ["counts = F.one_hot(flat, {n}).sum(0)"],
+    Tally.SCATTER_ADD_IN_PLACE: [
+        "counts = flat.new_zeros({n}).scatter_add_(0, flat, torch.ones_like(flat))",
+    ],
+    Tally.BINCOUNT_CUT: ["counts = torch.bincount(flat, minlength={n})[:{n}]"],
+    Tally.BINCOUNT_VIEWED: [
+        "counts = torch.bincount(flat, minlength={n})",
+        f"counts = counts.view({NUM_RANKS}, " + "{e}).reshape(-1)",
+    ],
+    Tally.UNIQUE: [
+        "found, counts = torch.unique(flat, return_counts=True)",
+        "counts = flat.new_zeros({n}).index_put((found,), counts)",
+    ],
 }
 
 OWN: Final = "[:, self.rank * {e} : self.rank * {e} + {e}].reshape(-1)"
@@ -56,7 +65,23 @@ COUNTS: Final = {
         "dist.all_gather_into_tensor(everyone, counts)",
         f"arrived = everyone.view({NUM_RANKS}, -1){OWN}",
     ],
+    Counts.LEGACY_LISTED: [
+        f"parts = [torch.empty_like(counts) for _ in range({NUM_RANKS})]",
+        "dist.all_gather(parts, counts)",
+        "mine = [part[self.rank * {e} : self.rank * {e} + {e}] for part in parts]",
+        "arrived = torch.cat(mine)",
+    ],
 }
+
+MOVES: Final = {
+    Move.FUNCTIONAL: "all_to_all_single_autograd",
+    Move.FUNCTION: "exchange",
+    Move.OF_ITSELF: "exchange_of_itself",
+    Move.WRITTEN_OUT: "exchange_written_out",
+    Move.HALVED: "exchange_halved",
+    Move.HANDLE: "exchange_by_handle",
+}
+"""Functions by which rows travel (`exchange_text.py`, but for the first)."""
 
 SUMS: Final = "{name}.reshape(2, -1).sum(1)"
 SPLITS: Final = {
@@ -154,7 +179,7 @@ def _got_lines(layer: Experts) -> list[str]:
 
 def _forward(layer: Experts) -> list[str]:
     one_number = Detail.ONE_NUMBER in layer.details
-    move = "exchange" if layer.move is Move.FUNCTION else "all_to_all_single_autograd"
+    move = MOVES[layer.move]
     body = [
         "scores, order, counts, arrived, sent, got, runs, noted = routing",
         "flat, n, extra = arrived.reshape(-1), got[0] + got[1], [*noted]",

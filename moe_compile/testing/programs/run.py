@@ -88,9 +88,16 @@ def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager"
 
 
 def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:
+    module = load(text)
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=module.UNKNOWN_LENGTHS):
+        return _compare_module(rank, module, text, backend, reference)
+
+
+def _compare_module(
+    rank: int, module: ModuleType, text: str, backend: str, reference: str
+) -> Findings:
     torch._dynamo.reset()
     began, known = time.process_time(), len(REPORT.compilations)
-    module = load(text)
     if module.MIRRORED:
         become_mirrored()
     found = Findings(raises=module.RAISES)

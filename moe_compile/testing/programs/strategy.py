@@ -20,22 +20,19 @@ from moe_compile.testing.programs.choices import (
     Act,
     Back,
     Backward,
-    Counts,
     Decoy,
     Detail,
     Groups,
     Heads,
-    Move,
     Order,
     Reader,
     Rewrite,
     Routing,
     Sharing,
-    Splits,
     Style,
-    Tally,
     Wrapping,
 )
+from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.expert_text import LISTED
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
@@ -75,7 +72,7 @@ a CPU's matrix products round by position, and layers are left whole."""
 
 LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
-        Tally.BINCOUNT, Move.FUNCTION, Act.FUNCTION, Act.GELU, Back.SCATTER,
+        Tally.BINCOUNT, Move.HALVED, Move.HANDLE, Act.FUNCTION, Act.GELU, Back.SCATTER,
         Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.DENSE, Style.BATCHED, Style.STACKED,
         Order.MISMATCHED, Order.PLACES, Order.SEGMENTS, Order.UNSTABLE, Order.PLACE_AMONG_ALL,
         Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,

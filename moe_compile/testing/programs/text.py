@@ -19,6 +19,8 @@ from moe_compile.testing.programs.choices import (
     Sharing,
     Wrapping,
 )
+from moe_compile.testing.programs.exchange_choices import Tally
+from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import (
     GATHERING,
@@ -58,24 +60,6 @@ FAVOUR: Final = {
     Routing.ONE_EXPERT: "return 100.0 * (torch.arange(experts) == SEED % experts)",
     Routing.FIRST_RANK: f"return 100.0 * (torch.arange(experts) < experts // {NUM_RANKS})",
 }
-
-EXCHANGE: Final = """\
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, got, sent, group):
-        ctx.splits, ctx.group = (got, sent), group
-        return wait_tensor(all_to_all_single(rows.contiguous(), got, sent, group))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        got, sent = ctx.splits
-        rows = all_to_all_single(gradient.contiguous(), sent, got, ctx.group)
-        return wait_tensor(rows), None, None, None
-
-
-def exchange(rows, got, sent, group):
-    return Exchange.apply(rows, got, sent, group)
-"""
 
 ROUNDED: Final = """\
 from moe_compile.ops.quantize import pack_rows, unpack_rows
@@ -132,6 +116,8 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
 }
 
+OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
+
 BOUNDS: Final[Mapping[Rewrite, float]] = {Rewrite.TOKENS: 0.05}
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients."""
 
@@ -151,7 +137,7 @@ def source_of(program: Program) -> str:
             "(routed, got, sent", "(rounded(routed, type(self).__name__), got, sent"
         )
     for name, block in (
-        ("exchange(", EXCHANGE), ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
+        *EXCHANGES, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
     ):  # fmt: skip
         blocks += [block] if name in written else []
     model = "\n".join(_model(program)) + "\n"
@@ -184,6 +170,7 @@ def _settings(program: Program) -> str:
         f"TOKENS = {list(program.tokens)}  # per step: of rank 0, of rank 1",
         f"OPTIONS = {options_of(program)}",
         f"DYNAMIC = {True if program.dynamic else None}",
+        f"UNKNOWN_LENGTHS = {_has_unknown_lengths(program)}  # are captured",
         f'BACKWARD = "{program.backward.name.lower()}"',
         f"BOUND = {bound}  # of the error, relative",
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
@@ -204,6 +191,12 @@ def _is_mirrored(program: Program) -> bool:
     if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
         return False
     return all(first == second for first, second in program.tokens)
+
+
+def _has_unknown_lengths(program: Program) -> bool:
+    """Whether a layer makes tensors whose length its data says, before it says what that is."""
+    tallies = [layer.tally for layer in program.layers if isinstance(layer, Experts)]
+    return any(tally in OF_UNKNOWN_LENGTH for tally in tallies)
 
 
 def _in_groups(program: Program, number: int) -> str:

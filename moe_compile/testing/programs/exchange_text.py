@@ -1,0 +1,88 @@
+"""Exchanges of rows of a generated program's own, as Python source."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FUNCTION: Final = """\
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, got, sent, group):
+        ctx.splits, ctx.group = (got, sent), group
+        return wait_tensor(all_to_all_single(rows.contiguous(), got, sent, group))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        got, sent = ctx.splits
+        rows = all_to_all_single(gradient.contiguous(), sent, got, ctx.group)
+        return wait_tensor(rows), None, None, None
+
+
+def exchange(rows, got, sent, group):
+    return Exchange.apply(rows, got, sent, group)
+"""
+
+OF_ITSELF: Final = """\
+class ExchangeOfItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, rows, got, sent):
+        ctx.group, ctx.got, ctx.sent = group, got, sent
+        rows = rows.contiguous()
+        out = rows.new_empty(size=[sum(got), *rows.size()[1:]], dtype=rows.dtype)
+        dist.all_to_all_single(
+            out, rows, output_split_sizes=got, input_split_sizes=sent, group=group
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx, *gradient):
+        apply = ExchangeOfItself.apply
+        return None, apply(ctx.group, *gradient, ctx.sent, ctx.got), None, None
+
+
+def exchange_of_itself(rows, got, sent, group):
+    return ExchangeOfItself.apply(group, rows, got, sent)
+"""
+
+WRITTEN_OUT: Final = """\
+class Written{name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, got, sent, group):
+        ctx.save_for_backward(rows)
+        ctx.splits, ctx.group = (got, sent), group
+        out = torch.empty((sum(got), *rows.shape[1:]), dtype=rows.dtype)
+        {launch}
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (rows,), (got, sent) = ctx.saved_tensors, ctx.splits
+        out = torch.zeros_like(rows)
+        dist.all_to_all_single(out, gradient.contiguous(), sent, got, group=ctx.group)
+        return {result}, None, None, None
+
+
+def exchange_{function}(rows, got, sent, group):
+    return Written{name}.apply(rows, got, sent, group)
+"""
+
+LAUNCH: Final = "dist.all_to_all_single(out, rows.contiguous(), got, sent, group)"
+HANDLE: Final = f"handle = {LAUNCH[:-1]}, async_op=True)\n        handle.wait()"
+
+
+def _written(name: str, function: str, launch: str = LAUNCH, result: str = "out") -> str:
+    parts = {"name": name, "function": function, "launch": launch, "result": result}
+    text = WRITTEN_OUT
+    for part, value in parts.items():
+        text = text.replace("{" + part + "}", value)
+    return text
+
+
+EXCHANGES: Final = (
+    ("exchange(", FUNCTION),
+    ("exchange_of_itself(", OF_ITSELF),
+    ("exchange_written_out(", _written("Out", "written_out")),
+    ("exchange_halved(", _written("Halved", "halved", result="out * 0.5")),
+    ("exchange_by_handle(", _written("ByHandle", "by_handle", HANDLE)),
+)
+"""How a layer calls an exchange, and the source that defines it."""
