@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from moe_compile.graph.query import is_launch, overload_name
+from moe_compile.backend import rewrite
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.inner_graphs import is_autograd_function
+from moe_compile.graph.query import called_name, is_launch, overload_name, tensor_of, waits_on
 from tests.capture import dynamo_graphs
 
 C10D = torch.ops._c10d_functional
@@ -134,3 +138,269 @@ def test_a_function_of_two_tensors_is_no_wait(fake_ranks, function):
     gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
     (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
     assert not overload_name(launch).startswith("_c10d_functional::")
+
+
+def sizes(x):
+    """Return rows received from and sent to each of two ranks, known to a run alone."""
+    got, sent = x[:, 0].abs().to(torch.int64)[:2].tolist(), x[:, 1].abs().to(torch.int64)[:2]
+    return got, sent.tolist()
+
+
+def exchanged(x, got, sent, group):
+    out = x.new_empty(sum(got), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
+    return out
+
+
+def forward_of(ctx, x, got, sent, group):
+    ctx.splits, ctx.group = (got, sent), group
+    return exchanged(x, got, sent, group)
+
+
+def backward_of(ctx, gradient):
+    got, sent = ctx.splits
+    return exchanged(gradient, sent, got, ctx.group), None, None, None
+
+
+class Exchanges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, got, sent, group):
+        return forward_of(ctx, x, got, sent, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return backward_of(ctx, gradient)
+
+
+class ScalesToo(Exchanges):
+    @staticmethod
+    def forward(ctx, x, got, sent, group):
+        return forward_of(ctx, x, got, sent, group) * 2
+
+
+class ScalesTheGradient(Exchanges):
+    @staticmethod
+    def backward(ctx, gradient):
+        return backward_of(ctx, gradient * 2)
+
+
+class SendsTheGradientOn(Exchanges):
+    """As many rows as it received, but not to whom they came from."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        got, sent = ctx.splits
+        return exchanged(gradient, sent, got[::-1], ctx.group), None, None, None
+
+
+class ExchangesTwice(Exchanges):
+    @staticmethod
+    def forward(ctx, x, got, sent, group):
+        rows = forward_of(ctx, x, got, sent, group)
+        return exchanged(rows, sent, got, group)
+
+
+class FillsPartly(Exchanges):
+    """Rows that nobody sent are zeros."""
+
+    @staticmethod
+    def forward(ctx, x, got, sent, group):
+        rows = forward_of(ctx, x, got, sent, group)
+        out = x.new_zeros(sum(got) + 1, x.shape[1])
+        out[1:].copy_(rows)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return backward_of(ctx, gradient[1:])
+
+
+KEPT = [
+    ScalesToo, ScalesTheGradient, SendsTheGradientOn, ExchangesTwice, FillsPartly
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [Exchanges, *KEPT])
+def test_only_a_function_that_exchanges_and_no_more_is_an_exchange(fake_ranks, function):
+    def program(x):
+        return function.apply(x, *sizes(x), fake_ranks)
+
+    gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
+    launches = [n for n in gm.graph.nodes if is_launch(n)]
+    kept = [n for n in gm.graph.nodes if is_autograd_function(n)]
+    assert (len(launches), len(kept)) == ((1, 0) if function is Exchanges else (0, 1))
+    assert [waits_on(launch) != [] for launch in launches] == [True] * len(launches)
+
+
+class ExchangesBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, got, sent, group):
+        ctx.splits, ctx.group = (got, sent), group
+        return exchanged(x, got, sent, group), exchanged(y, got, sent, group)
+
+    @staticmethod
+    def backward(ctx, of_x, of_y):
+        return both_back(ctx, of_x, of_y)
+
+
+class GivesEachTheOthersGradient(ExchangesBoth):
+    @staticmethod
+    def backward(ctx, of_x, of_y):
+        return both_back(ctx, of_y, of_x)
+
+
+def both_back(ctx, of_x, of_y):
+    got, sent = ctx.splits
+    swapped = (exchanged(g, sent, got, ctx.group) for g in (of_x, of_y))
+    return *swapped, None, None, None
+
+
+@pytest.mark.parametrize("function", [ExchangesBoth, GivesEachTheOthersGradient])
+def test_a_function_may_exchange_two_tensors(fake_ranks, function):
+    def program(x):
+        first, second = function.apply(x * 2, x * 3, *sizes(x), fake_ranks)
+        return first - second
+
+    gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
+    sent = [n.args[0].args[0].args[1] for n in gm.graph.nodes if is_launch(n)]
+    assert sent == ([2, 3] if function is ExchangesBoth else [])
+
+
+class Gathers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty(2 * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient, ctx.group), None
+
+
+class Scatters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        out = gradient.new_empty(2 * gradient.shape[0], *gradient.shape[1:])
+        dist.all_gather_into_tensor(out, gradient.contiguous(), group=ctx.group)
+        return out, None
+
+
+class GathersAndAverages(Gathers):
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient, ctx.group, dist.ReduceOp.MAX), None
+
+
+def summed(x, group, operation=dist.ReduceOp.SUM):
+    out = x.new_empty(x.shape[0] // 2, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), op=operation, group=group)
+    return out
+
+
+@pytest.mark.parametrize("function", [Gathers, Scatters, GathersAndAverages])
+def test_gathers_and_scatters_of_a_function_are_plain_ones(fake_ranks, function):
+    gm, *_ = dynamo_graphs(
+        lambda x: function.apply(x, fake_ranks), torch.ones(4, 4, requires_grad=True)
+    )
+    names = [overload_name(n) for n in gm.graph.nodes if is_launch(n)]
+    wanted = {Gathers: ["all_gather_into_tensor"], Scatters: ["reduce_scatter_tensor"]}
+    assert names == [f"_c10d_functional::{name}" for name in wanted.get(function, [])]
+
+
+def filled(x, group):
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out * 2
+
+
+def filled_in_parts(x, group):
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x, group=group)
+    return parts[0] - parts[1]
+
+
+def written_after(x, group):
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    out.add_(1)
+    return out
+
+
+def viewed_before(x, group):
+    out = torch.empty_like(x)
+    first = out[0]
+    dist.all_to_all_single(out, x, group=group)
+    return first * 2
+
+
+def into_an_input(x, group):
+    dist.all_to_all_single(x, x * 2, group=group)
+    return x + 1
+
+
+def of_another_type(x, group):
+    out = torch.empty_like(x, dtype=torch.float64)
+    out.copy_(C10D.wait_tensor(C10D.all_to_all_single(x, [2, 2], [2, 2], group.group_name)))
+    return out * 2
+
+
+def without_gradient(x, group):
+    out = torch.empty_like(x)
+    brought = C10D.wait_tensor(C10D.all_to_all_single(x, [2, 2], [2, 2], group.group_name))
+    with torch.no_grad():
+        out.copy_(brought)
+    return out * x
+
+
+READ_AS_BROUGHT = (filled, filled_in_parts)
+LEFT = (written_after, viewed_before, into_an_input, of_another_type, without_gradient)
+
+
+@pytest.mark.parametrize("program", [*READ_AS_BROUGHT, *LEFT])
+def test_filled_memory_is_what_was_brought_where_nothing_tells(fake_ranks, program):
+    x = torch.ones(4, 4, requires_grad=program is without_gradient)
+    gm, *_ = dynamo_graphs(lambda x: program(x, fake_ranks), x)
+    copies = [n for n in gm.graph.nodes if n.target == "copy_"]
+    assert (copies == []) == (program in READ_AS_BROUGHT)
+
+
+def test_counts_are_as_many_as_the_program_asserts(fake_ranks):
+    """A vector whose length was a symbol that can only be 8 was no vector of eight counts."""
+
+    def program(x):
+        counts = torch.bincount(x, minlength=8).view(2, 4).reshape(-1)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=fake_ranks)
+        return received.view(2, 4).sum(1).tolist()
+
+    gm, *_ = dynamo_graphs(program, torch.arange(8))
+    (counted,) = [n for n in gm.graph.nodes if called_name(n) == "bincount"]
+    assert [type(size) for size in tensor_of(counted).shape] == [int]
+
+
+def text_of(gm):
+    return gm.graph.python_code("self").src, [name for name, _ in gm.named_children()]
+
+
+def test_a_graph_in_which_nothing_is_found_is_as_it_came(fake_ranks):
+    """Tensor parallelism by Functions of the program: what Inductor keeps must be found again."""
+    kept = []
+
+    def keep(gm, inputs):
+        before = text_of(gm)
+        rewrite(gm, MegaMoEConfig(chunks=2))
+        kept.append((before, text_of(gm)))
+        return gm.forward
+
+    x = torch.ones(4, 4, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(lambda x: filled(Gathers.apply(x, fake_ranks), fake_ranks), backend=keep)(x)
+    ((before, after),) = kept
+    assert before == after and len(before[1]) == 2
