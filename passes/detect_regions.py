@@ -23,7 +23,6 @@ from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
-from moe_compile.journal.reasons import Reason
 from moe_compile.plan.planned import Findings, FoundAttention, FoundExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
