@@ -9,13 +9,12 @@ Contract
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
-
 import torch
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof.operator_call import Call, dim_of
+from moe_compile.proof import place_rules
+from moe_compile.proof.indexing import INDEX_TYPES, Indexing, indexing
+from moe_compile.proof.operator_call import Call
 from moe_compile.proof.spread_rules import entries
 from moe_compile.regions.row_domain import (
     Fixed,
@@ -34,43 +33,6 @@ from moe_compile.regions.row_domain import (
     length,
 )
 
-INDEX_TYPES: Final = (torch.int32, torch.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Indexing:
-    """`base` read or written along `dim` by the vector `index`."""
-
-    base: torch.Tensor
-    dim: int
-    index: torch.Tensor
-    source: torch.Tensor | None = None
-    adds: bool = False
-    wraps: bool = False
-    """Whether a negative index counts from the end."""
-
-
-def indexing(call: Call) -> Indexing | None:
-    """Return the one-vector form of an indexing operator, or None when it has another form."""
-    base = call.inputs[0]
-    source = call.argument("values", call.argument("source"))
-    adds = bool(call.argument("accumulate", False)) or call.name == "index_add"
-    if call.argument("indices") is not None and call.name != "embedding":
-        given = list(call.argument("indices"))
-        where = [i for i, index in enumerate(given) if index is not None]
-        if len(where) != 1:
-            return None
-        dim, index = where[0], given[where[0]]
-    else:
-        index = call.argument("index", call.argument("indices"))
-        dim = dim_of(call.argument("dim", 0), base.dim())
-        if call.name == "gather" and base.dim() != 1:
-            return None
-    if index.dim() != 1 or index.dtype not in INDEX_TYPES:
-        return None
-    wraps = call.name in ("index", "index_put", "_unsafe_index_put")
-    return Indexing(base, dim, index, source, adds, wraps)
-
 
 def gather(call: Call) -> Value | list[Value] | None:
     """Return what reading by an index gives; None when the general rules are to say."""
@@ -79,6 +41,15 @@ def gather(call: Call) -> Value | list[Value] | None:
         _refuse_mask(call)
         return None
     base, index = call.value(form.base), call.value(form.index)
+    if (places := place_rules.places_named(form, index)) is not None:
+        return place_rules.gather(call, form, base, places)
+    if form.index.dtype is torch.bool:
+        _refuse_mask(call)
+        return None
+    return _by_index(call, form, base, index)
+
+
+def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | None:
     if isinstance(base, Rows):
         return _gather_rows(call, form, base, index)
     if isinstance(index, Labels):
@@ -190,6 +161,13 @@ def scatter(call: Call) -> Value | list[Value] | None:
     source = call.value(form.source)
     if not has_rows:
         return _inverse(call, form)
+    return _scatter_rows(call, form, base, source, index)
+
+
+def _scatter_rows(call: Call, form: Indexing, base: Value, source: Value, index: Value) -> Value:
+    assert form.source is not None
+    if (places := place_rules.places_named(form, index)) is not None:
+        return place_rules.scatter(call, form, places)
     if not isinstance(base, Fixed) or not base.is_uniform or not isinstance(source, Rows):
         raise call.unknown()
     same_form = source.dim == form.dim and form.source.dim() == form.base.dim()

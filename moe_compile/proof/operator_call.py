@@ -80,6 +80,10 @@ class Knowledge:
             if storages_of(other) & memory:
                 self._values[key] = (other, None)
 
+    def is_forgotten(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` was written in a way not followed."""
+        return id(tensor) in self._values and self._values[id(tensor)][1] is None
+
     def value(self, tensor: torch.Tensor) -> Value:
         """Return what is known of `tensor`."""
         if id(tensor) in self._values:

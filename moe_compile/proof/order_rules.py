@@ -1,4 +1,4 @@
-"""Sorts of labels and spreads of counts: where the orders of rows come from.
+"""Sorts of labels, searches for them, spreads of counts: where the orders of rows come from.
 
 Contract
     A stable sort of labels orders runs of rows exactly. One that is not stable is refused: in which
@@ -16,6 +16,7 @@ from moe_compile.regions.row_domain import (
     Opaque,
     Outside,
     Permutation,
+    Places,
     Rows,
     Segment,
     Unproven,
@@ -32,9 +33,9 @@ def sort(call: Call) -> list[Value]:
     stable = call.argument("stable", False) or _are_distinct(key)
     if not stable and call.is_sized_by_counts():
         raise Unproven(Reason.UNSTABLE_SORT, call.name)
-    if isinstance(key, Labels):
+    if isinstance(key, Labels) and call.inputs[0].dim() == 1:
         return list(_sort_labels(key, descending))
-    if isinstance(key, Permutation) and not descending:
+    if isinstance(key, Permutation) and not descending and call.inputs[0].dim() == 1:
         return [Opaque(is_arange=True), Permutation(key.target, key.source)]
     if call.inputs[0].dim() != 1:
         return [Opaque(reads_outside=True), Opaque(reads_outside=True)]
@@ -74,3 +75,16 @@ def repeat_interleave(call: Call) -> Value | None:
         order += runs
         labels += [label] * len(runs)
     return Labels(tuple(order), tuple(labels))
+
+
+def nonzero(call: Call) -> Value | None:
+    """Return where labels are not 0, as one column; None of anything else."""
+    labels = call.value(call.inputs[0])
+    if not isinstance(labels, Labels) or call.inputs[0].dim() != 1:
+        return None
+    return places_of(labels)
+
+
+def places_of(labels: Labels) -> Places:
+    """Return the places whose label is not 0."""
+    return Places(labels.order, tuple(i for i, value in enumerate(labels.values) if value))

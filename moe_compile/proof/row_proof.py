@@ -27,9 +27,10 @@ from moe_compile.graph.query import input_splits, output_splits, tensor_of, valu
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
-from moe_compile.proof.position_rounding import is_channels_last, sums_by_place
+from moe_compile.proof.position_rounding import sums_by_place
 from moe_compile.proof.repeated_elements import Repeated
 from moe_compile.proof.row_rules import apply
+from moe_compile.proof.row_sizes import checked
 from moe_compile.proof.row_trace import (
     UNTRACEABLE,
     Dispatched,
@@ -42,20 +43,18 @@ from moe_compile.proof.row_trace import (
     trace_body,
 )
 from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
+from moe_compile.proof.written_parts import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Formulas,
-    Labels,
     Opaque,
     Outside,
-    Permutation,
     Rows,
     Unproven,
     Value,
-    length,
 )
 
 
@@ -96,7 +95,7 @@ class _Proof:
         self.produced: dict[fx.Node, torch.Tensor] = {}
         self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
         """Tensors in which another dimension lies outside that of the rows, with their nodes."""
-        self.repeated = Repeated()
+        self.repeated, self.parts = Repeated(), WrittenParts(self.known)
         self._rows: torch.Tensor | None = None
         for given in trace.inputs:
             self.produced[given.node] = given.tensor
@@ -141,39 +140,32 @@ class _Proof:
         outputs = call.outputs
         each = results if isinstance(results, list) else [results] * len(outputs)
         self.repeated.follow(call, each)
-        for tensor in written_tensors(step.func, step.args, step.kwargs):
-            self.known.forget_aliases(tensor)
+        self.parts.follow(call)
+        self._note_writes(written_tensors(step.func, step.args, step.kwargs), outputs, each)
         for tensor, value in zip(outputs, each, strict=True):
-            self.known.set(tensor, self._checked(tensor, value))
+            self.known.set(tensor, checked(self.facts, tensor, value))
             if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
                 self.inner_rows.append((step.node, tensor))
+
+    def _note_writes(
+        self, written: list[torch.Tensor], outputs: list[torch.Tensor], values: list[Value]
+    ) -> None:
+        """Note what memory that was written holds; what is written in place is returned."""
+        returned = {id(t): value for t, value in zip(outputs, values, strict=True)}
+        for tensor in written:
+            alone = values[0] if len(written) == len(values) == 1 else None
+            value = returned.get(id(tensor), alone)
+            holding = self.parts.overwrite(tensor, value)
+            if value is not None:
+                holding.append((tensor, value))
+            for other, held in holding:
+                self.known.set(other, checked(self.facts, other, held))
 
     def _lie_inside(self, rows: torch.Tensor, row_dim: int) -> bool:
         """Whether another dimension lies outside that of the rows, in shape or in memory."""
         others = [d for d, size in enumerate(rows.shape) if d != row_dim and size != 1]
         far = any(d < row_dim or self.facts.depends_on_counts(rows.stride(d)) for d in others)
         return far and sums_by_place(rows)
-
-    def _checked(self, tensor: torch.Tensor, value: Value) -> Value:
-        """Return `value` when the sizes agree with it: all known, one of them that of the order."""
-        if isinstance(value, Rows):
-            size, order = tensor.shape[value.dim], value.order
-            others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
-            if any(self.facts.depends_on_counts(other) for other in others):
-                raise Unproven(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
-            if value.dim == 0 and is_channels_last(tensor):
-                raise Unproven(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
-        elif isinstance(value, Labels):
-            size, order = tensor.shape[0], value.order
-        elif isinstance(value, Permutation):
-            size, order = tensor.shape[0], value.source
-        else:
-            return value
-        if self.facts.is_unknown(size):
-            self.facts.read_on_host(size, length(order))
-        if self.facts.formula(size) != length(order):
-            raise Unproven(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
-        return value
 
     def _name_sizes(self, step: Produced) -> None:
         """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
@@ -250,7 +242,9 @@ class _Proof:
 
     def _only_expert(self, node: fx.Node) -> int | None:
         tensor = self.produced.get(node)
-        value = self.known.value(tensor) if tensor is not None else None
+        value = None
+        if tensor is not None and not self.known.is_forgotten(tensor):
+            value = self.known.value(tensor)
         return self.facts.is_rows_of_one(value.order) if isinstance(value, Rows) else None
 
 

@@ -41,6 +41,7 @@ from moe_compile.proof.position_rounding import (
     check_rounding_within,
 )
 from moe_compile.proof.understood_arguments import check_arguments
+from moe_compile.regions.filled_orders import all_met
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -59,10 +60,11 @@ def pointwise(call: Call) -> Value:
     parts = [(t, call.value(t)) for t in call.inputs]
     if any(isinstance(v, FROM_COUNTS) for _, v in parts):
         raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
-    seats = {(t.dim() - v.dim, v.order) for t, v in parts if isinstance(v, Rows)}
-    if len(seats) != 1:
+    seats = {t.dim() - v.dim for t, v in parts if isinstance(v, Rows)}
+    order = all_met(v.order for _, v in parts if isinstance(v, Rows))
+    if len(seats) != 1 or order is None:
         raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-    ((from_right, order),) = seats
+    (from_right,) = seats
     for tensor, value in parts:
         if isinstance(value, Fixed):
             _check_sizes(call, tensor, tensor.dim() - from_right, order)
@@ -232,6 +234,8 @@ def _indexed(call: Call) -> Value | list[Value] | None:
         return order_rules.sort(call)
     if call.name == "searchsorted":
         return spread_rules.groups(call)
+    if call.name == "nonzero":
+        return order_rules.nonzero(call)
     return order_rules.repeat_interleave(call) if call.name == "repeat_interleave" else None
 
 

@@ -23,6 +23,7 @@ from moe_compile.regions.row_domain import (
     Opaque,
     Order,
     Permutation,
+    Places,
     Segment,
     Selected,
     is_padding,
@@ -139,8 +140,13 @@ class SampledRows:
         elif isinstance(value, Labels):
             sizes = torch.tensor([self._length(s.length) for s in value.order], device="cpu")
             labels = torch.tensor(value.values, device="cpu")
-            holds = torch.equal(labels[_runs(sizes)], tensor.long())
+            holds = torch.equal(labels[_runs(sizes)], tensor.long().reshape(-1))
+        elif isinstance(value, Places):
+            sizes = torch.tensor([self._length(s.length) for s in value.source], device="cpu")
+            kept = torch.isin(_runs(sizes), torch.tensor(value.kept, device="cpu"))
+            holds = torch.equal(kept.nonzero().reshape(-1), tensor.long().reshape(-1))
         elif isinstance(value, Permutation):
+            tensor = tensor.reshape(-1)
             _, before = self._order(value.source)
             _, after = self._order(value.target)
             holds = _is_permutation(tensor) and torch.equal(before[tensor.long()], after)

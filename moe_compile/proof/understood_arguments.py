@@ -55,6 +55,7 @@ UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "index_copy": frozenset({"self", "dim", "index", "source"}),
     "index_add": frozenset({"self", "dim", "index", "source"}),
     "repeat_interleave": frozenset({"repeats", "output_size"}),
+    "nonzero": frozenset({"self"}),
     **dict.fromkeys(
         (
             "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",

@@ -134,15 +134,20 @@ def sliced(call: Call) -> Value:
     if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
         return _by_position(call, rows)[0]
     total = length(rows.order)
-    given = call.argument("start")
-    start = sympy.S.Zero if given is None else _position(call, given, total)
-    end = _position(call, call.argument("end"), total)
+    start, end = slice_bounds(call, total)
     if call.facts.formula(call.argument("step", 1)) != 1:
         raise Unproven(Reason.ROWS_MIXED, "every n-th row")
     if start == 0 and end == total:
         return rows
     _, kept, _ = _pieces(call, rows.order, [start, end - start])
     return Rows(rows.dim, _kept(call, rows.order, kept))
+
+
+def slice_bounds(call: Call, total: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return where a slice of a dimension of size `total` starts and ends."""
+    given = call.argument("start")
+    start = sympy.S.Zero if given is None else _position(call, given, total)
+    return start, _position(call, call.argument("end"), total)
 
 
 def _by_position(call: Call, rows: Rows) -> list[Value]:

@@ -2,8 +2,9 @@
 
 Contract
     An assertion is called implied only where it follows from what the dispatch itself demands of
-    its split sizes: no count is negative, and the rows sent are as many as there are. A program
-    that breaks one of these fails in the exchange, asserted or not. All others are the user's, or
+    its split sizes: no count is negative, and the rows sent are as many as there are; or if it says
+    that the size of a tensor is not negative. A program that breaks one of the first kind fails in
+    the exchange, asserted or not, and none breaks the second. All others are the user's, or
     cannot be told from the user's, and stay.
 """
 
@@ -17,6 +18,7 @@ import sympy
 import torch
 import torch.fx as fx
 
+from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.query import tensor_of, value_of
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.regions import MoERegion
@@ -45,6 +47,8 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
         return number is not None and bool(number.is_nonnegative)
     if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
         return False
+    if condition.target is operator.ge and _is_form(condition.args[0]) and condition.args[1] == 0:
+        return True
     left, right = (_formula(argument, facts) for argument in condition.args)
     if left is None or right is None:
         return False
@@ -55,6 +59,11 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
         return _is_at_least(left, right, region, facts)
     low, high = (right, left) if condition.target is operator.ge else (left, right)
     return _is_at_least(high, low, region, facts)
+
+
+def _is_form(argument: Any) -> bool:
+    """Whether a number is the size of a tensor, or where it begins in memory: never negative."""
+    return isinstance(argument, fx.Node) and is_size_query(argument)
 
 
 def _strict(left: sympy.Expr, right: sympy.Expr, relation: object) -> tuple[sympy.Expr, sympy.Expr]:

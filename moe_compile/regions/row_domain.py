@@ -11,7 +11,7 @@ segments: runs, padding, or part of what an index computed from the counts selec
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -44,7 +44,8 @@ class Segment:
 
 Order = tuple[Segment, ...]
 
-PADDING = "padding"
+PADDING, UNFILLED = "padding", "unfilled"
+"""What padding is called instead of rows: constants, or memory that nothing filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,20 @@ class Permutation:
     target: Order
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """`[R]` indices: of rows in order `source`, where the segments `kept` stand, one by one."""
+
+    source: Order
+    kept: tuple[int, ...]
+    """Which segments of `source`, in rising order."""
+
+    @property
+    def target(self) -> Order:
+        """The segments kept."""
+        return tuple(self.source[i] for i in self.kept)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
     """Computed from the counts in a way not followed; equal only to itself."""
@@ -136,8 +151,8 @@ class Rows:
     order: Order
 
 
-Value = Fixed | Outside | Formulas | Labels | Permutation | Opaque | Spread | Rows
-FROM_COUNTS = (Formulas, Labels, Permutation, Opaque)
+Value = Fixed | Outside | Formulas | Labels | Permutation | Places | Opaque | Spread | Rows
+FROM_COUNTS = (Formulas, Labels, Permutation, Places, Opaque)
 
 
 def length(order: Order) -> sympy.Expr:
@@ -145,14 +160,14 @@ def length(order: Order) -> sympy.Expr:
     return sympy.Add(*(segment.length for segment in order))
 
 
-def padding(rows: sympy.Expr) -> Segment:
+def padding(rows: sympy.Expr, *, unfilled: bool = False) -> Segment:
     """Return `rows` rows of padding."""
-    return Segment(PADDING, rows, None)
+    return Segment(UNFILLED if unfilled else PADDING, rows, None)
 
 
 def is_padding(segment: Segment) -> bool:
-    """Whether the segment holds constants instead of rows."""
-    return segment.rows == PADDING
+    """Whether the segment holds constants, or nothing yet, instead of rows."""
+    return segment.rows in (PADDING, UNFILLED)
 
 
 def is_selected(segment: Segment) -> bool:
@@ -198,6 +213,10 @@ def _take(order: Order, size: sympy.Expr) -> tuple[Order, Order] | None:
         if sympy.expand(size - segment.length).is_nonnegative:
             head.append(segment)
             size = size - segment.length
+        elif is_padding(segment) and sympy.expand(segment.length - size).is_nonnegative:
+            head.append(replace(segment, length=size))
+            rest.insert(0, replace(segment, length=segment.length - size))
+            size = sympy.S.Zero
         elif is_selected(segment) and not rest:
             middle = segment.start + size
             head.append(Segment(segment.rows, size, None, segment.start))

@@ -1,0 +1,79 @@
+"""Writes through slices: what a tensor holds once some of its rows were written by a view of them.
+
+Contract
+    Followed are slices along the dimension that holds rows, or will hold them, where one run of
+    rows ends and another begins. What shares memory with a write in any other way is forgotten,
+    and reading it ends the proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import sympy
+import torch
+
+from moe_compile.proof.operator_call import Call, Knowledge, dim_of
+from moe_compile.proof.view_rules import slice_bounds
+from moe_compile.regions.filled_orders import order_along, put_between
+from moe_compile.regions.row_domain import Fixed, Order, Rows, Value, cut
+
+
+class _Part(NamedTuple):
+    """`view` is `size` rows of `whole` from `start` on, along `dim`."""
+
+    view: torch.Tensor
+    whole: torch.Tensor
+    dim: int
+    start: sympy.Expr
+    size: sympy.Expr
+
+
+@dataclass(slots=True)
+class WrittenParts:
+    """Which tensors are slices of which."""
+
+    known: Knowledge
+    _parts: dict[int, _Part] = field(default_factory=dict)
+
+    def follow(self, call: Call) -> None:
+        """Note the slice that `call` takes; name its size where the tracer gave it a new one."""
+        (out,) = call.outputs if len(call.outputs) == 1 else (None,)
+        if call.name != "slice" or out is None:
+            return
+        whole = call.inputs[0]
+        dim = dim_of(call.argument("dim", 0), whole.dim())
+        total = call.facts.formula(whole.shape[dim])
+        order = order_along(call.value(whole), dim, total)
+        start, end = slice_bounds(call, total)
+        if order is None or cut(order, [start, end - start]) is None:
+            return
+        self._parts[id(out)] = _Part(out, whole, dim, start, end - start)
+        if isinstance(call.value(whole), Fixed) and call.facts.is_unknown(out.shape[dim]):
+            call.facts.read_on_host(out.shape[dim], end - start)
+
+    def overwrite(
+        self, tensor: torch.Tensor, value: Value | None
+    ) -> list[tuple[torch.Tensor, Value]]:
+        """Forget what shares memory with `tensor`, which now holds `value`, None: not known what.
+
+        Return what is known of the tensors that it is a slice of.
+        """
+        found: list[tuple[torch.Tensor, Value]] = []
+        while value is not None and (part := self._parts.get(id(tensor))) is not None:
+            order = self._written(part, value)
+            if order is None:
+                break
+            tensor, value = part.whole, Rows(part.dim, order)
+            found.append((tensor, value))
+        self.known.forget_aliases(tensor)
+        return found
+
+    def _written(self, part: _Part, value: Value) -> Order | None:
+        size = self.known.facts.formula(part.whole.shape[part.dim])
+        whole = order_along(self.known.value(part.whole), part.dim, size)
+        written = order_along(value, part.dim, part.size)
+        if whole is None or written is None:
+            return None
+        return put_between(whole, part.start, part.size, written)
