@@ -17,16 +17,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.journal.reasons import Reason
+from moe_compile.proof import label_rules
 from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Formulas,
-    Labels,
     Opaque,
     Outside,
     Permutation,
-    Places,
     Unproven,
     Value,
     is_differentiable,
@@ -58,9 +57,7 @@ def from_counts(call: Call) -> Value | list[Value]:
         return _as_held(call, kept)
     if (result := _formulas(call, values)) is not None:
         return _as_held(call, result)
-    if (moved := _moved_vector(call, values)) is not None:
-        return moved
-    if (labels := _labels(call, values)) is not None:
+    if (labels := label_rules.follow(call)) is not None:
         return labels
     outside = [v for v in values if isinstance(v, Outside)]
     if any(is_differentiable(node) for v in outside for node in v.nodes):
@@ -201,46 +198,3 @@ def _computed(call: Call) -> Value | None:
     if call.name == "floor_divide" and any(not b.is_Integer or b <= 0 for b in operands[1]):
         return None
     return Formulas(tuple(compute(a, b) for a, b in zip(*operands, strict=True)))
-
-
-def _moved_vector(call: Call, values: list[Value]) -> Value | None:
-    """Follow a vector, or one column of one, that gets dimensions of size 1 or loses them."""
-    if call.name not in MOVES or len(values) != 1:
-        return None
-    value = values[0]
-    if not isinstance(value, Labels | Permutation | Places):
-        return None
-    shapes = [call.shape(tensor) for tensor in (*call.inputs, *call.outputs)]
-    is_whole = len({shape[0] for shape in shapes if shape}) == 1 and all(shapes)
-    return value if is_whole and all(n == 1 for shape in shapes for n in shape[1:]) else None
-
-
-def _labels(call: Call, values: list[Value]) -> Value | None:
-    """Follow arithmetic of labels and numbers: a run's label depends on the run alone."""
-    orders = {v.order for v in values if isinstance(v, Labels)}
-    held = call.outputs[0].dtype in (torch.int32, torch.int64, torch.bool)
-    if len(orders) != 1 or not call.is_pointwise or not held or call.reads_counts():
-        return None
-    if len({tuple(call.shape(t)) for t in (*call.outputs, *_labelled(call))}) != 1:
-        return None
-
-    def given(leaf: Any) -> Any:
-        """Return the label of each run, or a number."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        value = call.value(leaf)
-        if isinstance(value, Labels):
-            return torch.tensor(value.values, dtype=leaf.dtype, device="cpu")
-        is_number = isinstance(value, Fixed) and value.values is not None and leaf.numel() == 1
-        return value.values.reshape(()) if is_number else None
-
-    args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
-    leaves = zip(call.leaves, pytree.tree_leaves((args, kwargs)), strict=True)
-    if any(isinstance(a, torch.Tensor) and b is None for a, b in leaves):
-        return None
-    (order,) = orders
-    return Labels(order, tuple(int(v) for v in call.func(*args, **kwargs).tolist()))
-
-
-def _labelled(call: Call) -> list[torch.Tensor]:
-    return [t for t in call.inputs if isinstance(call.value(t), Labels)]

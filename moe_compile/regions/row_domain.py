@@ -132,6 +132,15 @@ class Groups(Opaque):
     sizes: tuple[sympy.Expr, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelTable(Opaque):
+    """Several labels for every row: along `dim` one entry of `values` for each segment."""
+
+    order: Order = ()
+    dim: int = 0
+    values: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """`[R, ...]`: what a table from outside has for the group of each place, entry e for group e.
