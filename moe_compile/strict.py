@@ -11,7 +11,7 @@ from __future__ import annotations
 from moe_compile.config import OFF
 from moe_compile.errors import RegionRefused
 from moe_compile.journal.entries import Journal
-from moe_compile.report.remedies import REMEDIES
+from moe_compile.journal.remedies import to_do
 
 
 def refuse_unmet(journal: Journal, where: str) -> None:
@@ -22,9 +22,8 @@ def refuse_unmet(journal: Journal, where: str) -> None:
     unmet = next((verdict for verdict in journal.verdicts() if verdict.is_unmet), None)
     if unmet is not None:
         option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
-        remedy = REMEDIES.get(unmet.reason, "")
-        to_do = f"To do: {remedy}. " if remedy else ""
         raise RegionRefused(
-            f"{unmet.where or where}: {option} asks for what is not done to {unmet}. {to_do}Set "
-            f"{option} = {off!r}, or megamoe.strict = False, to run it as it is"
+            f"{unmet.where or where}: {option} asks for what is not done to {unmet}. "
+            f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run it "
+            "as it is"
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.remedies import REMEDIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +118,14 @@ class Journal:
 def _as_data(graph: str, result: PassReport | Dropped) -> dict[str, Any]:
     said: dict[str, Any] = {"graph": graph, "pass": result.pass_name}
     if isinstance(result, Dropped):
-        return {**said, "dropped": result.reason.value, "detail": result.detail}
+        changes = REMEDIES[result.reason]
+        return {**said, "dropped": result.reason.value, "detail": result.detail, "to_do": changes}
     if not (result.applied or result.skipped or result.measures):
         return {}
-    skipped = [{**asdict(verdict), "reason": verdict.reason.value} for verdict in result.skipped]
+    skipped = [
+        {**asdict(verdict), "reason": verdict.reason.value, "to_do": REMEDIES[verdict.reason]}
+        for verdict in result.skipped
+    ]
     return {
         **said,
         "applied": list(result.applied),

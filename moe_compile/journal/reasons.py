@@ -3,6 +3,7 @@
 Contract
     Closed: what is reported, logged or refused by `strict` has a reason from here, and says what is
     particular to its candidate in the detail. A package that none of them fits uses `OTHER`.
+    What to change about each is in `moe_compile.journal.remedies`.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ class Reason(enum.Enum):
     # exchanges that are no dispatch
     EVEN_SPLITS = "its split sizes are static: not an expert dispatch", Kind.NOT_MEANT
     INTEGER_PAYLOAD = "it carries integers, not rows of activations", Kind.NOT_MEANT
-    COUNT_EXCHANGE = "it carries the counts of a region", Kind.NOT_MEANT
-    PART_OF_REGION = "it is inside a region", Kind.NOT_MEANT
     NOT_ALL_TO_ALL = "not an all-to-all", Kind.NOT_MEANT
     NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
     NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)

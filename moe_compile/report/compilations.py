@@ -14,6 +14,7 @@ import torch.fx as fx
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.journal.entries import Journal, PassReport
+from moe_compile.journal.remedies import REMEDIES, changes_for, to_do, with_change
 from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.planned import PlannedAttention, PlannedExperts
 from moe_compile.plan.state import CompileState
@@ -26,7 +27,6 @@ from moe_compile.report.graph_breaks import (
     graph_break,
     warning_of,
 )
-from moe_compile.report.remedies import remedy_of
 from moe_compile.report.unmatched import Unmatched, unmatched
 from passes.pipeline import NAMES
 
@@ -75,6 +75,8 @@ class RegionReport:
     decision: dict[str, object] = field(default_factory=dict)
     """What the planner chose, the runner-up, margin, why, advice; {} where it had no say."""
     remarks: tuple[str, ...] = ()
+    to_do: tuple[str, ...] = ()
+    """What to change so that what was left is done, a sentence for each reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,8 @@ class AttentionReport:
     decision: dict[str, object] = field(default_factory=dict)
     """What the planner chose, the runner-up, margin, why; {} where it had no say."""
     remarks: tuple[str, ...] = ()
+    to_do: tuple[str, ...] = ()
+    """What to change so that what was left is done, a sentence for each reason."""
     is_handed_over: bool = False
     """Whether Inductor's async TP has its collectives."""
 
@@ -130,7 +134,7 @@ class Compilation:
     def add_level(self, state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
         self.regions += [_region_report(one, state.config.dispatch) for one in state.experts]
-        self.left_alone += [str(other) for other in state.found.others]
+        self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
         self.unmatched += unmatched(state.found.others, _places(state))
         self.attention += [_attention_report(one) for one in state.attention]
 
@@ -146,7 +150,8 @@ class Compilation:
     def dropped(self) -> list[str]:
         """Passes left out of some graph, and why."""
         return [
-            f"{one.pass_name}{'' if graph.startswith('dynamo') else ' ' + graph}: {one.why}"
+            f"{one.pass_name}{'' if graph.startswith('dynamo') else ' ' + graph}: "
+            + with_change(one.why, one.reason)
             for graph, one in self.journal.dropped()
         ]
 
@@ -189,15 +194,15 @@ class Compilation:
         if self.has_regions:
             return (
                 f"megamoe: an exchange beside the MoE regions at {self.site} is left as it is"
-                f"{others}. {first}. To do: {first.remedy}"
+                f"{others}. {first}. {to_do(first.reason)}"
             )
         attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
-        to_do = f"To do: {first.remedy}"
+        change = to_do(first.reason)
         if ends is not None:
-            to_do = f"The graph ends at {ends}. To do: {ends.remedy}"
+            change = f"The graph ends at {ends}. To do: {ends.remedy}"
         return (
             f"megamoe: the exchange at {self.place_of_exchange} is left as it is{others}: no MoE "
-            f"region was found in its graph. {first}. {to_do}{''.join(attention)}"
+            f"region was found in its graph. {first}. {change}{''.join(attention)}"
         )
 
 
@@ -254,6 +259,7 @@ def _attention_report(one: PlannedAttention) -> AttentionReport:
             *(f"{LEFT[what]}: {left.why}" for what, left in one.left.items() if what in LEFT),
             *handed_over,
         ),
+        to_do=changes_for(left.reason for left in one.left.values()),
         is_handed_over=one.plan.is_handed_over,
     )
 
@@ -283,7 +289,7 @@ def _region_report(one: PlannedExperts, asked: str) -> RegionReport:
         num_chunks=plan.num_chunks,
         num_host_reads=one.num_host_reads,
         verdict=_verdict(one),
-        remedy=remedy_of(one.proof.reason) if isinstance(one.proof, Refused) else "",
+        remedy=REMEDIES[one.proof.reason] if isinstance(one.proof, Refused) else "",
         dispatch=plan.dispatch,
         num_tokens=plan.num_tokens,
         dispatch_figures=dispatch_figures(one),
@@ -293,6 +299,7 @@ def _region_report(one: PlannedExperts, asked: str) -> RegionReport:
         },
         decision=decision_figures(one.decision),
         remarks=tuple(remarks),
+        to_do=changes_for(verdict.reason for verdict in left.values()),
     )
 
 
@@ -310,7 +317,7 @@ def _rewritten(report: PassReport) -> list[str]:
         before, after = report.measures["predicted_us_before"], report.measures["predicted_us"]
         price = f"; predicted {before / 1e3:.3f} ms before, {after / 1e3:.3f} ms after"
     lines = [f"applied to {one}{price}" for one in report.applied]
-    lines += [f"left alone {verdict}" for verdict in report.skipped]
+    lines += [f"left alone {with_change(str(v), v.reason)}" for v in report.skipped]
     return [f"{report.pass_name}: {line}" for line in lines]
 
 

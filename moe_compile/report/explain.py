@@ -61,14 +61,13 @@ def _regions(report: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for region in report["regions"]:
-        remarks = "".join(f"\n{remark}" for remark in region["remarks"])
         table.add_row(
             _place(region["where"]),
             str(region["num_ranks"]),
             str(region["num_local_experts"]),
             str(region["num_chunks"]),
             str(region["num_host_reads"]),
-            region["verdict"] + remarks,
+            _verdict(region),
         )
     return table
 
@@ -82,8 +81,7 @@ def _attention(report: Mapping[str, Any]) -> Table:
     for found in report["attention"]:
         keys = ("num_ranks", "num_heads", "num_kv_heads", "num_chunks")
         figures = (str(found[key]) if found["is_region"] else "-" for key in keys)
-        remarks = "".join(f"\n{remark}" for remark in found["remarks"])
-        table.add_row(_place(found["where"]), *figures, found["verdict"] + remarks)
+        table.add_row(_place(found["where"]), *figures, _verdict(found))
     return table
 
 
@@ -123,6 +121,10 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
         f"In these times compute is up to {by_collectives:.0%} slower beside a collective, "
         f"a collective up to {by_compute:.0%} beside compute."
     )
+def _verdict(found: Mapping[str, Any]) -> str:
+    """Return what was done or why not, remarks, and what to change: a line each."""
+    changes = found.get("to_do", ())  # none in reports of earlier versions
+    return "\n".join([found["verdict"], *found["remarks"], *changes])
 
 
 def _place(where: str) -> str:

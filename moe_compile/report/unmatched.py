@@ -12,12 +12,19 @@ from types import MappingProxyType
 from typing import Final
 
 from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.remedies import REMEDIES
 from moe_compile.regions.regions import Refused
-from moe_compile.report.remedies import REMEDIES, remedy_of
 
-NO_CANDIDATES: Final = frozenset(
-    {Reason.NOT_ALL_TO_ALL, Reason.COUNT_EXCHANGE, Reason.PART_OF_REGION}
+TELLING: Final = (
+    Reason.NOT_AN_EXCHANGE,
+    Reason.NO_COMBINE,
+    Reason.NO_COUNT_EXCHANGE,
+    Reason.COUNTS_NOT_COUNTED,
+    Reason.UNEVEN_EXPERTS,
+    Reason.EVEN_SPLITS,
+    Reason.INTEGER_PAYLOAD,
 )
+"""The most telling reason first; all others after these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +51,7 @@ class Unmatched:
     @property
     def remedy(self) -> str:
         """What the user can do about it."""
-        return remedy_of(self.reason)
+        return REMEDIES[self.reason]
 
     @property
     def is_dispatch(self) -> bool:
@@ -65,10 +72,7 @@ def unmatched(
             where=places.get(d.candidate, ""),
         )
         for d in others
-        if d.reason not in NO_CANDIDATES
+        if d.reason is not Reason.NOT_ALL_TO_ALL
     ]
-    order = list(REMEDIES)
-    return sorted(
-        found,
-        key=lambda u: (not u.is_region, order.index(u.reason) if u.reason in order else len(order)),
-    )
+    rank = {reason: place for place, reason in enumerate(TELLING)}
+    return sorted(found, key=lambda u: (not u.is_region, rank.get(u.reason, len(rank))))

@@ -36,7 +36,7 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
         console.print(_collectives(layer))
         for region in layer.compilation.regions:
             chunks = f"{region.num_chunks} chunks of {region.num_local_experts} local experts"
-            remarks = "".join(f"; {remark}" for remark in region.remarks)
+            remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
             console.print(f"  {region.where}: {region.verdict}, {chunks}{remarks}", highlight=False)
         for line in (*layer.compilation.left_alone, *layer.compilation.dropped):
             console.print(f"  left alone: {line}", highlight=False)

@@ -1,0 +1,204 @@
+"""What a user can change about each reason: one table, read by every report, warning and error.
+
+Contract
+    Every reason has an entry. For reasons of the kinds `UNPROVEN` and `NOT_POSSIBLE` it says what
+    to change, for most others that there is nothing to change, and why.
+    `docs/reasons.md` shows each with a program that gives the reason; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from moe_compile.journal.reasons import Kind, Reason
+
+PAGE: Final = "docs/reasons.md"
+SAME_GRAPH: Final = (
+    "in the same graph: moe_compile.explain(model, *inputs) says where a graph breaks; around "
+    "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
+)
+NOTHING: Final = "nothing to change"
+ACTED_ON: Final = frozenset({Kind.UNPROVEN, Kind.NOT_POSSIBLE})
+"""Kinds of which reports say what to change beside the reason."""
+
+_OPTIONS_AND_PRICE: Final = {
+    Reason.NOT_ASKED: f"{NOTHING}: set the option that the report names if it is wanted",
+    Reason.ONE_CHUNK: f"{NOTHING}: set the option to a larger number, or to 'auto'",
+    Reason.MODEL_POLICY: f"{NOTHING}: set megamoe.recompute = 'save_exchanges' to save exchanges",
+    Reason.NO_CODE: f"{NOTHING}: set megamoe.codegen = 'inductor', which alone has async TP",
+    Reason.RUN_AS_IT_IS: f"{NOTHING}: megamoe.codegen = 'inductor' generates code for it",
+    Reason.BY_PRICE: f"{NOTHING}: an option set to a value by name is not judged by price",
+    Reason.FEW_ROWS_PER_TOKEN: f"{NOTHING}: megamoe.dispatch = 'all_gather' gathers all the same",
+    Reason.NARROW: f"{NOTHING}: rows of 16 numbers or fewer are no shorter in eight bits",
+    Reason.ONE_RANK: f"{NOTHING}: no byte leaves the rank",
+    Reason.ALREADY_DONE: f"{NOTHING}: it has the form that passes read",
+    Reason.ALREADY_HIDDEN: f"{NOTHING}: more compute beside it would hide no more of it",
+    Reason.NOT_CHECKPOINTED: f"{NOTHING}: what is not checkpointed is not computed again",
+    Reason.HAS_KERNEL: f"{NOTHING}: one kernel does what would be written out",
+    Reason.NO_COLLECTIVE: f"{NOTHING}: there is no order for ranks to compare",
+}
+_EXCHANGES: Final = {
+    Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
+    f", {SAME_GRAPH}",
+    Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
+    f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
+    Reason.COUNTS_NOT_COUNTED: "say how many: torch.bincount(chosen, minlength=E)[:E]",
+    Reason.NOT_AN_EXCHANGE: "let the Function exchange and do no more, what else it does before it "
+    "or after it, and its backward the same exchange with the split lists swapped",
+    Reason.UNEVEN_EXPERTS: "give every rank the same number of experts, and send one count for "
+    "each of them",
+    Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
+    "parts, is not rewritten in this version",
+    Reason.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
+    Reason.NOT_ALL_TO_ALL: f"{NOTHING}: gathers and reductions are scheduled, not chunked",
+}
+_EXPERTS: Final = {
+    Reason.ROWS_MIXED: "compute each row from its own values and its expert's weights alone; what "
+    "needs all rows goes before the dispatch or after the combine",
+    Reason.ROWS_OUT_OF_ORDER: "put the rows back in the order in which they were received before "
+    "they are sent back, all of them",
+    Reason.VALUE_FROM_COUNTS: "use counts to order, split and group rows only; apply factors that "
+    "depend on them before the dispatch or after the combine",
+    Reason.SHARED_PARAMETER: "give every expert its own parameter, or apply the shared one before "
+    "the dispatch or after the combine",
+    Reason.SIZE_FROM_COUNTS: "let only the dimension of the rows depend on the counts",
+    Reason.ROUNDED_BY_POSITION: "make rows contiguous, outermost, and as wide as whole blocks of "
+    "128 bytes; only what is computed on a CPU is refused for this",
+    Reason.UNSTABLE_SORT: "write stable=True",
+    Reason.PREMISE_FALSE: "make the index and the group sizes agree for all counts: rows of one "
+    "expert together, in the order received, as many as its group has",
+    Reason.PREMISE_UNCHECKED: "compute the index by operators of torch that run on a CPU, or as "
+    "sorts, cumsum and repeat_interleave of the counts, which need no samples",
+    Reason.FAILS_WITHOUT_ROWS: "let it work for any counts, zeros too: a chunk has the rows of "
+    "some experts only",
+    Reason.ROWS_FROM_OUTSIDE: "send it with the rows, or apply it before the dispatch or after the "
+    "combine",
+    Reason.UNKNOWN_OPERATOR: "write it with operators that treat rows one by one, as "
+    "elementwise operators, linear layers, grouped products and sorts by expert; or move it out of "
+    "the experts",
+    Reason.HOST_READ_OF_ROWS: "remove .item(), .tolist() or the branch on values of rows",
+    Reason.COMMUNICATES: "move the collective before the dispatch or after the combine",
+    Reason.MUTATES_OUTSIDE: "write the buffer before the dispatch or after the combine",
+    Reason.NO_GRADIENT: "let the results of all experts have a gradient, or of none",
+    Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
+    Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
+    Reason.RANDOM: "draw random numbers before the first exchange or after the last",
+    Reason.MUTATED_MEANWHILE: "write it after the result is back, or write to a copy",
+    Reason.STATE_CHANGES: "let one grad mode and one autocast, by `with` statements, hold for all "
+    "of it, exchanges included",
+    Reason.GRADIENT_ORDER: "let the others read it before the dispatch or after the combine, or "
+    "read `.clone()` of it",
+    Reason.ESCAPES: "return it from behind the last exchange, or compute it again outside",
+}
+_ATTENTION: Final = {
+    Reason.NO_EXCHANGE: f"{NOTHING}: without exchanges around it there is nothing to overlap",
+    Reason.TENSOR_PARALLEL: f"{NOTHING}: megamoe.async_tp hands it to Inductor's async TP",
+    Reason.COMPUTED_BETWEEN: f"{NOTHING}, unless groups of heads are wanted: compute it before the "
+    "exchange",
+    Reason.SEVERAL_EXCHANGES: f"{NOTHING}, unless groups of heads are wanted: exchange q, k and v "
+    "once each",
+    Reason.GROUPS_DIFFER: f"{NOTHING}, unless groups of heads are wanted: exchange all over one "
+    "process group",
+    Reason.UNEVEN: f"{NOTHING}, unless groups of heads are wanted: send every rank equal parts",
+    Reason.NOT_HEADS: f"{NOTHING}, unless groups of heads are wanted: send each rank its heads",
+    Reason.NOT_SEQUENCE: f"{NOTHING}, unless groups of heads are wanted: put what came from each "
+    "rank one after another in the sequence",
+    Reason.NO_EXCHANGE_BACK: f"{NOTHING}, unless groups of heads are wanted: exchange the result "
+    "itself, in equal parts, before it is computed with or read",
+    Reason.NOT_BACK: f"{NOTHING}, unless groups of heads are wanted: split the sequence among the "
+    "ranks it came from",
+    Reason.HEADS_LOST: "keep heads a dimension of their own, in one order, from the projections to "
+    "the exchange back",
+    Reason.VARIES_BY_HEAD: "use one mask for all heads",
+    Reason.GRADIENT_BESIDE: "detach it, or let it travel by the exchange, head by head",
+    Reason.MAY_ROUND: f"{NOTHING}, unless last bits may differ: set megamoe.attention_chunks to a "
+    "number, or megamoe.numerics = 'lossy'",
+    Reason.ONE_KV_HEAD: "have fewer ranks in the group, or more KV heads",
+    Reason.NOT_DIVISIBLE: "set megamoe.attention_chunks to a divisor of the KV heads of a rank",
+    Reason.NO_PROJECTION: "make q, k or v by a linear layer right before it is sent",
+    Reason.NO_OUTPUT: "apply the output's linear layer to the result right after it is back",
+    Reason.MIXES_HEADS: "treat heads apart between projection and exchange, as a norm per head "
+    "does",
+    Reason.MADE_LATE: "make the weight before the attention",
+}
+_DISPATCH_AND_WIRE: Final = {
+    Reason.ROWS_MAY_DIFFER: "choose experts by topk inside the graph, so that every token has k "
+    "rows",
+    Reason.TOKENS_MAY_DIFFER: "set megamoe.equal_tokens = true if in every step all ranks have the "
+    "same number of tokens",
+    Reason.NOT_PROVEN: "what the detail names: see its own entry on the page",
+    Reason.NO_GATHER: "make the rows that are sent by one index: x[index] or index_select",
+    Reason.NO_SUM: "add the rows up per token by index_add, or put them in order and sum over k",
+    Reason.OTHER_INDEX: "gather and sum rows by one index, which nothing writes in between",
+    Reason.OTHER_TOKENS: "sum onto as many rows as there are tokens",
+    Reason.ROWS_READ: "read tokens or their sums, not the rows, outside the experts",
+    Reason.NOT_BY_ROW: "multiply a row by one number, its score, and by nothing else",
+    Reason.WRITTEN: "write to a copy",
+    Reason.SENT_SIZES: "let the experts read the counts received, not those sent",
+    Reason.LOSSY: f"{NOTHING}, unless sums may round otherwise: set megamoe.dispatch = "
+    "'all_gather'",
+    Reason.ROUNDS: f"{NOTHING}, unless sums may round otherwise: set megamoe.numerics = 'bounded'",
+    Reason.UNBOUNDED: f"{NOTHING}, unless sums may round otherwise: set megamoe.numerics = 'lossy'",
+    Reason.QUANTISED: f"{NOTHING}: leave the rows in their own format if gathers are wanted",
+    Reason.GATHERED_WHOLE: "set megamoe.chunk_by = 'tokens'",
+    Reason.UNEVEN_SLICES: "set megamoe.chunks to a divisor of the tokens of a rank, in graphs "
+    "whose sizes are known when compiling",
+    Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
+    Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or the wire to 'same'",
+    Reason.UNKNOWN_FORM: "wait for each exchange once, and read nothing but what the wait returns",
+    Reason.INTEGERS: "make integers of the rows before the dispatch or after the combine",
+}
+_GRADIENTS_AND_SCHEDULE: Final = {
+    Reason.FORWARD: f"{NOTHING}: only gradients are sent in half the bytes",
+    Reason.RECOMPUTED: f"{NOTHING}: only gradients are sent in half the bytes",
+    Reason.COALESCED: "reduce each gradient by a launch of its own",
+    Reason.DTYPE: f"{NOTHING}: other formats are not sent in fewer bytes",
+    Reason.OPERATION: f"{NOTHING}: only sums and means are taken of rounded numbers",
+    Reason.SIZE: "compile with static sizes, and give gradients a dim 0 that the ranks divide",
+    Reason.READERS: "wait for each reduction once",
+    Reason.MAY_BE_ACTIVATION: f"{NOTHING}: gradients of activations keep their format",
+    Reason.ACTIVATION: f"{NOTHING}: gradients of activations keep their format",
+    Reason.NOT_GATHERED: f"{NOTHING}: rows are sent as they stand",
+    Reason.NOT_PERMUTED: f"{NOTHING}: rows are read as they come",
+    Reason.NO_INDEPENDENT_COMPUTE: "compile more in one graph, or ask for more chunks: compute "
+    "that needs nothing of the exchange can run beside it",
+    Reason.MEMORY_CAP: "raise megamoe.max_memory_increase",
+    Reason.USER_STREAMS: "leave streams to the compiler inside the compiled function",
+    Reason.NO_MEANS: "use a torch that keeps the order of nodes (torch 2.11 or newer)",
+    Reason.NO_SETTING: "use a torch with torch._inductor.config._micro_pipeline_tp",
+    Reason.NOT_CUDA: "run it on CUDA devices",
+    Reason.NO_NCCL: "use a torch built with NCCL",
+    Reason.NOT_ENABLED: "call torch.distributed._symmetric_memory.enable_symm_mem_for_group for "
+    "the group before the model is compiled",
+    Reason.NO_MATCH: "set megamoe.async_tp = false, or gather along the dimension that the "
+    "projections' matrix products keep",
+    Reason.DISABLED: f"{NOTHING}: take its name out of megamoe.disable_passes if it is wanted",
+    Reason.NEEDS_FACT: "take the pass that it needs out of megamoe.disable_passes",
+    Reason.FAILED: "report what was raised; megamoe.disable_passes leaves the pass out",
+    Reason.OTHER: "what the detail says",
+}
+REMEDIES: Final[Mapping[Reason, str]] = {
+    **_OPTIONS_AND_PRICE,
+    **_EXCHANGES,
+    **_EXPERTS,
+    **_ATTENTION,
+    **_DISPATCH_AND_WIRE,
+    **_GRADIENTS_AND_SCHEDULE,
+}
+"""Reason -> what to change, as a clause without a full stop."""
+
+
+def to_do(reason: Reason) -> str:
+    """Return `To do: what to change (page)`."""
+    return f"To do: {REMEDIES[reason]} ({PAGE}#{reason.name.lower()})"
+
+
+def changes_for(reasons: Iterable[Reason]) -> tuple[str, ...]:
+    """Return `to_do` of those of `reasons` that ask for a change, each once."""
+    return tuple(dict.fromkeys(to_do(reason) for reason in reasons if reason.kind in ACTED_ON))
+
+
+def with_change(said: str, reason: Reason) -> str:
+    """Return `said`, and what to change where `reason` asks for a change."""
+    return ". ".join([said, *changes_for([reason])])
