@@ -184,25 +184,27 @@ class Compilation:
         """Return what to warn of in this graph, "" where there is nothing.
 
         That is exchanges in a graph without a region, and beside regions those that dispatch rows;
-        and a graph that ends at a collective.
+        and a graph that ends at a collective. It is the same text for one place however often that
+        is compiled: no node is named.
         """
         left = self.unmatched_dispatches if self.has_regions else self.unmatched
         ends = self.graph_break
         if not left:
             return warning_of(ends) if ends and ends.is_collective else ""
-        first, others = left[0], f"; so are {len(left) - 1} others" if len(left) > 1 else ""
+        first, others = left[0], ", as others are" if len(left) > 1 else ""
         if self.has_regions:
             return (
-                f"megamoe: an exchange beside the MoE regions at {self.site} is left as it is"
-                f"{others}. {first}. {to_do(first.reason)}"
+                f"megamoe: the exchange at {first.where or self.site} is left as it is{others}, "
+                f"beside the MoE regions of its graph: {first.why}. {to_do(first.reason)}"
             )
         attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
         change = to_do(first.reason)
         if ends is not None:
             change = f"The graph ends at {ends}. To do: {ends.remedy}"
         return (
-            f"megamoe: the exchange at {self.place_of_exchange} is left as it is{others}: no MoE "
-            f"region was found in its graph. {first}. {change}{''.join(attention)}"
+            f"megamoe: the exchange at {first.where or self.place_of_exchange} is left as it is"
+            f"{others}, and no MoE region was found in its graph: {first.why}. {change}"
+            f"{''.join(attention)}"
         )
 
 

@@ -36,17 +36,17 @@ class Unmatched:
     detail: str
     is_region: bool
     """Whether a dispatch, its counts and its combine were matched, and then refused."""
-    where: str = ""
-    """The user's line that launches it; "" when unknown."""
-
-    def __str__(self) -> str:
-        """Return `name: reason (detail)`."""
-        return f"{self.name}: {self.why}"
+    where: str
+    """The user's line of it; "" where that is not known."""
 
     @property
     def why(self) -> str:
         """Return `reason (detail)`."""
         return self.reason.value + (f" ({self.detail})" if self.detail else "")
+
+    def __str__(self) -> str:
+        """Return `name: reason (detail)`."""
+        return f"{self.name}: {self.why}"
 
     @property
     def remedy(self) -> str:
@@ -59,10 +59,8 @@ class Unmatched:
         return self.is_region or self.reason.kind is Kind.UNPROVEN
 
 
-def unmatched(
-    others: Iterable[Refused], places: Mapping[str, str] = MappingProxyType({})
-) -> list[Unmatched]:
-    """Return the exchanges among `others`, the most telling first; `places` has their lines."""
+def unmatched(others: Iterable[Refused], places: Mapping[str, str]) -> list[Unmatched]:
+    """Return the exchanges among `others`, the most telling first; `places` are theirs by name."""
     found = [
         Unmatched(
             name=d.candidate,

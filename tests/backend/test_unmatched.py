@@ -8,6 +8,7 @@ import torch
 from torch.distributed import _functional_collectives as collectives
 
 from moe_compile import backend
+from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.report.explain import print_report
 from tests.capture import dynamo_graphs
@@ -79,6 +80,29 @@ def test_the_same_place_is_warned_of_once_however_often_it_is_compiled(fake_rank
     assert warnings_of(caplog) == told
 
 
+def beside_another(x, group):
+    """The same exchange, in a graph where its node has another name."""
+    return one_way(collectives.all_to_all_single(x, None, None, group) * 2, group)
+
+
+def test_the_exchange_that_is_spoken_of_is_the_one_whose_place_is_given(fake_ranks, caplog):
+    """The first of the graph was given, whatever the reason was of."""
+    with caplog.at_level(logging.WARNING, logger="moe_compile"):
+        compile_program(beside_another, fake_ranks)
+    (warning,) = warnings_of(caplog)
+    assert " in one_way is left as it is, as others are, and no MoE region" in warning
+    assert "docs/reasons.md#no_combine" in warning
+
+
+def test_another_name_of_the_node_makes_no_other_warning(fake_ranks):
+    """Layers of different kinds that call one function were each warned of."""
+    said = set()
+    for program in (beside_another, lambda x, g: beside_another(in_equal_parts(x, g), g)):
+        (gm,) = dynamo_graphs(lambda x, p=program: p(x, fake_ranks), torch.randn(32, 16))
+        said.add(backend.rewrite(gm, MegaMoEConfig())[1].warning())
+    assert len(said) == 1
+
+
 def test_gathers_and_regions_are_no_reason_to_warn(fake_ranks, caplog, tmp_path):
     report = tmp_path / "report.json"
     layer = GroupedExperts(16, 24, 8, 2, fake_ranks)
@@ -99,6 +123,7 @@ def test_rows_dispatched_beside_a_region_are_not_silent(fake_ranks, caplog):
         compile_program(program, fake_ranks)
     (warning,) = warnings_of(caplog)
     assert "beside the MoE regions" in warning and "send the rows back" in warning
+    assert " in one_way is left as it is, beside" in warning
     with pytest.raises(RegionRefused, match=r"To do: send the rows"):
         compile_program(program, fake_ranks, **{"megamoe.strict": True})
 
