@@ -11,10 +11,8 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import Any, Final, NoReturn
 
 import torch
@@ -32,13 +30,11 @@ from moe_compile.hardware import load_profile
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import explanation_lines
+from moe_compile.report.graph_breaks import GraphBreak, break_at, graph_break
 from moe_compile.report.measures import record_of
 from moe_compile.report.process_report import report_of
 
 LOG: Final = logging.getLogger(__name__)
-TORCH: Final = PurePath(torch.__file__).parent
-EXPLANATION: Final = re.compile(r"^ *Explanation: (.+?)\.?$", re.MULTILINE)
-"""What Dynamo says of a graph break, after its kind."""
 NO_RUN: Final = "fake"
 """torch's process group that moves nothing: models can be traced on it, not run."""
 
@@ -87,12 +83,15 @@ class _Seen:
     records: list[dict[str, Any]] = field(default_factory=list)
     breaks: dict[str, None] = field(default_factory=dict)
 
+    def note(self, broken: GraphBreak) -> None:
+        """Take in where a graph ends."""
+        self.breaks[str(broken)] = None
+
     def look_at(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Take in what the passes make of a copy of `gm`."""
         self.num_graphs += 1
-        why = getattr(gm, "compile_subgraph_reason", None)
-        if why is not None and why.graph_break:
-            self.breaks[_break(why.user_stack, why.reason)] = None
+        if (broken := graph_break(gm)) is not None:
+            self.note(broken)
         if not user_order(gm):
             return
         copied = pristine_copy(gm)
@@ -157,7 +156,7 @@ def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> tuple[_Se
     except _Captured:
         return seen, True
     except torch._dynamo.exc.TorchDynamoException as error:
-        seen.breaks[_break(getattr(error, "real_stack", None), str(error))] = None
+        seen.note(break_at(getattr(error, "real_stack", None) or (), str(error)))
     finally:
         torch._dynamo.reset()
     can_run = not dist.is_initialized() or dist.get_backend() != NO_RUN
@@ -166,7 +165,7 @@ def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> tuple[_Se
     except _Captured:
         return seen, False
     except torch._dynamo.exc.TorchDynamoException as error:
-        seen.breaks[_break(getattr(error, "real_stack", None), str(error))] = None
+        seen.note(break_at(getattr(error, "real_stack", None) or (), str(error)))
         return seen, False
     finally:
         torch._dynamo.reset()
@@ -176,14 +175,3 @@ def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> tuple[_Se
 def _end(*arguments: Any) -> NoReturn:
     del arguments
     raise _Captured
-
-
-def _break(stack: Any, why: str) -> str:
-    """Return `file.py:line in function: why`: the user's innermost line, the reason in short."""
-    frames = [f for f in stack or () if not PurePath(f.filename).is_relative_to(TORCH)]
-    said = why.strip().partition("\n")[0]
-    if explained := EXPLANATION.search(why):
-        said = f"{said} ({explained[1]})"
-    if not frames:
-        return said
-    return f"{PurePath(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {said}"

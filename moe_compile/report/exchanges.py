@@ -11,13 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.report.compilations import (
-    ALL_GATHERED,
-    CHUNKED,
-    LEFT_WHOLE,
-    Compilation,
-    RegionReport,
-)
+from moe_compile.report.compilations import Compilation
+from moe_compile.report.region_reports import ALL_GATHERED, CHUNKED, LEFT_WHOLE, RegionReport
 
 FRAME: Final = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\w+)')
 """A line of the user's source as Dynamo notes it."""

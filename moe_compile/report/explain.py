@@ -121,6 +121,8 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
         f"In these times compute is up to {by_collectives:.0%} slower beside a collective, "
         f"a collective up to {by_compute:.0%} beside compute."
     )
+
+
 def _verdict(found: Mapping[str, Any]) -> str:
     """Return what was done or why not, remarks, and what to change: a line each."""
     changes = found.get("to_do", ())  # none in reports of earlier versions

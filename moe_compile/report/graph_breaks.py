@@ -9,9 +9,10 @@ Contract
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from traceback import FrameSummary
 from typing import Any, Final
 
 import torch
@@ -85,10 +86,15 @@ def graph_break(gm: fx.GraphModule) -> GraphBreak | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
-    frames = [(f.filename, f.lineno, f.name) for f in reason.user_stack]
+    return break_at(reason.user_stack, reason.reason)
+
+
+def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
+    """Return what Dynamo says where it ended at `stack`, the innermost frame last."""
+    frames = [(f.filename, f.lineno, f.name) for f in stack]
     own = [frame for frame in frames if not frame[0].startswith(TORCH)]
     collective = _collective(frames)
-    said = f"Dynamo does not trace {collective}" if collective else _short(reason.reason)
+    said = f"Dynamo does not trace {collective}" if collective else _short(reason)
     return GraphBreak(
         where=_place(*own[-1]) if own else "",
         why=said,

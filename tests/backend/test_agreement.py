@@ -21,8 +21,8 @@ from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
 from moe_compile.first_run import AsWritten
 from moe_compile.hardware.detect import agree_on_profile, detected_profile
-from moe_compile.report.compilations import AS_WRITTEN
 from moe_compile.report.process_report import REPORT
+from moe_compile.report.region_reports import AS_WRITTEN
 from moe_compile.runtime import agreement
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
