@@ -28,7 +28,7 @@ TOKENIZERS: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
 DATASETS: Final = ("hf_datasets/text_datasets.py", "DATASETS")
 FLAVORS: Final = ("_args", "_configs")
 """Endings of the names of torchtitan's tables of flavors."""
-OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world")
+OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world", "--verbose")
 
 
 def check_job(job: JobFile, *, is_run: bool) -> None:

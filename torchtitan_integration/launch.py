@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -59,11 +60,14 @@ def num_gpus() -> int:
         return 0
 
 
-def run(command: list[str]) -> int:
-    """Run torchrun, its output on this terminal; return its status, or 128 + a signal's number."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+def run(command: list[str], show: Callable[[Iterable[str]], None]) -> int:
+    """Run torchrun; return its status, or 128 + a signal's number.
+
+    `show` is given the lines that it prints, as they come.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
     received: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[str] | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
         del frame
@@ -77,10 +81,16 @@ def run(command: list[str]) -> int:
             command,
             env=environment,
             start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
             preexec_fn=with_parent(signal.SIGTERM),
         )
         if received:
             process.terminate()
+        assert process.stdout is not None
+        show(process.stdout)
         status = process.wait()
     finally:
         for number, handler in before.items():

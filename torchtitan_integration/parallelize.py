@@ -9,8 +9,9 @@ Contract
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -32,6 +33,7 @@ from torchtitan_integration.model_parts import ModelParts, parts_of
 from torchtitan_integration.sequence_mesh import sequence_mesh
 from torchtitan_integration.ulysses import apply_ulysses
 
+LOG: Final = logging.getLogger(__name__)
 COPIES_OF_PARAMETERS: Final = 4
 """A parameter, its gradient, and AdamW's two moments."""
 
@@ -46,6 +48,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
     check_layout(layout)
     agree_on_machines()
     apply_model_parallelism(model, dims, job)
+    announce_first_calls(model.layers.values())
     apply_data_parallelism(model, dims, job)
     return model
 
@@ -82,6 +85,22 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
             block.expert_carrier = ExpertCarrier(block.moe.experts, forward)
             forward = block.expert_carrier.__call__
         block.forward = forward
+
+
+def announce_first_calls(blocks: Iterable[nn.Module]) -> None:
+    """Have each block log that it is called for the first time: then it is compiled."""
+    blocks = list(blocks)
+
+    def announce(number: int, handles: list[Any]) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            handles.pop().remove()
+            LOG.info("compiling block %d of %d", number, len(blocks))
+
+        return hook
+
+    for number, block in enumerate(blocks, 1):
+        handles: list[Any] = []
+        handles.append(block.register_forward_pre_hook(announce(number, handles)))
 
 
 def apply_data_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:

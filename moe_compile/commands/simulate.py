@@ -13,7 +13,7 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.report import cluster_tables as tables
-from moe_compile.report.cluster_timeline import chrome_trace
+from moe_compile.report.cluster_timeline import LEGEND, chrome_trace
 from moe_compile.simulator import checks
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.layer_time import time_layer
@@ -29,8 +29,10 @@ from moe_compile.simulator.scenario import (
 from moe_compile.simulator.step import Setting
 
 TABLES: Final = ("megascale", "waterfall", "bounds")
-DRAWN: Final = ("sequential", "inter-op", "2 chunks of experts", "two-batches", "ideal")
-"""Schedules of a timeline unless told."""
+OURS: Final = ("2 chunks of experts", "2 chunks of tokens")
+"""megamoe's own schedule: of experts where a rank has more than one."""
+DRAWN: Final = ("sequential", "inter-op", "two-batches", "ideal")
+"""Other schedules of a timeline unless told."""
 GPUS: Final = (240, 480, 720, 960, 1440)
 SETTINGS: Final = (
     ("batch", "global_batch", "sequences per step"),
@@ -89,7 +91,10 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         for name, changed in schedules(setting, known.schedule).items()
     ]
     if known.timeline:
-        _write_timeline(known, setting)
+        written = _write_timeline(known, setting)
+        if not known.json:
+            tables.new_console().print(f"{known.timeline}: one layer under {', '.join(written)}.")
+            tables.new_console().print(f"{LEGEND}")
     fit = {k: v for k, v in dataclasses.asdict(setting.fit).items() if v != 1.0}
     said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
     job, name = setting.job, known.fit or default_fit(known.model, setting.profile)
@@ -166,10 +171,13 @@ def _setting(known: argparse.Namespace) -> Setting:
     return make_setting(known.model, known.cluster, fit=known.fit, changes=changes)
 
 
-def _write_timeline(known: argparse.Namespace, setting: Setting) -> None:
+def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
+    """Write the file; return the names of the schedules in it."""
     found = schedules(setting)
-    names = known.schedule or [name for name in DRAWN if name in found]
-    layers = {name: time_layer(found[name].costs) for name in names}
+    own = next(name for name in OURS if name in found)
+    first, *others = (name for name in DRAWN if name in found)
+    names = known.schedule or [first, own, *others]
+    layers = {_named(name): time_layer(found[name].costs) for name in names}
     path: Path = known.timeline
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
@@ -178,6 +186,12 @@ def _write_timeline(known: argparse.Namespace, setting: Setting) -> None:
         _picture().draw_timelines(layers, f"{setting.model.name} on {setting.profile.name}", path)
     else:
         raise InvalidConfig(f"--timeline {path}: write a name that ends in .png or .json")
+    return list(layers)
+
+
+def _named(schedule: str) -> str:
+    """Return the name of a schedule as timelines have it: which one is megamoe's is said."""
+    return f"{schedule} (megamoe)" if " chunks of " in schedule else schedule
 
 
 def _picture() -> Any:

@@ -25,6 +25,8 @@ from torchtitan_integration.job_file import JobFile, load_job, rank_with_loss
 from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
 from torchtitan_integration.rank_logs import drop_old, last_errors
 from torchtitan_integration.recipes import find_job, recipes
+from torchtitan_integration.run_output import RunOutput
+from torchtitan_integration.terminal import show
 
 SIGNALLED = 128
 """An exit status above it is that of a process which a signal ended."""
@@ -40,7 +42,7 @@ def add_train(commands: Any) -> None:
         epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
         "--megamoe.chunks 4. The report is read from the path in megamoe.report. Recipes: "
         f"{', '.join(recipes())}.",
-        usage="megamoe train [-h] [--nproc N | --dry-run [--world N]] CONFIG "
+        usage="megamoe train [-h] [--verbose] [--nproc N | --dry-run [--world N]] CONFIG "
         "[--section.key value ...]",
         allow_abbrev=False,
     )
@@ -54,6 +56,9 @@ def add_train(commands: Any) -> None:
         metavar="N",
         type=_ranks,
         help="ranks to start; default: the product of the TOML's degrees",
+    )
+    train.add_argument(
+        "--verbose", action="store_true", help="show all that the rank with the loss prints"
     )
     train.add_argument(
         "--dry-run",
@@ -88,7 +93,9 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
     ranks = check_ranks(job, known.world if known.dry_run else known.nproc, flag)
     for note in notes_on(job):
         _say(f"note: {note}")
-    return _dry_run(job, ranks) if known.dry_run else _train(job, ranks, overrides)
+    if known.dry_run:
+        return _dry_run(job, ranks)
+    return _train(job, ranks, overrides, verbose=known.verbose)
 
 
 def _ranks(text: str) -> int:
@@ -108,7 +115,7 @@ def _dry_run(job: JobFile, world: int) -> int:
     return 0
 
 
-def _train(job: JobFile, ranks: int, overrides: list[str]) -> int:
+def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> int:
     if num_gpus() and uses_cpu(ranks):
         _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
     logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
@@ -116,8 +123,13 @@ def _train(job: JobFile, ranks: int, overrides: list[str]) -> int:
     report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
     before = _written(report)
     command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
-    status = run(command)
+    output = RunOutput(verbose=verbose, on_cpu=uses_cpu(ranks))
+    status = run(command, lambda lines: show(lines, output))
     _print_report(report, is_new=_written(report) != before, job=job, failed=status != 0)
+    if measured := output.measured():
+        print(measured)  # noqa: T201  (the user's terminal)
+    if output.num_folded and not verbose:
+        _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {logs}")
     if status:
         for line in last_errors(logs):
             _say(line)

@@ -10,14 +10,25 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.patches import Patch
 
-from moe_compile.cost.tasks import COMPUTE, STREAMS
-from moe_compile.report.cluster_timeline import placed_spans
+from moe_compile.cost.tasks import STREAMS
+from moe_compile.report.cluster_timeline import (
+    BACKWARD,
+    EXCHANGES,
+    FORWARD,
+    WEIGHTS,
+    kind_of,
+    placed_spans,
+)
 from moe_compile.simulator.layer_time import LayerTime
 
-COLOURS: Final = {"dW": "#b9cde5", "'": "#7fa6d6", "": "#4472b0"}
-"""Of compute: weight gradients, backward, forward."""
-LINK_COLOUR: Final = "#e07b39"
+COLOURS: Final = {
+    FORWARD: "#4472b0",
+    BACKWARD: "#7fa6d6",
+    WEIGHTS: "#b9cde5",
+    EXCHANGES: "#e07b39",
+}
 SMALLEST_LABEL: Final = 0.045
 """Share of the axis below which a span has no room for its name."""
 INCHES: Final = (14.0, 1.15)
@@ -37,6 +48,8 @@ def draw_timelines(layers: Mapping[str, LayerTime], title: str, path: Path) -> N
         axis.set_title(f"{name}: {layer.total_us / US_PER_MS:.2f} ms", fontsize=9, loc="left")
     rows[-1].set_xlabel("milliseconds, predicted by formulas; forward then backward")
     figure.suptitle(title, fontsize=11)
+    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="upper right", ncols=len(patches), fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -45,7 +58,7 @@ def draw_timelines(layers: Mapping[str, LayerTime], title: str, path: Path) -> N
 def _draw(axis: Any, layer: LayerTime, longest_ms: float) -> None:
     for span in placed_spans(layer):
         start, width = span.start_us / US_PER_MS, (span.end_us - span.start_us) / US_PER_MS
-        colour = _colour(span.name) if span.stream == COMPUTE else LINK_COLOUR
+        colour = COLOURS[kind_of(span)]
         lane = len(STREAMS) - 1 - STREAMS.index(span.stream)
         axis.barh(
             lane, width, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.5
@@ -55,7 +68,3 @@ def _draw(axis: Any, layer: LayerTime, longest_ms: float) -> None:
     axis.set_yticks(range(len(STREAMS)), reversed(STREAMS), fontsize=7)
     axis.set_xlim(0.0, longest_ms)
     axis.set_ylim(-0.5, len(STREAMS) - 0.5)
-
-
-def _colour(name: str) -> str:
-    return next(colour for mark, colour in COLOURS.items() if mark in name)

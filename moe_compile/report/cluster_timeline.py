@@ -8,10 +8,28 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
-from moe_compile.cost.tasks import STREAMS, Span
+from moe_compile.cost.tasks import COMPUTE, STREAMS, Span
 from moe_compile.simulator.layer_time import LayerTime
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+WEIGHTS: Final = "weight gradients"
+EXCHANGES: Final = "communication"
+LEGEND: Final = (
+    f"Each has two rows: compute ({FORWARD}; {BACKWARD}, whose names end in '; {WEIGHTS}, dW) and "
+    f"{EXCHANGES}. Where a row is empty its stream waits."
+)
+
+
+def kind_of(span: Span) -> str:
+    """Return what a span is of the kinds in the legend."""
+    if span.stream != COMPUTE:
+        return EXCHANGES
+    if "dW" in span.name:
+        return WEIGHTS
+    return BACKWARD if "'" in span.name else FORWARD
 
 
 def placed_spans(layer: LayerTime) -> Iterator[Span]:
@@ -36,7 +54,7 @@ def chrome_trace(layers: Mapping[str, LayerTime]) -> dict[str, Any]:
         for thread, stream in enumerate(STREAMS):
             events.append(_name("thread_name", process, thread, stream))
         events.extend(_event(span, process) for span in placed_spans(layer))
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"legend": LEGEND}}
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
@@ -47,7 +65,7 @@ def _event(span: Span, process: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,
-        "cat": span.stream,
+        "cat": kind_of(span),
         "pid": process,
         "tid": STREAMS.index(span.stream),
         "ts": span.start_us,

@@ -6,7 +6,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -32,6 +32,8 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         console.print(_slowdowns(report), highlight=False)
     for line in _lines(report):
         console.print(line, highlight=False)
+    if hidden := _hidden(report["graphs"]):
+        console.print(hidden, highlight=False)
     console.print(
         f"Compilations with regions: {report['compilations']}, of these recompiles: "
         f"{report['recompiles']}. Times are predicted for hardware profile "
@@ -54,6 +56,17 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield "No MoE region was found; the code is Inductor's alone."
 
 
+def _hidden(graphs: Sequence[Mapping[str, Any]]) -> str:
+    """Return what of all exchanges is hidden, "" where nothing is exchanged."""
+    hidden, all_of_it = (sum(g.get(k, 0.0) for g in graphs) for k in ("hidden_us", "exchange_us"))
+    if not all_of_it:
+        return ""
+    return (
+        f"Hidden (predicted): {hidden / 1e3:.2f} of {all_of_it / 1e3:.2f} ms of collectives, "
+        f"{hidden / all_of_it:.0%}, each graph run once."
+    )
+
+
 def _regions(report: Mapping[str, Any]) -> Table:
     table = Table(title="MoE regions", box=SIMPLE_HEAD)
     table.add_column("where", no_wrap=True)
@@ -65,11 +78,23 @@ def _regions(report: Mapping[str, Any]) -> Table:
             _place(region["where"]),
             str(region["num_ranks"]),
             str(region["num_local_experts"]),
-            str(region["num_chunks"]),
+            str(region["num_chunks"]) if region["num_chunks"] > 1 else "-",
             str(region["num_host_reads"]),
-            _verdict(region),
+            _entry(region, _verdict(region, report["graphs"])),
         )
     return table
+
+
+def _verdict(region: Mapping[str, Any], graphs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the verdict; of a region in one piece, what of its graphs' exchanges is hidden."""
+    if region["verdict"] != "left whole":
+        return str(region["verdict"])
+    own = {g["phase"]: g for g in graphs if g["where"] == region.get("graph")}
+    timed = [g for g in own.values() if "hidden_us" in g]
+    if not timed:
+        return "whole"
+    hidden, all_of_it = (sum(g[key] for g in timed) / 1e3 for key in ("hidden_us", "exchange_us"))
+    return f"whole, scheduled: {hidden:.2f} of {all_of_it:.2f} ms hidden (predicted)"
 
 
 def _attention(report: Mapping[str, Any]) -> Table:
@@ -81,7 +106,7 @@ def _attention(report: Mapping[str, Any]) -> Table:
     for found in report["attention"]:
         keys = ("num_ranks", "num_heads", "num_kv_heads", "num_chunks")
         figures = (str(found[key]) if found["is_region"] else "-" for key in keys)
-        table.add_row(_place(found["where"]), *figures, _verdict(found))
+        table.add_row(_place(found["where"]), *figures, _entry(found, found["verdict"]))
     return table
 
 
@@ -108,6 +133,9 @@ def _graphs(report: Mapping[str, Any]) -> Table:
             _change(graph, "exposed_us", 1e3),
             _change(graph, "peak_bytes", 1e6),
         )
+    if len(report["graphs"]) > 1:
+        table.add_section()
+        table.add_row("all", "", *_totals(report["graphs"]))
     return table
 
 
@@ -123,10 +151,19 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
     )
 
 
-def _verdict(found: Mapping[str, Any]) -> str:
+def _entry(found: Mapping[str, Any], verdict: str) -> str:
     """Return what was done or why not, remarks, and what to change: a line each."""
     changes = found.get("to_do", ())  # none in reports of earlier versions
-    return "\n".join([found["verdict"], *found["remarks"], *changes])
+    return "\n".join([verdict, *found["remarks"], *changes])
+
+
+def _totals(graphs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the cells below a table of graphs; peaks are not reached at once, and have no sum."""
+    launches = sum(len(order) for graph in graphs for order in graph["launches"].values())
+    keys = ("compute_us", "exchange_us", "hidden_us", "exposed_us_before", "exposed_us")
+    total = {key: sum(graph.get(key, 0.0) for graph in graphs) for key in keys}
+    times = (_scaled(total[key], 1e3) for key in keys[:3])
+    return (str(launches), *times, _change(total, "exposed_us", 1e3), "")
 
 
 def _place(where: str) -> str:

@@ -138,7 +138,9 @@ def report_of(
         "versions": {"megamoe": installed_version(), "torch": torch.__version__},
         "hardware": hardware,
         "exchanges": [dataclasses.asdict(e) for c in compilations for e in exchanges_of(c)],
-        "regions": [dataclasses.asdict(r) for c in compilations for r in c.regions],
+        "regions": [
+            {**dataclasses.asdict(r), "graph": c.site} for c in compilations for r in c.regions
+        ],
         "attention": [dataclasses.asdict(a) for c in compilations for a in c.attention],
         "left_alone": sorted({x for c in compilations for x in c.left_alone}),
         "warnings": list(warnings),

@@ -70,9 +70,14 @@ def test_tables_for_a_person_have_what_they_are_asked_for(capsys, arguments, wor
 
 def test_a_timeline_as_a_trace_has_every_task_once(capsys, tmp_path):
     path = tmp_path / "trace.json"
-    run(capsys, "simulate", "--gpus", "480", "--schedule", "inter-op", "--timeline", str(path))
+    _, out, _ = run(
+        capsys, "simulate", "--gpus", "480", "--schedule", "inter-op", "--timeline", str(path)
+    )
+    assert "one layer under inter-op." in " ".join(out.split())
     events = json.loads(path.read_text())["traceEvents"]
     tasks = [event for event in events if event["ph"] == "X"]
+    kinds = {"forward", "backward", "weight gradients", "communication"}
+    assert {task["cat"] for task in tasks} == kinds
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"inter-op (predicted)", "compute", "communication"}
     assert {"attention", "experts 1: in", "experts 1 dW", "qkv': in"} - {
@@ -86,7 +91,10 @@ def test_a_timeline_as_a_trace_has_every_task_once(capsys, tmp_path):
 def test_a_timeline_as_a_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "timeline.png"
-    run(capsys, "simulate", "--gpus", "480", "--timeline", str(path))
+    _, out, _ = run(capsys, "simulate", "--gpus", "480", "--timeline", str(path))
+    said = " ".join(out.split())
+    assert f"{path}: one layer under sequential, 2 chunks of experts (megamoe)" in said
+    assert "Each has two rows: compute" in said
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
 

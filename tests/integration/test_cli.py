@@ -258,7 +258,7 @@ def test_another_backend_is_not_our_business(tmp_path):
 @pytest.fixture
 def checked(tmp_path, capsys, monkeypatch):
     """Run `megamoe train` where no process can be started; return what it says of a wrong job."""
-    monkeypatch.setattr("moe_compile.commands.train.run", lambda command: pytest.fail("started"))
+    monkeypatch.setattr("moe_compile.commands.train.run", lambda *_: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
 
     def run(text, *arguments):
@@ -353,7 +353,7 @@ def test_experts_that_no_rank_shares_are_remarked_on(tmp_path):
 def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
-    def fail(command):
+    def fail(command, show):
         for rank, said in enumerate(("", "Traceback:\n  File\nValueError: no data\nends\n")):
             log = Path("outputs/ranks/run/attempt_0") / str(rank) / "stderr.log"
             log.parent.mkdir(parents=True)
@@ -368,7 +368,7 @@ def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch
     assert error == "megamoe: rank 1: ValueError: no data"
     assert last == "megamoe: the job failed, exit status 1; what ranks printed: outputs/ranks"
     assert "nothing was compiled" not in said.out
-    monkeypatch.setattr("moe_compile.commands.train.run", lambda command: 130)
+    monkeypatch.setattr("moe_compile.commands.train.run", lambda *_: 130)
     assert main(["train", str(tmp_path / "job.toml")]) == 130
     assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
 

@@ -108,7 +108,7 @@ CHOICE = r"^ +(as asked|exact|bounded|lossy)  +(.*?)  +(\S+)  +(\S+) *(\S*) *$"
 def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand(dry_run):
     """Its layer keeps split sizes, and so the exchange of counts."""
     output = dry_run(megamoe__dispatch="all_gather")
-    assert "all-gathered, 1 chunks of 4 local experts" in output
+    assert "all-gathered, 4 local experts in one piece" in output
     assert "sums of 2 per token round otherwise: off by at most 2 eps" in " ".join(output.split())
     ranks, tokens, weights = 2, TOKENS * DIM * FLOAT32, TOKENS * TOP_K * FLOAT32
     routing = (EXPERTS + TOKENS * TOP_K) * INT32

@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from moe_compile.report.compilations import RegionReport
 from moe_compile.report.explain import LOG_WIDTH
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.memory import StageMemory
@@ -35,9 +36,8 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
     for layer in traced:
         console.print(_collectives(layer))
         for region in layer.compilation.regions:
-            chunks = f"{region.num_chunks} chunks of {region.num_local_experts} local experts"
             remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
-            console.print(f"  {region.where}: {region.verdict}, {chunks}{remarks}", highlight=False)
+            console.print(f"  {region.where}: {_made_of(region)}{remarks}", highlight=False)
         for line in (*layer.compilation.left_alone, *layer.compilation.dropped):
             console.print(f"  left alone: {line}", highlight=False)
         for phase, measures in layer.measures.items():
@@ -46,6 +46,14 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
             console.print(f"  exposed share: {_exposed_share(layer)}", highlight=False)
         if layer.choices:
             console.print(_choices(layer))
+
+
+def _made_of(region: RegionReport) -> str:
+    """Return the verdict on a region and the chunks it runs in, if there are several."""
+    experts = f"{region.num_local_experts} local experts"
+    if region.num_chunks > 1:
+        return f"{region.verdict}, {region.num_chunks} chunks of {experts}"
+    return f"{region.verdict}, {experts} in one piece"
 
 
 def _collectives(layer: Traced) -> Table:

@@ -1,0 +1,135 @@
+"""What of a job's output a person needs: its steps, how far compiling is, and all that went wrong.
+
+Contract
+    Folds torchtitan's notes at INFO with their continuation lines, and warnings of Python. Shows
+    steps, warnings and errors of any logger, tracebacks to their end, and what torchrun says.
+    Times are measured: from the time stamps of the rank that is shown.
+    `verbose` folds nothing. All of it is in the ranks' own files in any case.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from statistics import median
+from typing import Final
+
+RANK: Final = re.compile(r"^\[rank\d+\]:")
+RECORD: Final = re.compile(
+    r"^\[titan\] (?P<time>[\d-]+ [\d:]+,\d+) - (?P<name>\S+) - (?P<level>[A-Z]+) - (?P<text>.*)$"
+)
+"""A line of torchtitan's logger, without the mark of its rank."""
+COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+STEP: Final = re.compile(r"step: +(\d+)\b")
+BLOCK: Final = re.compile(r"compiling block (\d+) of (\d+)")
+"""As torchtitan_integration.parallelize logs it."""
+TOTAL: Final = re.compile(r"total steps (\d+)")
+PYTHON_WARNING: Final = re.compile(r"^\S+:\d+: \w*Warning: ")
+STARTS: Final = "Training starts at step"
+TRACEBACK: Final = "Traceback (most recent call last)"
+SHOWN: Final = ("Saving the checkpoint", "Loading the checkpoint", "Training completed", "validate")
+KNOWN_WARNINGS: Final = (
+    "Error running lspci",
+    "safetensors.index.json",
+    "HF assets path",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+"""Of torchtitan in jobs without fault: `megamoe train` checked what they speak of."""
+ON_A_CPU: Final = ("Peak flops undefined", "Failed to use grouped mm")
+"""What there is no reason to say of a CPU; the debug models have grouped products all the same."""
+TIME: Final = "%Y-%m-%d %H:%M:%S,%f"
+
+
+@dataclass(kw_only=True, slots=True)
+class RunOutput:
+    """Decides line by line what is shown, and keeps what was measured."""
+
+    verbose: bool = False
+    on_cpu: bool = False
+    num_folded: int = 0
+    doing: str = ""
+    """What the job is at, in words for a progress line; "" before training starts."""
+    total: str = ""
+    """Steps of the job, "" while it is not known."""
+    began: datetime | None = None
+    """When training started."""
+    steps: list[tuple[int, datetime]] = field(default_factory=list)
+    """Each step that was logged, and when."""
+    _shows: bool = True
+    """Whether lines that belong to the record before them are shown."""
+    _in_torchrun: bool = False
+    """Whether the lines at hand are frames of torchrun."""
+
+    def take(self, line: str) -> list[str]:
+        """Return what to show of one line of output."""
+        shown = self._shown(line.rstrip("\n"))
+        self.num_folded += not shown
+        return [line.rstrip("\n")] if self.verbose else shown
+
+    def _shown(self, line: str) -> list[str]:
+        plain = COLOURS.sub("", line)
+        text = RANK.sub("", plain)
+        record = RECORD.match(text.strip())
+        if record is not None:
+            said = self._of_record(record)
+            self._shows = bool(said)
+            return said
+        if not RANK.match(plain):
+            return self._of_torchrun(line)
+        if TRACEBACK in text or PYTHON_WARNING.match(text):
+            self._shows = TRACEBACK in text
+        return [text] if self._shows and text.strip() else []
+
+    def _of_torchrun(self, line: str) -> list[str]:
+        """Show of a traceback of torchrun's own its end alone: what failed is a rank."""
+        if line.startswith(TRACEBACK):
+            self._in_torchrun = True
+        elif self._in_torchrun and not line.startswith(" "):
+            self._in_torchrun = False
+        return [] if self._in_torchrun else [line]
+
+    def _of_record(self, record: re.Match[str]) -> list[str]:
+        text, when = record["text"], datetime.strptime(record["time"], TIME)
+        if record["level"] != "INFO":
+            names = (*KNOWN_WARNINGS, *(ON_A_CPU if self.on_cpu else ()))
+            is_known = any(known in text for known in names)
+            return [] if is_known else [f"{record['level'].lower()}: {text}"]
+        if text.startswith(STARTS):
+            self.began, self.doing = when, "compiling"
+            return [text]
+        if block := BLOCK.search(text):
+            self.doing = f"compiling block {block[1]} of {block[2]}"
+            return [f"{self.doing}, {self._since(when):.0f} s"]
+        if step := STEP.match(text):
+            self.steps.append((int(step[1]), when))
+            self.doing = f"training, step {step[1]}" + (f" of {self.total}" if self.total else "")
+            return [text]
+        if total := TOTAL.search(text):
+            self.total = total[1]
+        return [text] if text.startswith(SHOWN) else []
+
+    def _since(self, when: datetime) -> float:
+        return (when - self.began).total_seconds() if self.began is not None else 0.0
+
+    @property
+    def first_step_s(self) -> float | None:
+        """The first step that was run, with what is compiled in it; None where it is not known."""
+        if self.began is None or not self.steps:
+            return None
+        return self._since(self.steps[0][1])
+
+    @property
+    def later_step_s(self) -> float | None:
+        """A step after the first, the median over what was logged; None without any."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        each = [(b - a).total_seconds() / (j - i) for (i, a), (j, b) in pairs if j > i]
+        return median(each) if each else None
+
+    def measured(self) -> str:
+        """Return the line on what was measured, "" where nothing was."""
+        first, later = self.first_step_s, self.later_step_s
+        if first is None:
+            return ""
+        said = f"Measured on the rank shown: first step {first:.1f} s, compilation included"
+        return said + (f"; later steps {later:.3g} s (median)." if later is not None else ".")
