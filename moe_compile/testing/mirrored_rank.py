@@ -67,6 +67,17 @@ class MirroredGroup(dist.ProcessGroup):
         output.copy_(torch.cat([input, input[half:], input[:half]]))
         return _Done()
 
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
+    ) -> _Done:
+        """Write this rank's part and the other's into the tensors of each list."""
+        for (own, other), part in zip(outputs, inputs, strict=True):
+            both = part.new_empty(2 * len(part), *part.shape[1:])
+            self._allgather_base(both, part, options)
+            own.copy_(both[: len(part)])
+            other.copy_(both[len(part) :])
+        return _Done()
+
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> _Done:
         """Do as `_allgather_base`, by the name newer versions of torch call."""
         return self._allgather_base(output, input, options)

@@ -117,10 +117,10 @@ def test_a_program_equals_eager_chunked_or_whole(judge, program):
 
 
 QUANTISED_ONCE = Program(
-    layers=(Experts(move=Move.FUNCTION),),
+    layers=(Experts(move=Move.HALVED),),
     wrapping=Wrapping.NO_GRAD_HALF, rewrite=Rewrite.FP8, dtype="bfloat16",
 )  # fmt: skip
-"""Found where no gradient is taken; else its exchange is inside a Function of the program."""
+"""Found where no gradient is taken; else its exchange is in a Function that does more."""
 
 
 def test_rows_of_one_call_may_travel_in_eight_bits_and_those_of_another_not(judge):
