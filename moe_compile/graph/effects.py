@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any, Final
 
 import torch
@@ -152,6 +153,15 @@ def is_size_query(node: fx.Node) -> bool:
     return overload_name(node).startswith("aten::sym_")
 
 
+def always_holds(assertion: fx.Node) -> bool:
+    """Whether an assertion says that a tensor's size, or its place in memory, is not negative."""
+    said = assertion.args[0]
+    if assertion.target is torch._check_is_size or not isinstance(said, fx.Node):
+        return isinstance(said, fx.Node) and is_size_query(said)
+    form, bound = said.args if said.target is operator.ge else (None, None)
+    return isinstance(form, fx.Node) and is_size_query(form) and type(bound) is int and bound <= 0
+
+
 def is_host_arithmetic(node: fx.Node) -> bool:
     """Whether the node computes a number from numbers of the host, or asserts one."""
     if is_assertion(node):
@@ -162,26 +172,33 @@ def is_host_arithmetic(node: fx.Node) -> bool:
     return not any(isinstance(v, torch.Tensor) for v in (*values, value_of(node)))
 
 
-def is_pure(node: fx.Node) -> bool:
-    """Whether nothing but the node's value tells that it ran."""
+def is_pure(node: fx.Node, implied: Container[fx.Node] = ()) -> bool:
+    """Whether nothing but the node's value tells that it ran.
+
+    Of assertions in graphs that it runs, those `implied` tell nothing.
+    """
     if node.op == "get_attr":
         return True
     if node.op not in ("call_function", "call_method") or is_assertion(node):
         return False
     if is_launch(node) or is_wait(node) or changes_mode(node) or draws_random(node):
         return False
-    if written_arguments(node) or _has_effect(node) or any(map(_is_noticed, inside(node))):
+    if written_arguments(node) or _has_effect(node) or _is_noticed(node, implied):
         return False
     return _only_computes(node) or makes_a_value(node)
 
 
-def _is_noticed(inner: fx.Node) -> bool:
-    """Whether a node of a graph that an operator runs does what others notice, or its own graphs.
+def _is_noticed(node: fx.Node, implied: Container[fx.Node]) -> bool:
+    """Whether graphs that an operator runs, or graphs that these run, do what others notice.
 
-    Modes that it switches and tensors of its own that it writes end with the graph.
+    Modes that they switch and tensors of their own that they write end with them.
     """
-    acts = is_launch(inner) or is_assertion(inner) or _has_effect(inner)
-    return acts or any(map(_is_noticed, inside(inner)))
+    for inner in inside(node):
+        asserts = is_assertion(inner) and not (always_holds(inner) or inner in implied)
+        acts = is_launch(inner) or asserts or _has_effect(inner)
+        if acts or _is_noticed(inner, implied):
+            return True
+    return False
 
 
 def _has_effect(node: fx.Node) -> bool:

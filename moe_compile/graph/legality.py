@@ -23,7 +23,14 @@ from torch.utils import _pytree as pytree
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import draws_random, is_pure, may_attend, moves_memory
 from moe_compile.graph.gradient_order import Part, find_reordered
-from moe_compile.graph.modes import Mode, changes_autocast, changes_mode, chooses_attention, modes
+from moe_compile.graph.modes import (
+    Mode,
+    changes_autocast,
+    changes_mode,
+    chooses_attention,
+    entered_since,
+    modes,
+)
 from moe_compile.graph.query import has_gradient, is_launch, is_wait, value_of
 
 
@@ -62,16 +69,24 @@ class Legality:
         self._moves_memory = next(filter(moves_memory, graph.nodes), None)
 
     def obstacle(
-        self, moved: Collection[fx.Node], anchor: fx.Node, part: Part | None = None
+        self,
+        moved: Collection[fx.Node],
+        anchor: fx.Node,
+        part: Part | None = None,
+        *,
+        enters_autocast: bool = False,
     ) -> Obstacle | None:
         """Return why `moved` must not run just before `anchor`, or None.
 
-        They run in their order, or part by part, where others have seen to all but gradients.
+        They run in their order, or part by part, where others have seen to all but gradients. With
+        `enters_autocast` each runs under autocast there as it does where it stands.
         """
         in_order = self.dependence.in_order(moved)
-        for check in (self.written_meanwhile, self._mode, self._random):
+        for check in (self.written_meanwhile, self._random):
             if (found := check(in_order, anchor)) is not None:
                 return found
+        if (found := self._mode(in_order, anchor, enters_autocast=enters_autocast)) is not None:
+            return found
         parts = (part,) if part is not None else ()
         if (reordered := find_reordered(in_order, anchor, self.dependence, *parts)) is not None:
             return Obstacle(Hazard.GRADIENT_ORDER, *reordered)
@@ -95,10 +110,15 @@ class Legality:
         """Whether `node` reads or makes what shares memory with `written`; unknown memory may."""
         return not written or bool((self.dependence.reads(node) | storages(node)) & written)
 
-    def _mode(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
+    def _mode(
+        self, moved: Collection[fx.Node], anchor: fx.Node, *, enters_autocast: bool
+    ) -> Obstacle | None:
         there = self._modes[anchor]
         for node in moved:
             here = self._modes[node]
+            entered = entered_since(here, there) if enters_autocast else None
+            if entered is not None and all(map(changes_autocast, entered)):
+                continue
             differs = here[0] != there[0] and (has_gradient(node) or _reads_gradient(node))
             if differs or (here[1] != there[1] and not self._is_untouched(node, here, there)):
                 return Obstacle(Hazard.MODE_CHANGES, node, self._switch_between(node, anchor))
@@ -157,7 +177,7 @@ class Legality:
         if node in self.dependence.writes:
             written = self.dependence.writes[node]
             return not written or bool(written & self._given_from_outside())
-        return not (is_pure(node) or is_launch(node) or is_wait(node))
+        return not (is_pure(node, dropped) or is_launch(node) or is_wait(node))
 
     def _given_from_outside(self) -> frozenset[int]:
         given = [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr")]

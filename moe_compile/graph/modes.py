@@ -79,6 +79,17 @@ def running_under(mode: Mode) -> Iterator[None]:
         yield
 
 
+def entered_since(here: Mode, there: Mode) -> tuple[fx.Node, ...] | None:
+    """Return the switches thrown in `here` beside those in `there`, which all are thrown here too.
+
+    None where some are not, or gradients are on in one alone.
+    """
+    same, switches = here[0] == there[0], here[1]
+    if not same or switches[: len(there[1])] != there[1]:
+        return None
+    return switches[len(there[1]) :]
+
+
 def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:
     """Yield every node with its modes."""
     grad_mode: object = _first_grad_mode(graph)

@@ -68,7 +68,8 @@ def fixed(call: Call) -> Value | list[Value]:
             call.name in SPREADS or (call.is_pointwise and not call.reads_counts())
         )
         zero = call.name in SAME_VALUES and all(isinstance(v, Fixed) and v.is_zero for v in values)
-        constant = Fixed(is_uniform=True, is_zero=zero)
+        empty = any(isinstance(v, Fixed) and v.is_uninitialised for v in values)
+        constant = Fixed(is_uniform=True, is_zero=zero, is_uninitialised=empty)
         return [constant if spread else Opaque() for _ in call.outputs]
     whole = all(isinstance(v, Fixed) and v.values is not None for v in values)
     outputs = call.outputs

@@ -32,7 +32,7 @@ from moe_compile.proof.constant_rules import FILLS
 from moe_compile.proof.count_samples import Sample
 from moe_compile.proof.kernel_run import run_kernel
 from moe_compile.proof.operator_call import SYMBOLIC, written_tensors
-from moe_compile.proof.row_trace import HostRead, NotFollowed, Operator, Step, Trace
+from moe_compile.proof.trace_steps import HostRead, NotFollowed, Operator, Step, Trace
 from moe_compile.regions.count_facts import CountFacts
 
 

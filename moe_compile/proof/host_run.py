@@ -17,7 +17,7 @@ from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import is_assertion, value_of
 from moe_compile.proof.count_run import OneRun, Unevaluable
 from moe_compile.proof.operator_call import SYMBOLIC
-from moe_compile.proof.row_trace import Operator, Trace
+from moe_compile.proof.trace_steps import Operator, Trace
 from moe_compile.regions.regions import MoERegion
 
 

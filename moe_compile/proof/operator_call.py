@@ -60,6 +60,10 @@ class Knowledge:
     joins: list[fx.Node] = field(default_factory=list)
     """Concatenations along the rows, of tensors of one type and number of dimensions: where the
     only input is an empty vector, the result is one."""
+    whole: dict[fx.Node, set[int]] = field(default_factory=dict)
+    """Node -> experts of whose rows it computes what was not proven row by row."""
+    searches: bool = False
+    """Whether rows are found by a search for labels, whose result is as long as it finds."""
     has_spread: bool = False
     """Whether a table with an entry per expert met rows, those of an expert's padding too."""
     claims: list[Claim] = field(default_factory=list)

@@ -33,6 +33,7 @@ def places_named(form: Indexing, index: Value) -> Places | None:
 
 def gather(call: Call, form: Indexing, base: Value, places: Places) -> Value | None:
     """Return rows, labels, a constant or an index read at the places of some runs."""
+    call.known.searches = True
     before = order_along(base, form.dim, call.shape(form.base)[form.dim])
     if before is not None:
         order = at_places(before, places)
@@ -50,6 +51,7 @@ def gather(call: Call, form: Indexing, base: Value, places: Places) -> Value | N
 def scatter(call: Call, form: Indexing, places: Places) -> Value:
     """Return what `form.base` holds once its source was written at `places`, or added there."""
     assert form.source is not None
+    call.known.searches = True
     if form.source.dim() != form.base.dim():
         raise call.unknown()
     base, source = (

@@ -26,23 +26,26 @@ import torch.fx as fx
 from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
+from moe_compile.proof.hand_written import check_gradient, gradient_of
+from moe_compile.proof.one_expert import of_one_expert
 from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
 from moe_compile.proof.position_rounding import sums_by_place
 from moe_compile.proof.repeated_elements import Repeated
 from moe_compile.proof.row_rules import apply
 from moe_compile.proof.row_sizes import checked
-from moe_compile.proof.row_trace import (
-    UNTRACEABLE,
+from moe_compile.proof.row_trace import UNTRACEABLE, trace_body
+from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
+from moe_compile.proof.trace_steps import (
     Dispatched,
+    GradientMade,
+    GradientOf,
     HostRead,
     NotFollowed,
     Operator,
     Produced,
     Step,
     Trace,
-    trace_body,
 )
-from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
 from moe_compile.proof.written_parts import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
@@ -122,6 +125,11 @@ class _Proof:
             self._host_read(step)
         elif isinstance(step, NotFollowed):
             self._not_followed(step)
+        elif isinstance(step, GradientOf):
+            self.repeated.values.add(id(step.tensor))  # what comes may be anything's gradient
+            self.known.set(step.tensor, gradient_of(self.known, step))
+        elif isinstance(step, GradientMade):
+            check_gradient(self.known, step)
         elif isinstance(step, Dispatched) and self._rows is not None:
             splits = output_splits(step.node), input_splits(step.node)
             self.facts.set_root(*([_size(s) for s in side] for side in splits))
@@ -136,16 +144,24 @@ class _Proof:
             return
         call = Call(step.node, func, step.args, step.kwargs, step.out, self.known)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        results: Value | list[Value] = Fixed() if random else apply(call)
+        results: Value | list[Value] = Fixed() if random else self._applied(call)
         outputs = call.outputs
         each = results if isinstance(results, list) else [results] * len(outputs)
         self.repeated.follow(call, each)
         self.parts.follow(call)
+        if step.func._schema.is_mutable:
+            self.parts.note_writer(call, each[0] if each else None)
         self._note_writes(written_tensors(step.func, step.args, step.kwargs), outputs, each)
         for tensor, value in zip(outputs, each, strict=True):
             self.known.set(tensor, checked(self.facts, tensor, value))
             if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
-                self.inner_rows.append((step.node, tensor))
+                self._note_inside(step.node, tensor, value)
+
+    def _applied(self, call: Call) -> Value | list[Value]:
+        try:
+            return apply(call)
+        except Unproven as unproven:
+            return of_one_expert(call, unproven)
 
     def _note_writes(
         self, written: list[torch.Tensor], outputs: list[torch.Tensor], values: list[Value]
@@ -166,6 +182,14 @@ class _Proof:
         others = [d for d, size in enumerate(rows.shape) if d != row_dim and size != 1]
         far = any(d < row_dim or self.facts.depends_on_counts(rows.stride(d)) for d in others)
         return far and sums_by_place(rows)
+
+    def _note_inside(self, node: fx.Node, tensor: torch.Tensor, rows: Rows) -> None:
+        """Note rows that sums may round by their number: it is the same for those of one expert."""
+        expert = self.facts.is_rows_of_one(rows.order)
+        if expert is None:
+            self.inner_rows.append((node, tensor))
+        else:
+            self.known.whole.setdefault(node, set()).add(expert)
 
     def _name_sizes(self, step: Produced) -> None:
         """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
@@ -224,6 +248,9 @@ class _Proof:
             expert_rows=tuple((n, e) for n, e in rows if e is not None),
             facts=self.facts,
             joins=tuple(dict.fromkeys(self.known.joins)),
+            whole=tuple((n, frozenset(e)) for n, e in self.known.whole.items()),
+            writes=tuple(self.parts.for_one()),
+            searches=self.known.searches,
             sampled=sampled,
         )
 

@@ -45,6 +45,7 @@ from moe_compile.regions.filled_orders import all_met
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
+    OfExpert,
     Order,
     Outside,
     Rows,
@@ -75,6 +76,15 @@ def pointwise(call: Call) -> Value:
             call.note_read(value, None, order)
     check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
+
+
+def copied(call: Call) -> Value:
+    """What is written over counts for nothing."""
+    source = call.argument("src")
+    value = call.value(source)
+    if isinstance(value, Rows) and call.shape(source) == call.shape(call.outputs[0]):
+        return value
+    return pointwise(call)
 
 
 def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order) -> None:
@@ -186,6 +196,7 @@ ROW_RULES: Final[dict[str, Rule]] = {
     "cat": view_rules.joined,
     "stack": view_rules.stacked,
     "constant_pad_nd": view_rules.padded,
+    "copy": copied,
     **dict.fromkeys(
         (
             "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
@@ -209,6 +220,8 @@ def apply(call: Call) -> Value | list[Value]:
     if call.name in constant_rules.FILLS:
         return constant_rules.fill(call)
     values = [call.value(t) for t in call.inputs]
+    if any(isinstance(v, OfExpert) for v in values):
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of what was made of all rows of an expert")
     if any(isinstance(v, Spread) for v in values):
         return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)

@@ -26,70 +26,21 @@ from moe_compile.graph.observation import alike, running_on
 from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constant_nodes
+from moe_compile.proof.inner_run import InnerRun, NotRun, run_node, runs_graphs
+from moe_compile.proof.trace_steps import (
+    Dispatched,
+    HostRead,
+    NotFollowed,
+    Operator,
+    Produced,
+    Step,
+    Trace,
+)
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import Unproven
 
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 """What running a node on fake tensors may raise where this torch cannot trace it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One aten operator that `node` ran."""
-
-    node: fx.Node
-    func: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """`node` produced `tensor`: an input of the body, or what one of its nodes returned.
-
-    For the combine, the rows it sends.
-    """
-
-    node: fx.Node
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """The host read `tensor` at `node`, as the size `value_of(node)`."""
-
-    node: fx.Node
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class NotFollowed:
-    """`node` filled `tensor` from what it reads: `inputs`."""
-
-    node: fx.Node
-    tensor: torch.Tensor
-    inputs: tuple[torch.Tensor, ...]
-    read: tuple[tuple[fx.Node, Any], ...] = ()
-    """Node -> the value `node` reads of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """The dispatch happened: sizes that it needs are known."""
-
-    node: fx.Node
-
-
-Step = Operator | Produced | HostRead | NotFollowed | Dispatched
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The steps of one body, in order."""
-
-    inputs: tuple[Produced, ...]
-    steps: tuple[Step, ...]
 
 
 class _Recorder(TorchDispatchMode):
@@ -136,6 +87,8 @@ class _Runner:
             try:
                 with running_under(self.modes[node]):
                     self._step(node)
+            except NotRun as error:
+                raise _Stopped(node, error.why) from error
             except UNTRACEABLE as error:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
                 raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail)) from error
@@ -150,23 +103,20 @@ class _Runner:
         elif node.op == "call_method" and node.target == "item":
             steps.append(HostRead(node, self._value(node.args[0])))
             self.env[node] = value_of(node)
-        elif is_higher_order(node):
+        elif is_higher_order(node) and not runs_graphs(node):
             self._not_followed(node)
         else:
-            made = self.env[node] = self._call(node)
+            made = self.env[node] = self._made(node)
             if (types := _types(made)) != (found := _types(value_of(node))) and found:
                 detail = f"traced with types {types}, found to be {found}"
                 raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail))
             if isinstance(made, torch.Tensor):
                 steps.append(Produced(node, made))
 
-    def _call(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        if node.op == "call_function" and callable(node.target):
-            return node.target(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, node.op))
+    def _made(self, node: fx.Node) -> Any:
+        if not is_higher_order(node):
+            return run_node(node, self._value)
+        return InnerRun(self._value, self.recorder.steps, node).higher_order(node)
 
     def _not_followed(self, node: fx.Node) -> None:
         """Take what a higher-order operator writes for anything computed from what it reads."""

@@ -32,8 +32,8 @@ from moe_compile.proof.count_samples import (
 )
 from moe_compile.proof.host_run import HostRun
 from moe_compile.proof.operator_call import Claim
-from moe_compile.proof.row_trace import HostRead, Step, Trace
 from moe_compile.proof.sampled_rows import Differs, SampledRows
+from moe_compile.proof.trace_steps import HostRead, Step, Trace
 from moe_compile.regions.count_facts import CountFacts, Premise
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import (

@@ -8,11 +8,13 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import sympy
 import torch
+import torch.fx as fx
 
 from moe_compile.proof.operator_call import Call, Knowledge, dim_of
 from moe_compile.proof.view_rules import slice_bounds
@@ -36,6 +38,8 @@ class WrittenParts:
 
     known: Knowledge
     _parts: dict[int, _Part] = field(default_factory=dict)
+    _experts: dict[fx.Node, set[int | None]] = field(default_factory=dict)
+    """Node that writes -> whose rows; None for what is not of one expert."""
 
     def follow(self, call: Call) -> None:
         """Note the slice that `call` takes; name its size where the tracer gave it a new one."""
@@ -52,6 +56,20 @@ class WrittenParts:
         self._parts[id(out)] = _Part(out, whole, dim, start, end - start)
         if isinstance(call.value(whole), Fixed) and call.facts.is_unknown(out.shape[dim]):
             call.facts.read_on_host(out.shape[dim], end - start)
+
+    def note_writer(self, call: Call, value: Value | None) -> None:
+        """Note whose rows `call` writes in place: those it is given, or all of what it writes."""
+        source = call.argument("source", call.argument("values"))
+        rows = call.value(source) if isinstance(source, torch.Tensor) else value
+        whose = call.facts.is_rows_of_one(rows.order) if isinstance(rows, Rows) else None
+        self._experts.setdefault(call.node, set()).add(whose)
+
+    def for_one(self) -> Iterator[tuple[fx.Node, int]]:
+        """Yield the nodes that write rows of one expert, where that has any, and the expert."""
+        for node, experts in self._experts.items():
+            expert = next(iter(experts))
+            if len(experts) == 1 and expert is not None:
+                yield node, expert
 
     def overwrite(
         self, tensor: torch.Tensor, value: Value | None

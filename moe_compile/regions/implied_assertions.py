@@ -18,7 +18,7 @@ import sympy
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.effects import is_size_query
+from moe_compile.graph.effects import always_holds
 from moe_compile.graph.query import tensor_of, value_of
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.regions import MoERegion
@@ -41,14 +41,14 @@ ARITHMETIC: Final[dict[Any, Callable[..., Any]]] = {
 
 def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
     """Whether what `assertion` demands follows from the counts of `region` alone."""
+    if always_holds(assertion):
+        return True
     condition = assertion.args[0]
     if assertion.target is torch._check_is_size:
         number = _formula(condition, facts)
         return number is not None and bool(number.is_nonnegative)
     if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
         return False
-    if condition.target is operator.ge and _is_form(condition.args[0]) and condition.args[1] == 0:
-        return True
     left, right = (_formula(argument, facts) for argument in condition.args)
     if left is None or right is None:
         return False
@@ -59,11 +59,6 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
         return _is_at_least(left, right, region, facts)
     low, high = (right, left) if condition.target is operator.ge else (left, right)
     return _is_at_least(high, low, region, facts)
-
-
-def _is_form(argument: Any) -> bool:
-    """Whether a number is the size of a tensor, or where it begins in memory: never negative."""
-    return isinstance(argument, fx.Node) and is_size_query(argument)
 
 
 def _strict(left: sympy.Expr, right: sympy.Expr, relation: object) -> tuple[sympy.Expr, sympy.Expr]:

@@ -101,6 +101,13 @@ class RowProof:
     joins: tuple[fx.Node, ...] = ()
     """Concatenations of the body along the dimension that holds the rows, of tensors of one type:
     they may do without inputs that have no rows."""
+    whole: tuple[tuple[fx.Node, frozenset[int]], ...] = ()
+    """Nodes that compute from rows of these experts what is not proven row by row: right in a
+    chunk that has all rows of an expert, where chunks without any do not run them."""
+    writes: tuple[tuple[fx.Node, int], ...] = ()
+    """Nodes that do nothing but write rows of one expert in place: nothing where it has none."""
+    searches: bool = False
+    """Whether rows are found by a search: the host learns how many there are."""
     sampled: int = 0
     """Vectors of counts on which indices that could not be followed were evaluated and found to
     agree with the group sizes; 0 where the proof followed every index."""

@@ -33,6 +33,8 @@ class Rewrite:
     """Tensors of which one read of the new form serves several nodes, each with these nodes."""
     counts_first: bool = False
     """Whether all that is computed from counts runs before what is computed from rows."""
+    enters_autocast: bool = False
+    """Whether what runs under autocast does so in the new form as well."""
     sliced: tuple[fx.Node, ...] = ()
     """Grouped products whose weights are cut into pieces before either."""
 

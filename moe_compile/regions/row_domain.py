@@ -160,7 +160,16 @@ class Rows:
     order: Order
 
 
-Value = Fixed | Outside | Formulas | Labels | Permutation | Places | Opaque | Spread | Rows
+@dataclass(frozen=True, slots=True)
+class OfExpert:
+    """Computed from rows of one local expert, each of them or all together, and from no others."""
+
+    expert: int
+
+
+Value = (
+    Fixed | Outside | Formulas | Labels | Permutation | Places | Opaque | Spread | Rows | OfExpert
+)
 FROM_COUNTS = (Formulas, Labels, Permutation, Places, Opaque)
 
 

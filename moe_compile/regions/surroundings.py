@@ -18,6 +18,7 @@ import torch.fx as fx
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_host_arithmetic, is_pure, is_size_query, may_draw
 from moe_compile.graph.gradient_order import find_later_reader
+from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_assertion, value_of
 from moe_compile.journal.reasons import Reason
@@ -64,7 +65,8 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     bulk = _never_negative(_host_reads(region), rewrite.proof)
     part = order_of_gradients(rewrite, bulk, legality.dependence)
     for moved, anchor in ((body, region.result), (behind, rewrite.replaced)):
-        if (obstacle := legality.obstacle(moved, anchor, part)) is not None:
+        found = legality.obstacle(moved, anchor, part, enters_autocast=rewrite.enters_autocast)
+        if (obstacle := found) is not None:
             reason = REFUSALS[obstacle.hazard]
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
     for source, served in rewrite.read_once:
@@ -90,7 +92,8 @@ class _Together:
         self._implied = self._implied_assertions()
         below = self._dependence.below(self._bodies - self._replaced, stops=self._replaced)
         pure = {node for node in below if is_pure(node)}
-        self._candidates = {*self._bodies, *pure, *self._implied, *others}
+        self._candidates = {*self._bodies, *pure, *others}
+        self._candidates |= {node for node in self._implied if node in self._dependence.position}
         self._served: list[fx.Node] = []
         self._sizes_by_region = {r.region.name: self._sizes_of(r) for r in rewrites}
         self._sizes = {k: v for sizes in self._sizes_by_region.values() for k, v in sizes.items()}
@@ -117,8 +120,9 @@ class _Together:
         return found
 
     def _implied_assertions(self) -> set[fx.Node]:
-        """Return the assertions that need not stay for the user's sake."""
-        assertions = [node for node in self._legality.graph.nodes if is_assertion(node)]
+        """Return the assertions that need not stay for the user's sake, in inner graphs too."""
+        nodes = [n for node in self._legality.graph.nodes for n in (node, *inside(node))]
+        assertions = [node for node in nodes if is_assertion(node)]
         return {
             node
             for node in assertions

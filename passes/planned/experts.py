@@ -50,6 +50,7 @@ from passes.planned.gathering import (
     may_be_priced,
     reads_host,
 )
+from passes.planned.whole_experts import find_mixing
 from passes.planned.wires import plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
@@ -169,6 +170,10 @@ def _check_gradients(
         return
     region, by_tokens = draft.region, config.chunk_by == "tokens"
     bounds = experts_of_chunks(region, draft.num_chunks, by_tokens=by_tokens)
+    mixing = find_mixing(region, proof, bounds, by_tokens=by_tokens)
+    if mixing is not None:
+        draft.refuse(mixing)
+        return
     chunk = chunk_without_gradient(region, proof, bounds, dependence)
     if chunk is not None:
         detail = f"chunk {chunk} of {draft.num_chunks}"
@@ -202,6 +207,7 @@ def _rewrite(draft: _Draft, drafts: Iterable[_Draft], config: MegaMoEConfig) -> 
         proof=draft.proof,
         replaced=draft.region.result,
         counts_first=True,
+        enters_autocast=True,
         sliced=() if config.chunk_by == "tokens" else draft.proof.sliceable,
     )
 

@@ -31,6 +31,9 @@ def gathered_form(
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
     if isinstance(experts.proof, Refused):
         return NotFound(reason=Reason.NOT_PROVEN, detail=experts.proof.reason.value)
+    if experts.proof.whole:
+        node, _ = experts.proof.whole[0]
+        return NotFound(reason=Reason.NOT_PROVEN, detail=f"{node.name} may mix rows of an expert")
     if isinstance(found, NotFound):
         return found
     if found.mean_rows_per_token is None:
@@ -44,7 +47,7 @@ def gathered_form(
     needs = needs_of_body(experts.region)
     if needs.reads_sent:
         return NotFound(reason=Reason.SENT_SIZES)
-    is_exact = needs.reads_host or config.dispatch_padding == "exact"
+    is_exact = needs.reads_host or experts.proof.searches or config.dispatch_padding == "exact"
     return GatheredForm(
         region=experts.region,
         found=found,

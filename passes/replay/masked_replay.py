@@ -32,6 +32,7 @@ from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
+from passes.replay.autocast import AutocastEmitter
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
 from passes.replay.host_reads import BulkRead
 from passes.replay.prune import prune_other_experts
@@ -82,7 +83,7 @@ def emit_chunks(
     holds whole experts or, `by_tokens`, a share of each's rows.
     What was the region before stays, for the caller to replace and to erase.
     """
-    early, emit = Emitter(around.read_at), Emitter(region.result)
+    early, emit = AutocastEmitter(around.read_at), AutocastEmitter(region.result)
     split = split_by_tokens if by_tokens else split_by_experts
     axis = split(early, region, num_chunks)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens)

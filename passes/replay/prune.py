@@ -1,8 +1,9 @@
 """Leave out of a chunk the work of experts that are not in it.
 
 Contract
-    Only nodes proven to have no rows in the chunk are left out, and only where every reader is
-    left out too or joins rows: joining nothing changes no value.
+    Only nodes proven to have no rows in the chunk, or to write none, are left out, and only where
+    every reader is left out too or joins rows: joining nothing changes no value. So is what is
+    computed from counts for these nodes alone.
     A concatenation that runs has an input.
 
 Pseudo-code
@@ -20,6 +21,8 @@ from typing import Final
 import torch
 import torch.fx as fx
 
+from moe_compile.graph.effects import is_pure
+from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.regions import MoERegion, RowProof
 
 CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
@@ -43,7 +46,8 @@ class Pruned:
 def prune_other_experts(region: MoERegion, proof: RowProof, experts: range) -> Pruned:
     """Return what the chunk holding local `experts` can do without."""
     joins = {node: pieces for node in proof.joins if (pieces := _pieces(node))}
-    empty = {node for node, expert in proof.expert_rows if expert not in experts}
+    of_experts = (*proof.expert_rows, *proof.writes)
+    empty = {node for node, expert in of_experts if expert not in experts}
     for node in region.row_side:
         reads_empty = any(i in empty for i in node.all_input_nodes)
         in_parts = bool(node.users) and all(user in empty for user in node.users) and reads_empty
@@ -51,8 +55,19 @@ def prune_other_experts(region: MoERegion, proof: RowProof, experts: range) -> P
             empty.add(node)
     while needed := [n for n in region.row_side if n in empty and _is_needed(n, joins, empty)]:
         empty.difference_update(needed)
+    empty |= _only_for(empty, region.count_side)
     dropped = {n: pieces & empty for n, pieces in joins.items() if n not in empty}
     return Pruned(nodes=empty, dropped_from={n: gone for n, gone in dropped.items() if gone})
+
+
+def _only_for(empty: set[fx.Node], count_side: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what is computed from counts for nodes that are left out, and for nothing else."""
+    unneeded = set(empty)
+    for node in reversed([*count_side]):
+        is_left = bool(node.users) and set(node.users) <= unneeded
+        if is_left and is_pure(node) and not is_host_read(node):
+            unneeded.add(node)
+    return unneeded
 
 
 def _pieces(node: fx.Node) -> set[fx.Node]:

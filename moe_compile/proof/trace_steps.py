@@ -1,0 +1,90 @@
+"""What a region's body does, step by step, as the row proof reads it.
+
+Contract
+    Tensors are fake, and told apart by identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One aten operator that `node` ran."""
+
+    node: fx.Node
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """`node` produced `tensor`: an input of the body, or what one of its nodes returned.
+
+    For the combine, the rows it sends.
+    """
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """The host read `tensor` at `node`, as the size `value_of(node)`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NotFollowed:
+    """`node` filled `tensor` from what it reads: `inputs`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    read: tuple[tuple[fx.Node, Any], ...] = ()
+    """Node -> the value `node` reads of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The dispatch happened: sizes that it needs are known."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOf:
+    """`tensor` is the gradient that a function written by hand is given of its result `result`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    result: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GradientMade:
+    """`tensor` is the gradient that a function written by hand gives its argument `argument`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    argument: torch.Tensor
+
+
+Step = Operator | Produced | HostRead | NotFollowed | Dispatched | GradientOf | GradientMade
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The steps of one body, in order."""
+
+    inputs: tuple[Produced, ...]
+    steps: tuple[Step, ...]

@@ -1,0 +1,32 @@
+"""What of the experts must run only where an expert's rows are whole: not proven row by row.
+
+Contract
+    A chunk of whole experts computes it from the same numbers as the region does. A chunk without
+    the expert must not run it; a chunk of tokens would run it on a part of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from passes.replay.prune import prune_other_experts
+
+
+def find_mixing(
+    region: MoERegion, proof: RowProof, bounds: Iterable[range], *, by_tokens: bool
+) -> Refused | None:
+    """Return the refusal of chunks that would run such a node otherwise; None without one."""
+    if by_tokens and proof.whole:
+        return _refused(region, f"{proof.whole[0][0].name}: a chunk has not all rows of an expert")
+    for chunk, experts in enumerate(bounds):
+        pruned = prune_other_experts(region, proof, experts)
+        for node, whose in proof.whole:
+            if not whose <= set(experts) and node not in pruned.nodes:
+                return _refused(region, f"{node.name}: chunk {chunk} has no rows of its expert")
+    return None
+
+
+def _refused(region: MoERegion, detail: str) -> Refused:
+    return Refused(candidate=region.name, reason=Reason.ROWS_MIXED, detail=detail, is_region=True)

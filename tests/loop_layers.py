@@ -1,0 +1,354 @@
+"""Loops over experts as people write them: rows chosen by the expert of each, or by offsets."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.layers import Routed
+
+
+class Expert(nn.Module):
+    """A gated two-layer network, as a module of its own."""
+
+    def __init__(self, width, hidden, rand):
+        super().__init__()
+        self.gate = nn.Parameter(rand(width, hidden) * width**-0.5)
+        self.up = nn.Parameter(rand(width, hidden) * width**-0.5)
+        self.down = nn.Parameter(rand(hidden, width) * hidden**-0.5)
+
+    def forward(self, x):
+        return (F.silu(x @ self.gate) * (x @ self.up)) @ self.down
+
+
+class ListOfExperts(Routed):
+    """Experts in an `nn.ModuleList`; `run` puts the rows of each where they came from."""
+
+    expert = Expert
+
+    def make_experts(self, width, hidden, rand):
+        self.own = nn.ModuleList(self.expert(width, hidden, rand) for _ in range(self.local))
+
+
+class WhereAndAdd(ListOfExperts):
+    """`torch.where(ids == e)`, results added into zeros: Mixtral's loop in transformers."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            (places,) = torch.where(ids == e)
+            out.index_add_(0, places, expert(rows[places]))
+        return out
+
+
+class NonzeroAndAssign(ListOfExperts):
+    """`nonzero().squeeze(-1)`, results assigned into memory that nothing filled."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.own):
+            places = (ids == e).nonzero().squeeze(-1)
+            out[places] = expert(rows[places])
+        return out
+
+
+class NonzeroAndCopy(ListOfExperts):
+    """`nonzero(as_tuple=True)`, `index_select` and `index_copy_`."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            places = torch.nonzero(ids.eq(e), as_tuple=True)[0]
+            out.index_copy_(0, places, expert(rows.index_select(0, places)))
+        return out
+
+
+class Masked(ListOfExperts):
+    """Boolean masks to read and to write: DeepSpeed's and many teaching codes' loop."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            mask = ids == e
+            out[mask] = expert(rows[mask])
+        return out
+
+
+class MaskedSum(ListOfExperts):
+    """`out[mask] += y`."""
+
+    def experts(self, rows, received):
+        ids = torch.arange(self.local).repeat(self.num_ranks).repeat_interleave(received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            out[ids == e] += expert(rows[ids == e])
+        return out
+
+
+class OneHot(ListOfExperts):
+    """The one-hot mask of transformers: `one_hot(ids).T[e]`, results added."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        mask = F.one_hot(ids, self.local).T
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            (places,) = torch.where(mask[e])
+            out.index_add_(0, places, expert(rows[places]).to(out.dtype))
+        return out
+
+
+class Runs(ListOfExperts):
+    """What loops by offsets share: the host knows every count."""
+
+    def splits(self, counts, received):
+        self._runs = received.tolist()
+        sent = counts.view(self.num_ranks, -1).sum(1).tolist()
+        e = self.local
+        return sent, [sum(self._runs[r * e : (r + 1) * e]) for r in range(self.num_ranks)]
+
+    def runs(self):
+        """Return the expert, the first row and the last but one of every run."""
+        runs, self._runs = self._runs, None
+        ends = list(itertools.accumulate(runs))
+        starts = [0, *ends[:-1]]
+        return [(i % self.local, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True))]
+
+
+class SlicesAssigned(Runs):
+    """`out[a:b] = expert(rows[a:b])`, run by run."""
+
+    def experts(self, rows, received):
+        out = torch.zeros_like(rows)
+        for e, a, b in self.runs():
+            out[a:b] = self.own[e](rows[a:b])
+        return out
+
+
+class NarrowedCopies(Runs):
+    """`out.narrow(0, a, n).copy_(expert(rows.narrow(0, a, n)))` into memory nothing filled."""
+
+    def experts(self, rows, received):
+        out = torch.empty_like(rows)
+        for e, a, b in self.runs():
+            out.narrow(0, a, b - a).copy_(self.own[e](rows.narrow(0, a, b - a)))
+        return out
+
+
+class SlicesJoined(Runs):
+    """A list of results, concatenated."""
+
+    def experts(self, rows, received):
+        return torch.cat([self.own[e](rows[a:b]) for e, a, b in self.runs()])
+
+
+class TensorSplit(Runs):
+    """`torch.tensor_split` at the ends of runs."""
+
+    def experts(self, rows, received):
+        runs = self.runs()
+        parts = torch.tensor_split(rows, [a for _, a, _ in runs[1:]])
+        return torch.cat([self.own[e](part) for (e, _, _), part in zip(runs, parts, strict=True)])
+
+
+class SortedSlices(Routed):
+    """Rows sorted by expert, then one slice for each; results sorted back."""
+
+    make_experts = ListOfExperts.make_experts
+    expert = Expert
+
+    def splits(self, counts, received):
+        self._sizes = received.view(self.num_ranks, -1).sum(0).tolist()
+        return super().splits(counts, received)
+
+    def experts(self, rows, received):
+        sizes, self._sizes = self._sizes, None
+        order = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        x = rows[order]
+        done = torch.empty_like(x)
+        start = 0
+        for e, size in enumerate(sizes):
+            done[start : start + size] = self.own[e](x[start : start + size])
+            start = start + size
+        out = torch.empty_like(done)
+        out[order] = done
+        return out
+
+
+class BiasedExpert(nn.Module):
+    """Linear layers with biases; a scale per expert."""
+
+    def __init__(self, width, hidden, rand):
+        super().__init__()
+        self.up = nn.Parameter(rand(hidden, width) * width**-0.5)
+        self.up_bias = nn.Parameter(rand(hidden) * 0.1)
+        self.down = nn.Parameter(rand(width, hidden) * hidden**-0.5)
+        self.down_bias = nn.Parameter(rand(width) * 0.1)
+        self.scale = nn.Parameter(rand(1))
+
+    def forward(self, x):
+        y = F.linear(F.relu(F.linear(x, self.up, self.up_bias)), self.down, self.down_bias)
+        return y * self.scale
+
+
+class DummyRow(WhereAndAdd):
+    """Every expert runs a row of zeros behind its own, so that it never runs none."""
+
+    class expert(BiasedExpert):
+        def forward(self, x):
+            return super().forward(torch.cat([x, x.new_zeros(1, x.shape[1])]))[:-1]
+
+
+class DummySum(WhereAndAdd):
+    """The sum of what an expert makes of zeros, times zero, is added to its rows."""
+
+    class expert(BiasedExpert):
+        def forward(self, x):
+            dummy = super().forward(torch.zeros(1, self.up.shape[1], dtype=x.dtype))
+            return super().forward(x) + dummy.sum() * 0
+
+
+class OtherActivations(Masked):
+    """Every expert has an activation of its own."""
+
+    def make_experts(self, width, hidden, rand):
+        activations = (F.silu, F.relu, torch.tanh, F.softplus)
+        self.own = nn.ModuleList()
+        for e in range(self.local):
+            self.own.append(BiasedExpert(width, hidden, rand))
+            self.own[-1].activation = activations[e % len(activations)]
+
+    def experts(self, rows, received):
+        for expert in self.own:
+            assert callable(expert.activation)
+        ids = self.expert_of_rows(rows, received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            mask = ids == e
+            x = expert.activation(F.linear(rows[mask], expert.up, expert.up_bias))
+            out[mask] = F.linear(x, expert.down, expert.down_bias) * expert.scale
+        return out
+
+
+class SwiGLU(torch.autograd.Function):
+    """Written by hand, with less saved than autograd would."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        sig = torch.sigmoid(gate)
+        return grad * up * sig * (1 + gate * (1 - sig)), grad * gate * sig
+
+
+class HandWritten(WhereAndAdd):
+    """A row-wise `autograd.Function` inside the experts."""
+
+    class expert(Expert):
+        def forward(self, x):
+            return SwiGLU.apply(x @ self.gate, x @ self.up) @ self.down
+
+
+class Linear(torch.autograd.Function):
+    """A product whose weight gradient is written by hand."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class HandWrittenProducts(Runs):
+    """Products by an `autograd.Function`, run by run."""
+
+    class expert(Expert):
+        def forward(self, x):
+            gate, up = Linear.apply(x, self.gate), Linear.apply(x, self.up)
+            return Linear.apply(SwiGLU.apply(gate, up), self.down)
+
+    experts = SlicesJoined.experts
+
+
+class CheckpointedExperts(WhereAndAdd):
+    """`checkpoint` around each expert."""
+
+    class expert(Expert):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedLoop(Runs):
+    """`checkpoint` around the whole loop."""
+
+    def experts(self, rows, received):
+        return checkpoint(self.loop, rows, self.runs(), use_reentrant=False)
+
+    def loop(self, rows, runs):
+        return torch.cat([self.own[e](rows[a:b]) for e, a, b in runs])
+
+
+class CheckpointedSearch(WhereAndAdd):
+    """`checkpoint` around the whole loop, which finds the rows of each expert by itself."""
+
+    def experts(self, rows, received):
+        return checkpoint(super().experts, rows, received, use_reentrant=False)
+
+
+class CenteredExperts(Masked):
+    """An expert that takes the mean over its own rows: not row by row, but of one expert."""
+
+    class expert(Expert):
+        def forward(self, x):
+            y = super().forward(x)
+            return y - y.mean(0)
+
+
+class OwnAttention(SlicesJoined):
+    """Rows of one run attend to each other, by an operator that nobody proved anything of."""
+
+    class expert(Expert):
+        def forward(self, x):
+            return torch.softmax(x @ x.t(), -1) @ super().forward(x)
+
+
+class Autocast(WhereAndAdd):
+    """Experts in float32 that compute in bfloat16."""
+
+    class expert(Expert):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            (places,) = torch.where(ids == e)
+            out.index_add_(0, places, expert(rows[places]).to(out.dtype))
+        return out
+
+
+LOOPS = (
+    WhereAndAdd, NonzeroAndAssign, NonzeroAndCopy, Masked, MaskedSum, OneHot, SlicesAssigned,
+    NarrowedCopies, SlicesJoined, TensorSplit, SortedSlices, DummyRow, DummySum, OtherActivations,
+    HandWritten, HandWrittenProducts, CheckpointedExperts, CheckpointedLoop, CheckpointedSearch,
+    CenteredExperts, OwnAttention, Autocast,
+)  # fmt: skip
+
+OTHER_TYPES = {Autocast: torch.float32}
+"""Styles that are not tried in bfloat16."""
