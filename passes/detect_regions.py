@@ -1,4 +1,4 @@
-"""Find the MoE regions and the attention of a graph, and prove which may be replayed.
+"""Find the MoE regions, by counts and by capacity, and the attention of a graph; prove them.
 
 Contract
     Requires  WAITS_VISIBLE.
@@ -18,12 +18,14 @@ import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.attention.detect_attention import find_attention
+from moe_compile.capacity.capacity_regions import CapacityRegion
+from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
-from moe_compile.plan.planned import Findings, FoundAttention, FoundExperts
+from moe_compile.plan.planned import Findings, FoundAttention, FoundCapacity, FoundExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -45,24 +47,30 @@ class DetectRegions(GraphPass):
         """Fill `state.found`; a region that a proof refuses is found all the same."""
         regions, others = find_moe_regions(graph)
         attention, without = find_attention(graph)
-        launches = {launch.name for region in attention for launch in region.launches}
+        taken = {launch for region in attention for launch in region.launches}
+        first = len(regions) + sum(other.is_region for other in others)
+        even = find_capacity_regions(graph, taken, first)
+        matched = {*even.exchanges, *(launch.name for launch in taken)}
         state.found = Findings(
             experts=tuple(map(_experts, regions)),
             attention=(*map(_attention, attention), *map(_attention, without)),
+            capacity=tuple(map(_capacity, even.regions)),
             others=(
-                *(other for other in others if other.candidate not in launches),
+                *(other for other in others if other.candidate not in matched),
+                *even.refused,
                 *_inside_functions(graph),
             ),
         )
         for marked in (
             *((r.dispatch, r.combine) for r in regions),
             *(a.launches for a in attention),
+            *(c.launches for c in even.regions),
         ):
             state.num_marked += 1
             mark_region(marked, str(state.num_marked))
         return PassReport(
             pass_name=self.name,
-            applied=(*_names(regions), *_names(attention)),
+            applied=(*_names(regions), *_names(even.regions), *_names(attention)),
             skipped=(
                 *(_verdict(graph, other, state.config) for other in state.found.others),
                 *(Verdict(candidate=a.name, reason=a.reason, detail=a.detail) for a in without),
@@ -78,7 +86,7 @@ def _inside_functions(graph: fx.Graph) -> Iterator[Refused]:
             yield Refused(candidate=node.name, reason=found.reason, detail=found.because)
 
 
-def _names(regions: Iterable[MoERegion | AttentionRegion]) -> list[str]:
+def _names(regions: Iterable[MoERegion | AttentionRegion | CapacityRegion]) -> list[str]:
     return [region.name for region in regions]
 
 
@@ -106,6 +114,10 @@ def _experts(region: MoERegion) -> FoundExperts:
         rows=rows,
         row_bytes={name: _bytes_of_row(tensor) for name, tensor in rows.items()},
     )
+
+
+def _capacity(region: CapacityRegion) -> FoundCapacity:
+    return FoundCapacity(region=region, where=source_place(region.dispatch))
 
 
 def _attention(region: AttentionRegion | AttentionRefused) -> FoundAttention:

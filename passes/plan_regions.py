@@ -19,6 +19,7 @@ from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 from passes.planned.attention import plan_attention
+from passes.planned.capacity import plan_capacity
 from passes.planned.experts import plan_experts
 
 
@@ -31,10 +32,11 @@ class PlanRegions(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Fill `state.experts` and `state.attention`."""
+        """Fill `state.experts`, `state.capacity` and `state.attention`."""
         layers = Layers(graph, state.found.regions, is_recomputed=state.is_recomputed)
         state.experts, state.dead = plan_experts(graph, state, layers)
         state.attention = plan_attention(state, layers)
+        state.capacity = plan_capacity(state, layers)
         state.launches = {
             one.found.region.name: {
                 "dispatch": (one.found.region.dispatch,),

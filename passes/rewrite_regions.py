@@ -25,13 +25,14 @@ from moe_compile.attention.head_split import HeadSplit
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
 from moe_compile.journal.entries import PassReport
-from moe_compile.plan.planned import PlannedExperts
+from moe_compile.plan.planned import PlannedCapacity, PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import RowProof
 from passes.contract import Fact, GraphPass
+from passes.replay.capacity_chunks import emit_capacity_chunks
 from passes.replay.gathered import emit_gathered
 from passes.replay.head_groups import emit_head_groups
-from passes.replay.masked_replay import emit_chunks
+from passes.replay.masked_replay import chunk_bounds, emit_chunks
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,13 @@ class RewriteRegions(GraphPass):
         dependence = Dependence(graph)
         experts = [one for one in state.experts if one.is_rewritten]
         splits = [(a.split, a.plan.num_chunks) for a in state.attention if a.split is not None]
+        capacity = [one for one in state.capacity if one.is_rewritten]
         place = {node: i for i, node in enumerate(graph.nodes)}
         bodies = [sorted(set(split.body), key=place.__getitem__) for split, _ in splits]
+        bodies += [list(one.found.region.body) for one in capacity]
         finish = [_emit_experts(one, dependence, state) for one in experts]
         finish += [_emit_attention(split, num_groups) for split, num_groups in splits]
+        finish += [_emit_capacity(one) for one in capacity]
         for replace_and_move in finish:
             replace_and_move()
         erase_dead(state.dead)
@@ -62,6 +66,7 @@ class RewriteRegions(GraphPass):
             pass_name=self.name,
             applied=(
                 *(one.found.region.name for one in experts),
+                *(one.found.region.name for one in capacity),
                 *(split.region.name for split, _ in splits),
             ),
             measures={"num_bulk_host_reads": sum(one.plan.is_exact for one in experts)},
@@ -95,6 +100,14 @@ def _emit_experts(
 
 def _rank_in(group: str) -> int:
     return dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
+
+
+def _emit_capacity(one: PlannedCapacity) -> Callable[[], None]:
+    """Emit experts with a capacity in chunks; return what puts them in the place of the old."""
+    region = one.found.region
+    bounds = chunk_bounds(region.num_local_experts, one.plan.num_chunks)
+    result = emit_capacity_chunks(region, bounds)
+    return lambda: replace_uses({region.result: result})
 
 
 def _emit_attention(split: HeadSplit, num_groups: int) -> Callable[[], None]:

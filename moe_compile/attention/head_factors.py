@@ -111,12 +111,12 @@ def holds(factors: Sequence[Factor], head: Factor) -> bool:
     )
 
 
-def group_size(factors: Sequence[Factor], head: Factor, num_groups: int) -> int:
-    """Return the size of a dimension in one of `num_groups` equal groups of `head`."""
+def group_size(factors: Sequence[Factor], head: Factor, share: int) -> int:
+    """Return the size of a dimension in a group that has `share` of the indices of `head`."""
     size = 1
     for factor in flat(factors):
         if factor.pieces:
-            size *= sum(group_size(piece, head, num_groups) for piece in factor.pieces)
+            size *= sum(group_size(piece, head, share) for piece in factor.pieces)
         else:
-            size *= factor.size // num_groups if factor is head else factor.size
+            size *= share if factor is head else factor.size
     return size

@@ -43,7 +43,7 @@ def heads_read(
     add up in another order; with `may_round` not that of what no exchange brings.
     """
     found = []
-    for source, by in _read_from_outside(body).items():
+    for source, by in read_from_outside(body).items():
         if dependence.position[source] > dependence.position[core]:
             raise Lost(f"{source.name} is made after the attention")
         with_heads = _with_heads(tracker, source, head)
@@ -58,7 +58,7 @@ def heads_read(
     return found
 
 
-def _read_from_outside(body: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def read_from_outside(body: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Return every value that `body` reads and does not make, with who reads it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for reader in body:

@@ -149,7 +149,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
 
 def _share(dims: Dims, head: Factor) -> int:
     """Return how many elements one head has of a tensor."""
-    return math.prod(group_size(dim, head, head.size) for dim in dims)
+    return math.prod(group_size(dim, head, 1) for dim in dims)
 
 
 def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:

@@ -128,7 +128,8 @@ def _unbound(tracker: Tracker, node: fx.Node) -> Dims:
     return _source(tracker, node)
 
 
-def _stacked(tracker: Tracker, node: fx.Node) -> Dims:
+def stacked(tracker: Tracker, node: fx.Node) -> Dims:
+    """Follow a stack: the new dimension is a factor of its own."""
     parts = joined(node)
     dims = tracker.dims(parts[0])
     for part in parts[1:]:
@@ -189,6 +190,6 @@ RULES: Final[dict[str, Callable[[Tracker, fx.Node], Dims]]] = {
     "view_as_complex": _complex,
     "view_as_real": _real,
     "unbind": _unbound,
-    "stack": _stacked,
+    "stack": stacked,
     "getitem": _item,
 }

@@ -20,10 +20,11 @@ from typing import TypeAlias
 import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.regions.regions import MoERegion
 
-Region: TypeAlias = MoERegion | AttentionRegion
+Region: TypeAlias = MoERegion | AttentionRegion | CapacityRegion
 
 
 class Layers:
@@ -61,9 +62,9 @@ class Layers:
 
     def _span(self, region: Region) -> tuple[int, int, bool]:
         """Return where a region ends and begins, and whether it is one of attention."""
-        begins = () if isinstance(region, AttentionRegion) else (region.count_exchange,)
+        begins = (region.count_exchange,) if isinstance(region, MoERegion) else ()
         first = min(map(self._place.__getitem__, (*begins, *region.body)))
-        return self._place[region.result], first, not begins
+        return self._place[region.result], first, isinstance(region, AttentionRegion)
 
     def _crossing(self, nodes: Sequence[fx.Node]) -> list[int]:
         """Return how many values are needed on both sides of the place behind each node.

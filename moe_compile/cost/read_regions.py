@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import tensor_of
@@ -78,6 +79,30 @@ def work_of_attention(
             num_ranks=region.num_ranks,
             num_parts=region.head.size if region.head else 1,
             row_bytes=float(result.numel() * result.element_size()),
+            in_slices=True,
+        ),
+    )
+
+
+def work_of_capacity(region: CapacityRegion, layer: TracedNodes | None = None) -> RegionWork | None:
+    """Return the work around experts with a capacity in their `layer`, or in all of the graph."""
+    tensor = tensor_of(region.rows)
+    if tensor is None or not has_static_rows(region.rows):
+        return None
+    replayed = Replayed(
+        nodes=frozenset(region.body),
+        exchanges={region.dispatch: "dispatch", region.combine: "combine"},
+        expert_of=region.expert_of,
+    )
+    return read_work(
+        layer or TracedNodes(region.dispatch.graph),
+        replayed,
+        RegionWork(
+            forward=(),
+            num_ranks=region.num_ranks,
+            num_parts=region.num_local_experts,
+            row_bytes=float(tensor.numel() * tensor.element_size()),
+            in_slices=True,
         ),
     )
 

@@ -58,6 +58,8 @@ class RegionWork:
     """Local experts, or KV heads: what chunks are made of."""
     row_bytes: float
     """Bytes of the rows that the region is given; chunks sort and join as many."""
+    in_slices: bool = False
+    """Whether chunks are slices of what the region is given: nothing is sorted for them."""
     writes_joined: bool = False
     """Whether joined chunks are written before they are read: Inductor does so on a CPU."""
     wire_shares: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -52,6 +52,11 @@ class Emitter:
         copied.meta = {}
         return self._carry(copied, node)
 
+    def instead(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a call of a function or operator in the place of `node`."""
+        with self.graph.inserting_before(self.anchor):
+            return self._carry(self.graph.call_function(target, args, kwargs), node)
+
     @staticmethod
     def _carry(node: fx.Node, source: fx.Node) -> fx.Node:
         node.meta.update({k: source.meta[k] for k in CARRIED if k in source.meta})

@@ -55,7 +55,10 @@ class Reason(enum.Enum):
     NO_COLLECTIVE = "it launches no collective", Kind.NOT_MEANT
 
     # exchanges that are no dispatch
-    EVEN_SPLITS = "its split sizes are static: not an expert dispatch", Kind.NOT_MEANT
+    EVEN_SPLITS = (
+        "its split sizes are static, and no experts with weights of their own follow",
+        Kind.NOT_MEANT,
+    )
     INTEGER_PAYLOAD = "it carries integers, not rows of activations", Kind.NOT_MEANT
     NOT_ALL_TO_ALL = "not an all-to-all", Kind.NOT_MEANT
     NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
@@ -117,6 +120,12 @@ class Reason(enum.Enum):
         "rows of some chunk get no gradient where others do: its exchanges would leave the "
         "backward pass",
         Kind.UNPROVEN,
+    )
+    EXPERTS_LOST = "the index of the local experts cannot be followed", Kind.UNPROVEN
+    BY_CAPACITY = (
+        "it dispatches by capacity, in equal parts: it is split in chunks of experts, and "
+        "not otherwise",
+        Kind.NOT_POSSIBLE,
     )
     ONE_EXPERT = "one local expert: nothing to split by", Kind.NOT_POSSIBLE
     CLAMPED = "more chunks asked for than there are local experts", Kind.NOT_POSSIBLE

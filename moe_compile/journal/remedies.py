@@ -48,8 +48,9 @@ _EXCHANGES: Final = {
     "or after it, and its backward the same exchange with the split lists swapped",
     Reason.UNEVEN_EXPERTS: "give every rank the same number of experts, and send one count for "
     "each of them",
-    Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; dispatch by capacity, in equal "
-    "parts, is not rewritten in this version",
+    Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; to dispatch by capacity, in equal "
+    "parts, give each of several local experts weights of its own, and send the rows back by an "
+    f"even all-to-all over the same group, {SAME_GRAPH}",
     Reason.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
     Reason.NOT_ALL_TO_ALL: f"{NOTHING}: gathers and reductions are scheduled, not chunked",
 }
@@ -81,6 +82,11 @@ _EXPERTS: Final = {
     Reason.COMMUNICATES: "move the collective before the dispatch or after the combine",
     Reason.MUTATES_OUTSIDE: "write the buffer before the dispatch or after the combine",
     Reason.NO_GRADIENT: "let the results of all experts have a gradient, or of none",
+    Reason.EXPERTS_LOST: "keep local experts a dimension of their own, of a size known when "
+    "compiling, from what is sent to what comes back, or take them one by one and join all in "
+    "order; write nothing in place",
+    Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave dispatch and wires as they "
+    "are for layers with a capacity",
     Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
     Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",

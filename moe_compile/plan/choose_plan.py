@@ -41,8 +41,9 @@ RISK: Final = 0.5
 bring. At 0, gains of 3 % are given up that might be losses of 0.3 to 1.2 % (docs/planner.md)."""
 EXTRA_COPIES: Final = 2.0
 """Of a chunked region's rows that are alive beside those of the whole one, where code is not
-generated to sort and to join them in the kernels beside: sorted rows, and joined ones. Groups of
-heads are taken to have them anywhere; no generated code was read for that."""
+generated to sort and to join them in the kernels beside: sorted rows, and joined ones. Slices, of
+heads and of experts with a capacity, are taken to have them anywhere; no generated code was read
+for that."""
 
 
 class Why(enum.Enum):
@@ -170,7 +171,7 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     """Return the bytes alive at once beside those of the region as it is, estimated."""
     chosen = work.by_dispatch(candidate.dispatch)
     extra = max(0.0, chosen.written_bytes - work.written_bytes)
-    in_place = not (work.writes_joined or candidate.chunk_by == "heads")
+    in_place = not (work.writes_joined or work.in_slices)
     has_copies = candidate.num_chunks > 1 and not in_place
     return extra + (EXTRA_COPIES * chosen.row_bytes if has_copies else 0.0)
 

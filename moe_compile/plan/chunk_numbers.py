@@ -10,6 +10,7 @@ import enum
 from typing import Final
 
 from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import known_rows
 from moe_compile.journal.reasons import Reason
@@ -44,7 +45,7 @@ class Bound(enum.Enum):
 
 
 def plan_num_chunks(
-    config: MegaMoEConfig, region: MoERegion, decision: Decision | None = None
+    config: MegaMoEConfig, region: MoERegion | CapacityRegion, decision: Decision | None = None
 ) -> tuple[int, Reason | None]:
     """Return the number of chunks for `region`, and a reason when it is not what was asked.
 

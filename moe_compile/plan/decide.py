@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.rates import Rates
-from moe_compile.cost.read_regions import work_of_attention, work_of_experts
+from moe_compile.cost.read_regions import work_of_attention, work_of_capacity, work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
@@ -87,6 +88,21 @@ def decide_attention(
         return config.allows("lossy") or not region.may_round(candidate.num_chunks)
 
     return _choose(work, ("heads",), is_allowed, config, hardware)
+
+
+def decide_capacity(
+    region: CapacityRegion,
+    config: MegaMoEConfig,
+    hardware: HardwareProfile,
+    layer: TracedNodes | None = None,
+) -> Decision | None:
+    """Return the decision for experts with a capacity in their `layer`, or in all of the graph."""
+    if config.chunks != "auto" or not config.equal_tokens or region.num_local_experts == 1:
+        return None
+    work = work_of_capacity(region, layer)
+    if work is None:
+        return None
+    return _choose(work, ("experts",), lambda _: True, config, hardware)
 
 
 def experts_rule(

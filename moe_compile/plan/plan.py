@@ -56,6 +56,19 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityPlan:
+    """How experts with a capacity run. The defaults are as they were written."""
+
+    group: str
+    """Name of the process group of its exchanges."""
+    num_ranks: int
+    num_local_experts: int
+    num_chunks: int = 1
+    unproven: str = ""
+    """As of `ExpertsPlan`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
     """How an attention operator runs. The defaults are as it was written."""
 
@@ -90,6 +103,7 @@ class Plan:
 
     experts: tuple[ExpertsPlan, ...] = ()
     attention: tuple[AttentionPlan, ...] = ()
+    capacity: tuple[CapacityPlan, ...] = ()
     rewrites: tuple[RewritePlan, ...] = ()
 
     def value(self, number_of_group: Mapping[str, int]) -> dict[str, Any]:
@@ -98,10 +112,11 @@ class Plan:
         Groups of one axis have other names on other ranks.
         """
         regions: dict[str, Any] = {
-            kind: [
-                asdict(one) | {"group": number_of_group.get(one.group)}
-                for one in (self.experts if kind == "experts" else self.attention)
-            ]
-            for kind in ("experts", "attention")
+            kind: [asdict(one) | {"group": number_of_group.get(one.group)} for one in found]
+            for kind, found in (
+                ("experts", self.experts),
+                ("attention", self.attention),
+                ("capacity", self.capacity),
+            )
         }
         return regions | {"rewrites": [asdict(one) for one in self.rewrites]}

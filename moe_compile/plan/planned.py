@@ -14,11 +14,12 @@ import torch
 
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.attention.head_split import HeadSplit
+from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
-from moe_compile.plan.plan import AttentionPlan, ExpertsPlan
+from moe_compile.plan.plan import AttentionPlan, CapacityPlan, ExpertsPlan
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import GatheredForm
@@ -53,20 +54,31 @@ class FoundAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FoundCapacity:
+    """Experts with a capacity."""
+
+    region: CapacityRegion
+    where: str
+    """The user's line that dispatches: `file.py:line in function`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
     """What detection found in one Dynamo graph."""
 
     experts: tuple[FoundExperts, ...] = ()
     attention: tuple[FoundAttention, ...] = ()
+    capacity: tuple[FoundCapacity, ...] = ()
     others: tuple[Refused, ...] = ()
     """Exchanges of no region, and regions that were matched and then refused."""
 
     @property
-    def regions(self) -> tuple[MoERegion | AttentionRegion, ...]:
+    def regions(self) -> tuple[MoERegion | AttentionRegion | CapacityRegion, ...]:
         """Return all regions, of experts and of attention."""
         attention = (one.region for one in self.attention)
         found = tuple(one for one in attention if isinstance(one, AttentionRegion))
-        return (*(one.region for one in self.experts), *found)
+        capacity = (one.region for one in self.capacity)
+        return (*(one.region for one in self.experts), *capacity, *found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,3 +164,29 @@ class PlannedAttention:
         left = {"attention_chunks": Verdict(candidate=self.found.region.name, reason=why)}
         plan = AttentionPlan(group=self.plan.group, unproven=self.plan.unproven)
         return replace(self, plan=plan, split=None, left={**self.left, **left}, remarks=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCapacity:
+    """Experts with a capacity, with their plan and what led to it."""
+
+    found: FoundCapacity
+    plan: CapacityPlan
+    left: Mapping[str, Verdict] = field(default_factory=dict)
+    """`chunks`, `dispatch`, `dispatch_wire` or `combine_wire` -> why it is not otherwise."""
+    decision: Decision | None = None
+    not_priced: str = ""
+    """As of `PlannedExperts`."""
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether it runs in chunks of experts."""
+        return self.plan.num_chunks > 1
+
+    def as_written(self, why: Reason) -> PlannedCapacity:
+        """Return the same left as the model wrote it."""
+        if not self.is_rewritten:
+            return self
+        left = {"chunks": Verdict(candidate=self.found.region.name, reason=why)}
+        plan = replace(self.plan, num_chunks=1)
+        return replace(self, plan=plan, left={**self.left, **left})

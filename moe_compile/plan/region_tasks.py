@@ -109,7 +109,7 @@ class _Phase:
     def _sorts_rows(self) -> bool:
         """Whether chunks are of exchanged rows; gathered tokens and heads come in slices."""
         one = self.candidate
-        return one.num_chunks > 1 and one.chunk_by != "heads" and one.dispatch == "all_to_all"
+        return one.num_chunks > 1 and not self.region.in_slices and one.dispatch == "all_to_all"
 
     def _moving_us(self, nbytes: float, num_times: int) -> float:
         return self.rates.compute_us(0.0, ROW_PASSES * nbytes * num_times, num_times)

@@ -17,7 +17,12 @@ from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.plan import Plan, RewritePlan
-from moe_compile.plan.planned import Findings, PlannedAttention, PlannedExperts
+from moe_compile.plan.planned import (
+    Findings,
+    PlannedAttention,
+    PlannedCapacity,
+    PlannedExperts,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +37,8 @@ class CompileState:
     """One per MoE region of the Dynamo graph at hand."""
     attention: tuple[PlannedAttention, ...] = ()
     """One per attention operator of the Dynamo graph at hand."""
+    capacity: tuple[PlannedCapacity, ...] = ()
+    """One per region of experts with a capacity of the Dynamo graph at hand."""
     dead: tuple[fx.Node, ...] = ()
     """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
@@ -81,6 +88,7 @@ class CompileState:
         """Forget the Dynamo graph before; `name` is that of the next."""
         self.graph_name, self.is_recomputed = name, is_recomputed
         self.found, self.experts, self.attention = Findings(), (), ()
+        self.capacity = ()
         self.dead, self.launches, self.rewrites = (), {}, ()
 
     def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
@@ -97,6 +105,7 @@ class CompileState:
             why = Reason.DISABLED if is_asked else Reason.FAILED
             self.experts = tuple(one.as_written(why) for one in self.experts)
             self.attention = tuple(one.as_written(why) for one in self.attention)
+            self.capacity = tuple(one.as_written(why) for one in self.capacity)
         if "quantize_exchanges" in passes:
             self.experts = tuple(one.unquantised() for one in self.experts)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
@@ -107,9 +116,9 @@ class CompileState:
         self.has_work |= self.async_tp or has_regions or self.has_outside_rewrites
 
     @property
-    def regions(self) -> tuple[PlannedExperts | PlannedAttention, ...]:
+    def regions(self) -> tuple[PlannedExperts | PlannedAttention | PlannedCapacity, ...]:
         """Return all that is planned of the Dynamo graph at hand."""
-        return (*self.experts, *self.attention)
+        return (*self.experts, *self.attention, *self.capacity)
 
     @property
     def plan(self) -> Plan:
@@ -117,5 +126,6 @@ class CompileState:
         return Plan(
             experts=tuple(one.plan for one in self.experts),
             attention=tuple(one.plan for one in self.attention),
+            capacity=tuple(one.plan for one in self.capacity),
             rewrites=self.rewrites,
         )

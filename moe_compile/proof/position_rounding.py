@@ -90,14 +90,12 @@ def on_cuda(tensor: torch.Tensor) -> bool:
 
 def check_rounding(call: Call) -> None:
     """Raise Unproven where the number of rows may change a bit of an elementwise operator."""
-    out = call.outputs[0]
-    floats = [t for t in (*call.inputs, out) if t.dtype.is_floating_point or t.dtype.is_complex]
-    if on_cuda(out) or not floats or not _by_position(call, floats):
+    out, floats = call.outputs[0], _floats(call)
+    if not rounds_by_position(call):
         return
     if any(t.dtype.is_complex for t in floats):
         raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} of complex numbers")
-    block = BLOCK_BYTES // min(t.element_size() for t in floats)
-    block *= math.lcm(*range(1, torch.get_num_threads() + 1))
+    block = block_of(call)
     values = [(t, call.value(t)) for t in call.inputs]
     dims = {t.dim() - v.dim for t, v in values if isinstance(v, Rows)}
     tensors = [t for t, v in values if isinstance(v, Rows)] + call.outputs
@@ -108,6 +106,23 @@ def check_rounding(call: Call) -> None:
     if call.name not in LIE_APART and any(t.stride()[dim] != _extent(t, dim) for t, dim in rows):
         detail = f"{call.name} in {out.dtype}: rows that are parts of longer ones"
         raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
+
+
+def _floats(call: Call) -> list[torch.Tensor]:
+    tensors = (*call.inputs, *call.outputs[:1])
+    return [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+
+
+def rounds_by_position(call: Call) -> bool:
+    """Whether an elementwise operator may round an element by where it stands in memory."""
+    floats = _floats(call)
+    return bool(floats) and not on_cuda(call.outputs[0]) and _by_position(call, floats)
+
+
+def block_of(call: Call) -> int:
+    """Return the elements that an operator which rounds by position takes at once."""
+    block = BLOCK_BYTES // min(t.element_size() for t in _floats(call))
+    return block * math.lcm(*range(1, torch.get_num_threads() + 1))
 
 
 def sums_by_place(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.journal.entries import Journal, PassReport
 from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.plan.state import CompileState
+from moe_compile.report.capacity import capacity_report
 from moe_compile.report.graph_breaks import (
     GraphBreak,
     frames_left_out,
@@ -62,6 +63,7 @@ class Compilation:
     def add_level(self, state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
         self.regions += [region_report(one, state.config.dispatch) for one in state.experts]
+        self.regions += [capacity_report(one) for one in state.capacity]
         self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
         self.unmatched += unmatched(state.found.others, _places(state))
         self.attention += [attention_report(one) for one in state.attention]

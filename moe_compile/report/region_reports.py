@@ -48,6 +48,8 @@ class RegionReport:
     """Blocking reads by the host per forward pass of the region."""
     verdict: str
     """`chunked` or `all-gathered`, or why neither."""
+    sized_by: str = "counts"
+    """What says how many rows an expert gets: `counts`, or a `capacity` in equal parts."""
     remedy: str = ""
     """What to change where the experts are not proven to run in chunks; "" else."""
     dispatch: str = "all_to_all"

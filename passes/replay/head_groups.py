@@ -13,8 +13,7 @@ Contract
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +21,12 @@ import torch.fx as fx
 import torch.nn.functional as F
 
 from moe_compile.attention.attention_regions import AttentionRegion
-from moe_compile.attention.head_factors import Dims, Factor, flat, group_size, holds, size_of
+from moe_compile.attention.head_factors import Factor
 from moe_compile.attention.head_split import HeadSplit
-from moe_compile.attention.head_tracking import CUTS, cut_dim, is_form, move_name
 from moe_compile.attention.linear_layers import Linear
-from moe_compile.attention.move_arguments import moved
 from moe_compile.graph.edit import Emitter, recompute_between
-from moe_compile.graph.query import is_launch, value_of
+from moe_compile.graph.query import value_of
+from passes.replay.factor_pieces import Pieces
 
 
 def emit_head_groups(split: HeadSplit, num_groups: int) -> fx.Node:
@@ -38,7 +36,7 @@ def emit_head_groups(split: HeadSplit, num_groups: int) -> fx.Node:
     groups = _Groups(Emitter(region.core), region, region.head, num_groups)
     envs: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_groups)]
     for source in split.cut:
-        for env, piece in zip(envs, groups.cut(source), strict=True):
+        for env, piece in zip(envs, groups.pieces.cut(source), strict=True):
             env[source] = piece
     weights = [groups.cut_features(linear, linear.node) for linear in split.projections]
     for c, env in enumerate(envs):
@@ -49,7 +47,9 @@ def emit_head_groups(split: HeadSplit, num_groups: int) -> fx.Node:
         groups.replay((*region.inward, region.core, *region.outward, *split.after), env)
     if split.output is not None:
         return groups.add(split.output, [env[split.output.x] for env in envs])
-    return groups.join([env[region.result] for env in envs])
+    whole: fx.Node = groups.pieces.join([env[region.result] for env in envs], region.result)
+    whole.meta["example_value"] = value_of(region.result)
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,77 +66,15 @@ class _Groups:
     def __init__(
         self, emit: Emitter, region: AttentionRegion, head: Factor, num_groups: int
     ) -> None:
-        self._emit, self._region = emit, region
-        self._head, self._num_groups = head, num_groups
-
-    def cut(self, source: fx.Node) -> list[fx.Node]:
-        """Emit every group's piece of `source`."""
-        return self._cut(source, self._region.tracker.dims(source))
-
-    def _cut(self, source: fx.Node, dims: Dims) -> list[fx.Node]:
-        along = next(i for i, dim in enumerate(dims) if holds(dim, self._head))
-        at = next(i for i, f in enumerate(dims[along]) if holds([f], self._head))
-        outer, factor, inner = dims[along][:at], dims[along][at], dims[along][at + 1 :]
-        opened = [*dims[:along], outer, [factor], inner, *dims[along + 1 :]]
-        emit, middle = self._emit, along + 1
-        whole = emit.method("reshape", source, [size_of(dim) for dim in opened])
-        if factor.pieces:
-            pieces = self._cut_pieces(whole, opened, middle, factor)
-        else:
-            parts = emit.call(torch.split, whole, factor.size // self._num_groups, middle)
-            pieces = [emit.call(operator.getitem, parts, c) for c in range(self._num_groups)]
-        return [emit.method("reshape", piece, self._sizes(dims)) for piece in pieces]
-
-    def _cut_pieces(self, whole: fx.Node, dims: Dims, along: int, factor: Factor) -> list[fx.Node]:
-        """Emit every group's piece of a concatenation: of each of its parts, joined again."""
-        emit = self._emit
-        parts = emit.call(torch.split, whole, [size_of(p) for p in factor.pieces], along)
-        columns: list[list[fx.Node]] = []
-        for i, piece in enumerate(factor.pieces):
-            part = emit.call(operator.getitem, parts, i)
-            own = [*dims[:along], flat(piece), *dims[along + 1 :]]
-            cut = self._cut(part, own) if holds(piece, self._head) else [part] * self._num_groups
-            columns.append(cut)
-        return [emit.call(torch.cat, list(row), along) for row in zip(*columns, strict=True)]
+        self._emit, self._region, self._num_groups = emit, region, num_groups
+        self._share = head.size // num_groups
+        shares = [self._share] * num_groups
+        self.pieces = Pieces(emit, region.tracker, head, shares, region.num_ranks)
 
     def replay(self, nodes: Iterable[fx.Node], env: dict[fx.Node, fx.Node]) -> None:
         """Emit `nodes` for one group, their sizes those of the group."""
         for node in nodes:
-            self._replay(node, env)
-
-    def _replay(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
-        emit = self._emit
-        if is_form(node):
-            env[node] = emit.method("reshape", _source(node, env), self._sizes_of(node))
-        elif move_name(node) == "expand":
-            env[node] = emit.method("expand", _source(node, env), self._sizes_of(node))
-        elif move_name(node) in CUTS:
-            pieces = self._cut_sizes(node)
-            env[node] = emit.call(torch.split, _source(node, env), pieces, cut_dim(node))
-        elif is_launch(node):
-            exchanged = emit.method("contiguous", _source(node, env))
-            env[node] = emit.copy(node, {**env, moved(node): exchanged})
-            self._resplit(env[node], node)
-        else:
-            env[node] = emit.copy(node, env)
-
-    def _resplit(self, copied: fx.Node, node: fx.Node) -> None:
-        """Give an exchange the rows of one group."""
-        rows = self._sizes_of(node)[0] // self._region.num_ranks
-        splits = [rows] * self._region.num_ranks
-        copied.args = (copied.args[0], splits, splits, *copied.args[3:])
-
-    def _sizes(self, dims: Dims) -> list[int]:
-        return [group_size(dim, self._head, self._num_groups) for dim in dims]
-
-    def _sizes_of(self, node: fx.Node) -> list[int]:
-        return self._sizes(self._region.tracker.dims(node))
-
-    def _cut_sizes(self, node: fx.Node) -> list[int]:
-        """Return the sizes of the pieces that a split has for one group, in order."""
-        along, tracker = cut_dim(node), self._region.tracker
-        pieces = range(len(value_of(node)))
-        return [self._sizes(tracker.piece_read(node, i))[along] for i in pieces]
+            self.pieces.replay(node, env, self._share)
 
     def cut_features(self, linear: Linear, features: fx.Node) -> list[_Weights]:
         """Emit every group's share of a weight: that of the heads in the last dimension of
@@ -147,11 +85,11 @@ class _Groups:
         makes = features is linear.node
         other = [Factor(int(value_of(linear.weight).shape[linear.by_rows is makes]))]
         dims = [dim, other] if linear.by_rows is makes else [other, dim]
-        weights = self._cut(linear.weight, dims)
+        weights = self.pieces.cut(linear.weight, dims)
         recompute_between(linear.weight, weights)
         biases: list[fx.Node | None] = [linear.bias] + [None] * (self._num_groups - 1)
         if makes and linear.bias is not None:
-            biases = [*self._cut(linear.bias, [dim])]
+            biases = [*self.pieces.cut(linear.bias, [dim])]
         return [_Weights(*pair) for pair in zip(weights, biases, strict=True)]
 
     def multiply(self, linear: Linear, x: fx.Node, weights: _Weights) -> fx.Node:
@@ -169,22 +107,3 @@ class _Groups:
         assert total is not None
         total.meta["example_value"] = value_of(linear.node)
         return total
-
-    def join(self, results: list[fx.Node]) -> fx.Node:
-        """Emit the results of all groups as one."""
-        dims = self._region.tracker.dims(self._region.result)
-        along = next(i for i, dim in enumerate(dims) if holds(dim, self._head))
-        at = dims[along].index(self._head)
-        outer, inner = dims[along][:at], dims[along][at + 1 :]
-        opened = [*dims[:along], outer, [self._head], inner, *dims[along + 1 :]]
-        emit = self._emit
-        parts = [emit.method("reshape", r, self._sizes(opened)) for r in results]
-        joined = emit.call(torch.cat, parts, along + 1)
-        whole = emit.method("reshape", joined, [size_of(dim) for dim in dims])
-        whole.meta["example_value"] = value_of(self._region.result)
-        return whole
-
-
-def _source(node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Return a group's part of what `node` moves, or the whole where groups share it."""
-    return env.get(moved(node), moved(node))

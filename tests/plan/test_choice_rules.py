@@ -92,7 +92,7 @@ def test_chunks_keep_two_more_copies_of_the_rows_where_these_are_written():
     assert extra_bytes(work, CHUNKS) == 14.0
     in_place = dataclasses.replace(work, writes_joined=False)
     assert extra_bytes(in_place, CHUNKS) == 0.0
-    assert extra_bytes(in_place, dataclasses.replace(CHUNKS, chunk_by="heads")) == 14.0
+    assert extra_bytes(dataclasses.replace(in_place, in_slices=True), CHUNKS) == 14.0
 
 
 def test_advice_is_what_was_not_allowed_and_is_faster_by_more_than_one_percent():

@@ -1,0 +1,52 @@
+"""A region of experts with a capacity: what the passes know of it.
+
+Contract
+    A region names nodes of one graph and is stale once that graph is edited.
+    Every value of its body has the index of local experts in one dimension, or belongs to one of
+    them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Factor
+from moe_compile.capacity.expert_tracking import ExpertTracker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityRegion:
+    """An even exchange to experts, these, and the even exchange back."""
+
+    name: str
+    """`region 0`, `region 1`, ... after those whose splits come from counts."""
+    rows: fx.Node
+    """What is sent: the slots of all experts of all ranks."""
+    dispatch: fx.Node
+    combine: fx.Node
+    result: fx.Node
+    """The last wait of the combine."""
+    body: tuple[fx.Node, ...]
+    """From dispatch to result, both included, in graph order."""
+    cut: tuple[fx.Node, ...]
+    """What the body reads from outside and has the index of experts: a chunk reads its part."""
+    tracker: ExpertTracker
+    experts: Factor
+    """The factor that is the index of local experts."""
+    expert_of: Mapping[fx.Node, int] = field(hash=False)
+    """Node of the body that works for one local expert alone -> which."""
+    group: str
+    num_ranks: int
+
+    @property
+    def num_local_experts(self) -> int:
+        """Return how many experts this rank has."""
+        return self.experts.size
+
+    @property
+    def launches(self) -> tuple[fx.Node, ...]:
+        """Both exchanges."""
+        return (self.dispatch, self.combine)

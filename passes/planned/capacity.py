@@ -1,0 +1,72 @@
+"""Decide in how many chunks experts with a capacity run.
+
+Contract
+    The graph is as the model wrote it, and is not edited.
+    Decisions follow from graph, options, profile and sizes of groups: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.layers import Layers
+from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.chunk_numbers import plan_num_chunks
+from moe_compile.plan.decide import decide_capacity
+from moe_compile.plan.plan import CapacityPlan
+from moe_compile.plan.planned import FoundCapacity, PlannedCapacity
+from moe_compile.plan.state import CompileState
+from passes.replay.capacity_rounding import why_rounds
+from passes.replay.masked_replay import chunk_bounds
+
+
+def plan_capacity(state: CompileState, layers: Layers) -> tuple[PlannedCapacity, ...]:
+    """Return the plan of all experts with a capacity in `state.found`; `layers` are the graph's."""
+    return tuple(_planned(one, state, layers.around(one.region)) for one in state.found.capacity)
+
+
+def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> PlannedCapacity:
+    config, region = state.config, found.region
+    decision = decide_capacity(region, config, state.hardware, layer)
+    num_chunks, reason = plan_num_chunks(config, region, decision)
+    detail = ""
+    if config.chunk_by == "tokens":
+        num_chunks, reason = 1, Reason.BY_CAPACITY
+    if num_chunks > 1:
+        rounds = why_rounds(region, chunk_bounds(region.num_local_experts, num_chunks))
+        if rounds:
+            num_chunks, reason, detail = 1, Reason.ROUNDED_BY_POSITION, rounds
+    left = {name: Reason.BY_CAPACITY for name in _others_asked(config)}
+    left |= {"chunks": reason} if reason is not None else {}
+    unproven = reason.name if reason is Reason.ROUNDED_BY_POSITION else ""
+    return PlannedCapacity(
+        found=found,
+        plan=CapacityPlan(
+            group=region.group,
+            num_ranks=region.num_ranks,
+            num_local_experts=region.num_local_experts,
+            num_chunks=num_chunks,
+            unproven=unproven,
+        ),
+        left={
+            option: judged(
+                config,
+                option,
+                Verdict(
+                    candidate=region.name,
+                    reason=why,
+                    detail=detail if option == "chunks" else "",
+                    where=found.where,
+                ),
+            )
+            for option, why in left.items()
+        },
+        decision=decision,
+        not_priced=layer.not_traced if decision is None else "",
+    )
+
+
+def _others_asked(config: MegaMoEConfig) -> list[str]:
+    """Return the options for other forms than chunks that are asked for."""
+    return [name for name in ("dispatch", "dispatch_wire", "combine_wire") if config.asks_for(name)]

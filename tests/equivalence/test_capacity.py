@@ -1,0 +1,84 @@
+"""Experts with a capacity, in chunks and scheduled, equal eager bit for bit, forward and backward.
+
+The auxiliary loss is one of the outputs, and the gradient of the router has a term from it.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_compile.report.process_report import REPORT
+from moe_compile.testing.equivalence import differing_tensors
+from tests.capacity_layers import (
+    STYLES,
+    BiasedDeepSpeed,
+    DeepSpeed,
+    GShardEinsum,
+    InOne,
+    Tutel,
+)
+
+LOCAL, TOP_K, WIDTH, HIDDEN = 4, 2, 32, 64
+EVERY = (*STYLES, BiasedDeepSpeed)
+SCARCE = 0.75
+"""Capacity over what balanced routing needs: some rows are dropped."""
+
+
+def run_case(rank, style, num_chunks, dtype, num_tokens, options):
+    """Return what differs from eager, what became of the region, and how many rows were dropped."""
+    torch._dynamo.reset()
+    own = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, WIDTH, generator=own).to(dtype)
+    gradient = torch.randn(num_tokens * WIDTH + 1, generator=own).to(dtype)
+
+    def build():
+        return InOne(style(WIDTH, HIDDEN, LOCAL, TOP_K, SCARCE, dist.group.WORLD, dtype))
+
+    room = build().layer.route(x)[3]
+    given = {"megamoe.chunks": num_chunks, **options}
+    differing = differing_tensors(build, [(x, gradient)], given)
+    (region,) = REPORT.compilations[-1].regions
+    return differing, (region.num_chunks, region.verdict, region.num_host_reads), (~room).sum()
+
+
+def check(pool, style, num_chunks, dtype=torch.float32, num_tokens=24, **options):
+    options = {"megamoe.strict": True, **options}
+    found = pool.run(run_case, style, num_chunks, dtype, num_tokens, options)
+    for rank, (differing, region, dropped) in enumerate(found):
+        assert not differing, f"rank {rank}: {differing}"
+        assert region == (num_chunks, "chunked", 0)
+        assert dropped > 0
+
+
+OFTEN = (GShardEinsum, DeepSpeed, Tutel)
+"""Tried whenever tests are; the others differ from these in how they take and join experts."""
+
+
+@pytest.mark.parametrize(
+    "style",
+    [pytest.param(s, marks=() if s in OFTEN else pytest.mark.slow) for s in EVERY],
+    ids=lambda s: s.__name__,
+)
+def test_three_chunks_of_four_experts_equal_eager(two_ranks, style):
+    check(two_ranks, style, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_chunks", (2, 4))
+@pytest.mark.parametrize("style", EVERY, ids=lambda s: s.__name__)
+def test_even_chunks_equal_eager(two_ranks, style, num_chunks):
+    check(two_ranks, style, num_chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
+@pytest.mark.parametrize("style", EVERY, ids=lambda s: s.__name__)
+def test_other_number_formats_equal_eager(two_ranks, style, dtype):
+    """85 tokens give 16 slots from each rank, 32 rows of an expert: whole multiples of 64 bytes."""
+    check(two_ranks, style, 2, dtype, num_tokens=85)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", (GShardEinsum, DeepSpeed), ids=lambda s: s.__name__)
+def test_four_ranks_equal_eager(four_ranks, style):
+    check(four_ranks, style, 2)
