@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from moe_compile.journal.reasons import Kind
+from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.planned import PlannedCapacity
 from moe_compile.report.decisions import decision_figures, decision_remarks
-from moe_compile.report.region_report import RegionReport
+from moe_compile.report.region_reports import CHUNKED, LEFT_WHOLE, RegionReport
 
 OF_CAPACITY: Final = "experts with a capacity: equal parts are exchanged, the host reads nothing"
 
@@ -19,14 +20,13 @@ OF_CAPACITY: Final = "experts with a capacity: equal parts are exchanged, the ho
 def capacity_report(one: PlannedCapacity) -> RegionReport:
     """Return what became of experts with a capacity."""
     region, why = one.found.region, one.left.get("chunks")
-    is_unproven = why is not None and why.reason.kind is Kind.UNPROVEN
-    remarks = [OF_CAPACITY]
-    remarks += [why.why] if why is not None and not is_unproven else []
+    unproven = why if why is not None and why.reason.kind is Kind.UNPROVEN else None
+    remarks = [why.why] if why is not None and unproven is None else []
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     others = [(name, left) for name, left in one.left.items() if name != "chunks"]
     remarks += [f"{name} is not done: {left.why}" for name, left in others if left.is_asked]
-    verdict = "chunked" if one.is_rewritten else "left whole"
+    remarks.append(OF_CAPACITY)
     return RegionReport(
         name=region.name,
         where=one.found.where,
@@ -34,8 +34,10 @@ def capacity_report(one: PlannedCapacity) -> RegionReport:
         num_local_experts=region.num_local_experts,
         num_chunks=one.plan.num_chunks,
         num_host_reads=0,
-        verdict=why.why if why is not None and is_unproven else verdict,
+        verdict=unproven.why if unproven else CHUNKED if one.is_rewritten else LEFT_WHOLE,
+        remedy=REMEDIES[unproven.reason] if unproven else "",
         sized_by="capacity",
         decision=decision_figures(one.decision),
         remarks=tuple(remarks),
+        to_do=changes_for(left.reason for left in one.left.values()),
     )

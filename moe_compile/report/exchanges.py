@@ -69,10 +69,11 @@ def _of_region(region: RegionReport) -> Exchange:
     done = (
         ALL_GATHERED if region.verdict == ALL_GATHERED else f"runs in {_chunks(region.num_chunks)}"
     )
+    by = " by capacity" if region.sized_by == "capacity" else ""
     return Exchange(
         where=region.where,
         is_found=True,
-        what=f"dispatch and combine, {region.num_local_experts} experts on each of "
+        what=f"dispatch and combine{by}, {region.num_local_experts} experts on each of "
         f"{region.num_ranks} ranks; {done}",
         because="" if is_rewritten else _short("; ".join(why)),
         change=region.remedy,
