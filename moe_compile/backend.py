@@ -44,6 +44,7 @@ from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
+from moe_compile.host_read_fallback import eager_where_a_value_is_needed
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
@@ -90,7 +91,8 @@ def megamoe(
     REPORT.add(compilation, config.report, state.hardware.name)
     state.tell_dropped = functools.partial(REPORT.add_dropped, compilation)
     _log(compilation)
-    compiled = _compile(gm, example_inputs, state, patches)
+    with eager_where_a_value_is_needed(is_rewritten=compilation.has_regions):
+        compiled = _compile(gm, example_inputs, state, patches)
     if written is None:
         return compiled
     written.learn_guards()

@@ -35,6 +35,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.codegen",
         "moe_compile.first_run",
         "moe_compile.group_setup",
+        "moe_compile.host_read_fallback",
         "moe_compile.predicted_time",
         "moe_compile.read_options",
         "moe_compile.recompile_limit",
