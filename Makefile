@@ -20,7 +20,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-torch coverage fuzz defects mutants cuda-table lint format clean
+.PHONY: train test test-all test-slow test-torch coverage fuzz defects mutants cuda-table acceptance lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -67,6 +67,23 @@ CUDA_RECORD ?= benchmarks/results/cuda_code.json
 cuda-table: $(READY)
 	$(BIN)/python -m benchmarks.cuda --json $(CUDA_RECORD)
 
+# layers and models of other packages, compiled; half an hour. Cases that the results have already are
+# not run again, unless with ACCEPTANCE_FLAGS=--again
+ACCEPTANCE := .venv-acceptance
+ACCEPTANCE_FLAGS ?=
+acceptance: $(ACCEPTANCE)/.ready
+	$(ACCEPTANCE)/bin/python -m benchmarks.acceptance --workers $(WORKERS) $(ACCEPTANCE_FLAGS)
+
+$(ACCEPTANCE)/.ready: benchmarks/acceptance/requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ACCEPTANCE)
+	grep -v '^triton==' constraints.txt > $(ACCEPTANCE)/constraints.txt
+	$(ACCEPTANCE)/bin/python -m pip install --quiet -c $(ACCEPTANCE)/constraints.txt \
+		'torch==$(TORCH)' 'setuptools>=77,<82' wheel
+	DS_BUILD_OPS=0 $(ACCEPTANCE)/bin/python -m pip install --quiet --no-deps --no-build-isolation \
+		-r benchmarks/acceptance/requirements.txt
+	$(ACCEPTANCE)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,4 +112,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .coverage* outputs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .venv-acceptance .coverage* outputs .pytest_cache .mypy_cache .ruff_cache

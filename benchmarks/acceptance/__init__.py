@@ -1,0 +1,1 @@
+"""Layers and models of other packages, as they come, compiled by megamoe."""

@@ -1,0 +1,68 @@
+"""What one rank does for a case: torch's own backend as the measure, and megamoe's.
+
+Contract
+    What earlier calls compiled in the process is forgotten. The measure is plain `aot_eager`, with
+    Dynamo's settings as torch has them: megamoe's import changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from benchmarks.acceptance.cases import find_case
+from benchmarks.acceptance.compare import differences, run_steps
+from benchmarks.acceptance.graph_breaks import graph_breaks
+from moe_compile.report.process_report import REPORT
+from moe_compile.testing.rank_pool import forget_compiled
+
+
+def keep_measure(rank: int, name: str, backend: str, folder: str) -> None:
+    """Run by `backend` of torch, or eagerly for "none", and keep what was computed."""
+    _forget()
+    subject = find_case(name).build(rank)
+    compiled = subject.model if backend == "none" else torch.compile(subject.model, backend=backend)
+    with torch._dynamo.config.patch(capture_scalar_outputs=False):
+        torch.save(run_steps(subject, compiled), _path(folder, backend, rank))
+
+
+def compare_with(
+    rank: int, name: str, options: Mapping[str, Any], backends: list[str], folder: str
+) -> dict[str, Any]:
+    """Run by megamoe; return how it differs from what each backend computed, and what it did."""
+    _forget()
+    subject = find_case(name).build(rank)
+    compiled = torch.compile(subject.model, backend="megamoe", options=dict(options))
+    first: dict[str, Any] = {}
+
+    def after_first() -> None:
+        first.update(graphs=counters["stats"]["unique_graphs"], breaks=list(breaks))
+
+    with graph_breaks() as breaks:
+        found = run_steps(subject, compiled, after_first)
+    kept = {one: torch.load(_path(folder, one, rank)) for one in backends}
+    report = REPORT.as_dict()
+    return first | {
+        "differences": {one: differences(found, expected) for one, expected in kept.items()},
+        "num_compared": len(found),
+        "regions": [[r["where"], r["verdict"], r["num_chunks"]] for r in report["regions"]],
+        "warnings": report["warnings"],
+        "left_alone": report["left_alone"],
+        "dropped_passes": report["dropped_passes"],
+    }
+
+
+def _forget() -> None:
+    forget_compiled()
+    counters.clear()
+    REPORT.compilations.clear()
+    REPORT.warnings.clear()
+
+
+def _path(folder: str, backend: str, rank: int) -> Path:
+    return Path(folder) / f"{backend}-{rank}.pt"

@@ -1,0 +1,161 @@
+"""The results as a page: one row per case, and what stands in the way of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+ROW: Final = "| {} | {} | {} | {} | {} | {} | {} |"
+HEAD: Final = (
+    ROW.format("", "version", "ranks", "graphs", "regions", "equal", "crash"),
+    ROW.format(*["---"] * 7),
+)
+INTRODUCTION: Final = """\
+# Layers and models of other packages
+
+Made by `make acceptance`, which installs the packages of `benchmarks/acceptance/requirements.txt`
+in an environment of its own. Every layer and model is as its package has it, small, with random
+weights, on CPUs; two ranks exchange by gloo. Two steps, the second with more tokens. Each is
+compiled by `backend="megamoe"` with `codegen = "fx"` (on two ranks once more with `chunks = 2`) and
+compared with plain `aot_eager` under torch's own settings: outputs, gradients of inputs and of all
+parameters, buffers and random state, bit for bit, on every rank. Where it says "Inductor", default
+code is compared with `backend="inductor"` as well.
+
+"Graphs" are those of the first step; 1 is a model captured whole. "Crash" is an error where
+`aot_eager` runs.
+torch {torch}. Tutel is not on PyPI, and so not in the table.
+"""
+PATHS: Final = re.compile(r"[^\s\"']*/site-packages/")
+ADDRESSES: Final = re.compile(r" at 0x[0-9a-f]+")
+MARKUP: Final = str.maketrans("|<>", "/()")
+LONGEST: Final = 400
+
+
+def write_page(record: Mapping[str, Any], page: Path) -> None:
+    """Write the page for the results in `record`."""
+    page.write_text(page_of(record))
+
+
+def page_of(record: Mapping[str, Any]) -> str:
+    """Return the page for the results in `record`."""
+    cases: Sequence[Mapping[str, Any]] = record["cases"]
+    crashes = sum(bool(crashes_of(case)) for case in cases)
+    different = sum(is_equal(case) == "no" for case in cases)
+    summary = (
+        f"{len(cases)} layers and models: {crashes} crash where `aot_eager` works, {different} "
+        "compute other values."
+    )
+    return "\n".join(
+        [
+            INTRODUCTION.format(torch=record["versions"]["torch"]),
+            summary + "\n",
+            *HEAD,
+            *(_row(case) for case in cases),
+            "\n## What stands in the way\n",
+            *(line for case in cases for line in _remarks(case)),
+            "",
+        ]
+    )
+
+
+def _row(case: Mapping[str, Any]) -> str:
+    ranks = _ranks(case, "fx")
+    return ROW.format(
+        case["name"],
+        f"{case.get('package', '')} {case.get('version', '')}".strip(),
+        case.get("num_ranks", ""),
+        ranks[0]["graphs"] if ranks else "",
+        _regions(ranks),
+        is_equal(case),
+        "yes" if crashes_of(case) else "no",
+    )
+
+
+def _ranks(case: Mapping[str, Any], run: str) -> list[Mapping[str, Any]]:
+    """Return what the ranks said of a run, [] where it crashed."""
+    found = case.get("runs", {}).get(run, [])
+    return found if isinstance(found, list) else []
+
+
+def _regions(ranks: Sequence[Mapping[str, Any]]) -> str:
+    if not ranks:
+        return ""
+    regions = {tuple(region) for region in ranks[0]["regions"]}
+    chunked = sum(chunks > 1 for _, _, chunks in regions)
+    return f"{len(regions)}, {chunked} in chunks" if regions else "0"
+
+
+def crashes_of(case: Mapping[str, Any]) -> dict[str, str]:
+    """Return the runs that ended where `aot_eager` did not, with the error of each."""
+    if "failure" in case:
+        return {"all": case["failure"]}
+    if "aot_eager" in case["failed_measures"]:
+        return {}
+    return {title: run["crash"] for title, run in case["runs"].items() if isinstance(run, dict)}
+
+
+def is_equal(case: Mapping[str, Any]) -> str:
+    """Return whether runs with `codegen = "fx"` computed what the measure did: yes, no or ""."""
+    found = [errors for _, _, measure, errors in _comparisons(case) if measure != "inductor"]
+    return ("no" if any(found) else "yes") if found else ""
+
+
+def _remarks(case: Mapping[str, Any]) -> list[str]:
+    """Return a paragraph's lines on a case; [] where there is nothing to say."""
+    lines = [
+        *_of_breaks(_ranks(case, "fx")),
+        *_of_regions(_ranks(case, "fx")),
+        *(f"crash, {title}: {_short(text)}" for title, text in crashes_of(case).items()),
+        *(f"`{b}` fails: {_short(t)}" for b, t in case.get("failed_measures", {}).items()),
+        *_of_differences(case),
+    ]
+    return [f"- {case['name']}", *(f"  - {line}" for line in lines)] if lines else []
+
+
+def _of_breaks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not ranks or not ranks[0]["breaks"]:
+        return []
+    where, reason = ranks[0]["breaks"][0]
+    return [f"first break at {_short(where)}: {_short(reason)}"]
+
+
+def _of_regions(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not ranks:
+        return []
+    whole = {(where, verdict) for where, verdict, chunks in ranks[0]["regions"] if chunks < 2}
+    warnings = [text.partition(" To do:")[0] for text in ranks[0]["warnings"]]
+    return [
+        *(f"region at {where}: {verdict}" for where, verdict in sorted(whole)),
+        *(_short(text.removeprefix("megamoe: ")) for text in warnings),
+    ]
+
+
+def _of_differences(case: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for title, rank, measure, errors in _comparisons(case):
+        if errors:
+            name, worst = max(errors.items(), key=lambda item: item[1])
+            lines.append(
+                f"{title}, rank {rank}: {len(errors)} tensors differ from {measure}, by up to "
+                f"{worst:.1e} of their largest value: {name}"
+            )
+        elif measure == "inductor" and rank == 0:
+            lines.append('Inductor: default code computes what `backend="inductor"` does')
+    return lines
+
+
+def _comparisons(case: Mapping[str, Any]) -> Iterator[tuple[str, int, str, Mapping[str, float]]]:
+    """Give run, rank, measure and errors; code by Inductor is measured by Inductor's alone."""
+    for title in case.get("runs", {}):
+        for rank, found in enumerate(_ranks(case, title)):
+            for measure, errors in found["differences"].items():
+                if (title == "inductor") == (measure == "inductor"):
+                    yield title, rank, measure, errors
+
+
+def _short(text: str) -> str:
+    """Return `text` on one line, without this machine's paths and what would be markup."""
+    line = " ".join(ADDRESSES.sub("", PATHS.sub("", text)).split()).translate(MARKUP)
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."

@@ -1,0 +1,126 @@
+"""The table of other packages' layers: what it says of results, and that results are measured."""
+
+import pytest
+import torch
+
+from benchmarks.acceptance import on_rank
+from benchmarks.acceptance.cases import CASES
+from benchmarks.acceptance.compare import differences
+from benchmarks.acceptance.graph_breaks import graph_breaks, reason_of
+from benchmarks.acceptance.one_case import FX, last_error
+from benchmarks.acceptance.table import crashes_of, is_equal, page_of
+
+
+def on(**found):
+    empty = {"graphs": 1, "breaks": [], "regions": [], "warnings": [], "num_compared": 3}
+    return {**empty, "differences": {"aot_eager": {}}, **found}
+
+
+def case(**runs):
+    return {
+        "name": "layer",
+        "package": "package",
+        "version": "1.2",
+        "num_ranks": 2,
+        "failed_measures": {},
+        "runs": runs,
+    }
+
+
+def page(*cases):
+    return page_of({"versions": {"torch": "2.13.0"}, "cases": cases})
+
+
+def test_a_layer_that_is_captured_whole_and_chunked_is_one_row():
+    layer = case(fx=[on(regions=[["layer.py:1", "chunked", 2]])] * 2)
+    assert "| layer | package 1.2 | 2 | 1 | 1, 1 in chunks | yes | no |" in page(layer)
+    assert "1 layers and models: 0 crash where `aot_eager` works, 0 compute other" in page(layer)
+
+
+def test_one_rank_that_differs_in_one_run_is_enough():
+    differs = on(differences={"aot_eager": {"output 0": 0.5, "gradient of w": 0.25}})
+    layer = case(**{"fx": [on(), on()], "fx, 2 chunks": [on(), differs]})
+    assert is_equal(layer) == "no"
+    assert "fx, 2 chunks, rank 1: 2 tensors differ from aot_eager, by up to 5.0e-01" in page(layer)
+
+
+def test_code_by_inductor_is_measured_by_inductor_alone():
+    rounds = on(differences={"aot_eager": {"output 0": 1e-7}, "inductor": {}})
+    layer = case(fx=[on()], inductor=[rounds])
+    assert is_equal(layer) == "yes"
+    assert 'default code computes what `backend="inductor"` does' in page(layer)
+
+
+def test_an_error_is_a_crash_where_the_measure_ran():
+    layer = case(fx={"crash": "ValueError: no"})
+    assert crashes_of(layer) == {"fx": "ValueError: no"}
+    assert crashes_of(layer | {"failed_measures": {"aot_eager": "ValueError: no"}}) == {}
+    assert crashes_of({"name": "layer", "failure": "not done after 9 s"})
+    assert "1 crash where `aot_eager` works" in page(layer)
+
+
+def test_remarks_name_the_first_break_and_what_stands_in_the_way():
+    refused = [["moe.py:3", "an operator whose effect on rows is not known (mean)", 1]]
+    place = "/home/user/env/lib/site-packages/package/moe.py:9"
+    breaks = [[place, "data-dependent <branch>"], ["later.py:1", "other"]]
+    text = page(case(fx=[on(graphs=3, breaks=breaks, regions=refused)]))
+    assert "first break at package/moe.py:9: data-dependent (branch)" in text
+    assert "region at moe.py:3: an operator whose effect on rows is not known (mean)" in text
+    assert "later.py" not in text
+
+
+def test_a_break_is_told_with_the_place_and_the_reason():
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    with graph_breaks() as found:
+        torch.compile(broken, backend="eager")(torch.ones(2))
+    (place, reason), *_ = found
+    assert place.startswith(__file__)
+    assert "graph_break()" in reason
+
+
+def test_the_reason_is_what_dynamo_met_and_not_what_it_does_then():
+    text = "Encountered graph break that we cannot resume from.\n\nCall of print\n  Hint: no"
+    assert reason_of(text) == "Call of print"
+
+
+def test_the_last_error_of_ranks_is_the_one_that_is_told():
+    trace = (
+        "rank 0:\nTraceback\n  File x\nKeyError: 'a'\nrank 1:\nTraceback\n  File y\nValueError: b"
+    )
+    assert last_error(trace) == "ValueError: b"
+
+
+def test_what_only_one_run_has_differs():
+    one = torch.ones(1)
+    assert differences({"a": one, "b": one}, {"a": one}) == {"b": float("inf")}
+    assert differences({"a": one * 2}, {"a": one}) == {"a": 1.0}
+    nan = torch.tensor([float("nan")])
+    assert differences({"a": nan}, {"a": nan.clone()}) == {}
+    assert differences({"a": nan}, {"a": one})
+
+
+def test_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.fixture(scope="module")
+def measured(two_ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measures")
+    two_ranks.run(on_rank.keep_measure, "own layer", "aot_eager", str(folder))
+    return folder
+
+
+def test_a_layer_of_ours_is_chunked_and_equal_and_a_false_measure_is_noticed(two_ranks, measured):
+    kept = torch.load(measured / "aot_eager-1.pt")
+    torch.save(kept | {"step 0: output 0": kept["step 0: output 0"] + 1}, measured / "false-1.pt")
+    torch.save(torch.load(measured / "aot_eager-0.pt"), measured / "false-0.pt")
+    backends = ["aot_eager", "false"]
+    ranks = two_ranks.run(on_rank.compare_with, "own layer", FX, backends, str(measured))
+    assert [one["graphs"] for one in ranks] == [1, 1]
+    assert {(verdict, chunks) for _, verdict, chunks in ranks[0]["regions"]} == {("chunked", 2)}
+    assert [one["differences"]["aot_eager"] for one in ranks] == [{}, {}]
+    assert [list(one["differences"]["false"]) for one in ranks] == [[], ["step 0: output 0"]]
