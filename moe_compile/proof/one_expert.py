@@ -58,7 +58,7 @@ def of_one_expert(call: Call, unproven: Unproven) -> list[Value]:
 
 
 def _the_expert(call: Call, values: list[Value]) -> int | None:
-    found = {v.expert for v in values if isinstance(v, OfExpert)}
+    found: set[int | None] = {v.expert for v in values if isinstance(v, OfExpert)}
     found |= {call.facts.is_rows_of_one(v.order) for v in values if isinstance(v, Rows)}
     return found.pop() if len(found) == 1 else None
 
