@@ -6,6 +6,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         console.print(_attention(report))
     if report["graphs"]:
         console.print(_graphs(report))
-    if any("contention" in graph for graph in report["graphs"]):
+    if any(g.get("contention") or g.get("overlap_slowdown") for g in report["graphs"]):
         console.print(_slowdowns(report), highlight=False)
     for line in _lines(report):
         console.print(line, highlight=False)
@@ -103,10 +104,13 @@ def _attention(report: Mapping[str, Any]) -> Table:
     for heading in ("ranks", "local\nheads", "local\nKV heads", "chunks"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
+    rows: Counter[tuple[str, ...]] = Counter()
     for found in report["attention"]:
         keys = ("num_ranks", "num_heads", "num_kv_heads", "num_chunks")
         figures = (str(found[key]) if found["is_region"] else "-" for key in keys)
-        table.add_row(_place(found["where"]), *figures, _entry(found, found["verdict"]))
+        rows[_place(found["where"]), *figures, _entry(found, found["verdict"])] += 1
+    for (*cells, verdict), number in rows.items():
+        table.add_row(*cells, verdict + (f" ({number} times)" if number > 1 else ""))
     return table
 
 

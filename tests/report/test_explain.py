@@ -59,3 +59,14 @@ def test_graphs_have_a_sum_and_the_share_of_all_that_is_hidden():
     assert row.split() == ["all", "4", "40.00", "20.00", "15.00", "18.00", "->", "5.00"]
     assert "Hidden (predicted): 15.00 of 20.00 ms of collectives, 75%" in text
     assert "Hidden" not in printed()
+
+
+def test_attention_of_equal_blocks_is_one_line():
+    one = {
+        "where": "a.py:5 in forward",
+        "is_region": False,
+        "remarks": [],
+        "verdict": "no exchange",
+    }
+    text = printed(attention=[one, one, {**one, "where": "a.py:7 in forward"}])
+    assert text.count("a.py:5") == 1 and "no exchange (2 times)" in text and "a.py:7" in text
