@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from moe_compile.backend import rewrite
-from moe_compile.codegen import trace_graphs
+from moe_compile.codegen import EVERY_LEVEL, trace_graphs
 from moe_compile.config import MegaMoEConfig
 from passes.pipeline import DYNAMO
 from tests.capture import dynamo_graphs
@@ -18,7 +18,7 @@ SAID_BY = re.compile(r"`(\w+)`, by `(\w+)`(?: on `(\w+)`)?\.")
 TEXT = PAGE.read_text()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Section:
     """What the page has on one reason."""
 
@@ -27,49 +27,65 @@ class Section:
     kind: str
     pass_name: str
     option: str
+    layers: tuple[str, str]
+    """What all programs begin with, then those of its chapter."""
     program: str
-    """With empty lines before it, so that its lines have their numbers on the page."""
+
+    @property
+    def is_traced(self):
+        """Whether its pass runs on graphs of AOTAutograd."""
+        return self.pass_name not in {step.name for step in DYNAMO.passes}
 
 
-def blocks(first, last):
-    """Return the programs between two places of the page, each at its line."""
-    for found in BLOCK.finditer(TEXT, first, last):
-        yield "\n" * TEXT.count("\n", 0, found.start(1)) + found[1]
+def programs(first, last):
+    """Return the programs between two places of the page, behind as many lines as on it."""
+    found = list(BLOCK.finditer(TEXT, first, last))
+    return "".join("\n" * TEXT.count("\n", 0, f.start(1)) + f[1] for f in found)
 
 
 def read_sections():
+    """Return every section; the first chapter holds what all programs begin with."""
     heads = list(re.finditer(r"^(##|###) (.+)$", TEXT, re.MULTILINE))
     ends = [head.start() for head in heads[1:]] + [len(TEXT)]
+    everywhere, layers = programs(heads[0].end(), ends[0]), ""
     for head, end in zip(heads, ends, strict=True):
-        if head[1] == "###":
-            text = " ".join(TEXT[head.end() : end].split())
-            kind, pass_name, option = SAID_BY.search(text).groups()
-            program = "".join(blocks(head.end(), end))
-            yield Section(head[2], text, kind, pass_name, option or "", program)
+        program = programs(head.end(), end)
+        if head[1] == "##":
+            layers = program
+            continue
+        text = " ".join(TEXT[head.end() : end].split())
+        kind, pass_name, option = SAID_BY.search(text).groups()
+        yield Section(
+            name=head[2],
+            text=text,
+            kind=kind,
+            pass_name=pass_name,
+            option=option or "",
+            layers=(everywhere, layers),
+            program=program,
+        )
 
 
 SECTIONS = {section.name: section for section in read_sections()}
-CHAPTERS = [
-    block
-    for chapter in re.finditer(r"^## .+?(?=^#)", TEXT + "\n#", re.MULTILINE | re.DOTALL)
-    for block in blocks(chapter.start(), chapter.end())
-]
-"""The layers that programs share: at the head of a chapter, before its first reason."""
 
 
 def verdicts(name):
-    """Compile the program of a reason; return the verdicts of the pass and option it names."""
+    """Compile the program of a reason; return the verdicts of the pass and option it names.
+
+    Of several graphs those on the last that has any: the backward graph if it has.
+    """
     section, names = SECTIONS[name], {}
-    for program in (*CHAPTERS, section.program):
+    for program in (*section.layers, section.program):
         exec(compile(program, str(PAGE), "exec"), names)
     x = names.get("x", torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True))
     options = names.get("options", {"megamoe.chunks": 2})
     options = {key.removeprefix("megamoe."): value for key, value in options.items()}
     gm, *_ = dynamo_graphs(names["program"], x)
     state, compilation = rewrite(gm, MegaMoEConfig(**{"hardware": "cpu", **options}))
-    if section.pass_name not in {step.name for step in DYNAMO.passes}:
+    if section.is_traced:
         inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-        trace_graphs(gm, inputs, state)
-    reports = [r for _, r in compilation.journal.records if r.pass_name == section.pass_name]
-    said = [v for report in reports for v in getattr(report, "skipped", (report,))]
-    return [v for v in said if getattr(v, "option", "") == section.option]
+        trace_graphs(gm, inputs, state, EVERY_LEVEL)
+    records = [r for _, r in compilation.journal.records if r.pass_name == section.pass_name]
+    said = [getattr(record, "skipped", (record,)) for record in records]
+    *_, last = filter(None, said)
+    return [v for v in last if getattr(v, "option", "") == section.option]

@@ -1,10 +1,36 @@
 """`docs/reasons.md` has every reason, says what reports say, and its programs give the reasons."""
 
+import re
+import sys
+
 import pytest
+import torch
+from torch import fx
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
-from tests.reason_programs import SECTIONS, verdicts
+from moe_compile.ops.quantized_rows import REFERENCES
+from passes import lower_row_ops
+from passes.lower_row_ops import LowerRowOps
+from passes.pin_order import PinOrder
+from tests.capture import state
+from tests.reason_programs import PAGE, SECTIONS, verdicts
+
+SHOWN = {name: section for name, section in SECTIONS.items() if section.program}
+TOLD = {name: section for name, section in SECTIONS.items() if not section.program}
+"""Those that need what is not here, a GPU or another torch or package."""
+
+
+def cases():
+    for name, section in SHOWN.items():
+        is_slow = section.is_traced or '"auto"' in section.program
+        yield pytest.param(name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+def test_every_reason_has_a_section():
+    missing = {reason.name for reason in Reason if reason.name not in SECTIONS}
+    assert not missing, f"write a section of {PAGE.name} for {sorted(missing)}"
+    assert [name for name in SECTIONS if name not in Reason.__members__] == []
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -14,8 +40,29 @@ def test_a_section_has_the_texts_of_the_reports(name):
     assert section.text.endswith(f"To do: {REMEDIES[reason]}.")
 
 
-@pytest.mark.parametrize("name", [name for name, found in SECTIONS.items() if found.program])
+@pytest.mark.parametrize("name", cases())
 def test_the_program_of_a_section_gives_its_reason_and_no_other(fake_ranks, name):
     """Others of its kind: what stands beside the candidate may be what is not meant, or done."""
     reasons = {verdict.reason for verdict in verdicts(name)}
     assert {reason for reason in reasons if reason.kind is Reason[name].kind} == {Reason[name]}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_section_without_a_program_names_the_test_that_has_its_reason(name):
+    (test,) = re.findall(r"`tests/([\w/]+\.py)`", TOLD[name].text)
+    assert f"Reason.{name}" in (PAGE.parents[1] / "tests" / test).read_text()
+
+
+def test_an_order_is_not_held_where_torch_lacks_the_means(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.fx_passes.control_dependencies", None)
+    (verdict,) = PinOrder().run(fx.Graph(), state()).skipped
+    assert verdict.reason is Reason.NO_MEANS
+
+
+def test_an_operator_with_a_kernel_is_not_written_out(monkeypatch):
+    monkeypatch.setattr(lower_row_ops, "has_kernel", lambda device: True)
+    graph = fx.Graph()
+    node = graph.call_function(next(iter(REFERENCES)))
+    node.meta["val"] = torch.empty(1)
+    (verdict,) = LowerRowOps().run(graph, state()).skipped
+    assert verdict.reason is Reason.HAS_KERNEL
