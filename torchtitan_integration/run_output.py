@@ -15,11 +15,14 @@ from datetime import datetime
 from statistics import median
 from typing import Final
 
-RANK: Final = re.compile(r"^\[rank\d+\]:")
+RANK: Final = re.compile(r"^(?:\[rank\d+\]:)+")
 RECORD: Final = re.compile(
     r"^\[titan\] (?P<time>[\d-]+ [\d:]+,\d+) - (?P<name>\S+) - (?P<level>[A-Z]+) - (?P<text>.*)$"
 )
 """A line of torchtitan's logger, without the mark of its rank."""
+LEVELS: Final = {"W": "warning", "E": "error", "C": "critical"}
+TORCHS: Final = re.compile(r"^(?P<level>[A-Z])\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)$")
+"""A line of torch's own loggers."""
 COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 STEP: Final = re.compile(r"step: +(\d+)\b")
 BLOCK: Final = re.compile(r"compiling block (\d+) of (\d+)")
@@ -34,8 +37,9 @@ KNOWN_WARNINGS: Final = (
     "safetensors.index.json",
     "HF assets path",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "While redistributing from",
 )
-"""Of torchtitan in jobs without fault: `megamoe train` checked what they speak of."""
+"""Of torchtitan and torch in jobs without fault: `megamoe train` checked what they speak of."""
 ON_A_CPU: Final = ("Peak flops undefined", "Failed to use grouped mm")
 """What there is no reason to say of a CPU; the debug models have grouped products all the same."""
 TIME: Final = "%Y-%m-%d %H:%M:%S,%f"
@@ -75,11 +79,19 @@ class RunOutput:
             said = self._of_record(record)
             self._shows = bool(said)
             return said
+        if (torchs := TORCHS.match(text)) is not None:
+            self._shows = bool(said := self._of_torch(torchs))
+            return said
         if not RANK.match(plain):
             return self._of_torchrun(line)
         if TRACEBACK in text or PYTHON_WARNING.match(text):
             self._shows = TRACEBACK in text
         return [text] if self._shows and text.strip() else []
+
+    def _of_torch(self, record: re.Match[str]) -> list[str]:
+        text, level = record["text"], LEVELS.get(record["level"], "")
+        is_known = any(known in text for known in KNOWN_WARNINGS)
+        return [f"{level}: {text}"] if level and not is_known else []
 
     def _of_torchrun(self, line: str) -> list[str]:
         """Show of a traceback of torchrun's own its end alone: what failed is a rank."""

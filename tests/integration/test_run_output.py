@@ -28,6 +28,8 @@ compiling block 2 of 2
 [rank0]:[titan] 2026-11-26 10:00:43,000 - root - INFO - step: 11  loss:  7.0
 [rank0]:[titan] 2026-11-26 10:00:46,000 - root - INFO - step: 21  loss:  6.0
 [rank0]:[titan] 2026-11-26 10:00:47,200 - root - INFO - step: 31  loss:  5.0
+[rank0]:[rank0]:W1126 10:00:47.250000 29 a/_redistribute.py:390] While redistributing from (x)
+[rank0]:[rank0]:W1126 10:00:47.260000 29 torch/_dynamo/a.py:3] [7/8] recompile limit
 [rank0]:[titan] 2026-11-26 10:00:47,300 - root - INFO - Training completed
 [rank0]:[titan] 2026-11-26 10:00:47,300 - root - INFO - Process group destroyed
 """
@@ -40,6 +42,7 @@ step:  1  loss:  8.0
 step: 11  loss:  7.0
 step: 21  loss:  6.0
 step: 31  loss:  5.0
+warning: [7/8] recompile limit
 Training completed
 """
 
