@@ -157,9 +157,10 @@ def _product(call: Call, pairs: Pairs) -> str:
     if any(_differing(a, b) not in ([], [0]) for a, b in pairs):
         return f"{said}: the experts are not its batch"
     size, threads = out.element_size(), torch.get_num_threads()
+    added = call.inputs[0] if call.name == "baddbmm" else None
     for whole, part in pairs:
         steps = [s for t in (whole, part) for s in (*_steps(t), t.storage_offset()) if s != 1]
-        sizes = [int(n) for n in whole.shape[1:]] if size <= 2 else []
+        sizes = [int(n) for n in whole.shape[1:]] if size <= 2 and whole is not added else []
         rows = [n * size % ALIGNED_BYTES for n in (*steps, *sizes)]
         if any(rows) or whole.stride()[1:] != part.stride()[1:] or 1 not in whole.stride():
             return f"{said}: matrices of shape {list(whole.shape[1:])}, no multiples of 64 bytes"
