@@ -251,6 +251,14 @@ class LessMean(SharedBias):
         return torch.bmm(torch.relu(torch.bmm(rows, self.w1)), self.w2)
 
 
+class NormOverExperts(SharedBias):
+    """Experts whose rows are normalised by those of all experts."""
+
+    def experts_of(self, rows):
+        hidden = F.layer_norm(torch.bmm(rows, self.w1), (*rows.shape[:2], self.hidden))
+        return torch.bmm(hidden, self.w2)
+
+
 class NextExpert(SharedBias):
     """What one expert makes goes on as another's."""
 
@@ -401,6 +409,7 @@ class OneWay(Decoy):
 REFUSED = {
     SharedBias: Reason.SHARED_PARAMETER,
     LessMean: Reason.ROWS_MIXED,
+    NormOverExperts: Reason.ROWS_MIXED,
     NextExpert: Reason.EXPERTS_LOST,
     InPlace: Reason.EXPERTS_LOST,
     DropsOut: Reason.EXPERTS_LOST,
