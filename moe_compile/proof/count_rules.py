@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof import label_rules
+from moe_compile.proof import label_rules, order_rules
 from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
@@ -57,8 +57,9 @@ def from_counts(call: Call) -> Value | list[Value]:
         return _as_held(call, kept)
     if (result := _formulas(call, values)) is not None:
         return _as_held(call, result)
-    if (labels := label_rules.follow(call)) is not None:
-        return labels
+    for rule in (order_rules.parts, label_rules.follow):
+        if (followed := rule(call)) is not None:
+            return followed
     outside = [v for v in values if isinstance(v, Outside)]
     if any(is_differentiable(node) for v in outside for node in v.nodes):
         raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call
+from moe_compile.proof.view_rules import slice_bounds
+from moe_compile.regions.filled_orders import pieces_of
 from moe_compile.regions.row_domain import (
     Formulas,
     Labels,
     Opaque,
+    Order,
     Outside,
     Permutation,
     Places,
@@ -21,6 +24,8 @@ from moe_compile.regions.row_domain import (
     Segment,
     Unproven,
     Value,
+    cut,
+    length,
 )
 
 
@@ -88,3 +93,26 @@ def nonzero(call: Call) -> Value | None:
 def places_of(labels: Labels) -> Places:
     """Return the places whose label is not 0."""
     return Places(labels.order, tuple(i for i, value in enumerate(labels.values) if value))
+
+
+def parts(call: Call) -> list[Value] | None:
+    """Return the parts of a permutation, cut where runs of what it gathers end; None of others."""
+    index = call.value(call.inputs[0])
+    if not isinstance(index, Permutation) or call.inputs[0].dim() != 1:
+        return None
+    pieces = _pieces(call, index.target)
+    place = {segment: i for i, segment in enumerate(index.source)}
+    if pieces is None or len(place) < len(index.source):
+        return None
+    if any(segment not in place for piece in pieces for segment in piece):
+        return None
+    return [Places(index.source, tuple(place[segment] for segment in p)) for p in pieces]
+
+
+def _pieces(call: Call, order: Order) -> list[Order] | None:
+    if call.name == "slice" and call.facts.formula(call.argument("step", 1)) == 1:
+        start, end = slice_bounds(call, length(order))
+        pieces = cut(order, [start, end - start])
+        return None if pieces is None else pieces[1:2]
+    sizes = call.argument("split_sizes")
+    return pieces_of(order, [call.facts.formula(size) for size in sizes]) if sizes else None

@@ -110,7 +110,8 @@ class _Proof:
         if given.node is self.region.counts:
             return Formulas(self.facts.sent)
         if given.node in self.region.others:
-            return Outside(frozenset({given.node}), behind=constants_behind(given.node))
+            behind = constants_behind(given.node)
+            return Outside(frozenset({given.node}), behind=behind, is_given=True)
         self._rows = given.tensor
         return Opaque()  # until the dispatch tells their order; nothing reads them before
 

@@ -30,6 +30,7 @@ from moe_compile.proof import (
     grouped_rules,
     index_rules,
     order_rules,
+    outside_rules,
     spread_rules,
     view_rules,
 )
@@ -226,11 +227,8 @@ def apply(call: Call) -> Value | list[Value]:
         return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
-        nodes = [n for v in values if isinstance(v, Outside) for n in v.nodes]
-        counted = call.reads_counts() or call.is_sized_by_counts()
-        if nodes and counted and call.name != "expand":
-            raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
-        return Outside(frozenset(nodes)) if nodes else constant_rules.fixed(call)
+        given = [v for v in values if isinstance(v, Outside)]
+        return outside_rules.from_outside(call, given) if given else constant_rules.fixed(call)
     check_arguments(call)
     result = _indexed(call)
     if result is None:

@@ -60,6 +60,9 @@ class SampledRows:
     def _length(self, formula: sympy.Expr) -> int:
         return number(formula, self._sample)
 
+    def _lengths(self, order: Order) -> torch.Tensor:
+        return torch.tensor([self._length(s.length) for s in order], device="cpu")
+
     def _order(self, order: Order) -> _Numbered:
         """Return the number and the expert of each row of `order`."""
         if order not in self._orders:
@@ -138,13 +141,13 @@ class SampledRows:
         if isinstance(value, Formulas):
             holds = [self._length(cell) for cell in value.cells] == tensor.reshape(-1).tolist()
         elif isinstance(value, Labels):
-            sizes = torch.tensor([self._length(s.length) for s in value.order], device="cpu")
+            sizes = self._lengths(value.order)
             labels = torch.tensor(value.values, device="cpu")
             holds = torch.equal(labels[_runs(sizes)], tensor.long().reshape(-1))
         elif isinstance(value, Places):
-            sizes = torch.tensor([self._length(s.length) for s in value.source], device="cpu")
-            kept = torch.isin(_runs(sizes), torch.tensor(value.kept, device="cpu"))
-            holds = torch.equal(kept.nonzero().reshape(-1), tensor.long().reshape(-1))
+            runs = _runs(self._lengths(value.source))
+            places = [(runs == kept).nonzero().reshape(-1) for kept in value.kept]
+            holds = torch.equal(torch.cat([_NONE, *places]), tensor.long().reshape(-1))
         elif isinstance(value, Permutation):
             tensor = tensor.reshape(-1)
             _, before = self._order(value.source)

@@ -76,6 +76,10 @@ class Outside:
     nodes: frozenset[fx.Node]
     behind: int = 0
     """Entries along dim 0 that are constants, behind all others."""
+    part: int | None = None
+    """The entry along dim 0 that it was made of, where of one alone."""
+    is_given: bool = False
+    """Whether it is what the region is given, not made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Places:
 
     source: Order
     kept: tuple[int, ...]
-    """Which segments of `source`, in rising order."""
+    """Which segments of `source`, each once."""
 
     @property
     def target(self) -> Order:
@@ -257,6 +261,7 @@ class Reads:
 
     def add(self, outside: Outside, index: int | None, expert: int | None) -> None:
         """Note that rows of `expert` read slice `index` along dim 0, or all of it for None."""
+        index = outside.part if index is None else index
         for node in sorted(set(map(origin, outside.nodes))):
             if not is_differentiable(node):
                 continue
