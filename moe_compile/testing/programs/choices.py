@@ -18,6 +18,8 @@ class Style(enum.Enum):
     INDEX_ADD = "loop, index_add into zeros"
     INDEX_COPY = "loop, index_copy into zeros"
     ASSIGN = "loop, out[i] = y"
+    SEARCHED = "loop, rows found by a search for the expert's label"
+    RUNS = "loop over what each rank sent for each expert, by offsets"
     DENSE = "every expert on all rows, masked by label"
     BATCHED = "padded to capacity, batched products"
     STACKED = "padded to the longest expert, stacked, batched products"
@@ -70,6 +72,8 @@ class Detail(enum.Enum):
 
     BIAS = "a bias of each expert"
     DUMMY = "a row of zeros is appended for every expert"
+    DUMMY_SUM = "the sum of what an expert makes of zeros, times zero, is added to its rows"
+    OWN_MEAN = "the mean over an expert's rows is taken off them"
     NESTED_CAT = "pieces are concatenated in two steps"
     COLUMN_CAT = "gate and up are concatenated along columns"
     IN_PLACE = "the hidden rows are written in place"

@@ -7,14 +7,19 @@ from typing import Final
 from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
 from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS, ROWS
 from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.loop_text import loop_by_offsets, searched_loop
 
 LOOPS: Final = frozenset(
     {Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.STACKED}
 )
 """Styles that cut sorted rows into slices."""
 
-LISTED: Final = LOOPS | {Style.LOOP}
+LISTED: Final = LOOPS | {Style.LOOP, Style.RUNS}
 """Styles whose slices are cut by integers of the host."""
+
+
+ONE_BY_ONE: Final = (LISTED | {Style.DENSE, Style.SEARCHED}) - {Style.STACKED}
+"""Styles that run each expert by itself."""
 
 
 def hidden_method(layer: Experts) -> list[str]:
@@ -34,7 +39,7 @@ def hidden_method(layer: Experts) -> list[str]:
 
 def expert_method(layer: Experts) -> list[str]:
     """Return the method that runs one expert on `[rows, D]`; [] where experts run at once."""
-    if layer.style not in (LISTED | {Style.DENSE}) - {Style.STACKED}:
+    if layer.style not in ONE_BY_ONE:
         return []
     first, last = (" + self.b1[e]", " + self.b2[e]") if Detail.BIAS in layer.details else ("", "")
     body = [
@@ -49,7 +54,15 @@ def expert_method(layer: Experts) -> list[str]:
     if Detail.DUMMY in layer.details:
         before = ["size = x.shape[0]", "x = torch.cat([x, x.new_zeros(1, x.shape[1])])"]
         body = [*before, *body, "y = y[:size]"]
-    return ["def expert(self, x, e):", *indented([*body, "return y.to(x.dtype)"])]
+    if Detail.OWN_MEAN in layer.details:
+        body += ["y = y - y.mean(0)"]
+    whole = "self.one(x, e)" if Detail.DUMMY_SUM in layer.details else ""
+    name = "one" if whole else "expert"
+    method = [f"def {name}(self, x, e):", *indented([*body, "return y.to(x.dtype)"])]
+    if not whole:
+        return method
+    dummy = f"{whole} + self.one(x.new_zeros(1, x.shape[1]), e).sum() * 0"
+    return [*method, "", "def expert(self, x, e):", f"    return {dummy}"]
 
 
 def experts_method(layer: Experts) -> list[str]:
@@ -80,6 +93,10 @@ def _joined(layer: Experts, pieces: str) -> str:
 def _style_lines(layer: Experts) -> list[str]:
     if layer.style is Style.LOOP:
         return _piece_loop(layer)
+    if layer.style is Style.RUNS:
+        return loop_by_offsets(layer)
+    if layer.style is Style.SEARCHED:
+        return [*_labels(layer), *searched_loop(layer)]
     if layer.style is Style.DENSE:
         return [
             *_labels(layer),

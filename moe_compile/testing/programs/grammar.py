@@ -27,14 +27,24 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
+from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 
 NUM_RANKS: Final = 2
 
-WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE})
+WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE, Style.SEARCHED, Style.RUNS})
 """Styles that sort no rows: their order is no feature of a program."""
 
 WITHOUT_BACK: Final = WITHOUT_ORDER | {Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN}
 """Styles that put rows back as they run."""
+
+READ_IN: Final[dict[str, frozenset[Style]]] = {
+    "order": frozenset(Style) - WITHOUT_ORDER,
+    "back": frozenset(Style) - WITHOUT_BACK,
+    "find": frozenset({Style.SEARCHED}),
+    "put": frozenset({Style.SEARCHED}),
+    "cut": frozenset({Style.RUNS}),
+}
+"""Fields of a layer that say something in some styles alone."""
 
 OF_STYLE: Final[dict[enum.Enum, Style]] = {
     Detail.LONGEST: Style.SORTED_LOOP,
@@ -44,6 +54,15 @@ OF_STYLE: Final[dict[enum.Enum, Style]] = {
     Decoy.COUNTS_LIST: Style.SORTED_LOOP,
 }
 """What says nothing in the plainest style, and one in which it does."""
+
+STYLE_OF: Final[dict[type[enum.Enum], Style]] = {
+    Order: Style.SORTED_LOOP,
+    Back: Style.SORTED_LOOP,
+    Find: Style.SEARCHED,
+    Put: Style.SEARCHED,
+    Cut: Style.RUNS,
+}
+"""Kinds of which a member says something in some styles alone, and one of these."""
 
 SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Detail: "details",
@@ -56,7 +75,7 @@ GATHERING: Final = frozenset({Rewrite.GATHERED, Rewrite.PADDED})
 """Rewrites by which tokens are gathered instead of rows exchanged."""
 
 CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
-    Tally, Counts, Splits, Move, Style, Order, Back, Act, Detail, Decoy, Reader,
+    Tally, Counts, Splits, Move, Style, Order, Back, Find, Put, Cut, Act, Detail, Decoy, Reader,
 )  # fmt: skip
 
 
@@ -81,6 +100,9 @@ class Experts:
     style: Style = Style.LOOP
     order: Order = Order.ARGSORT
     back: Back = Back.INDEX_COPY
+    find: Find = Find.WHERE
+    put: Put = Put.INDEX_ADD
+    cut: Cut = Cut.SLICES
     act: Act = Act.RELU
     details: frozenset[Detail] = frozenset()
     readers: frozenset[Reader] = frozenset()
@@ -142,8 +164,7 @@ def all_features() -> list[str]:
 def with_choice(layer: Experts, choice: enum.Enum) -> Experts:
     """Return `layer` with `choice`, alone of its kind, in a style that uses it."""
     kind = type(choice)
-    if kind in (Order, Back):
-        layer = replace(layer, style=Style.SORTED_LOOP)
+    layer = replace(layer, style=STYLE_OF.get(kind, layer.style))
     layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
@@ -154,8 +175,8 @@ def _unused(part: Program | Experts | Attention) -> set[str]:
     """Return what stands in a field that the layer's style does not read."""
     if not isinstance(part, Experts):
         return set()
-    unused = {_feature(part.order)} if part.style in WITHOUT_ORDER else set()
-    return unused | ({_feature(part.back)} if part.style in WITHOUT_BACK else set())
+    unread = [name for name, styles in READ_IN.items() if part.style not in styles]
+    return {_feature(getattr(part, name)) for name in unread}
 
 
 def _choices(value: Any) -> list[enum.Enum]:

@@ -11,28 +11,28 @@ from dataclasses import replace
 from typing import Final
 
 from moe_compile.testing.programs.choices import (
-    Back,
     Detail,
-    Order,
     Reader,
     Rewrite,
     Sharing,
     Style,
     Wrapping,
 )
-from moe_compile.testing.programs.expert_text import LISTED, LOOPS
+from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GATHERING,
-    WITHOUT_BACK,
-    WITHOUT_ORDER,
+    READ_IN,
     Attention,
     Experts,
     Program,
+    changed,
 )
 from moe_compile.testing.programs.text import BOUNDS
 
 USED_BY: Final = {
-    Detail.DUMMY: LISTED - {Style.STACKED},
+    Detail.DUMMY: ONE_BY_ONE - {Style.DENSE},
+    Detail.DUMMY_SUM: ONE_BY_ONE - {Style.DENSE},
+    Detail.OWN_MEAN: frozenset({Style.LOOP, Style.SEARCHED, Style.RUNS}),
     Detail.NESTED_CAT: frozenset({Style.LOOP}),
     Detail.LONGEST: LOOPS - {Style.STACKED},
     Detail.EMPTY_JOIN: frozenset({Style.LOOP, Style.SORTED_LOOP, Style.STACKED}),
@@ -103,10 +103,9 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
         banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
     if layer.readers & SAVE_ROWS:
         banned = {*banned, Reader.ROWS_WRITTEN}
-    if layer.style in WITHOUT_ORDER:
-        layer = replace(layer, order=Order.ARGSORT)
-    if layer.style in WITHOUT_BACK:
-        layer = replace(layer, back=Back.INDEX_COPY)
+    for name, styles in READ_IN.items():
+        if layer.style not in styles:
+            layer = changed(layer, name, getattr(Experts(), name))
     return replace(
         layer,
         top_k=min(layer.top_k, 2 * layer.local),

@@ -42,14 +42,19 @@ from moe_compile.testing.programs.grammar import (
     with_choice,
 )
 from moe_compile.testing.programs.legal import legal
+from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
 PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
 
+SEARCHING: Final = (Style.SEARCHED, Style.SEARCHED, Style.RUNS)
+"""Styles that have choices of their own, drawn more often."""
+
 DETAILS_OF: Final[dict[Style, tuple[Detail, ...]]] = {
     **dict.fromkeys(LISTED, (Detail.DUMMY, Detail.NESTED_CAT, Detail.EMPTY_JOIN) * 2),
+    **dict.fromkeys(SEARCHING, (Detail.DUMMY, Detail.DUMMY_SUM, Detail.OWN_MEAN) * 2),
     Style.GROUPED: (*(Detail.SUMS_WRITTEN,) * 8, *(Detail.BANK,) * 24, *(Detail.CROSSED,) * 12),
     Style.FUSED: (Detail.SUMS_WRITTEN, Detail.CROSSED) * 8,
 }
@@ -72,10 +77,10 @@ a CPU's matrix products round by position, and layers are left whole."""
 
 LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
-        Tally.BINCOUNT, Move.HALVED, Move.HANDLE, Act.FUNCTION, Act.GELU, Back.SCATTER,
-        Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.DENSE, Style.BATCHED, Style.STACKED,
+        Tally.BINCOUNT, Move.HALVED, Move.HANDLE, Act.GELU, Back.SCATTER,
+        Style.DENSE, Style.BATCHED, Style.STACKED,
         Order.MISMATCHED, Order.PLACES, Order.SEGMENTS, Order.UNSTABLE, Order.PLACE_AMONG_ALL,
-        Detail.AUTOCAST, Detail.CHECKPOINT, Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
+        Detail.NO_GRAD_TWIN, Detail.PROBS_TRAVEL,
         Detail.VIEW_WRITE, Detail.LISTS, Detail.STACKED_MEAN, Detail.TRANSPOSED, Detail.LONGEST,
         Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
         Reader.ROWS_TWICE, Reader.ROWS_WRITTEN, Reader.ROWS_SQUARED, Reader.ROWS_NORMALIZED,
@@ -109,12 +114,13 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
         return _weighted(member for member in kind if whole or member not in kept)
 
     local = draw(st.sampled_from([*[2] * 6, 3, 4, *([1] if whole else [])]))
-    styles = [*among(Style), Style.LOOP, Style.SORTED_LOOP, *PRODUCTS]
+    styles = [*among(Style), Style.LOOP, Style.SORTED_LOOP, *SEARCHING, *PRODUCTS]
     style = draw(st.sampled_from([s for s in styles if grouped or s not in PRODUCTS]))
     orders = [o for o in among(Order) if not (style is Style.BATCHED and o is Order.MISMATCHED)]
     order = draw(st.sampled_from(orders))
     listed = style in LISTED
     splits = draw(mostly(Splits))
+    find, put, cut = draw(st.tuples(*map(st.sampled_from, (Find, Put, Cut))))
     details = among(Detail)
     details += [member for member in details if member in BY_PLACE]  # else drawn seldom
     return Experts(
@@ -127,6 +133,9 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
         style=style,
         order=order,
         back=draw(st.sampled_from(among(Back))),
+        find=find,
+        put=put,
+        cut=cut,
         act=draw(st.sampled_from(among(Act))),
         details=draw(_few([*details, *DETAILS_OF.get(style, ())], 4)),
         readers=draw(_readers(among(Reader))),
