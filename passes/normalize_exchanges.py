@@ -7,12 +7,15 @@ Contract
 
 Programs have exchanges in an `autograd.Function` of their own (`normalize/function_exchanges.py`)
 and have `torch.distributed`'s collectives write memory (`normalize/filled_memory.py`).
+A program may have a function of its own that waits, as older torch has no derivative of a wait:
+on what was awaited before it hands on a view.
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
 whose wait hides in the body of an `autograd_function_apply` operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +32,7 @@ from moe_compile.graph.query import (
     is_wait,
     overload_name,
     tensor_of,
+    value_of,
 )
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
@@ -63,19 +67,17 @@ class NormalizeExchanges(GraphPass):
                 found.append((launch, hiding))
         functions = {node: exchanges_of(node) for node in filter(is_autograd_function, graph.nodes)}
         replaced = {node: one for node, one in functions.items() if isinstance(one, list)}
-        skipped += [
-            Verdict(candidate=node.name, reason=one.reason, detail=one.because)
-            for node, one in functions.items()
-            if isinstance(one, Unknown)
-        ]
+        skipped += _left(functions)
+        again = _which_wait_again(functions)
         fills = find_fills(graph)
         applied = (
             *(launch.name for launch, _ in found),
-            *(node.name for node in replaced),
+            *(node.name for node in (*replaced, *again)),
             *(fill.memory.name for fill in fills),
         )
         for launch, (args, kwargs) in placed.items():
             launch.args, launch.kwargs = args, kwargs
+        _hand_on(again)
         for launch, hiding in found:
             _rewrite(launch, hiding)
         for function, exchanges in replaced.items():
@@ -107,6 +109,18 @@ def _hides_wait(launch: fx.Node) -> fx.Node | None:
     readers = [user for user in launch.users if is_autograd_function(user)]
     alone = len(readers) == 1 and len(launch.users) == 1
     return readers[0] if alone and _only_waits(launch, readers[0]) else None
+
+
+def _left(functions: Mapping[fx.Node, object]) -> list[Verdict]:
+    """Return why functions that exchange stay as they are."""
+    unknown = [(node.name, one) for node, one in functions.items() if isinstance(one, Unknown)]
+    return [Verdict(candidate=name, reason=one.reason, detail=one.because) for name, one in unknown]
+
+
+def _which_wait_again(functions: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return the operators that do no more than wait for what a wait gave, with that wait."""
+    waits = {f: [i for i in f.args if isinstance(i, fx.Node) and is_wait(i)] for f in functions}
+    return {f: one[0] for f, one in waits.items() if len(one) == 1 and _only_waits(one[0], f)}
 
 
 def _only_waits(launch: fx.Node, hiding: fx.Node) -> bool:
@@ -151,6 +165,17 @@ def _drop_unread_bodies(graph: fx.Graph) -> None:
     erase_unused(graph.find_nodes(op="get_attr"))
     if graph.owning_module is not None:
         graph.owning_module.delete_all_unused_submodules()
+
+
+def _hand_on(again: Mapping[fx.Node, fx.Node]) -> None:
+    """Let readers of each operator read a view of its wait: autograd makes one of such results."""
+    for function, wait in again.items():
+        view = Emitter(function).method("view_as", wait, wait)
+        view.meta["example_value"] = value_of(wait)
+        for reader in list(function.users):
+            view.meta["example_value"] = value_of(reader)
+            substitute(reader, view)
+        erase_dead([function])
 
 
 def _rewrite(launch: fx.Node, hiding: fx.Node) -> None:

@@ -107,6 +107,47 @@ def test_only_a_function_that_waits_and_no_more_is_a_wait(fake_ranks, function):
     assert is_plain is (function is Waits)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_only_a_function_that_waits_again_and_no_more_hands_its_rows_on(fake_ranks, function):
+    """transformers' experts read rows behind such a function: its effect on rows was not known."""
+
+    def program(x):
+        return function.apply(all_to_all_single_autograd(x, [2, 2], [2, 2], fake_ranks)) * 2
+
+    gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
+    assert any(map(is_autograd_function, gm.graph.nodes)) is (function is not Waits)
+
+
+def waits_again(x, with_gradient):
+    waited = C10D.wait_tensor(
+        C10D.all_to_all_single(x, [2, 2], [2, 2], dist.group.WORLD.group_name)
+    )
+    with torch.set_grad_enabled(with_gradient):
+        again = Waits.apply(waited)
+    return again * 2, waited
+
+
+def waits_as_eager(rank, with_gradient):
+    """Return outputs, whether they have gradients, and the input's: eagerly and compiled."""
+    torch._dynamo.reset()
+    options = {"megamoe.codegen": "fx"}
+    compiled = torch.compile(waits_again, backend="megamoe", options=options)
+    found = []
+    for function in (waits_again, compiled):
+        x = (torch.arange(16.0).view(4, 4) + rank).requires_grad_()
+        outputs = function(x, with_gradient)
+        torch.autograd.backward([y.sum() for y in outputs if y.requires_grad])
+        found.append([*(y.tolist() for y in outputs), [y.requires_grad for y in outputs], x.grad])
+    return found
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_what_waits_again_is_a_view_under_its_own_grad_mode(two_ranks, with_gradient):
+    for eager, compiled in two_ranks.run(waits_as_eager, with_gradient):
+        assert eager[:3] == compiled[:3]
+        assert torch.equal(eager[3], compiled[3])
+
+
 class WaitsBesideAnother(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, other):
