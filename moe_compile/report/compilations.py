@@ -80,8 +80,7 @@ class Compilation:
     def dropped(self) -> list[str]:
         """Passes left out of some graph, and why."""
         return [
-            f"{one.pass_name}{'' if graph.startswith('dynamo') else ' ' + graph}: "
-            + with_change(one.why, one.reason)
+            f"{one.pass_name}{'' if graph.startswith('dynamo') else ' ' + graph}: {one.why}"
             for graph, one in self.journal.dropped()
         ]
 
