@@ -60,7 +60,9 @@ def _row_of_index(index: Any, source: Any) -> Any:
     while isinstance(node, fx.Node) and node.target in SHAPING:
         node = node.args[0]
     rows = tensor_of(node)
-    return node if rows is not None and rows.dim() == 1 and len(rows) == len(whole) else None
+    if rows is None or rows.dim() != 1:
+        return None
+    return node if expression_of(rows.shape[0]) == expression_of(whole.shape[0]) else None
 
 
 def run_of_rows(node: fx.Node) -> fx.Node | None:

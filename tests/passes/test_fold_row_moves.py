@@ -53,6 +53,20 @@ def indices(count, size):
     return st.lists(st.integers(-size, size - 1), min_size=count, max_size=count).map(torch.tensor)
 
 
+def test_a_wide_index_of_as_many_rows_as_a_mask_says_is_that_of_rows():
+    """Asking how many there are ended the pass."""
+
+    def program(x, mask):
+        index = torch.arange(len(x)).masked_select(mask)
+        return torch.gather(x, 0, index.unsqueeze(1).expand(-1, x.shape[1]))
+
+    graph = make_fx(program, tracing_mode="symbolic")(ROWS, torch.arange(12) % 2 == 0).graph
+    (gather,) = (n for n in graph.nodes if n.target is torch.ops.aten.gather.default)
+    source, index = row_gather(gather)
+    assert source.op == "placeholder"
+    assert index.target is torch.ops.aten.masked_select.default
+
+
 @given(first=indices(9, 12), second=indices(7, 9), cut=st.integers(0, 7))
 @settings(deadline=None)
 def test_any_chain_of_gathers_and_splits_becomes_one_index(first, second, cut):
