@@ -62,7 +62,7 @@ class DetectRegions(GraphPass):
             ),
         )
         for marked in (
-            *((r.dispatch, r.combine) for r in regions),
+            *(region.launches for region in regions),
             *(a.launches for a in attention),
             *(c.launches for c in even.regions),
         ):

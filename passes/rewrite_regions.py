@@ -87,13 +87,14 @@ def _emit_experts(
         num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
         chunks = emit_chunks(region, one.proof, num, around, dependence, by_tokens=by_tokens)
         dispatches, combines = chunks.dispatches, chunks.combines
-        instead = {**chunks.instead, region.result: chunks.result}
+        instead = chunks.instead
     state.launches[region.name] = {"dispatch": tuple(dispatches), "combine": tuple(combines)}
 
     def replace_and_move() -> None:
         replace_uses(around.sizes)
         replace_uses(instead)
         move_before(around.moved, around.read_at)
+        move_before(region.between, region.result)
 
     return replace_and_move
 

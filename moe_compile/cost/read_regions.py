@@ -28,7 +28,7 @@ class Replayed:
 
     nodes: Collection[fx.Node]
     exchanges: Mapping[fx.Node, str]
-    """Launch -> `dispatch`, `combine` or `heads`."""
+    """Launch -> `dispatch`, `combine`, `beside` these or `heads`."""
     expert_of: Mapping[fx.Node, int] = field(default_factory=dict)
     whole_weights: Collection[fx.Node] = ()
     """Products of which every chunk reads all weights."""
@@ -43,7 +43,11 @@ def work_of_experts(
         return None
     replayed = Replayed(
         nodes=frozenset(region.body),
-        exchanges={region.dispatch: "dispatch", region.combine: "combine"},
+        exchanges={
+            **{one.launch: "beside" for one in (*region.beside, *region.back_beside)},
+            region.dispatch: "dispatch",
+            region.combine: "combine",
+        },
         expert_of=dict(proof.expert_rows),
         whole_weights=frozenset(node for node, _ in proof.unsliceable),
     )

@@ -115,6 +115,11 @@ class Reason(enum.Enum):
     UNKNOWN_OPERATOR = "an operator whose effect on rows is not known", Kind.UNPROVEN
     HOST_READ_OF_ROWS = "the host reads a value of the rows", Kind.UNPROVEN
     COMMUNICATES = "the experts communicate between dispatch and combine", Kind.UNPROVEN
+    SPLIT_OTHERWISE = (
+        "an exchange beside that of the rows is not split by the same sizes: what it brings is "
+        "not known to be of these rows, one by one",
+        Kind.UNPROVEN,
+    )
     MUTATES_OUTSIDE = "the experts write a tensor from outside the region", Kind.UNPROVEN
     NO_GRADIENT = (
         "rows of some chunk get no gradient where others do: its exchanges would leave the "
@@ -125,6 +130,11 @@ class Reason(enum.Enum):
     BY_CAPACITY = (
         "it dispatches by capacity, in equal parts: it is split in chunks of experts, and "
         "not otherwise",
+        Kind.NOT_POSSIBLE,
+    )
+    OUTER_HOP = (
+        "the first of two hops: what is split is the region inside it, by which rows go on to "
+        "their experts",
         Kind.NOT_POSSIBLE,
     )
     ONE_EXPERT = "one local expert: nothing to split by", Kind.NOT_POSSIBLE

@@ -119,7 +119,7 @@ class _Phase:
         if other not in self.joined:
             work, parts = self.work[other], list(self.of_work[other].values())
             is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
-            is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine")
+            is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine", "beside")
             times = self._passes_to_sort_back(other) if is_sorted else 1
             us = 0.0 if is_one else self._moving_us(work.written, times)
             self.joined[other] = self.made.add("join", us, parts)

@@ -1,4 +1,4 @@
-"""What an operator makes of constants: evaluated where they are few integers.
+"""What an operator makes of constants, or of one number: evaluated where they are few integers.
 
 Contract
     A constant as long as the counts say has one value everywhere, or is not called constant.
@@ -17,7 +17,7 @@ from moe_compile.proof.operator_call import (
     Call,
     is_small_integer,
 )
-from moe_compile.regions.row_domain import Fixed, Opaque, Value
+from moe_compile.regions.row_domain import Fixed, Formulas, Opaque, Value
 
 FILLS: Final = frozenset(
     {
@@ -27,6 +27,9 @@ FILLS: Final = frozenset(
     }
 )  # fmt: skip
 """Operators that make a tensor of one value; only shape and type of an input matter."""
+
+MOST_CELLS: Final = 1 << 12
+"""Of a tensor whose numbers are followed one by one."""
 
 SPREADS: Final = frozenset(
     {
@@ -44,11 +47,21 @@ def fill(call: Call) -> Value:
     if isinstance(value, torch.Tensor):
         raise call.unknown()
     if isinstance(value, SYMBOLIC) and call.facts.depends_on_counts(value):
-        return Opaque()
+        return _number(call, value)
     empty = "empty" in call.name
     values = _evaluate(call) if is_small_integer(call.outputs[0]) and not empty else None
     zero = not empty and "ones" not in call.name and value == 0
     return Fixed(values=values, is_uniform=True, is_uninitialised=empty, is_zero=zero)
+
+
+def _number(call: Call, value: Any) -> Value:
+    """Return a tensor that holds a number of the host everywhere: `torch.tensor(counts)`."""
+    (out,) = call.outputs
+    formula = call.facts.formula_written(value)
+    is_small = all(type(size) is int for size in out.shape) and out.numel() <= MOST_CELLS
+    if formula is None or out.dtype is not torch.int64 or not is_small:
+        return Opaque()
+    return Formulas((formula,) * out.numel())
 
 
 def fixed(call: Call) -> Value | list[Value]:

@@ -28,7 +28,9 @@ from moe_compile.regions.row_domain import (
     Permutation,
     Unproven,
     Value,
+    Wide,
     is_differentiable,
+    reads_outside,
 )
 
 MOVES: Final = frozenset(
@@ -39,6 +41,9 @@ MOVES: Final = frozenset(
     }
 )  # fmt: skip
 """Operators whose output elements are input elements."""
+
+WIDENS: Final = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "expand", "repeat"})
+"""Operators that make a vector a matrix of one column, or repeat that column."""
 
 EXACT: Final = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 """Types that hold any count this project will see."""
@@ -53,8 +58,10 @@ WHOLE: Final = frozenset({torch.int32, torch.int64})
 def from_counts(call: Call) -> Value | list[Value]:
     """Return what an operator makes of counts, constants and tensors from outside."""
     values = [call.value(t) for t in call.inputs]
-    if call.name in SAME_VALUES and (kept := _kept(call)) is not None:
+    if _keeps_all(call) and (kept := _kept(call)) is not None:
         return _as_held(call, kept)
+    if (wide := _widened(call, values)) is not None:
+        return wide
     if (result := _formulas(call, values)) is not None:
         return _as_held(call, result)
     for rule in (order_rules.parts, label_rules.follow):
@@ -63,7 +70,7 @@ def from_counts(call: Call) -> Value | list[Value]:
     outside = [v for v in values if isinstance(v, Outside)]
     if any(is_differentiable(node) for v in outside for node in v.nodes):
         raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
-    tainted = bool(outside) or any(isinstance(v, Opaque) and v.reads_outside for v in values)
+    tainted = bool(outside) or any(map(reads_outside, values))
     return [Opaque(reads_outside=tainted) for _ in call.outputs]
 
 
@@ -81,15 +88,41 @@ def _is_held(value: Value, dtype: torch.dtype) -> bool:
     return all(abs(n) <= LARGEST_NUMBER[dtype] for n in numbers)
 
 
+def _keeps_all(call: Call) -> bool:
+    """Whether the operator copies, or gives a view that may be of all it is given: `index[:]`."""
+    if call.name == "slice":
+        return call.facts.formula(call.argument("step", 1)) == 1
+    return call.name in SAME_VALUES or call.name in ("view", "_unsafe_view", "reshape")
+
+
 def _kept(call: Call) -> Value | None:
     source = call.inputs[-1]  # of `copy` too: what it copies
     out = call.outputs[0]
     if out.dtype not in (*EXACT, source.dtype) or call.shape(out) != call.shape(source):
         return None
     value = call.value(source)
-    if isinstance(value, Permutation | Opaque) and {source.dtype, out.dtype} - WHOLE:
+    if isinstance(value, Permutation | Opaque | Wide) and {source.dtype, out.dtype} - WHOLE:
         return value if out.dtype is source.dtype else None  # a cast may lose what an index says
     return value if isinstance(value, FROM_COUNTS) else None
+
+
+def _widened(call: Call, values: list[Value]) -> Value | None:
+    """Return an index that became as wide as rows; None where it did not, or not row by row.
+
+    A change of shape that keeps the first dimension keeps what each row has.
+    """
+    known = values[0] if len(values) == 1 and call.name in WIDENS else None
+    source, out = call.inputs[0], call.outputs[0]
+    if not isinstance(known, Permutation | Opaque | Wide) or out.dim() < 2 or source.dim() < 1:
+        return None
+    rows, *widths = call.shape(out)
+    if rows != call.shape(source)[0] or any(not width.is_Integer for width in widths):
+        return None
+    if isinstance(known, Wide):
+        return known
+    is_vector = source.dim() == 1 and source.dtype in WHOLE
+    columns = call.name in ("expand", "repeat") or any(width != 1 for width in widths)
+    return Wide(known) if is_vector and not columns else None
 
 
 def _cells(call: Call, tensor: torch.Tensor) -> tuple[sympy.Expr, ...] | None:

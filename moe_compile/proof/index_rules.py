@@ -5,6 +5,7 @@ Contract
     An index not followed is equal to itself only: a scatter by it undoes a gather by it, where
     no row can have been left out. It can not when the index is a permutation, or when the rows
     left out would be uninitialised memory, which no working program reads.
+    An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import place_rules
-from moe_compile.proof.indexing import INDEX_TYPES, Indexing, indexing
+from moe_compile.proof.indexing import INDEX_TYPES, Indexing, index_of, indexing
 from moe_compile.proof.operator_call import Call
 from moe_compile.proof.spread_rules import entries
 from moe_compile.regions.row_domain import (
@@ -30,7 +31,9 @@ from moe_compile.regions.row_domain import (
     Unproven,
     Value,
     is_padding,
+    join,
     length,
+    padding,
 )
 
 
@@ -40,7 +43,7 @@ def gather(call: Call) -> Value | list[Value] | None:
     if form is None:
         _refuse_mask(call)
         return None
-    base, index = call.value(form.base), call.value(form.index)
+    base, index = call.value(form.base), index_of(call, form)
     if (places := place_rules.places_named(form, index)) is not None:
         return place_rules.gather(call, form, base, places)
     if form.index.dtype is torch.bool:
@@ -157,7 +160,7 @@ def scatter(call: Call) -> Value | list[Value] | None:
         if has_rows:
             raise call.unknown()
         return None
-    base, index = call.value(form.base), call.value(form.index)
+    base, index = call.value(form.base), index_of(call, form)
     source = call.value(form.source)
     if not has_rows:
         return _inverse(call, form)
@@ -198,9 +201,10 @@ def _inverse(call: Call, form: Indexing) -> Value | None:
 def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixed) -> Order:
     rows = call.shape(form.base)[form.dim]
     if isinstance(index, Permutation):
-        if order != index.target or length(index.source) != rows:
+        behind = rows - length(index.source)
+        if order != index.target or not behind.is_nonnegative:
             raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
-        return index.source
+        return join([index.source, (padding(behind),)])
     selected = order[0].rows if order else None
     if not isinstance(index, Opaque) or not isinstance(selected, Selected):
         raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)

@@ -77,12 +77,17 @@ class Knowledge:
         if isinstance(value, FROM_COUNTS):
             self.claims.append(Claim(self.moment, tensor, value))
 
-    def forget_aliases(self, tensor: torch.Tensor) -> None:
-        """Forget what is known of all that shares memory with `tensor`, which is written."""
-        memory = storages_of(tensor)
-        for key, (other, _) in self._values.items():
+    def forget_aliases(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Forget what is known of all that shares memory with `tensor`, which is written.
+
+        Return what was known of these.
+        """
+        memory, forgotten = storages_of(tensor), []
+        for key, (other, value) in self._values.items():
             if storages_of(other) & memory:
                 self._values[key] = (other, None)
+                forgotten += [] if value is None else [other]
+        return forgotten
 
     def is_forgotten(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` was written in a way not followed."""

@@ -44,9 +44,9 @@ MULTIPLY: Final = frozenset(
 MADE_ANEW: Final = frozenset(
     {
         "mm", "addmm", "bmm", "_grouped_mm", "index", "index_select", "gather", "embedding",
-        "index_put", "_unsafe_index_put", "index_copy", "index_add", "constant_pad_nd", "amax",
-        "amin", "max", "min", "sort", "topk", "argmax", "argmin", "native_layer_norm",
-        "_fused_rms_norm", "_softmax", "_log_softmax", "glu",
+        "index_put", "_unsafe_index_put", "index_copy", "index_add", "scatter", "scatter_add",
+        "constant_pad_nd", "amax", "amin", "max", "min", "sort", "topk", "argmax", "argmin",
+        "native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "glu",
     }
 )  # fmt: skip
 """Other operators that write the gradient of what they read row by row: products, moves of whole

@@ -23,7 +23,13 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.query import input_splits, output_splits, tensor_of, value_of
+from moe_compile.graph.query import (
+    input_splits,
+    is_launch,
+    output_splits,
+    tensor_of,
+    value_of,
+)
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.hand_written import check_gradient, gradient_of
@@ -58,6 +64,7 @@ from moe_compile.regions.row_domain import (
     Rows,
     Unproven,
     Value,
+    reads_outside,
 )
 
 
@@ -99,7 +106,6 @@ class _Proof:
         self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
         """Tensors in which another dimension lies outside that of the rows, with their nodes."""
         self.repeated, self.parts = Repeated(), WrittenParts(self.known)
-        self._rows: torch.Tensor | None = None
         for given in trace.inputs:
             self.produced[given.node] = given.tensor
             self.known.set(given.tensor, self._input(given))
@@ -112,8 +118,7 @@ class _Proof:
         if given.node in self.region.others:
             behind = constants_behind(given.node)
             return Outside(frozenset({given.node}), behind=behind, is_given=True)
-        self._rows = given.tensor
-        return Opaque()  # until the dispatch tells their order; nothing reads them before
+        return Opaque()  # until a dispatch tells their order; nothing reads them before
 
     def follow(self, step: Step) -> None:
         """Note what `step` makes known; raise Unproven where the proof ends."""
@@ -131,10 +136,10 @@ class _Proof:
             self.known.set(step.tensor, gradient_of(self.known, step))
         elif isinstance(step, GradientMade):
             check_gradient(self.known, step)
-        elif isinstance(step, Dispatched) and self._rows is not None:
+        elif isinstance(step, Dispatched):
             splits = output_splits(step.node), input_splits(step.node)
             self.facts.set_root(*([_size(s) for s in side] for side in splits))
-            self.known.set(self._rows, Rows(0, self.facts.root))
+            self.known.set(step.tensor, Rows(0, self.facts.root))
 
     def _operator(self, step: Operator) -> None:
         func = functional(step.func)
@@ -152,11 +157,14 @@ class _Proof:
         self.parts.follow(call)
         if step.func._schema.is_mutable:
             self.parts.note_writer(call, each[0] if each else None)
-        self._note_writes(written_tensors(step.func, step.args, step.kwargs), outputs, each)
+        self._note_writes(step, outputs, each)
         for tensor, value in zip(outputs, each, strict=True):
-            self.known.set(tensor, checked(self.facts, tensor, value))
-            if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
-                self._note_inside(step.node, tensor, value)
+            self._set(step.node, tensor, value)
+
+    def _set(self, node: fx.Node, tensor: torch.Tensor, value: Value) -> None:
+        self.known.set(tensor, checked(self.facts, tensor, value))
+        if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
+            self._note_inside(node, tensor, value)
 
     def _applied(self, call: Call) -> Value | list[Value]:
         try:
@@ -165,10 +173,11 @@ class _Proof:
             return of_one_expert(call, unproven)
 
     def _note_writes(
-        self, written: list[torch.Tensor], outputs: list[torch.Tensor], values: list[Value]
+        self, step: Operator, outputs: list[torch.Tensor], values: list[Value]
     ) -> None:
         """Note what memory that was written holds; what is written in place is returned."""
         returned = {id(t): value for t, value in zip(outputs, values, strict=True)}
+        written = written_tensors(step.func, step.args, step.kwargs)
         for tensor in written:
             alone = values[0] if len(written) == len(values) == 1 else None
             value = returned.get(id(tensor), alone)
@@ -176,7 +185,7 @@ class _Proof:
             if value is not None:
                 holding.append((tensor, value))
             for other, held in holding:
-                self.known.set(other, checked(self.facts, other, held))
+                self._set(step.node, other, held)
 
     def _lie_inside(self, rows: torch.Tensor, row_dim: int) -> bool:
         """Whether another dimension lies outside that of the rows, in shape or in memory."""
@@ -195,7 +204,7 @@ class _Proof:
     def _name_sizes(self, step: Produced) -> None:
         """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
         in_graph = tensor_of(step.node)
-        if step.node is self.region.combine or in_graph is None:
+        if is_launch(step.node) or in_graph is None:
             return
         for size, traced in zip(in_graph.shape, step.tensor.shape, strict=True):
             if self.facts.is_unknown(size) and not self.facts.is_unknown(traced):
@@ -221,14 +230,15 @@ class _Proof:
         values = [self.known.value(t) for t in step.inputs]
         if not all(isinstance(v, (*FROM_COUNTS, Fixed)) for v in values):
             raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.node.target))
-        tainted = any(isinstance(v, Opaque) and v.reads_outside for v in values)
+        tainted = any(map(reads_outside, values))
         self.known.forget_aliases(step.tensor)
         self.known.set(step.tensor, Opaque(reads_outside=tainted))
 
     def check_combine(self) -> None:
-        """Raise Unproven unless the rows sent back stand in the order received."""
-        if self.known.value(self.produced[self.region.combine]) != Rows(0, self.facts.root):
-            raise Unproven(Reason.ROWS_OUT_OF_ORDER)
+        """Raise Unproven unless all rows sent back stand in the order received."""
+        for one in self.region.combined:
+            if self.known.value(self.produced[one.launch]) != Rows(0, self.facts.root):
+                raise Unproven(Reason.ROWS_OUT_OF_ORDER, one.launch.name)
 
     def check_premises(self, trace: Trace) -> int:
         """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""

@@ -34,6 +34,7 @@ from moe_compile.proof import (
     spread_rules,
     view_rules,
 )
+from moe_compile.proof.indexing import WRITES
 from moe_compile.proof.operator_call import Call, Rule, dim_of
 from moe_compile.proof.position_rounding import (
     check_batch_rounding,
@@ -239,7 +240,7 @@ def apply(call: Call) -> Value | list[Value]:
 def _indexed(call: Call) -> Value | list[Value] | None:
     if call.name in ("index", "index_select", "gather", "embedding"):
         return index_rules.gather(call)
-    if call.name in ("index_put", "_unsafe_index_put", "index_copy", "index_add"):
+    if call.name in WRITES:
         return index_rules.scatter(call)
     if call.name == "sort" and not isinstance(call.value(call.inputs[0]), Rows):
         return order_rules.sort(call)

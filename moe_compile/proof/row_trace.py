@@ -75,6 +75,8 @@ class _Runner:
     region: MoERegion
     recorder: _Recorder
     modes: Mapping[fx.Node, Mode]
+    dispatched: Mapping[fx.Node, fx.Node]
+    """Dispatch -> what is read of it."""
     inputs: list[Produced] = field(default_factory=list)
     env: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -92,14 +94,14 @@ class _Runner:
             except UNTRACEABLE as error:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
                 raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail)) from error
-        sent = self._value(self.region.combine.args[0])
-        self.recorder.steps.append(Produced(self.region.combine, sent))
+        for one in self.region.combined:
+            self.recorder.steps.append(Produced(one.launch, self._value(one.sent)))
         self.recorder.node = None
 
     def _step(self, node: fx.Node) -> None:
         steps = self.recorder.steps
-        if node is self.region.dispatch:
-            steps.append(Dispatched(node))
+        if node in self.dispatched:
+            steps.append(Dispatched(node, self._value(self.dispatched[node])))
         elif node.op == "call_method" and node.target == "item":
             steps.append(HostRead(node, self._value(node.args[0])))
             self.env[node] = value_of(node)
@@ -151,16 +153,17 @@ class _Stopped(Exception):
 
 def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
     """Return what runs between dispatch and combine, or the node where tracing stopped."""
-    received = _received_rows(region)
-    after = set(waits_on(region.combine)) | {region.combine} | set(waits_on(region.dispatch))
+    received = {one.launch: one.result for one in region.dispatched}
+    combines = [one.launch for one in region.combined]
+    after = {*combines, *(wait for launch in (*combines, *received) for wait in waits_on(launch))}
     constants = constant_nodes(region)
     body = [node for node in region.body if node not in after]
     for node in body:
-        if is_launch(node) and node is not region.dispatch:
+        if is_launch(node) and node not in received:
             return node, Unproven(Reason.COMMUNICATES)
-    sources = [region.counts, region.received_counts, received]
+    sources = [region.counts, region.received_counts, *received.values()]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
-    runner = _Runner(region, _Recorder(), modes(region.result.graph))
+    runner = _Runner(region, _Recorder(), modes(region.result.graph), received)
     try:
         _run_on_fakes(runner, sources, [*constants, *body])
     except _Stopped as stopped:
@@ -175,8 +178,3 @@ def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node])
         tensors = tuple(map(alike, given))  # whatever the body does to their form
         stack.enter_context(runner.recorder)
         runner.run(sources, nodes, tensors)
-
-
-def _received_rows(region: MoERegion) -> fx.Node:
-    waits = waits_on(region.dispatch)
-    return waits[-1] if waits else region.dispatch

@@ -42,6 +42,7 @@ from moe_compile.regions.row_domain import (
     Order,
     Selected,
     Unproven,
+    reads_outside,
 )
 
 INTERPRETED = 4096
@@ -99,9 +100,7 @@ def check_single_experts(
     torch's are tried where a premise needs them; values from outside the region are not there, and
     what needs them is not tried.
     """
-    known = [
-        c.tensor for c in claims if not (isinstance(c.value, Opaque) and c.value.reads_outside)
-    ]
+    known = [c.tensor for c in claims if not reads_outside(c.value)]
     run, host = CountRun(trace, facts, known), HostRun(region, trace)
     for sample in single_samples(facts):
         one = OneRun(facts, sample)

@@ -26,6 +26,7 @@ from moe_compile.regions.row_domain import (
     Places,
     Segment,
     Selected,
+    Wide,
     is_padding,
     is_selected,
 )
@@ -138,6 +139,13 @@ class SampledRows:
     def check(self, claim: Claim, tensor: torch.Tensor) -> None:
         """Raise unless `tensor` holds what the proof followed."""
         value = claim.value
+        if isinstance(value, Wide):
+            columns = tensor.flatten(1)
+            if not torch.equal(columns, columns[:, :1].expand_as(columns)):
+                raise Differs("an index is not the same all along a row")
+            claim = Claim(claim.moment, claim.tensor, value.index)
+            self.check(claim, columns[:, 0])
+            return
         if isinstance(value, Formulas):
             holds = [self._length(cell) for cell in value.cells] == tensor.reshape(-1).tolist()
         elif isinstance(value, Labels):

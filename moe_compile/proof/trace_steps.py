@@ -28,7 +28,7 @@ class Operator:
 class Produced:
     """`node` produced `tensor`: an input of the body, or what one of its nodes returned.
 
-    For the combine, the rows it sends.
+    For a combine, the rows it sends.
     """
 
     node: fx.Node
@@ -56,9 +56,10 @@ class NotFollowed:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The dispatch happened: sizes that it needs are known."""
+    """A dispatch happened, and brought `tensor`: sizes that it needs are known."""
 
     node: fx.Node
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

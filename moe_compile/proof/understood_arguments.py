@@ -54,6 +54,8 @@ UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "_unsafe_index_put": frozenset({"self", "indices", "values", "accumulate"}),
     "index_copy": frozenset({"self", "dim", "index", "source"}),
     "index_add": frozenset({"self", "dim", "index", "source"}),
+    "scatter": frozenset({"self", "dim", "index", "src"}),
+    "scatter_add": frozenset({"self", "dim", "index", "src"}),
     "repeat_interleave": frozenset({"repeats", "output_size"}),
     "nonzero": frozenset({"self"}),
     **dict.fromkeys(

@@ -8,16 +8,18 @@ Contract
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import sympy
 import torch
 
+from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call, dim_of
 from moe_compile.proof.position_rounding import check_parts_rounding
+from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -32,6 +34,8 @@ from moe_compile.regions.row_domain import (
     padding,
 )
 
+Shape = Sequence[sympy.Expr]
+
 
 def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
     """Return the first input with its rows."""
@@ -45,12 +49,35 @@ def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
 def reshaped(call: Call) -> Value:
     """Find the dimension that holds the rows whole after a change of shape."""
     tensor, rows = the_rows(call)
-    before, after = call.shape(tensor), call.shape(call.outputs[0])
-    ahead = sympy.Mul(*before[: rows.dim])
-    for dim, size in enumerate(after):
-        if size == before[rows.dim] and sympy.Mul(*after[:dim]) == ahead:
-            return Rows(dim, rows.order)
-    raise call.unknown()
+    dim = _whole_dim(call.shape(tensor), rows.dim, call.shape(call.outputs[0]))
+    if dim is None:
+        raise call.unknown()
+    return Rows(dim, rows.order)
+
+
+def _whole_dim(before: Shape, dim: int, after: Shape) -> int | None:
+    """Return which dimension of `after` holds what `dim` of `before` does, None where none does."""
+    ahead = sympy.Mul(*before[:dim])
+    alike = (d for d, size in enumerate(after) if size == before[dim])
+    return next((d for d in alike if sympy.Mul(*after[:d]) == ahead), None)
+
+
+def row_dim_through(
+    facts: CountFacts, rows: torch.Tensor, dim: int, other: torch.Tensor
+) -> int | None:
+    """Return which dimension of `other` holds the rows that `dim` of `rows` holds.
+
+    None unless both are views of one memory, of all the same elements in the same order.
+    """
+    shapes = [[facts.formula(size) for size in t.shape] for t in (rows, other)]
+    starts = {facts.formula(t.storage_offset()) for t in (rows, other)}
+    same = storages_of(rows) == storages_of(other) and len(starts) == 1
+    same &= sympy.Mul(*shapes[0]) == sympy.Mul(*shapes[1])
+    for tensor, shape in zip((rows, other), shapes, strict=True):
+        dense = [sympy.Mul(*shape[d + 1 :]) for d in range(len(shape))]
+        strides = map(facts.formula, tensor.stride())
+        same &= all(a == b or n == 1 for a, b, n in zip(dense, strides, shape, strict=True))
+    return _whole_dim(shapes[0], dim, shapes[1]) if same else None
 
 
 def _transposed(call: Call, dim: int, ndim: int) -> int:

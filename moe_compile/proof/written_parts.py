@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.proof.operator_call import Call, Knowledge, dim_of
-from moe_compile.proof.view_rules import slice_bounds
+from moe_compile.proof.view_rules import row_dim_through, slice_bounds
 from moe_compile.regions.filled_orders import order_along, put_between
 from moe_compile.regions.row_domain import Fixed, Order, Rows, Value, cut
 
@@ -76,7 +76,7 @@ class WrittenParts:
     ) -> list[tuple[torch.Tensor, Value]]:
         """Forget what shares memory with `tensor`, which now holds `value`, None: not known what.
 
-        Return what is known of the tensors that it is a slice of.
+        Return what is known of the tensors that it is a slice of, and of other views of all of it.
         """
         found: list[tuple[torch.Tensor, Value]] = []
         while value is not None and (part := self._parts.get(id(tensor))) is not None:
@@ -85,8 +85,19 @@ class WrittenParts:
                 break
             tensor, value = part.whole, Rows(part.dim, order)
             found.append((tensor, value))
-        self.known.forget_aliases(tensor)
+        forgotten = self.known.forget_aliases(tensor)
+        if isinstance(value, Rows):
+            found += self._views(tensor, value, forgotten)
         return found
+
+    def _views(
+        self, written: torch.Tensor, rows: Rows, others: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, Value]]:
+        """Yield which of `others` show the rows that were written, and in what dimension."""
+        for view in others:
+            dim = row_dim_through(self.known.facts, written, rows.dim, view)
+            if view is not written and dim is not None:
+                yield view, Rows(dim, rows.order)
 
     def _written(self, part: _Part, value: Value) -> Order | None:
         size = self.known.facts.formula(part.whole.shape[part.dim])

@@ -45,7 +45,7 @@ def parts(
     numbers = [n for n in region.count_side if is_host_read(n) or _is_number(n)]
     after = dependence.below(numbers)
     together = [n for n in bulk if after.isdisjoint(dependence.needs(n))]
-    given = {region.rows, region.counts, region.received_counts, *region.others}
+    given = {*region.inputs, *region.others}
     first = (dependence.above(bulk, stops=given) & counted) - after
 
     def part(node: fx.Node) -> Part:
@@ -63,15 +63,19 @@ def order_of_gradients(
     """Return the order in which the new form reads what autograd adds gradients to.
 
     Where counts come first that is: the rows, for all chunks; the weights of sliced products, in
-    one piece per chunk; what is computed from counts; what is computed from rows.
+    one piece per chunk; what is computed from counts; what is computed from rows; what others make
+    of what came back beside the result.
     """
     if not rewrite.counts_first:
         return None
     region, part_of = rewrite.region, parts(rewrite.region, bulk, dependence)
+    dispatches = {one.launch for one in region.dispatched}
 
     def part(reader: fx.Node, source: fx.Node) -> int:
-        if reader is region.dispatch:
+        if reader in dispatches:
             return -2
+        if reader in region.between:
+            return Part.FROM_ROWS + 1
         weight = reader.args[1] if reader in rewrite.sliced else None
         if isinstance(weight, fx.Node) and maker(weight) is source:
             return -1

@@ -7,17 +7,28 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
+from moe_compile.graph.query import waits_on
 from moe_compile.journal.reasons import Reason
 
 if TYPE_CHECKING:  # it names reasons of this module
     from moe_compile.regions.count_facts import CountFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One tensor that an all-to-all takes from rank to rank, one entry along dim 0 per row."""
+
+    sent: fx.Node
+    launch: fx.Node
+    result: fx.Node
+    """The last wait on the launch: what is read of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +37,8 @@ class MoERegion:
 
     Shapes: `rows` sends `[R, D]` routed rows, sorted by expert; `counts` holds the rows per
     expert, `num_ranks * num_local_experts` values, rank-major; `received_counts` the same as
-    seen by the receiver.
+    seen by the receiver. `beside` sends `[R, ...]`, one entry per row of `rows`, in its order:
+    probabilities `[R]`, say. `back_beside` brings back `[R, ...]`, one entry per row of `result`.
     """
 
     name: str
@@ -39,9 +51,15 @@ class MoERegion:
     combine: fx.Node
     result: fx.Node
     """The last wait of the combine: what the graph after the region reads."""
+    beside: tuple[Exchange, ...] = ()
+    """What else is dispatched, split like the rows."""
+    back_beside: tuple[Exchange, ...] = ()
+    """What else is sent back, all of it before the combine."""
+    between: tuple[fx.Node, ...] = ()
+    """What others make of `back_beside` before the result, in graph order: to run behind it."""
     body: tuple[fx.Node, ...]
     """Every node between rows, counts and result, those three excluded but for `result`, in
-    graph order. Holds the dispatch, the combine and their waits, never `count_exchange`."""
+    graph order. Holds all dispatches, combines and their waits, never `count_exchange`."""
     count_side: tuple[fx.Node, ...]
     """The part of the body computed from counts alone, in graph order."""
     others: tuple[fx.Node, ...]
@@ -53,16 +71,59 @@ class MoERegion:
 
     def __post_init__(self) -> None:
         """Raise ContractViolation when the pieces do not fit together."""
+        ends = [back.result for back in self.back_beside]
         if not (self.count_exchange < self.dispatch < self.combine < self.result):
             raise ContractViolation(f"{self.name}: exchanges out of order")
+        if any(end >= self.result for end in ends):
+            raise ContractViolation(f"{self.name}: something comes back after its result")
         if self.num_ranks < 1 or self.num_local_experts < 1:
             raise ContractViolation(f"{self.name}: no ranks or no experts")
+
+    @property
+    def dispatched(self) -> tuple[Exchange, ...]:
+        """All that is dispatched, in graph order."""
+        return _in_order((*exchanges([self.dispatch]), *self.beside))
+
+    @property
+    def combined(self) -> tuple[Exchange, ...]:
+        """All that is sent back, in graph order."""
+        return _in_order((*self.back_beside, *exchanges([self.combine])))
+
+    @property
+    def launches(self) -> tuple[fx.Node, ...]:
+        """The launches of all dispatches, then those of all combines."""
+        return tuple(one.launch for one in (*self.dispatched, *self.combined))
+
+    @property
+    def inputs(self) -> frozenset[fx.Node]:
+        """What is not of the body and changes with the chunk: all that is sent, and the counts."""
+        sent = (one.sent for one in self.dispatched)
+        return frozenset({*sent, self.counts, self.received_counts})
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What the graph after the region may read, in graph order; `result` is the last."""
+        return tuple(one.result for one in self.combined)
 
     @property
     def row_side(self) -> tuple[fx.Node, ...]:
         """The part of the body that depends on the dispatched rows, in graph order."""
         counted = set(self.count_side)
         return tuple(node for node in self.body if node not in counted)
+
+
+def exchanges(launches: Iterable[fx.Node]) -> list[Exchange]:
+    """Return what these launches exchange; the launch itself is read where nothing waits for it."""
+    found = []
+    for launch in launches:
+        (sent, *_), waits = launch.all_input_nodes, waits_on(launch)
+        result = waits[-1] if waits else launch
+        found.append(Exchange(sent=sent, launch=launch, result=result))
+    return found
+
+
+def _in_order(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
+    return tuple(sorted(exchanges, key=lambda one: one.launch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,8 @@ class Rewrite:
     proof: RowProof
     replaced: fx.Node
     """What the rewrite makes anew: the region's result, or what is made of it further on."""
+    also_replaced: tuple[fx.Node, ...] = ()
+    """What else it makes anew: what comes back beside the result."""
     before: tuple[fx.Node, ...] = ()
     """Nodes outside the body that run just before the region's result as well."""
     behind: tuple[fx.Node, ...] = ()
@@ -44,12 +46,16 @@ class Rewrite:
         return (*self.region.row_side, *self.behind)
 
     @property
+    def made_anew(self) -> tuple[fx.Node, ...]:
+        """All nodes whose readers read something new."""
+        return (self.replaced, *self.also_replaced)
+
+    @property
     def inputs(self) -> frozenset[fx.Node]:
         """What the new form reads of the graph: what the old one reads from outside."""
         region = self.region
         old = {*region.body, *self.before, *self.behind, *self.others}
-        given = {region.rows, region.counts, region.received_counts}
-        return frozenset({i for node in old for i in node.all_input_nodes} | given) - old
+        return frozenset({i for node in old for i in node.all_input_nodes} | region.inputs) - old
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

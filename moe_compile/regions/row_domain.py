@@ -129,6 +129,13 @@ class Opaque:
     reads_outside: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """`[R, ...]`: every entry of row i is `index[i]`, as of `index[:, None].expand(-1, D)`."""
+
+    index: Permutation | Opaque
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups(Opaque):
     """`[R]` integers: the group that each place is in; behind the last group, their number."""
@@ -172,9 +179,25 @@ class OfExpert:
 
 
 Value = (
-    Fixed | Outside | Formulas | Labels | Permutation | Places | Opaque | Spread | Rows | OfExpert
+    Fixed
+    | Outside
+    | Formulas
+    | Labels
+    | Permutation
+    | Places
+    | Opaque
+    | Wide
+    | Spread
+    | Rows
+    | OfExpert
 )
-FROM_COUNTS = (Formulas, Labels, Permutation, Places, Opaque)
+FROM_COUNTS = (Formulas, Labels, Permutation, Places, Opaque, Wide)
+
+
+def reads_outside(value: Value) -> bool:
+    """Whether the value was computed from tensors outside the region, beside the counts."""
+    index = value.index if isinstance(value, Wide) else value
+    return isinstance(index, Opaque) and index.reads_outside
 
 
 def length(order: Order) -> sympy.Expr:

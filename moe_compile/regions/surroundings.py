@@ -64,7 +64,8 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     behind = [n for n in rewrite.behind if n is not rewrite.replaced]
     bulk = _never_negative(_host_reads(region), rewrite.proof)
     part = order_of_gradients(rewrite, bulk, legality.dependence)
-    for moved, anchor in ((body, region.result), (behind, rewrite.replaced)):
+    together = [*body, *region.between]
+    for moved, anchor in ((together, region.result), (behind, rewrite.replaced)):
         found = legality.obstacle(moved, anchor, part, enters_autocast=rewrite.enters_autocast)
         if (obstacle := found) is not None:
             reason = REFUSALS[obstacle.hazard]
@@ -86,7 +87,7 @@ class _Together:
     def __init__(self, rewrites: Sequence[Rewrite], legality: Legality) -> None:
         self._rewrites, self._legality = rewrites, legality
         self._dependence = legality.dependence
-        self._replaced = {rewrite.replaced for rewrite in rewrites}
+        self._replaced = {node for rewrite in rewrites for node in rewrite.made_anew}
         self._bodies = {node for r in rewrites for node in (*r.region.body, *r.behind)}
         others = {node for r in rewrites for node in (*r.before, *r.others)}
         self._implied = self._implied_assertions()
@@ -181,7 +182,8 @@ class _Together:
         """
         place, body = self._dependence.position, set(region.body)
         given = {region.counts, region.received_counts}
-        above = self._dependence.above(reads, stops={*given, region.rows, *region.others}) & body
+        stops = {*region.inputs, *region.others}
+        above = self._dependence.above(reads, stops=stops) & body
         inputs = {i for node in above for i in node.all_input_nodes if i not in body}
         there = max(place[node] for node in inputs | given)
         early = (r for r in reads if place[r] > there)
@@ -213,7 +215,7 @@ class _Together:
         """Whether the new form of some region reads `number`, and before `read_at`."""
         place = self._dependence.position
         return any(
-            number in rewrite.inputs and place[rewrite.region.dispatch] < place[read_at]
+            number in rewrite.inputs and place[rewrite.region.dispatched[0].launch] < place[read_at]
             for rewrite in self._rewrites
         )
 

@@ -59,6 +59,8 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
 
 
 def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
+    for one in (*region.beside, *region.back_beside):
+        raise NotByRow(Reason.NOT_BY_ROW, one.launch)
     gather, before = _up_to_gather(region.rows)
     gathered = _gathered(gather)
     assert gathered is not None

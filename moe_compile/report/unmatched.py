@@ -18,6 +18,7 @@ TELLING: Final = (
     Reason.NOT_AN_EXCHANGE,
     Reason.NO_COMBINE,
     Reason.NO_COUNT_EXCHANGE,
+    Reason.SPLIT_OTHERWISE,
     Reason.COUNTS_NOT_COUNTED,
     Reason.UNEVEN_EXPERTS,
     Reason.EVEN_SPLITS,

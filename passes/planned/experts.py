@@ -206,6 +206,7 @@ def _rewrite(draft: _Draft, drafts: Iterable[_Draft], config: MegaMoEConfig) -> 
         region=draft.region,
         proof=draft.proof,
         replaced=draft.region.result,
+        also_replaced=draft.region.results[:-1],
         counts_first=True,
         enters_autocast=True,
         sliced=() if config.chunk_by == "tokens" else draft.proof.sliceable,

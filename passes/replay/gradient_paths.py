@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -30,28 +31,39 @@ def chunk_without_gradient(
     return None
 
 
-def _paths(region: MoERegion, pruned: Pruned, dependence: Dependence) -> tuple[bool, bool]:
-    """Return whether the rows sent back have a gradient, and whether the received get theirs."""
-    received = [region.dispatch, *waits_on(region.dispatch)]
-    body, differentiable, from_rows = set(region.body), set[fx.Node](), set[fx.Node]()
-    if any(map(has_gradient, [region.rows, *received])):
-        differentiable.update(received)
-        from_rows.update(received)
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """Which exchanges of a region have a place in the backward pass."""
+
+    back: frozenset[fx.Node]
+    """Combines whose rows have a gradient."""
+    there: frozenset[tuple[fx.Node, fx.Node]]
+    """Dispatch and combine: what the one brought gets a gradient by the other."""
+
+
+def _paths(region: MoERegion, pruned: Pruned, dependence: Dependence) -> _Paths:
+    of_dispatch = {
+        one.launch: [one.launch, *waits_on(one.launch)]
+        for one in region.dispatched
+        if any(map(has_gradient, [one.sent, one.launch, *waits_on(one.launch)]))
+    }
+    combines = {one.launch for one in region.combined}
+    body, sources = set(region.body), dict[fx.Node, set[fx.Node]]()
+    for launch, received in of_dispatch.items():
+        sources.update((node, {launch}) for node in received)
+    given = {n for one in region.dispatched for n in (one.launch, *waits_on(one.launch))}
+    differentiable = set(sources)
     for node in region.row_side:
-        if node in pruned.nodes or node in received or not _carries(node, region):
+        carries = node in combines or value_of(node) is None or has_gradient(node)
+        if node in pruned.nodes or node in given or not carries:
             continue
         gone = pruned.nodes | pruned.dropped_from.get(node, set())
         inputs = [i for i in _differentiated(node, dependence) if i not in gone]
         if any(i in differentiable or (i not in body and has_gradient(i)) for i in inputs):
             differentiable.add(node)
-        if any(i in from_rows for i in inputs):
-            from_rows.add(node)
-    return region.combine in differentiable, region.combine in from_rows
-
-
-def _carries(node: fx.Node, region: MoERegion) -> bool:
-    """Whether a gradient may flow through what `node` makes; unknown values may carry one."""
-    return node is region.combine or value_of(node) is None or has_gradient(node)
+        sources[node] = set().union(*(sources.get(i, set()) for i in inputs))
+    there = {(launch, combine) for combine in combines for launch in sources.get(combine, ())}
+    return _Paths(frozenset(combines & differentiable), frozenset(there))
 
 
 def _differentiated(node: fx.Node, dependence: Dependence) -> list[fx.Node]:

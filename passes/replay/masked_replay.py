@@ -58,10 +58,9 @@ def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
 class Chunked:
     """What a region became."""
 
-    result: fx.Node
-    """What the region's result is now."""
     instead: dict[fx.Node, fx.Node]
-    """Host read whose value the graph needs outside the region -> what to read instead."""
+    """Result of the region, or host read whose value the graph needs outside it -> what to read
+    instead."""
     dispatches: tuple[fx.Node, ...]
     combines: tuple[fx.Node, ...]
     """Launches of each chunk's dispatch and combine, in order of chunks."""
@@ -95,40 +94,44 @@ def emit_chunks(
     rows_per_chunk = _emit_reads(early, region, whole, replays, around, dependence)
 
     order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
-    sorted_rows = emit.call(PERMUTE_ROWS, region.rows, order, inverse)
-    parts = emit.call(torch.split, sorted_rows, rows_per_chunk)
+    parts = {
+        sent: emit.call(torch.split, emit.call(PERMUTE_ROWS, sent, order, inverse), rows_per_chunk)
+        for sent in dict.fromkeys(one.sent for one in region.dispatched)
+    }
     sliceable = () if by_tokens else proof.sliceable
     weights = _split_weights(emit, sliceable, bounds)
     for c, replay in enumerate(replays):
-        replay.env[region.rows] = emit.call(operator.getitem, parts, c)
+        for sent, pieces in parts.items():
+            replay.env[sent] = emit.call(operator.getitem, pieces, c)
         emit_rest(emit, region.count_side, replay)
     for replay in replays:
-        replay.env[region.dispatch] = emit.copy(region.dispatch, replay.env)
+        for one in region.dispatched:
+            replay.env[one.launch] = emit.copy(one.launch, replay.env)
     for c, replay in enumerate(replays):
         for gemm in sliceable:
             padding = proof.padding.get(gemm, (0,) * region.num_local_experts)
             _slice_to_chunk(emit, gemm, weights[gemm][c], padding, replay)
         emit_rest(emit, region.row_side, replay)
 
-    together = _joined(emit, region, replays)
-    result = emit.call(PERMUTE_ROWS, together, inverse, order)
-    result.meta.update(region.result.meta)  # later passes read its sizes
+    instead = {node: whole.env[node] for node in around.served}
+    for node in region.results:
+        instead[node] = emit.call(PERMUTE_ROWS, _joined(emit, node, replays), inverse, order)
+        instead[node].meta.update(node.meta)  # later passes read its sizes
     return Chunked(
-        result=result,
-        instead={node: whole.env[node] for node in around.served},
+        instead=instead,
         dispatches=tuple(replay.env[region.dispatch] for replay in replays),
         combines=tuple(replay.env[region.combine] for replay in replays),
     )
 
 
-def _joined(emit: Emitter, region: MoERegion, replays: list[Replay]) -> fx.Node:
-    """Return the rows of all chunks, one chunk after another.
+def _joined(emit: Emitter, result: fx.Node, replays: list[Replay]) -> fx.Node:
+    """Return what came back to all chunks, one chunk after another.
 
     Rows of one number get a column for it: autograd gives an empty vector in a concatenation a
     gradient of zeros that depends on nothing, and what exchanges it back would leave the backward
     pass, on a rank without tokens alone.
     """
-    parts, rows = [replay.env[region.result] for replay in replays], tensor_of(region.result)
+    parts, rows = [replay.env[result] for replay in replays], tensor_of(result)
     if rows is None or rows.dim() > 1:
         return emit.call(torch.cat, parts)
     columns = [emit.method("unsqueeze", part, 1) for part in parts]

@@ -36,7 +36,7 @@ class Replay:
 
 def needed_for(reads: Iterable[fx.Node], region: MoERegion, dependence: Dependence) -> set[fx.Node]:
     """Return the nodes of the region that these host reads depend on, and the reads."""
-    given = {region.rows, region.counts, region.received_counts, *region.others}
+    given = {*region.inputs, *region.others}
     return dependence.above(reads, stops=given) & set(region.count_side)
 
 

@@ -33,6 +33,9 @@ def emit_row_order(
     num_rows = emit.method("size", region.rows, 0)
     total = emit.call(torch.sym_sum, rows_per_chunk)
     emit.call(ASSERT, emit.call(operator.eq, total, num_rows), "chunks do not make up the rows")
+    for other in dict.fromkeys(one.sent for one in region.beside):
+        is_alike = emit.call(operator.eq, emit.method("size", other, 0), num_rows)
+        emit.call(ASSERT, is_alike, "what is sent beside the rows has not one entry per row")
     rows = emit.call(torch.arange, num_rows, device=counts.device)
     by_chunk = emit.call(torch.argsort, axis.chunk_of_run, stable=True)
     ends = _runs(emit, axis.run_counts)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from benchmarks.acceptance.graph_breaks import graph_breaks, reason_of
 
 from benchmarks.acceptance import on_rank
 from benchmarks.acceptance.cases import CASES
 from benchmarks.acceptance.compare import differences
-from benchmarks.acceptance.graph_breaks import graph_breaks, reason_of
 from benchmarks.acceptance.one_case import FX, last_error
 from benchmarks.acceptance.table import crashes_of, is_equal, page_of
 

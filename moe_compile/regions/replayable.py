@@ -1,0 +1,90 @@
+"""What would change if a region's body ran later, and once for each part of the rows.
+
+Contract
+    A region that passes communicates by the exchanges of its rows alone, writes nothing from
+    outside, and nobody reads of it before its result. The graph is not edited.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.effects import is_host_arithmetic, is_pure, may_draw
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.query import (
+    has_dynamic_splits,
+    input_splits,
+    is_launch,
+    output_splits,
+)
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.sent_counts import forms_of_counts
+
+
+def check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | None:
+    """Refuse what replaying the body later, on parts of the rows, would change outside it."""
+    inside = set(region.body)
+    splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
+    for size in splits:
+        if isinstance(size, fx.Node) and size not in inside:
+            return _refused(region, Reason.NO_COUNT_EXCHANGE, size)
+    for node in region.between:
+        if may_draw(node) or not (is_host_arithmetic(node) or is_pure(node)):
+            return _refused(region, Reason.ESCAPES, node)
+    for node in region.row_side:
+        if node.op == "call_method" and node.target in ("item", "tolist"):
+            return _refused(region, Reason.HOST_READ_OF_ROWS, node)
+    return _check_launches(region, dependence) or _check_writes(region, dependence, inside)
+
+
+def _check_launches(region: MoERegion, dependence: Dependence) -> Refused | None:
+    """Refuse other collectives than the exchanges of the rows, and rows sent on before the end."""
+    for one in region.dispatched:
+        others = dependence.below(o.result for o in region.dispatched if o is not one)
+        if one.launch in others:
+            return _refused(region, Reason.COMMUNICATES, one.launch)
+    for node in region.body:
+        if is_launch(node) and node not in region.launches:
+            is_beside = node in region.count_side and has_dynamic_splits(node)
+            reason = Reason.SPLIT_OTHERWISE if is_beside else Reason.COMMUNICATES
+            return _refused(region, reason, node)
+    return None
+
+
+def _check_writes(
+    region: MoERegion, dependence: Dependence, inside: set[fx.Node]
+) -> Refused | None:
+    outside = frozenset(s for node in (*region.inputs, *region.others) for s in storages(node))
+    for writer, written in dependence.writes.items():
+        if writer in inside and (written & outside or not written):
+            return _refused(region, Reason.MUTATES_OUTSIDE, writer)
+        if _rewrites_counts(writer, written, region, dependence):
+            return _refused(region, Reason.MUTATED_MEANWHILE, writer)
+    body = [node for node in region.body if node is not region.result]
+    graph = region.result.graph
+    obstacle = Legality(dependence, graph).written_meanwhile(body, region.result)
+    if obstacle is not None:
+        return _refused(region, Reason.MUTATED_MEANWHILE, obstacle.because_of)
+    return None
+
+
+def _rewrites_counts(
+    writer: fx.Node, written: frozenset[int], region: MoERegion, dependence: Dependence
+) -> bool:
+    """Whether `writer` may part the counts that the region reads from those that were exchanged.
+
+    They are the same only while nothing writes any form of them from the first change of form on.
+    """
+    forms = forms_of_counts(region.count_exchange)
+    place = dependence.position
+    first = place[forms[-2]] if len(forms) > 1 else place[region.count_exchange]
+    if not first < place[writer] < place[region.result]:
+        return False
+    memory = frozenset(s for form in forms for s in storages(form))
+    return not written or bool(written & memory)
+
+
+def _refused(region: MoERegion, reason: Reason, node: fx.Node) -> Refused:
+    return Refused(candidate=region.name, reason=reason, detail=node.name, is_region=True)

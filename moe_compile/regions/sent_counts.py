@@ -1,0 +1,34 @@
+"""The counts that a rank sends, as they were before they changed form on their way.
+
+Contract
+    All forms hold the same numbers in the same flat order, unless one is written in place.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.graph.query import is_integer
+
+VALUE_KEEPING: Final = frozenset(
+    {"to", "int", "long", "view", "reshape", "flatten", "contiguous", "clone", "detach", "alias"}
+)
+"""Methods that change the form of a tensor of counts, not its values or their flat order."""
+
+
+def forms_of_counts(exchange: fx.Node) -> list[fx.Node]:
+    """Return the counts as sent, and as they were before each change of form only."""
+    node = exchange.args[0]
+    assert isinstance(node, fx.Node)
+    forms = [node]
+    while (
+        node.op == "call_method"
+        and node.target in VALUE_KEEPING
+        and isinstance(node.args[0], fx.Node)
+        and is_integer(node.args[0])
+    ):
+        node = node.args[0]
+        forms.append(node)
+    return forms
