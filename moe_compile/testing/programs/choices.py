@@ -52,6 +52,9 @@ class Back(enum.Enum):
     INVERSE_WRITTEN = "the permutation is turned round in place"
     INDEX_ADD = "index_add into zeros"
     SCATTER = "scatter into zeros"
+    SCATTER_ADD = "scatter_add_ into zeros, the index written out"
+    VIEW_PUT = "assignment into a view of empty memory"
+    MORE_ROWS = "assignment into more rows than there are"
 
 
 class Act(enum.Enum):
@@ -81,6 +84,8 @@ class Detail(enum.Enum):
     VIEW_WRITE = "a view of the hidden rows is written"
     ROW_NORM = "rows are normalised each by its own norm"
     PROBS_TRAVEL = "scores travel with a second dispatch"
+    SURE = "a number per row comes back with a second combine"
+    WIDE = "rows are put in order by a gather of elements"
     CHECKPOINT = "experts are checkpointed"
     AUTOCAST = "experts run under autocast"
     NO_GRAD_TWIN = "rows pass the experts without gradient too"

@@ -107,4 +107,18 @@ BACKS: Final = {
         "places = perm[:, None].expand(-1, out.shape[1])",
         "return torch.zeros_like(out).scatter(0, places, out)",
     ],
+    Back.SCATTER_ADD: [
+        "places = perm.unsqueeze(1).expand(-1, out.shape[1]).contiguous()",
+        "return torch.zeros_like(out).scatter_add_(0, places, out)",
+    ],
+    Back.VIEW_PUT: [
+        "back = torch.empty_like(out)",
+        "back.view(out.shape[0], 1, out.shape[1])[perm] = out[:, None]",
+        "return back",
+    ],
+    Back.MORE_ROWS: [
+        "back = out.new_zeros(out.shape[0] + 2, out.shape[1])",
+        "back[perm, :] = out",
+        "return back[:-2]",
+    ],
 }

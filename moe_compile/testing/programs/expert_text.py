@@ -146,7 +146,7 @@ def _slice_loop(layer: Experts) -> list[str]:
     if Detail.LONGEST in layer.details:
         cut += ["longest = max(sizes)"]
         padded = "torch.cat([x, x.new_zeros(longest - x.shape[0], x.shape[1])])"
-    cut += ["slices = torch.split(rows[perm], sizes)"]
+    cut += [f"slices = torch.split({_sorted_rows(layer)}, sizes)"]
     call = f"self.expert({padded}, {number})" + ("" if padded == "x" else "[:x.shape[0]]")
     if layer.style is Style.SORTED_LOOP:
         return [
@@ -197,6 +197,12 @@ def _order_lines(layer: Experts) -> list[str]:
         Order.KEY: f"torch.argsort(ids * rows.shape[0] + {places}, stable=True)",
     }.get(layer.order, "torch.argsort(ids, stable=True)")
     return [*labels, f"perm = {perm}", "label = ids[perm]"]
+
+
+def _sorted_rows(layer: Experts) -> str:
+    if Detail.WIDE in layer.details:
+        return "torch.gather(rows, 0, perm[:, None].expand(-1, rows.shape[1]))"
+    return "rows[perm]"
 
 
 def _segments(layer: Experts) -> list[str]:
@@ -257,7 +263,7 @@ def _at_once(layer: Experts) -> list[str]:
             "offs = per.to(torch.int32)",
         ]
         shift = ["x = x + self.w2[other, 0]"]
-    return [per, *ends, "x = rows[perm]", *shift, *products, *out]
+    return [per, *ends, f"x = {_sorted_rows(layer)}", *shift, *products, *out]
 
 
 def _stacked(layer: Experts) -> list[str]:
@@ -265,7 +271,7 @@ def _stacked(layer: Experts) -> list[str]:
     flip = ".flip(0)" if layer.order is Order.DESCENDING else ""
     return [
         "longest = max(sizes)",
-        "slices = torch.split(rows[perm], sizes)",
+        f"slices = torch.split({_sorted_rows(layer)}, sizes)",
         "padded = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[0])) for x in slices])",
         *_batch_products(layer, flip, bias=Detail.BIAS in layer.details),
         "done = [y[:size] for y, size in zip(out, sizes)]",
@@ -289,7 +295,7 @@ def _batched(layer: Experts, flip: str, *, bias: bool) -> list[str]:
         f"slot = torch.arange(label.shape[0]) - (per.cumsum(0) - per)[{label}]",
         f"place = ({label}) * CAPACITY + slot",
         f"padded = rows.new_zeros({e} * CAPACITY, rows.shape[1])",
-        f"padded = padded.index_copy(0, place, rows[perm]).view({e}, CAPACITY, -1)",
+        f"padded = padded.index_copy(0, place, {_sorted_rows(layer)}).view({e}, CAPACITY, -1)",
         *_batch_products(layer, flip, bias=bias),
         f"out = out.view({e} * CAPACITY, -1)[place]",
     ]

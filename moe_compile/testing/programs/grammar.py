@@ -48,6 +48,7 @@ READ_IN: Final[dict[str, frozenset[Style]]] = {
 
 OF_STYLE: Final[dict[enum.Enum, Style]] = {
     Detail.LONGEST: Style.SORTED_LOOP,
+    Detail.WIDE: Style.SORTED_LOOP,
     Detail.SUMS_WRITTEN: Style.GROUPED,
     Detail.BANK: Style.GROUPED,
     Detail.CROSSED: Style.GROUPED,

@@ -202,8 +202,10 @@ def _forward(layer: Experts) -> list[str]:
     body += between if layer.late else []
     body += [
         *lines_at(layer, "later"),
+        *_sure_lines(layer, move),
         *(["out = out.sum(-1)"] if one_number else []),
         f"out = {move}(out, sent, got, self.group)",
+        *(["out = out * sure"] if Detail.SURE in layer.details else []),
         *lines_at(layer, "combined"),
         *weigh,
         *_result_lines(layer, one_number=one_number),
@@ -211,6 +213,13 @@ def _forward(layer: Experts) -> list[str]:
         "return result, extra",
     ]
     return ["def forward(self, x, routing):", *indented(body)]
+
+
+def _sure_lines(layer: Experts, move: str) -> list[str]:
+    if Detail.SURE not in layer.details:
+        return []
+    column = "" if Detail.ONE_NUMBER in layer.details else "[:, None]"
+    return [f"sure = {move}(out.amax(-1), sent, got, self.group){column}"]
 
 
 def _result_lines(layer: Experts, *, one_number: bool) -> list[str]:

@@ -35,6 +35,7 @@ USED_BY: Final = {
     Detail.OWN_MEAN: frozenset({Style.LOOP, Style.SEARCHED, Style.RUNS}),
     Detail.NESTED_CAT: frozenset({Style.LOOP}),
     Detail.LONGEST: LOOPS - {Style.STACKED},
+    Detail.WIDE: frozenset(Style) - WITHOUT_ORDER,
     Detail.EMPTY_JOIN: frozenset({Style.LOOP, Style.SORTED_LOOP, Style.STACKED}),
     Detail.SUMS_WRITTEN: frozenset({Style.GROUPED, Style.FUSED}),
     Detail.BANK: frozenset({Style.GROUPED}),
