@@ -20,6 +20,7 @@ from passes.replay.host_reads import CONSTRAIN_RANGE
 from passes.replay.masked_replay import chunk_bounds
 from tests.capture import CapturedError, carried_out, dynamo_graphs, normalized, state
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, Routed, SharedAndBias
+from tests.megatron_layers import TwoBack
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
 
@@ -65,6 +66,13 @@ def test_n_chunks_have_one_count_exchange_and_n_exchanges_each_way(fake_ranks, s
     counts = [n for n in launches(graph) if n.meta.get("example_value") is not None]
     assert len(launches(graph)) == 1 + 2 * chunks
     assert [is_integer(n) for n in counts] == [True]
+
+
+def test_each_chunk_exchanges_all_that_travels_with_its_rows(fake_ranks):
+    graph, report = chunked(layer(TwoBack, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    assert len(launches(graph)) == 1 + 2 * (2 + 2)
+    assert len(host_copies(graph)) == 1
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
