@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 
 from benchmarks.acceptance.cases import find_case
 from benchmarks.acceptance.compare import differences, run_steps
-from benchmarks.acceptance.graph_breaks import graph_breaks
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import forget_compiled
 
@@ -41,16 +40,16 @@ def compare_with(
     first: dict[str, Any] = {}
 
     def after_first() -> None:
-        first.update(graphs=counters["stats"]["unique_graphs"], breaks=list(breaks))
+        first["graphs"] = counters["stats"]["unique_graphs"]
 
-    with graph_breaks() as breaks:
-        found = run_steps(subject, compiled, after_first)
+    found = run_steps(subject, compiled, after_first)
     kept = {one: torch.load(_path(folder, one, rank)) for one in backends}
     report = REPORT.as_dict()
     return first | {
         "differences": {one: differences(found, expected) for one, expected in kept.items()},
         "num_compared": len(found),
         "regions": [[r["where"], r["verdict"], r["num_chunks"]] for r in report["regions"]],
+        "breaks": report["graph_breaks"],
         "warnings": report["warnings"],
         "left_alone": report["left_alone"],
         "dropped_passes": report["dropped_passes"],
@@ -62,6 +61,7 @@ def _forget() -> None:
     counters.clear()
     REPORT.compilations.clear()
     REPORT.warnings.clear()
+    REPORT.graph_breaks.clear()
 
 
 def _path(folder: str, backend: str, rank: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from moe_compile.testing.rank_pool import RankFailure, RankPool
 FX: Final = {"megamoe.codegen": "fx"}
 TWO_CHUNKS: Final = FX | {"megamoe.chunks": 2}
 IDLE_S: Final = 120.0
+ERROR: Final = re.compile(
+    r"^[\w.]*(?:Error|Exception|Unsupported|Failed|Warning|Node): ", re.MULTILINE
+)
+"""How Python says which error it was; torch's own errors end in other words too."""
 
 
 def run_case(name: str) -> dict[str, Any]:
@@ -59,11 +64,9 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def last_error(trace: str) -> str:
-    """Return the last error of a traceback: its line, and those that belong to it."""
-    lines = trace.strip().splitlines()
-    starts = [i for i, line in enumerate(lines) if line and not line[0].isspace() and ": " in line]
-    telling = [i for i in starts if not lines[i].startswith(("For ", "Set ", "If ", "rank "))]
-    return "\n".join(lines[telling[-1] if telling else -5 :])[:600]
+    """Return the last error of a traceback: the line that names it, and those that follow."""
+    named = list(ERROR.finditer(trace))
+    return trace[named[-1].start() :].strip()[:600] if named else trace.strip()[-600:]
 
 
 def _version(package: str) -> str:

@@ -117,8 +117,7 @@ def _remarks(case: Mapping[str, Any]) -> list[str]:
 def _of_breaks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     if not ranks or not ranks[0]["breaks"]:
         return []
-    where, reason = ranks[0]["breaks"][0]
-    return [f"first break at {_short(where)}: {_short(reason)}"]
+    return [f"first break: {_short(ranks[0]['breaks'][0])}"]
 
 
 def _of_regions(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

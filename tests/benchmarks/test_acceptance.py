@@ -61,30 +61,11 @@ def test_an_error_is_a_crash_where_the_measure_ran():
 
 def test_remarks_name_the_first_break_and_what_stands_in_the_way():
     refused = [["moe.py:3", "an operator whose effect on rows is not known (mean)", 1]]
-    place = "/home/user/env/lib/site-packages/package/moe.py:9"
-    breaks = [[place, "data-dependent <branch>"], ["later.py:1", "other"]]
+    breaks = ["moe.py:9 in forward: data-dependent <branch>", "later.py:1 in f: other"]
     text = page(case(fx=[on(graphs=3, breaks=breaks, regions=refused)]))
-    assert "first break at package/moe.py:9: data-dependent (branch)" in text
+    assert "first break: moe.py:9 in forward: data-dependent (branch)" in text
     assert "region at moe.py:3: an operator whose effect on rows is not known (mean)" in text
     assert "later.py" not in text
-
-
-def test_a_break_is_told_with_the_place_and_the_reason():
-    def broken(x):
-        torch._dynamo.graph_break()
-        return x + 1
-
-    torch._dynamo.reset()
-    with graph_breaks() as found:
-        torch.compile(broken, backend="eager")(torch.ones(2))
-    (place, reason), *_ = found
-    assert place.startswith(__file__)
-    assert "graph_break()" in reason
-
-
-def test_the_reason_is_what_dynamo_met_and_not_what_it_does_then():
-    text = "Encountered graph break that we cannot resume from.\n\nCall of print\n  Hint: no"
-    assert reason_of(text) == "Call of print"
 
 
 def test_the_last_error_of_ranks_is_the_one_that_is_told():

@@ -1,8 +1,8 @@
 """Megatron-Core's MoELayer with its local linear layers, without TransformerEngine.
 
 It asks CUDA for its device and its streams wherever it runs, and makes split sizes numbers of the
-host where a tensor is CUDA's alone. `_pretend` answers for the CPU: the device is the CPU, there is
-one stream, which is always done, and tensors become numbers there as well.
+host where a tensor is CUDA's alone. `_pretend` answers for the CPU: the device is the CPU, and
+split sizes become numbers there too, as on CUDA, but on no stream of their own.
 """
 
 from __future__ import annotations
@@ -18,31 +18,16 @@ from benchmarks.acceptance.subject import Call, Case, Subject
 NUM_EXPERTS = 4
 
 
-class _OnlyStream:
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    def record_event(self) -> _OnlyStream:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-
-STREAM = _OnlyStream()
-CPU = torch.device("cpu")
-
-
 def _device() -> torch.device:
-    return CPU
+    return torch.device("cpu")
 
 
-def _stream() -> _OnlyStream:
-    return STREAM
-
-
-def _on_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+def _to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    if not dispatcher.drop_and_pad and point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if torch.is_tensor(splits := getattr(dispatcher, name)):
+                setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
 
 
 def _pretend() -> None:
@@ -50,9 +35,9 @@ def _pretend() -> None:
 
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name without TransformerEngine too
     torch.cuda.current_device = _device
-    torch.cuda.current_stream = _stream
-    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = STREAM
+    alltoall = token_dispatcher.MoEAlltoAllTokenDispatcher
+    alltoall.cuda_dtoh_stream = object()
+    alltoall._maybe_dtoh_and_synchronize = _to_host
 
 
 def _layer(rank: int, **settings: Any) -> Subject:
