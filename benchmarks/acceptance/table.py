@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.acceptance.cases import CASES
+
 ROW: Final = "| {} | {} | {} | {} | {} | {} | {} |"
 HEAD: Final = (
     ROW.format("", "version", "ranks", "graphs", "regions", "equal", "crash"),
@@ -25,6 +27,9 @@ code is compared with `backend="inductor"` as well.
 
 "Graphs" are those of the first step; 1 is a model captured whole. "Crash" is an error where
 `aot_eager` runs.
+A rank runs `aot_eager` first, in the same process: what a package keeps from its first call, as
+fairscale's gate does (5 graphs in a fresh process), is there when megamoe compiles.
+
 torch {torch}. Tutel is not on PyPI, and so not in the table.
 """
 PATHS: Final = re.compile(r"[^\s\"']*/site-packages/")
@@ -44,8 +49,8 @@ def page_of(record: Mapping[str, Any]) -> str:
     crashes = sum(bool(crashes_of(case)) for case in cases)
     different = sum(is_equal(case) == "no" for case in cases)
     summary = (
-        f"{len(cases)} layers and models: {crashes} crash where `aot_eager` works, {different} "
-        "compute other values."
+        f"{len(cases)} of {len(CASES)} layers and models were run: {crashes} crash where "
+        f"`aot_eager` works, {different} compute other values."
     )
     return "\n".join(
         [
