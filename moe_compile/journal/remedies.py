@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.kinds import Kind
+from moe_compile.journal.reasons import Reason
 
 PAGE: Final = "docs/reasons.md"
 SAME_GRAPH: Final = (
@@ -51,6 +52,8 @@ _EXCHANGES: Final = {
     Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; to dispatch by capacity, in equal "
     "parts, give each of several local experts weights of its own, and send the rows back by an "
     f"even all-to-all over the same group, {SAME_GRAPH}",
+    Reason.SPLIT_OTHERWISE: "send one entry along dim 0 for each row, by the same two split lists "
+    "as the rows",
     Reason.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
     Reason.NOT_ALL_TO_ALL: f"{NOTHING}: gathers and reductions are scheduled, not chunked",
 }
@@ -87,6 +90,8 @@ _EXPERTS: Final = {
     "order; write nothing in place",
     Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave dispatch and wires as they "
     "are for layers with a capacity",
+    Reason.OUTER_HOP: "nothing: the inner hop is what runs in chunks; for one exchange over both, "
+    "dispatch over one group of all ranks",
     Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
     Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",

@@ -19,6 +19,7 @@ from torch.utils._sympy.functions import FloorDiv, Max
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import label_rules, order_rules
 from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
+from moe_compile.regions.outside_reads import is_differentiable
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -29,7 +30,6 @@ from moe_compile.regions.row_domain import (
     Unproven,
     Value,
     Wide,
-    is_differentiable,
     reads_outside,
 )
 

@@ -20,15 +20,14 @@ from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import written_by_schema
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.count_facts import CountFacts
+from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Order,
     Outside,
-    Reads,
     Unproven,
     Value,
-    is_differentiable,
     length,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.journal.reasons import Kind
+from moe_compile.journal.kinds import Kind
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.planned import PlannedCapacity
 from moe_compile.report.decisions import decision_figures, decision_remarks

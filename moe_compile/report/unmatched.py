@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.kinds import Kind
+from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.regions.regions import Refused
 

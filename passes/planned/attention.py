@@ -15,7 +15,8 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.graph.async_tp import AsyncTPMeans, probe_means
 from moe_compile.journal.entries import Verdict, judged
-from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.kinds import Kind
+from moe_compile.journal.reasons import Reason
 from moe_compile.plan.chunk_numbers import Bound, plan_head_groups
 from moe_compile.plan.decide import decide_attention
 from moe_compile.plan.plan import AttentionPlan

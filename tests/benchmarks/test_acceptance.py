@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from benchmarks.acceptance.graph_breaks import graph_breaks, reason_of
 
 from benchmarks.acceptance import on_rank
 from benchmarks.acceptance.cases import CASES

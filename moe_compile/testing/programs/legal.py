@@ -22,6 +22,7 @@ from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GATHERING,
     READ_IN,
+    WITHOUT_ORDER,
     Attention,
     Experts,
     Program,
