@@ -11,6 +11,7 @@ from __future__ import annotations
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Knowledge
 from moe_compile.proof.trace_steps import GradientMade, GradientOf
+from moe_compile.regions.outside_reads import is_differentiable
 from moe_compile.regions.row_domain import (
     Fixed,
     OfExpert,
@@ -18,7 +19,6 @@ from moe_compile.regions.row_domain import (
     Rows,
     Unproven,
     Value,
-    is_differentiable,
 )
 
 

@@ -139,11 +139,33 @@ INNER = {
 }
 
 
+def with_body_on_all_rows(fake_ranks, body):
+    class Written(LoopExperts):
+        def experts(self, rows, received):
+            return super().experts(body(rows), received)
+
+    x = torch.randn(32, 16, requires_grad=True)
+    return judge(Written(16, 64, 8, 2, fake_ranks, torch.float32), x)
+
+
 @pytest.mark.parametrize("case", INNER)
 def test_sums_that_run_over_several_rows_at_once_are_refused(fake_ranks, case):
     """Chunks have other last rows, which a CPU sums by other code: bits differed."""
-    verdict = with_body(fake_ranks, INNER[case])
+    verdict = with_body_on_all_rows(fake_ranks, INNER[case])
     assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+
+
+WITHIN_AN_EXPERT = (
+    "sum of columns", "mean of a stack", "rows repeated outside", "rows broadcast outside"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHIN_AN_EXPERT)
+def test_sums_over_the_rows_of_one_expert_are_left_to_the_chunk_that_has_it(fake_ranks, case):
+    """A chunk has all of an expert's rows, in memory of their own, or does not compute them."""
+    proof = with_body(fake_ranks, INNER[case])
+    assert isinstance(proof, RowProof), proof
+    assert {expert for _, experts in proof.whole for expert in experts} == set(range(4))
 
 
 def one_product_per_row(x):
