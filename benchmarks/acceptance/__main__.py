@@ -22,6 +22,7 @@ import torch
 from benchmarks.acceptance.cases import CASES
 from benchmarks.acceptance.table import write_page
 from benchmarks.gpu.limited_process import run_limited
+from moe_compile.report.command import recorded_command
 
 RESULTS: Final = Path("benchmarks/results/acceptance.json")
 PAGE: Final = Path("docs/acceptance.md")
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="cases at a time")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a case")
     options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     kept = json.loads(options.results.read_text())["cases"] if options.results.exists() else []
     found = {one["name"]: one for one in kept}
     missing = [name for name in options.cases if options.again or name not in found]
@@ -68,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, done in enumerate(as_completed(runs), 1):
             found[runs[done]] = done.result()
             record = {
+                "command": recorded_command("benchmarks.acceptance", given),
                 "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
                 "cases": [found[name] for name in names if name in found],
             }

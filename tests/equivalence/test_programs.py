@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_compile.testing.programs import choices, loop_choices
+from moe_compile.testing.programs import choices, exchange_choices, loop_choices
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import (
     Act,
@@ -207,7 +207,7 @@ def test_a_pass_that_failed_is_a_failure():
 
 
 def test_every_choice_of_the_grammar_is_drawn():
-    named = [*vars(choices).values(), *vars(loop_choices).values()]
+    named = [kind for m in (choices, exchange_choices, loop_choices) for kind in vars(m).values()]
     kinds = [k for k in named if isinstance(k, enum.EnumMeta) and k.__doc__]
     members = {f"{k.__name__.lower()}: {m.name.lower()}" for k in kinds for m in k}
     assert members == set(all_features())
