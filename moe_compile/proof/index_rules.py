@@ -204,7 +204,7 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
         behind = rows - length(index.source)
         if order != index.target or not behind.is_nonnegative:
             raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
-        return join([index.source, (padding(behind),)])
+        return join([index.source, (padding(behind, unfilled=base.is_uninitialised),)])
     selected = order[0].rows if order else None
     if not isinstance(index, Opaque) or not isinstance(selected, Selected):
         raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)

@@ -54,7 +54,7 @@ ADDRESS: Final = re.compile(
 )
 EXPLANATION: Final = re.compile(r"Explanation: (.+)")
 RAISED: Final = re.compile(r"raised exception \w+\((['\"])(.+?)\1\)")
-LONGEST: Final = 200
+LONGEST: Final = 300
 """Characters of torch's reason that are told."""
 
 
@@ -127,8 +127,10 @@ def _collective(frames: Sequence[tuple[str, Any, str]]) -> str:
 def _short(reason: str) -> str:
     """Return one sentence of what torch says."""
     first = reason.splitlines()[0]
-    found = RAISED.search(reason) or EXPLANATION.search(reason)
-    said = found.groups()[-1] if found and "async_op" not in first else first
+    raised, explained = RAISED.search(reason), EXPLANATION.search(reason)
+    said = raised.groups()[-1] if raised and "async_op" not in first else first
+    if explained and not raised:
+        said = f"{first} ({explained[1].removesuffix('.')})"
     return ADDRESS.sub("", said)[:LONGEST]
 
 

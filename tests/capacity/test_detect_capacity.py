@@ -62,7 +62,7 @@ def test_other_even_exchanges_are_no_dispatch_and_not_said_to_be_one(fake_ranks,
     assert found.capacity == ()
     reasons = {Reason.EVEN_SPLITS, Reason.INTEGER_PAYLOAD}
     assert found.others and all(left.reason in reasons for left in found.others)
-    assert not any(left.is_dispatch for left in unmatched(found.others))
+    assert not any(left.is_dispatch for left in unmatched(found.others, {}))
     assert not any(verdict.is_unmet for verdict in report.skipped)
 
 

@@ -42,7 +42,7 @@ class Defect:
 LEGALITY: Final = "moe_compile/graph/legality.py"
 GRADIENTS: Final = "moe_compile/graph/gradient_order.py"
 DEPENDENCE: Final = "moe_compile/graph/dependence.py"
-EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._mode, self._random)"
+EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._random)"
 SURROUNDINGS: Final = "moe_compile/regions/surroundings.py"
 EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
 PROOF: Final = "moe_compile/proof/row_proof.py"
@@ -121,8 +121,8 @@ DEFECTS: Final = (
         "a dimension other than the rows' may depend on counts",
         (
             Change(
-                PROOF,
-                "if any(self.facts.depends_on_counts(other) for other in others):",
+                "moe_compile/proof/row_sizes.py",
+                "if any(facts.depends_on_counts(other) for other in others):",
                 "if False:",
             ),
         ),
@@ -140,8 +140,8 @@ DEFECTS: Final = (
         (
             Change(
                 ROUNDING,
-                "if on_cuda(out) or not floats or not _by_position(call, floats):",
-                "if True:",
+                "and not on_cuda(call.outputs[0]) and _by_position(call, floats)",
+                "and False",
             ),
             Change(
                 ROUNDING,
@@ -171,8 +171,8 @@ DEFECTS: Final = (
         (
             Change(
                 PROOF,
-                "in written_tensors(step.func, step.args, step.kwargs):",
-                "in written_tensors(step.func, step.args, step.kwargs)[:1]:",
+                "written = written_tensors(step.func, step.args, step.kwargs)\n",
+                "written = written_tensors(step.func, step.args, step.kwargs)[:1]\n",
             ),
         ),
     ),
@@ -236,7 +236,7 @@ DEFECTS: Final = (
         "a weight that an operator gives back is another one",
         (
             Change(
-                "moe_compile/regions/row_domain.py",
+                "moe_compile/regions/outside_reads.py",
                 "for node in sorted(set(map(origin, outside.nodes))):",
                 "for node in sorted(outside.nodes):",
             ),

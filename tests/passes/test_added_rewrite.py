@@ -60,7 +60,7 @@ def test_the_report_says_what_was_done_and_left_for_a_person_too():
     report.add(compilation, "", "cpu")
     kept = "left alone all else: for a reason of its own (it is no sine)"
     left, also, done, others = report.as_dict()["rewrites"]
-    assert (left, others) == (f"bounded: {kept}", f"to_cosine: {kept}")
+    assert left.startswith(f"bounded: {kept}") and others.startswith(f"to_cosine: {kept}")
     assert also.startswith("bounded: left alone sin: its sums would round otherwise")
     assert done.startswith("to_cosine: applied to sin; predicted 0.0")
     text = io.StringIO()

@@ -183,13 +183,18 @@ class ScoresFirst(Plain):
         (Plain, None),
         (BitsInRows, Reason.INTEGERS),
         (LaunchesWithoutGradient, Reason.STATE_CHANGES),
-        (ScoresFirst, Reason.COMMUNICATES),
     ],
 )
 def test_what_eight_bits_would_falsify_travels_as_it_is(fake_ranks, style, reason):
     gm, report = quantized(layer(style, fake_ranks), chunks=1, dispatch_wire="fp8")
     assert [v.reason for v in report.skipped] == [r for r in (reason, Reason.NOT_ASKED) if r]
     assert len(messages(gm.graph)) == (reason is None)
+
+
+def test_of_what_travels_together_the_widest_goes_in_eight_bits(fake_ranks):
+    gm, report = quantized(layer(ScoresFirst, fake_ranks), chunks=1, dispatch_wire="fp8")
+    assert [v.reason for v in report.skipped] == [Reason.NOT_ASKED]
+    assert len(messages(gm.graph)) == 1
 
 
 class Communicates(Plain):
