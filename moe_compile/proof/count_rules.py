@@ -27,6 +27,7 @@ from moe_compile.regions.row_domain import (
     Opaque,
     Outside,
     Permutation,
+    Places,
     Unproven,
     Value,
     Wide,
@@ -101,7 +102,8 @@ def _kept(call: Call) -> Value | None:
     if out.dtype not in (*EXACT, source.dtype) or call.shape(out) != call.shape(source):
         return None
     value = call.value(source)
-    if isinstance(value, Permutation | Opaque | Wide) and {source.dtype, out.dtype} - WHOLE:
+    is_index = isinstance(value, Permutation | Places | Opaque | Wide)
+    if is_index and {source.dtype, out.dtype} - WHOLE:
         return value if out.dtype is source.dtype else None  # a cast may lose what an index says
     return value if isinstance(value, FROM_COUNTS) else None
 
@@ -115,6 +117,8 @@ def _widened(call: Call, values: list[Value]) -> Value | None:
     source, out = call.inputs[0], call.outputs[0]
     if not isinstance(known, Permutation | Opaque | Wide) or out.dim() < 2 or source.dim() < 1:
         return None
+    if call.name in ("expand", "repeat") and out.dim() != source.dim():
+        return None  # a dimension in front holds no rows
     rows, *widths = call.shape(out)
     if rows != call.shape(source)[0] or any(not width.is_Integer for width in widths):
         return None
