@@ -84,8 +84,7 @@ def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager"
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # older collectives are part of the grammar
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
-            return _compare(rank, text, backend, reference)
+        return _compare(rank, text, backend, reference)
 
 
 def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:

@@ -17,6 +17,7 @@ from moe_compile.testing.programs.choices import (
     Rewrite,
     Routing,
     Sharing,
+    Style,
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Tally
@@ -195,8 +196,8 @@ def _is_mirrored(program: Program) -> bool:
 
 def _has_unknown_lengths(program: Program) -> bool:
     """Whether a layer makes tensors whose length its data says, before it says what that is."""
-    tallies = [layer.tally for layer in program.layers if isinstance(layer, Experts)]
-    return any(tally in OF_UNKNOWN_LENGTH for tally in tallies)
+    layers = [layer for layer in program.layers if isinstance(layer, Experts)]
+    return any(a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers)
 
 
 def _in_groups(program: Program, number: int) -> str:
