@@ -91,6 +91,31 @@ class MaskedSum(ListOfExperts):
         return out
 
 
+class GatherAndScatter(ListOfExperts):
+    """`gather` and `scatter_add_` with the places of an expert's rows, expanded to their width."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.own):
+            (places,) = torch.where(ids == e)
+            where = places[:, None].expand(-1, rows.shape[1])
+            out.scatter_add_(0, where, expert(rows.gather(0, where)))
+        return out
+
+
+class ScatteredColumn(ListOfExperts):
+    """The column that `nonzero` gives, expanded, and memory that nothing filled."""
+
+    def experts(self, rows, received):
+        ids = self.expert_of_rows(rows, received)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.own):
+            where = torch.nonzero(ids == e).expand(-1, rows.shape[1])
+            out.scatter_(0, where, expert(rows.gather(0, where)))
+        return out
+
+
 class OneHot(ListOfExperts):
     """The one-hot mask of transformers: `one_hot(ids).T[e]`, results added."""
 
@@ -344,10 +369,11 @@ class Autocast(WhereAndAdd):
 
 
 LOOPS = (
-    WhereAndAdd, NonzeroAndAssign, NonzeroAndCopy, Masked, MaskedSum, OneHot, SlicesAssigned,
-    NarrowedCopies, SlicesJoined, TensorSplit, SortedSlices, DummyRow, DummySum, OtherActivations,
-    HandWritten, HandWrittenProducts, CheckpointedExperts, CheckpointedLoop, CheckpointedSearch,
-    CenteredExperts, OwnAttention, Autocast,
+    WhereAndAdd, NonzeroAndAssign, NonzeroAndCopy, Masked, MaskedSum, GatherAndScatter,
+    ScatteredColumn, OneHot, SlicesAssigned, NarrowedCopies, SlicesJoined, TensorSplit,
+    SortedSlices, DummyRow, DummySum, OtherActivations, HandWritten, HandWrittenProducts,
+    CheckpointedExperts, CheckpointedLoop, CheckpointedSearch, CenteredExperts, OwnAttention,
+    Autocast,
 )  # fmt: skip
 
 OTHER_TYPES = {Autocast: torch.float32}

@@ -270,6 +270,23 @@ class ByScatterAdd(ByGather):
         return torch.zeros_like(out).scatter_add_(0, where, out)
 
 
+class SearchedTwoBack(TwoBack):
+    """Rows of each expert are searched for; rows and numbers go back, written at their places."""
+
+    def run(self, x, token, factors, at):
+        rows, factors = self.there(x[token], at), self.there(factors, at)
+        ids = self.expert_of_sent(at.received, rows.shape[0])
+        out, sure = torch.zeros_like(rows), torch.empty_like(factors)
+        for e in range(self.local):
+            (places,) = torch.where(ids == e)
+            part = rows[places]
+            y = self.expert(e, part) * factors[places][:, None].to(x.dtype)
+            out.index_add_(0, places, y)
+            sure[places] = (part * self.sure[e]).sum(-1).to(sure.dtype)
+        out, sure = self.back(out, at), self.back(sure, at)
+        return torch.zeros_like(x).index_add(0, token, out * sure[:, None].to(x.dtype))
+
+
 class IndexedWrites(Sends):
     """torchtitan's: rows go back by a write at an index, at the end too; factors come before."""
 

@@ -43,8 +43,13 @@ MOVES: Final = frozenset(
 )  # fmt: skip
 """Operators whose output elements are input elements."""
 
-WIDENS: Final = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "expand", "repeat"})
-"""Operators that make a vector a matrix of one column, or repeat that column."""
+RESHAPES: Final = frozenset(
+    {
+        "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "select", "unbind", "expand",
+        "repeat",
+    }
+)  # fmt: skip
+"""Operators that make a vector a matrix of one column, repeat that column, or take one."""
 
 EXACT: Final = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 """Types that hold any count this project will see."""
@@ -61,8 +66,8 @@ def from_counts(call: Call) -> Value | list[Value]:
     values = [call.value(t) for t in call.inputs]
     if _keeps_all(call) and (kept := _kept(call)) is not None:
         return _as_held(call, kept)
-    if (wide := _widened(call, values)) is not None:
-        return wide
+    if (index := _reshaped(call, values)) is not None:
+        return index
     if (result := _formulas(call, values)) is not None:
         return _as_held(call, result)
     for rule in (order_rules.parts, label_rules.follow):
@@ -108,25 +113,29 @@ def _kept(call: Call) -> Value | None:
     return value if isinstance(value, FROM_COUNTS) else None
 
 
-def _widened(call: Call, values: list[Value]) -> Value | None:
-    """Return an index that became as wide as rows; None where it did not, or not row by row.
-
-    A change of shape that keeps the first dimension keeps what each row has.
-    """
-    known = values[0] if len(values) == 1 and call.name in WIDENS else None
+def _reshaped(call: Call, values: list[Value]) -> Value | None:
+    """Return an index as wide as rows, or the vector taken of one; None of what is neither."""
+    known = values[0] if len(values) == 1 and call.name in RESHAPES else None
     source, out = call.inputs[0], call.outputs[0]
-    if not isinstance(known, Permutation | Opaque | Wide) or out.dim() < 2 or source.dim() < 1:
-        return None
-    if call.name in ("expand", "repeat") and out.dim() != source.dim():
-        return None  # a dimension in front holds no rows
-    rows, *widths = call.shape(out)
-    if rows != call.shape(source)[0] or any(not width.is_Integer for width in widths):
+    if not isinstance(known, Permutation | Places | Opaque | Wide) or not _keeps_rows(call):
         return None
     if isinstance(known, Wide):
-        return known
+        return known if out.dim() > 1 else known.index
     is_vector = source.dim() == 1 and source.dtype in WHOLE
-    columns = call.name in ("expand", "repeat") or any(width != 1 for width in widths)
-    return Wide(known) if is_vector and not columns else None
+    is_column = out.dim() > 1 and all(width == 1 for width in call.shape(out)[1:])
+    return Wide(known) if is_vector and is_column else None
+
+
+def _keeps_rows(call: Call) -> bool:
+    """Whether entry i along dim 0 of each result is made of entry i of the input."""
+    source, out = call.inputs[0], call.outputs[0]
+    if not source.dim() or not out.dim() or call.shape(out)[0] != call.shape(source)[0]:
+        return False
+    if any(not width.is_Integer for width in call.shape(out)[1:]):
+        return False
+    if call.name in ("select", "unbind"):
+        return dim_of(call.argument("dim", 0), source.dim()) != 0
+    return call.name not in ("expand", "repeat") or out.dim() == source.dim()
 
 
 def _cells(call: Call, tensor: torch.Tensor) -> tuple[sympy.Expr, ...] | None:

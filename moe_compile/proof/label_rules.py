@@ -18,8 +18,6 @@ from moe_compile.regions.row_domain import (
     Fixed,
     Labels,
     LabelTable,
-    Permutation,
-    Places,
     Value,
 )
 
@@ -35,7 +33,7 @@ INTEGERS: Final = (torch.int32, torch.int64, torch.bool)
 
 
 def follow(call: Call) -> Value | None:
-    """Return what an operator makes of labels, or of indices in one column; None: not followed."""
+    """Return what an operator makes of labels; None where it is not followed."""
     if (kept := _same_vector(call)) is not None:
         return kept
     labelled = [(t, v) for t in call.inputs if isinstance(v := call.value(t), Labels | LabelTable)]
@@ -60,7 +58,7 @@ def _same_vector(call: Call) -> Value | None:
     is_vector = all(shape and all(n == 1 for n in shape[1:]) for shape in shapes)
     if not is_vector or len({shape[0] for shape in shapes}) != 1:
         return None
-    return value if isinstance(value, Labels | Permutation | Places) else None
+    return value if isinstance(value, Labels) else None
 
 
 def _dim(value: Labels | LabelTable) -> int:

@@ -24,6 +24,7 @@ from moe_compile.regions.row_domain import (
     Segment,
     Unproven,
     Value,
+    Wide,
     cut,
     length,
 )
@@ -83,11 +84,11 @@ def repeat_interleave(call: Call) -> Value | None:
 
 
 def nonzero(call: Call) -> Value | None:
-    """Return where labels are not 0, as one column; None of anything else."""
+    """Return where labels are not 0, in one column; None of anything else."""
     labels = call.value(call.inputs[0])
     if not isinstance(labels, Labels) or call.inputs[0].dim() != 1:
         return None
-    return places_of(labels)
+    return Wide(places_of(labels))
 
 
 def places_of(labels: Labels) -> Places:

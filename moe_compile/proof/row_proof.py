@@ -20,6 +20,8 @@ Pseudo-code
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.fx as fx
 
@@ -157,8 +159,8 @@ class _Proof:
         self.parts.follow(call)
         if step.func._schema.is_mutable:
             self.parts.note_writer(call, each[0] if each else None)
-        self._note_writes(step, outputs, each)
-        for tensor, value in zip(outputs, each, strict=True):
+        held = self.parts.written(written_tensors(step.func, step.args, step.kwargs), call, each)
+        for tensor, value in itertools.chain(held, zip(outputs, each, strict=True)):
             self._set(step.node, tensor, value)
 
     def _set(self, node: fx.Node, tensor: torch.Tensor, value: Value) -> None:
@@ -171,21 +173,6 @@ class _Proof:
             return apply(call)
         except Unproven as unproven:
             return of_one_expert(call, unproven)
-
-    def _note_writes(
-        self, step: Operator, outputs: list[torch.Tensor], values: list[Value]
-    ) -> None:
-        """Note what memory that was written holds; what is written in place is returned."""
-        returned = {id(t): value for t, value in zip(outputs, values, strict=True)}
-        written = written_tensors(step.func, step.args, step.kwargs)
-        for tensor in written:
-            alone = values[0] if len(written) == len(values) == 1 else None
-            value = returned.get(id(tensor), alone)
-            holding = self.parts.overwrite(tensor, value)
-            if value is not None:
-                holding.append((tensor, value))
-            for other, held in holding:
-                self._set(step.node, other, held)
 
     def _lie_inside(self, rows: torch.Tensor, row_dim: int) -> bool:
         """Whether another dimension lies outside that of the rows, in shape or in memory."""

@@ -21,6 +21,7 @@ from moe_compile.regions.row_domain import (
     Rows,
     Unproven,
     Value,
+    Wide,
     length,
 )
 
@@ -46,6 +47,8 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
 
 def _sized(tensor: torch.Tensor, value: Value) -> tuple[Any, Order] | None:
     """Return the size that is the number of rows of an order, and the order; None without one."""
+    if isinstance(value, Wide):
+        return _sized(tensor, value.index)
     if isinstance(value, Rows):
         return tensor.shape[value.dim], value.order
     if isinstance(value, Labels):

@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,7 +71,20 @@ class WrittenParts:
             if len(experts) == 1 and expert is not None:
                 yield node, expert
 
-    def overwrite(
+    def written(
+        self, tensors: Iterable[torch.Tensor], call: Call, values: Sequence[Value]
+    ) -> Iterator[tuple[torch.Tensor, Value]]:
+        """Yield what memory holds that `call` wrote through `tensors`; it returned `values`."""
+        returned = {id(t): value for t, value in zip(call.outputs, values, strict=True)}
+        given = [*tensors]
+        for tensor in given:
+            alone = values[0] if len(given) == len(values) == 1 else None
+            value = returned.get(id(tensor), alone)
+            yield from self._overwrite(tensor, value)
+            if value is not None:
+                yield tensor, value
+
+    def _overwrite(
         self, tensor: torch.Tensor, value: Value | None
     ) -> list[tuple[torch.Tensor, Value]]:
         """Forget what shares memory with `tensor`, which now holds `value`, None: not known what.

@@ -131,7 +131,7 @@ class Opaque:
 class Wide:
     """`[R, ...]`: every entry of row i is `index[i]`, as of `index[:, None].expand(-1, D)`."""
 
-    index: Permutation | Opaque
+    index: Permutation | Places | Opaque
 
 
 @dataclass(frozen=True, slots=True, eq=False)

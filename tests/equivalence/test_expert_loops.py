@@ -10,6 +10,7 @@ from tests.loop_layers import (
     OTHER_TYPES,
     Autocast,
     CheckpointedLoop,
+    GatherAndScatter,
     HandWritten,
     Masked,
     SlicesAssigned,
@@ -21,6 +22,10 @@ WIDTH, HIDDEN, LOCAL, TOP_K = 16, 32, 3, 2
 WANTED = ((), (0, LOCAL + 1), (0, 1))
 """Experts that every token chooses, by step: whatever comes; one of each rank, so that others have
 no rows; two of the first rank, so that the second receives none."""
+
+QUICK = (
+    WhereAndAdd, Masked, GatherAndScatter, SlicesAssigned, HandWritten, CheckpointedLoop, Autocast,
+)  # fmt: skip
 
 
 def build(style):
@@ -59,11 +64,7 @@ def check(pool, style, tokens):
         assert not differing, f"rank {rank}: {differing}"
 
 
-@pytest.mark.parametrize(
-    "style",
-    slow_but([WhereAndAdd, Masked, SlicesAssigned, HandWritten, CheckpointedLoop, Autocast], LOOPS),
-    ids=lambda s: s.__name__,
-)
+@pytest.mark.parametrize("style", slow_but(QUICK, LOOPS), ids=lambda s: s.__name__)
 def test_a_loop_in_chunks_equals_eager(two_ranks, style):
     check(two_ranks, style, (9, 14))
 

@@ -20,6 +20,7 @@ from tests.megatron_layers import (
     ProbsAtTheEnd,
     RowsOfZeros,
     ScaledRows,
+    SearchedTwoBack,
     TwoBack,
     TwoBackInTurn,
     TwoHops,
@@ -31,9 +32,9 @@ from tests.slow_parameters import slow_but
 NUM_REGIONS = {
     MegatronLayer: 1, MegatronGrouped: 1, ProbsAtTheEnd: 1, ScaledRows: 1, TwoBack: 1,
     TwoSteps: 2, TwoStacks: 2, ByGather: 1, ByScatterAdd: 1, IndexedWrites: 1, FlatWrites: 1,
-    RowsOfZeros: 1, TwoBackInTurn: 1,
+    RowsOfZeros: 1, TwoBackInTurn: 1, SearchedTwoBack: 1,
 }  # fmt: skip
-QUICK = (MegatronLayer, TwoBack, ByGather)
+QUICK = (MegatronLayer, TwoBack, ByGather, SearchedTwoBack)
 UNEVEN, EMPTY = (9, 14), (0, 7)
 
 

@@ -43,6 +43,26 @@ def test_rows_are_followed_through_a_gather_by_a_wide_index(fake_ranks, form, fo
     assert (proof.sampled > 0) == (found == "searched")
 
 
+COLUMNS = {
+    "squeezed": lambda perm: perm.unsqueeze(-1).squeeze(-1),
+    "selected": lambda perm: perm.view(-1, 1)[:, 0],
+    "unbound": lambda perm: wide(perm).unbind(1)[-1],
+    "viewed": lambda perm: perm[:, None].view(-1),
+}
+
+
+@pytest.mark.parametrize("form", COLUMNS)
+def test_a_column_of_a_wide_index_is_the_vector_again(fake_ranks, form):
+    def body(m, x, c):
+        perm = m.perm(x, c)
+        y = m.product(x[COLUMNS[form](perm)], m.totals(c))
+        return torch.zeros_like(y).index_copy(0, perm, y)
+
+    proof = verdict_on(body, fake_ranks)
+    assert isinstance(proof, RowProof), proof
+    assert proof.sampled == 0
+
+
 BACK = {
     "scatter": lambda y, index: torch.empty_like(y).scatter(0, index, y),
     "scatter in place": lambda y, index: torch.zeros_like(y).scatter_(0, index, y),

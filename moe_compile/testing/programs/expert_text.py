@@ -17,7 +17,6 @@ LOOPS: Final = frozenset(
 LISTED: Final = LOOPS | {Style.LOOP, Style.RUNS}
 """Styles whose slices are cut by integers of the host."""
 
-
 ONE_BY_ONE: Final = (LISTED | {Style.DENSE, Style.SEARCHED}) - {Style.STACKED}
 """Styles that run each expert by itself."""
 

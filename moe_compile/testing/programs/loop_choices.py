@@ -26,6 +26,7 @@ class Put(enum.Enum):
     ASSIGN = "assignment into memory that nothing filled"
     ADDED = "out[i] += y"
     INDEX_PUT = "index_put into zeros, a new tensor each time"
+    SCATTER_ADD = "scatter_add_ into zeros, by indices expanded to the width of rows"
 
 
 class Cut(enum.Enum):

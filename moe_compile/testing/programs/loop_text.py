@@ -23,7 +23,10 @@ PUTS: Final = {
     Put.ASSIGN: "out[i] = y",
     Put.ADDED: "out[i] += y",
     Put.INDEX_PUT: "out = torch.index_put(out, (i,), y)",
+    Put.SCATTER_ADD: "out.scatter_add_(0, i[:, None].expand(-1, out.shape[1]), y)",
 }
+BY_INDICES: Final = (Put.INDEX_ADD, Put.SCATTER_ADD)
+"""Ways back that take no mask."""
 CUTS: Final = {
     Cut.SLICES: ["out[a:b] = self.expert(rows[a:b], e)"],
     Cut.NARROWED: [
@@ -37,7 +40,7 @@ CUTS: Final = {
 def searched_loop(layer: Experts) -> list[str]:
     """Return the loop that finds the rows of each expert, once `ids` are known."""
     e, find = layer.local, FINDS[layer.find]
-    if layer.put is Put.INDEX_ADD and layer.find is Find.MASK:  # it takes indices alone
+    if layer.put in BY_INDICES and layer.find is Find.MASK:
         find = f"{find}.nonzero()[:, 0]".replace("ids == e", "(ids == e)")
     hot = [f"hot = F.one_hot(ids, {e}).T"] if layer.find is Find.ONE_HOT else []
     new = "empty_like" if layer.put is Put.ASSIGN else "zeros_like"
