@@ -28,6 +28,7 @@ from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.rewrite_regions import RewriteRegions
 from tests.layers import WAIT, GroupedExperts
+from tests.slow_parameters import slow_but
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 WIDTH = 16
@@ -151,6 +152,7 @@ def no_tokens_on_rank_one(rank):
     return run_steps(rank, GroupedExperts, (5 - 5 * rank, 3 + rank, 2))
 
 
+@pytest.mark.slow
 def test_a_rank_without_tokens_runs_what_the_others_run(two_ranks):
     """The rank without tokens refused what the other chunked, and waited for half an hour."""
     (alike, records), (others_alike, others) = two_ranks.run(no_tokens_on_rank_one)
@@ -286,7 +288,9 @@ def checkpointed_twice(rank, recompute):
     return run_steps(rank, CheckpointedTwice, (3 - 3 * rank, 4), recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", ["recompute_exchanges", "model", "save_exchanges"])
+@pytest.mark.parametrize(
+    "recompute", slow_but(["model"], ["recompute_exchanges", "model", "save_exchanges"])
+)
 def test_a_rank_without_tokens_exchanges_again_what_the_others_do(two_ranks, recompute):
     """Its gradients need less of what is computed again, and later: gloo aborted the process."""
     for alike, _ in two_ranks.run(checkpointed_twice, recompute):
@@ -310,6 +314,7 @@ def choose_by_size(rank):
     return run_steps(rank, CentredBySize, (5, 7, 5 + 2 * rank, 5))
 
 
+@pytest.mark.slow
 def test_ranks_that_choose_apart_between_two_agreed_programs_run_them_as_written(two_ranks):
     """Rank 0 ran its chunks while rank 1 ran the program that both had left whole."""
     for alike, records in two_ranks.run(choose_by_size):
@@ -548,6 +553,7 @@ def start_anew(rank):
     return alike, len(executed_records()) - before
 
 
+@pytest.mark.slow
 def test_a_process_group_made_anew_is_agreed_in_anew(two_ranks):
     """Calls were counted for the old one, and a rank that recompiled waited for those uncounted."""
     for alike, num_records in two_ranks.run(start_anew):

@@ -69,6 +69,7 @@ HITS, MISSES = (2, 0, 1, 0), (0, 2, 0, 1)
 """Of a program compiled into a forward and a backward graph."""
 
 
+@pytest.mark.slow
 def test_a_second_process_hits(first, tag):
     assert hits_and_misses(first["cache"]) == MISSES and first["cache"]["bypass"] == 0
     (again,) = run("cached", tag, TWO)

@@ -100,6 +100,7 @@ def run_gathered(rank, plan):
     return errors, " ".join(region.remarks)
 
 
+@pytest.mark.slow
 def test_a_gathered_dispatch_in_halves_computes_the_same(two_ranks):
     for errors, remarks in two_ranks.run(run_gathered, Plan(attention="sp", experts="a2a")):
         assert max(errors) < 0.02 and "chunks of tokens" in remarks

@@ -13,18 +13,16 @@ from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
 from tests.attention_layers import (
     STYLES,
-    BareWeights,
     BatchExchange,
-    FusedProjection,
     HeadMixing,
     LatentAttention,
-    LateRepeatAttention,
     NormedAttention,
-    RecipesAttention,
     RepeatedKVAttention,
-    TitanAttention,
+    SharedKeyAttention,
+    SplitAttention,
 )
 from tests.attention_variants import VARIANTS
+from tests.slow_parameters import slow_but
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -102,15 +100,11 @@ def examples(count):
     )
 
 
-SELDOM = (BareWeights, FusedProjection, LateRepeatAttention, RecipesAttention, TitanAttention)
-"""Tried with many sizes among the slow tests only: they differ in how projections are written."""
+QUICK = (SplitAttention, LatentAttention, SharedKeyAttention)
+"""The others differ from these in how projections are written."""
 
 
-@pytest.mark.parametrize(
-    "style",
-    [pytest.param(s, marks=pytest.mark.slow if s in SELDOM else ()) for s in STYLES],
-    ids=lambda s: s.__name__,
-)
+@pytest.mark.parametrize("style", slow_but(QUICK, STYLES), ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(1)
 def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):

@@ -54,6 +54,7 @@ def check(pool, options):
             assert ours <= ALLOWED * plain + 1e-9
 
 
+@pytest.mark.slow
 def test_two_chunks_are_as_exact_as_inductor(mirrored_ranks):
     check(mirrored_ranks, {"megamoe.chunks": 2})
 

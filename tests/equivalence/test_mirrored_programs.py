@@ -58,7 +58,6 @@ PROGRAMS = {
 
 QUICK = (
     "a host integer scales what is written before the combine",
-    "two regions by one routing",
     "rows of one region made with a host integer of another",
 )
 

@@ -12,18 +12,13 @@ from tests.outside_readers import (
     WHOLE,
     ChecksANumber,
     ChecksCounts,
-    DrawsBetween,
     HookOnRows,
-    HookWithCount,
-    JoinedToAnEmptyVector,
-    LegacyCountsInStatistics,
     LegacyCountsOnHost,
     ReadAcross,
     ReadsWithoutGradient,
     SharedRouting,
     SwitchesAutocast,
     WeightReadTwiceAndOutside,
-    WeightsGivenAcross,
     WritesWhatWasRead,
 )
 from tests.slow_parameters import slow_but
@@ -66,8 +61,7 @@ def differing(rank, style, steps, **more):
 
 
 QUICK = (
-    LegacyCountsInStatistics, LegacyCountsOnHost, WritesWhatWasRead, DrawsBetween, SharedRouting,
-    WeightReadTwiceAndOutside, JoinedToAnEmptyVector, HookWithCount, WeightsGivenAcross,
+    LegacyCountsOnHost, WritesWhatWasRead, SharedRouting, WeightReadTwiceAndOutside,
 )  # fmt: skip
 
 

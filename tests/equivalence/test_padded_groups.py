@@ -58,7 +58,7 @@ def pool():
     ("indices", "chunks", "tokens"),
     [
         ("permute_indices", 2, (2048, 1500)),
-        ("permute_indices", 4, (700, 5)),
+        pytest.param("permute_indices", 4, (700, 5), marks=pytest.mark.slow),
         pytest.param("permute_indices", 3, (2048, 1500), marks=pytest.mark.slow),
         pytest.param("permute_indices", 2, (0, 9), marks=pytest.mark.slow),
         pytest.param("permute_indices_by_kernel", 4, (2048, 1500), marks=pytest.mark.slow),

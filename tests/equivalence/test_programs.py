@@ -29,6 +29,7 @@ from moe_compile.testing.programs.strategy import LEAVES_WHOLE
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
 from moe_compile.testing.rank_pool import RankFailure
+from tests.slow_parameters import slow_but
 
 FIXED = (
     Program(
@@ -123,6 +124,7 @@ QUANTISED_ONCE = Program(
 """Found where no gradient is taken; else its exchange is in a Function that does more."""
 
 
+@pytest.mark.slow
 def test_rows_of_one_call_may_travel_in_eight_bits_and_those_of_another_not(judge):
     """The whole program was held to rounding everywhere, or nowhere."""
     text = source_of(QUANTISED_ONCE)
@@ -186,7 +188,7 @@ BESIDE_TORCH = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("program", BESIDE_TORCH)
+@pytest.mark.parametrize("program", slow_but(BESIDE_TORCH[:1], BESIDE_TORCH))
 def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.AS_TORCH, judgement.detail

@@ -43,13 +43,14 @@ def resume(pool_for, written, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
         ("plain", "stock"),
-        pytest.param("ours", "stock", marks=pytest.mark.slow),
-        pytest.param("ours", "ours", marks=pytest.mark.slow),
-        pytest.param("stock", "ours", marks=pytest.mark.slow),
+        ("ours", "stock"),
+        ("ours", "ours"),
+        ("stock", "ours"),
     ],
 )
 def test_a_resumed_run_prints_what_the_uninterrupted_one_did(written, resume, writer, reader):

@@ -79,12 +79,14 @@ def shares(output):
     return [int(share) / 100 for share in re.findall(r"(\d+)%", line)]
 
 
+@pytest.mark.slow
 def test_the_exposed_share_is_of_the_block_with_nothing_hidden(dry_run):
     forward, both, least = shares(dry_run(megamoe__hardware="h100"))
     assert 0.0 <= least <= both <= 1.0 and forward <= 1.0
     assert "exposed share" not in dry_run(megamoe__chunks=1, megamoe__schedule=False)
 
 
+@pytest.mark.slow
 def test_what_each_value_of_numerics_would_choose_is_beside_what_was_asked(dry_run):
     output = dry_run(megamoe__hardware="h100", megamoe__dispatch_wire="fp8")
     rows = {row[0]: row for row in re.findall(CHOICE, output, re.MULTILINE)}
@@ -167,6 +169,7 @@ def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages(d
     assert len(cells(output, "saved activations")) == 2
 
 
+@pytest.mark.slow
 def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_latent(dry_run):
     degrees = {DEGREE("context_parallel"): 2, DEGREE("data_parallel_shard"): 1}
     output = dry_run(**degrees)

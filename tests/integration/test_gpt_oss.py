@@ -79,9 +79,9 @@ def both_ways(rank, layer, is_grouped, chunks):
     ("layer", "is_grouped", "chunks"),
     [
         (0, True, 2),  # a sliding window in every second layer
-        (1, True, 4),
+        pytest.param(1, True, 4, marks=pytest.mark.slow),
         pytest.param(1, True, 1, marks=pytest.mark.slow),
-        (1, False, 2),
+        pytest.param(1, False, 2, marks=pytest.mark.slow),
         pytest.param(0, False, 4, marks=pytest.mark.slow),
     ],
 )

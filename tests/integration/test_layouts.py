@@ -12,8 +12,6 @@ from torchtitan_integration.layout import DEGREES, KEYS
 from torchtitan_integration.layout_table import TESTED, table
 
 ROOT = Path(__file__).parents[2]
-FAST = (7,)
-"""Of `TESTED`, what every test run trains: tensor axes; other files train FSDP and EP."""
 NO_CHECKPOINTING = {KEYS["checkpointing"]: "none", KEYS["selective"]: "op"}
 
 
@@ -45,13 +43,8 @@ def num_ranks(settings):
     return ranks
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(x, id=str(i), marks=() if i in FAST else pytest.mark.slow)
-        for i, x in enumerate(TESTED)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TESTED, ids=map(str, range(len(TESTED))))
 def test_losses_and_placements_are_torchtitans(pool_for, stock, tmp_path, layout):
     settings = settings_of(layout)
     ranks = num_ranks(settings)

@@ -20,8 +20,6 @@ from torchtitan_integration.layout import DEGREES, KEYS, Layout
 from torchtitan_integration.layout_table import ULYSSES
 from torchtitan_integration.parallelize import parallelize
 
-FAST = (0,)
-"""Of `ULYSSES`, what every test run trains; q, k and v that travel are in `equivalence`."""
 GLOBAL_BATCH = 4
 SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_STREAM}
 """At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
@@ -94,13 +92,8 @@ def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(trained):
     assert two[0].steps == four[0].steps
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(x, id=str(i), marks=() if i in FAST else pytest.mark.slow)
-        for i, x in enumerate(ULYSSES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ULYSSES, ids=map(str, range(len(ULYSSES))))
 def test_losses_are_those_of_one_dimensional_fsdp(trained, layout):
     check(trained, layout)
 

@@ -74,6 +74,7 @@ def test_a_failure_names_the_rank_and_the_next_call_has_new_ranks(pool):
     assert pool.run(total) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_and_does_not_hide_what_failed():
     with RankPool(2, timeout_s=8) as pool:
         with pytest.raises(RankFailure, match=r"from rank 0"):
@@ -103,6 +104,7 @@ def test_ranks_that_do_nothing_are_ended_long_before_the_longest_time():
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.slow
 def test_a_rank_waits_in_vain_for_one_that_has_answered_not_for_long():
     began = time.monotonic()
     with (
