@@ -15,29 +15,34 @@ TORCH := 2.13.0
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ON_A_CPU := not gpu and not multigpu
+QUICK := not slow and not exhaustive and $(ON_A_CPU)
 # least percentage of the product's lines that the tests of make test run
 COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-torch coverage fuzz defects mutants cuda-table acceptance lint format clean
+.PHONY: train test test-all test-slow test-exhaustive test-torch coverage fuzz defects mutants cuda-table acceptance lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
 
 test: $(READY)
-	$(PYTEST) -m "not slow and $(ON_A_CPU)"
+	$(PYTEST) -m "$(QUICK)"
 
-test-all: test test-slow
+test-all: test test-slow test-exhaustive
 
 # those that measure time come last, one after another
 test-slow: $(READY)
 	$(PYTEST) -m "slow and not alone and $(ON_A_CPU)"
 	$(BIN)/python -m pytest -m "slow and alone and $(ON_A_CPU)"
 
+# every style, size and routing of what the slow tests show for some
+test-exhaustive: $(READY)
+	$(PYTEST) -m "exhaustive and $(ON_A_CPU)"
+
 # lines that make test runs, in every process it starts: twice the time of the tests
 coverage: $(READY)
-	$(PYTEST) -m "not slow and $(ON_A_CPU)" --cov --cov-report=term --cov-fail-under=$(COVERED)
+	$(PYTEST) -m "$(QUICK)" --cov --cov-report=term --cov-fail-under=$(COVERED)
 
 # make fuzz SEED=7 PROGRAMS=500: generated programs, eagerly and compiled; outside test-all. Torch's
 # memory of operators and shapes costs more than it saves in graphs with a size for every count

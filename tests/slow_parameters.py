@@ -1,12 +1,19 @@
-"""Which of a test's parameters every test run tries, and which the slow ones alone."""
+"""Which of a test's parameters every run tries, and which the slow and the longest runs alone."""
 
 import pytest
 
 
 def slow_but(quick, everything):
     """Return `everything` as parameters, marked slow where not in `quick`; a tuple is several."""
+    return _marked(everything, lambda x: () if x in quick else pytest.mark.slow)
+
+
+def exhaustive_but(slow, everything):
+    """Return `everything` as parameters, marked slow where in `slow`, exhaustive otherwise."""
+    return _marked(everything, lambda x: pytest.mark.slow if x in slow else pytest.mark.exhaustive)
+
+
+def _marked(everything, marks_of):
     return [
-        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
-        for x in everything
-        for marks in [() if x in quick else pytest.mark.slow]
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks_of(x)) for x in everything
     ]

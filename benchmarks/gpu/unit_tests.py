@@ -21,7 +21,7 @@ from benchmarks.gpu.sizes import Sizes
 
 ROOT: Final = Path(__file__).parents[2]
 IMPORTS: Final = ("moe_compile.backend", "passes.pipeline", "moe_compile.testing.strategies")
-UNIT: Final = "not slow and not gpu and not multigpu"
+UNIT: Final = "not slow and not exhaustive and not gpu and not multigpu"
 GPU: Final = "gpu and not multigpu"
 GPU_PART: Final = 0.6
 """Of the time, for tests marked `gpu`: each new size compiles a kernel."""

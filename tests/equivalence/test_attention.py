@@ -22,7 +22,7 @@ from tests.attention_layers import (
     SplitAttention,
 )
 from tests.attention_variants import VARIANTS
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -130,7 +130,7 @@ def test_values_of_another_size_than_keys_differ_in_last_bits_and_the_report_say
     assert all(Bound.HEADS.value in said for said in two_ranks.run(remarks_of))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(3)
@@ -138,8 +138,7 @@ def test_many_attentions_on_two_ranks_equal_eager(two_ranks, style, data):
     check(two_ranks, data.draw(even_cases(2, style)), style)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", exhaustive_but(QUICK, STYLES), ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(2)
 def test_any_attention_on_four_ranks_equals_eager(four_ranks, style, data):

@@ -15,6 +15,7 @@ from tests.attention_layers import (
     SharedKeyAttention,
     TitanAttention,
 )
+from tests.slow_parameters import exhaustive_but
 
 WIDTH, HEADS, KV_HEADS, HEAD_WIDTH = 32, 16, 8, 8
 TIMES = 2.0
@@ -87,9 +88,8 @@ def test_kv_heads_repeated_for_the_ranks_are_projected_whole(mirrored_ranks):
     check(mirrored_ranks, RepeatedKVAttention, torch.float32, "both", 2, BOTH, kv_heads=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", exhaustive_but(QUICK, STYLES), ids=lambda s: s.__name__)
 def test_the_error_of_any_style_of_split_projections_is_that_of_whole_ones(two_ranks, style, dtype):
     check(two_ranks, style, dtype, "both", 4, BOTH)
 
@@ -100,7 +100,6 @@ def test_only_what_is_asked_for_is_split(two_ranks, which, remarks):
     check(two_ranks, NormedAttention, torch.float32, which, 2, remarks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", exhaustive_but(QUICK, STYLES), ids=lambda s: s.__name__)
 def test_projections_are_split_on_four_ranks(four_ranks, style):
     check(four_ranks, style, torch.float32, "both", 2, BOTH)

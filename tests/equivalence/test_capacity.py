@@ -17,6 +17,7 @@ from tests.capacity_layers import (
     InOne,
     Tutel,
 )
+from tests.slow_parameters import exhaustive_but, slow_but
 
 LOCAL, TOP_K, WIDTH, HIDDEN = 4, 2, 32, 64
 EVERY = (*STYLES, BiasedDeepSpeed)
@@ -56,22 +57,22 @@ OFTEN = (GShardEinsum, DeepSpeed, Tutel)
 
 @pytest.mark.parametrize(
     "style",
-    [pytest.param(s, marks=() if s in OFTEN else pytest.mark.slow) for s in EVERY],
+    slow_but(OFTEN, EVERY),
     ids=lambda s: s.__name__,
 )
 def test_three_chunks_of_four_experts_equal_eager(two_ranks, style):
     check(two_ranks, style, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_chunks", (2, 4))
+@pytest.mark.parametrize("num_chunks", exhaustive_but([2], [2, 4]))
 @pytest.mark.parametrize("style", EVERY, ids=lambda s: s.__name__)
 def test_even_chunks_equal_eager(two_ranks, style, num_chunks):
     check(two_ranks, style, num_chunks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
+@pytest.mark.parametrize(
+    "dtype", exhaustive_but([torch.bfloat16], [torch.bfloat16, torch.float64]), ids=str
+)
 @pytest.mark.parametrize("style", EVERY, ids=lambda s: s.__name__)
 def test_other_number_formats_equal_eager(two_ranks, style, dtype):
     """85 tokens give 16 slots from each rank, 32 rows of an expert: whole multiples of 64 bytes."""

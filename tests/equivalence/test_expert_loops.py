@@ -13,7 +13,7 @@ from tests.loop_layers import (
     HandWritten,
     WhereAndAdd,
 )
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 WIDTH, HIDDEN, LOCAL, TOP_K = 16, 32, 3, 2
 WANTED = ((), (0, LOCAL + 1), (0, 1))
@@ -66,7 +66,6 @@ def test_a_loop_in_chunks_equals_eager(two_ranks, style):
     check(two_ranks, style, (9, 14))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", LOOPS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", exhaustive_but(QUICK, LOOPS), ids=lambda s: s.__name__)
 def test_a_loop_on_a_rank_without_tokens_equals_eager(two_ranks, style):
     check(two_ranks, style, (6, 0))

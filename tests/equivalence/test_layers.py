@@ -95,7 +95,7 @@ def test_layers_on_four_ranks_equal_eager(four_ranks, style):
     check(four_ranks, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(2)

@@ -43,7 +43,7 @@ def test_every_style_equals_one_that_quantises_eagerly(mirrored_ranks, style):
     check(mirrored_ranks, case, style, WIRES[STYLES.index(style) % len(WIRES)])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(case=moe_cases(2), wires=st.sampled_from(WIRES))
 @examples(3)

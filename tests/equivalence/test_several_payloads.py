@@ -90,7 +90,7 @@ def test_ranks_without_rows_or_tokens_compute_as_eagerly(two_ranks, style):
     check(two_ranks, case_of(style, (UNEVEN, EMPTY), Routing.FIRST_RANK), style)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", NUM_REGIONS)
 def test_every_style_with_balanced_tokens_equals_eager(two_ranks, style):
     check(two_ranks, case_of(style, (UNEVEN, (16, 3)), Routing.BALANCED), style)

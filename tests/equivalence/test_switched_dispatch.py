@@ -220,7 +220,7 @@ def test_two_rows_a_token_change_no_bit_on_four_ranks(four_ranks, style, data, p
     check(four_ranks.run(differing, case, style, options(padding)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(data=st.data(), padding=PADDING)
 @examples(3)

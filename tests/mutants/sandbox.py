@@ -27,7 +27,7 @@ PASSED, FAILED, NOT_COLLECTED = 0, 1, 2
 
 ARGUMENTS: Final = (
     "-x", "-q", "--tb=line", "-p", "no:cacheprovider",
-    "-m", "not slow and not gpu and not multigpu", "--hypothesis-seed=0",
+    "-m", "not slow and not exhaustive and not gpu and not multigpu", "--hypothesis-seed=0",
 )  # fmt: skip
 
 
