@@ -343,12 +343,12 @@ class CenteredExperts(Masked):
             return y - y.mean(0)
 
 
-class OwnAttention(SlicesJoined):
-    """Rows of one run attend to each other, by an operator that nobody proved anything of."""
+class ChannelAttention(SlicesJoined):
+    """Channels attend to each other by all rows of one run: a step of it has no rows at all."""
 
     class expert(Expert):
         def forward(self, x):
-            return torch.softmax(x @ x.t(), -1) @ super().forward(x)
+            return super().forward(x) @ torch.softmax(x.t() @ x, -1)
 
 
 class Autocast(WhereAndAdd):
@@ -372,7 +372,7 @@ LOOPS = (
     WhereAndAdd, NonzeroAndAssign, NonzeroAndCopy, Masked, MaskedSum, GatherAndScatter,
     ScatteredColumn, OneHot, SlicesAssigned, NarrowedCopies, SlicesJoined, TensorSplit,
     SortedSlices, DummyRow, DummySum, OtherActivations, HandWritten, HandWrittenProducts,
-    CheckpointedExperts, CheckpointedLoop, CheckpointedSearch, CenteredExperts, OwnAttention,
+    CheckpointedExperts, CheckpointedLoop, CheckpointedSearch, CenteredExperts, ChannelAttention,
     Autocast,
 )  # fmt: skip
 

@@ -61,6 +61,7 @@ from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Formulas,
+    OfExpert,
     Opaque,
     Outside,
     Rows,
@@ -270,6 +271,8 @@ class _Proof:
         value = None
         if tensor is not None and not self.known.is_forgotten(tensor):
             value = self.known.value(tensor)
+        if isinstance(value, OfExpert):
+            return value.expert
         return self.facts.is_rows_of_one(value.order) if isinstance(value, Rows) else None
 
 

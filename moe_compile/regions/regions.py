@@ -155,8 +155,9 @@ class RowProof:
     unsliceable: tuple[tuple[fx.Node, str], ...] = ()
     """The other grouped GEMMs of the body, each with the reason."""
     expert_rows: tuple[tuple[fx.Node, int], ...] = ()
-    """Nodes of the body whose rows all belong to one local expert, and that expert's index;
-    only nodes that have no rows at all when that expert's counts are zero."""
+    """Nodes of the body whose rows all belong to one local expert, and that expert's index: they
+    have no rows at all when its counts are zero. So are nodes that compute something else of such
+    rows alone, which nothing joins."""
     facts: CountFacts | None = field(default=None, compare=False)
     """What every size the host computed from the counts is, as a formula in the counts."""
     joins: tuple[fx.Node, ...] = ()
