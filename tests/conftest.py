@@ -1,6 +1,7 @@
 """Pools of ranks, started once and shared."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -39,11 +40,17 @@ def pytest_collection_finish(session):
     collect_seldom()
 
 
+OWN_PROCESSES = ("test_cli", "test_configs", "test_dry_run", "test_interrupt", "test_torchtitan")
+"""Files of `LONGEST[0]` whose jobs are processes of their own: they share no ranks."""
+
+
 class ByWhatIsShared(LoadFileScheduling):
     """A file's tests run in one worker, and so do all that share ranks which import torchtitan."""
 
     def _split_scope(self, nodeid):
-        return LONGEST[0] if nodeid.startswith(LONGEST[0]) else super()._split_scope(nodeid)
+        scope = super()._split_scope(nodeid)
+        shares = scope.startswith(LONGEST[0]) and Path(scope).stem not in OWN_PROCESSES
+        return LONGEST[0] if shares else scope
 
 
 @pytest.hookimpl(optionalhook=True)

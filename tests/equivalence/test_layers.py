@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import MoECase, Routing, chosen_experts, moe_cases
 from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 CHOSEN = (GroupedExperts, LoopExperts, SegmentStarts)
 """What every test run tries: grouped and looped experts, counts as a matrix."""
@@ -103,8 +103,7 @@ def test_many_layers_on_four_ranks_equal_eager(four_ranks, style, data):
     check(four_ranks, data.draw(moe_cases(4, dtypes(style))), style)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", exhaustive_but(CHOSEN[:2], STYLES), ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(4)
 def test_many_layers_on_two_ranks_equal_eager(two_ranks, style, data):
