@@ -6,7 +6,8 @@ Contract
     that sees every operator of torch it calls; those say in their schemas what they do. Nothing is
     computed, and what the tracer stored stays as it is.
     A function that is not torch's may do other things where gradients or autocast are on: it runs
-    under the node's own modes, on tensors that require gradients where the tracer's do.
+    under the node's own modes, on tensors that require gradients where the tracer's do. So does one
+    of torch that is given numbers of several types, which it may take under autocast alone.
     What fails so is taken to write whatever it reads and to draw.
 """
 
@@ -133,7 +134,7 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
     if fake is None or any(value is None for value in values):
         return None
     watch, of_torch = _Watch(), _is_of_torch(node)
-    mode = None if of_torch else modes(node.graph)[node]
+    mode = None if of_torch and not _mixes_types(values) else modes(node.graph)[node]
     copy = torch.Tensor.detach if of_torch else alike
     with running_on(fake) as stack:
         if mode is not None:
@@ -174,6 +175,10 @@ def alike(tensor: torch.Tensor) -> torch.Tensor:
         made = copy.requires_grad_() * 1
         strides = [[expression_of(s) for s in t.stride()] for t in (made, tensor)]
         return made if strides[0] == strides[1] else copy.view_as(copy)
+
+
+def _mixes_types(values: Any) -> bool:
+    return len({t.dtype for t in _tensors(values) if t.is_floating_point()}) > 1
 
 
 def _is_of_torch(node: fx.Node) -> bool:

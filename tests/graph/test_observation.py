@@ -211,3 +211,13 @@ def test_operators_of_others_may_draw_without_saying_so():
     may = [n for n in graph.nodes if may_draw(n)]
     assert [called_name(n) for n in may] == ["bump"]
     assert not any(map(draws_random, may))
+
+
+def two_products_under_autocast(x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.bmm(torch.bmm(x[None], x.t()[None]), x[None]) * y
+
+
+def test_functions_of_torch_that_take_two_types_under_autocast_alone_write_nothing():
+    """Run without autocast the second product fails: bfloat16 meets float32."""
+    assert writers(two_products_under_autocast, torch.rand(3, 3), torch.rand(3)) == {}
