@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from moe_compile.testing.programs import choices, exchange_choices, loop_choices
+from moe_compile.testing.programs import (
+    capacity_choices,
+    choices,
+    exchange_choices,
+    loop_choices,
+)
 from moe_compile.testing.programs.campaign import drawn_programs
+from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room
+from moe_compile.testing.programs.capacity_strategy import SLOTS_LEFT_WHOLE
 from moe_compile.testing.programs.choices import (
     Act,
     Decoy,
@@ -21,7 +28,13 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
-from moe_compile.testing.programs.grammar import Experts, Program, all_features, features
+from moe_compile.testing.programs.grammar import (
+    Capacity,
+    Experts,
+    Program,
+    all_features,
+    features,
+)
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.run import Findings, run
 from moe_compile.testing.programs.shrink import simplest
@@ -69,6 +82,20 @@ FIXED = (
         ),
         sharing=Sharing.INSIDE,
     ),
+    Program(
+        layers=(
+            Capacity(
+                top_k=2, room=Room.SCARCE, fill=Fill.GATHER, across=Across.CHUNKED,
+                move=Move.OF_ITSELF, extras=frozenset({Extra.LOSS, Extra.BIAS}),
+            ),
+            Capacity(top_k=2, mixing=frozenset({Mixing.MEAN})),
+        ),
+        tokens=((5, 5),), dtype="float32",
+    ),
+    Program(
+        layers=(Capacity(top_k=2, room=Room.SIXTEEN, across=Across.BATCHED),),
+        tokens=((5, 5),), dtype="float32", width=32, hidden=32, wrapping=Wrapping.AUTOCAST,
+    ),
     Program(layers=(Experts(style=Style.BATCHED, readers=frozenset({Reader.LATE_STATISTICS})),)),
     *[
         Program(layers=(Experts(top_k=2, readers=frozenset({reader})),), tokens=((5, 5),))
@@ -88,9 +115,10 @@ FIXED = (
     ),
 )  # fmt: skip
 """Programs whose regions run in chunks, the first beside one that must not; the rest whole."""
-CHUNKED = FIXED[:5]
+CHUNKED = FIXED[:7]
 NAMES = (
-    "grouped", "loop", "one number", "hidden writes", "one inside another", "batched",
+    "grouped", "loop", "one number", "hidden writes", "one inside another",
+    "slots of experts", "slots under autocast", "batched",
     "rows normalised", "rows of a written base", "rows handed back", "weight in three terms",
     "dropout without a region",
 )  # fmt: skip
@@ -197,7 +225,10 @@ def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
 
 @pytest.mark.slow
 def test_what_is_said_to_leave_a_layer_whole_does(judge):
-    said = {f"{type(c).__name__.lower()}: {c.name.lower()}" for c in LEAVES_WHOLE}
+    said = {
+        f"{type(c).__name__.lower()}: {c.name.lower()}"
+        for c in (*LEAVES_WHOLE, *SLOTS_LEFT_WHOLE - {*Act}, *Mixing)
+    }
     found = [p for p in sweep() if features(p) & said]
     assert set().union(*map(features, found)) >= said
     assert not [sorted(features(p) & said) for p in found if judge.judge(source_of(p)).is_chunked]
@@ -208,12 +239,15 @@ def test_a_pass_that_failed_is_a_failure():
     assert judgement_of([found, found]).failed
 
 
+CHOICES = (capacity_choices, choices, exchange_choices, loop_choices)
+
+
 def test_every_choice_of_the_grammar_is_drawn():
-    named = [kind for m in (choices, exchange_choices, loop_choices) for kind in vars(m).values()]
+    named = [kind for m in CHOICES for kind in vars(m).values()]
     kinds = [k for k in named if isinstance(k, enum.EnumMeta) and k.__doc__]
     members = {f"{k.__name__.lower()}: {m.name.lower()}" for k in kinds for m in k}
     assert members == set(all_features())
-    drawn = set().union(*(features(p) for p in itertools.islice(drawn_programs(0), 300)))
+    drawn = set().union(*(features(p) for p in itertools.islice(drawn_programs(0), 400)))
     assert members <= drawn
 
 
@@ -232,7 +266,8 @@ def test_a_failing_program_shrinks_to_what_makes_it_fail():
         return legacy and 0 in sum(program.tokens, ())
 
     culprit = Experts(counts=Counts.LEGACY, readers=frozenset({Reader.RETURNED}))
-    for program in itertools.islice(drawn_programs(5), 5):
+    drawn = (p for p in drawn_programs(5) if any(isinstance(a, Experts) for a in p.layers))
+    for program in itertools.islice(drawn, 5):
         noisy, *others = sorted(program.layers, key=lambda part: not isinstance(part, Experts))
         noisy = replace(noisy, counts=Counts.LEGACY, readers=noisy.readers | {Reader.RETURNED})
         program = replace(program, layers=(noisy, *others), tokens=((3, 2), (0, 5)))

@@ -171,8 +171,8 @@ DEFECTS: Final = (
         (
             Change(
                 PROOF,
-                "written = written_tensors(step.func, step.args, step.kwargs)\n",
-                "written = written_tensors(step.func, step.args, step.kwargs)[:1]\n",
+                "written_tensors(step.func, step.args, step.kwargs), call",
+                "written_tensors(step.func, step.args, step.kwargs)[:1], call",
             ),
         ),
     ),
@@ -277,6 +277,26 @@ DEFECTS: Final = (
                 PROOF,
                 "d < row_dim or self.facts.depends_on_counts(rows.stride(d))",
                 "d < row_dim",
+            ),
+        ),
+    ),
+    Defect(
+        "slots of experts with a capacity go to another chunk than theirs",
+        (
+            Change(
+                "passes/replay/capacity_chunks.py",
+                "zip(chunks, pieces.cut(source), strict=True)",
+                "zip(chunks, pieces.cut(source)[::-1], strict=True)",
+            ),
+        ),
+    ),
+    Defect(
+        "what mixes experts with a capacity is taken to keep them apart",
+        (
+            Change(
+                "moe_compile/capacity/expert_proof.py",
+                "if holds(dim, experts):\n            raise",
+                "if False:\n            raise",
             ),
         ),
     ),

@@ -44,6 +44,20 @@ def exchange_of_itself(rows, got, sent, group):
     return ExchangeOfItself.apply(group, rows, got, sent)
 """
 
+EVEN: Final = """\
+class EvenExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, rows):
+        ctx.group, rows = group, rows.contiguous()
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, *gradient):
+        return None, EvenExchange.apply(ctx.group, *gradient)
+"""
+
 WRITTEN_OUT: Final = """\
 class Written{name}(torch.autograd.Function):
     @staticmethod
@@ -81,6 +95,7 @@ def _written(name: str, function: str, launch: str = LAUNCH, result: str = "out"
 EXCHANGES: Final = (
     ("exchange(", FUNCTION),
     ("exchange_of_itself(", OF_ITSELF),
+    ("EvenExchange.", EVEN),
     ("exchange_written_out(", _written("Out", "written_out")),
     ("exchange_halved(", _written("Halved", "halved", result="out * 0.5")),
     ("exchange_by_handle(", _written("ByHandle", "by_handle", HANDLE)),

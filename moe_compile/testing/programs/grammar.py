@@ -10,6 +10,14 @@ import enum
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
+from moe_compile.testing.programs.capacity_choices import (
+    Across,
+    Extra,
+    Fill,
+    Mixing,
+    Room,
+    Sent,
+)
 from moe_compile.testing.programs.choices import (
     Act,
     Back,
@@ -69,6 +77,8 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Detail: "details",
     Reader: "readers",
     Decoy: "decoys",
+    Extra: "extras",
+    Mixing: "mixing",
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
@@ -78,6 +88,8 @@ GATHERING: Final = frozenset({Rewrite.GATHERED, Rewrite.PADDED})
 CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
     Tally, Counts, Splits, Move, Style, Order, Back, Find, Put, Cut, Act, Detail, Decoy, Reader,
 )  # fmt: skip
+
+CHOICES_OF_CAPACITY: Final[tuple[type[enum.Enum], ...]] = (Room, Fill, Sent, Across, Extra, Mixing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +125,31 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """One MoE layer whose experts have a capacity, even exchanges around them."""
+
+    local: int = 2
+    """Experts of a rank."""
+    top_k: int = 1
+    room: Room = Room.EVEN
+    fill: Fill = Fill.EINSUM
+    sent: Sent = Sent.EXPERTS
+    move: Move = Move.FUNCTIONAL
+    """Of `FUNCTIONAL` and `OF_ITSELF` one."""
+    across: Across = Across.EINSUM
+    act: Act = Act.RELU
+    extras: frozenset[Extra] = frozenset()
+    mixing: frozenset[Mixing] = frozenset()
+
+
+Layer = Experts | Attention | Capacity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """Layers, the steps they run and the options they are compiled with."""
 
-    layers: tuple[Experts | Attention, ...] = (Experts(),)
+    layers: tuple[Layer, ...] = (Experts(),)
     width: int = 16
     """Model width D."""
     hidden: int = 16
@@ -135,7 +168,8 @@ class Program:
     seed: int = 0
 
 
-Part = TypeVar("Part", Program, Experts, Attention, Experts | Attention)
+LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity)
+Part = TypeVar("Part", Program, Experts, Attention, Capacity, Layer)
 
 
 def changed(part: Part, name: str, value: Any) -> Part:
@@ -158,21 +192,22 @@ def features(program: Program) -> frozenset[str]:
 def all_features() -> list[str]:
     """Return the name of every choice of the grammar, in its order."""
     of_programs = (Heads, Routing, Groups, Sharing, Backward, Wrapping, Rewrite)
-    kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + of_programs
+    kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + of_programs
     return [_feature(member) for kind in kinds for member in kind]
 
 
-def with_choice(layer: Experts, choice: enum.Enum) -> Experts:
+def with_choice(layer: LayerOfExperts, choice: enum.Enum) -> LayerOfExperts:
     """Return `layer` with `choice`, alone of its kind, in a style that uses it."""
     kind = type(choice)
-    layer = replace(layer, style=STYLE_OF.get(kind, layer.style))
-    layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
+    if isinstance(layer, Experts):
+        layer = replace(layer, style=STYLE_OF.get(kind, layer.style))
+        layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
     return changed(layer, kind.__name__.lower(), choice)
 
 
-def _unused(part: Program | Experts | Attention) -> set[str]:
+def _unused(part: Program | Layer) -> set[str]:
     """Return what stands in a field that the layer's style does not read."""
     if not isinstance(part, Experts):
         return set()

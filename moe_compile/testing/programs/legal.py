@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from moe_compile.testing.programs.capacity_choices import Extra
+from moe_compile.testing.programs.capacity_text import IN_LOOPS
 from moe_compile.testing.programs.choices import (
     Detail,
     Reader,
@@ -23,8 +25,9 @@ from moe_compile.testing.programs.grammar import (
     GATHERING,
     READ_IN,
     WITHOUT_ORDER,
-    Attention,
+    Capacity,
     Experts,
+    Layer,
     Program,
     changed,
 )
@@ -77,7 +80,7 @@ def legal(program: Program) -> Program:
         banned.add(Reader.ARRIVED_WRITTEN)
     layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
     program = replace(program, layers=layers)
-    if program.sharing is Sharing.INSIDE and isinstance(layers[0], Attention):
+    if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
         program = replace(program, sharing=Sharing.NOTHING)
     if program.rewrite is Rewrite.TOKENS:  # an update would carry roundings into the next step
         program = replace(program, tokens=program.tokens[:1])
@@ -92,9 +95,9 @@ def _may_rewrite(program: Program) -> bool:
     return program.rewrite not in ROUNDING or alone
 
 
-def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | Attention:
-    if isinstance(layer, Attention):
-        return layer
+def _legal_layer(layer: Layer, banned: set[Reader]) -> Layer:
+    if not isinstance(layer, Experts):
+        return _legal_capacity(layer) if isinstance(layer, Capacity) else layer
     details = set(layer.details)
     if Detail.CHECKPOINT in details:
         details -= {Detail.IN_PLACE_ROWS}
@@ -113,4 +116,13 @@ def _legal_layer(layer: Experts | Attention, banned: set[Reader]) -> Experts | A
         top_k=min(layer.top_k, 2 * layer.local),
         readers=frozenset(layer.readers - banned),
         details=frozenset(details),
+    )
+
+
+def _legal_capacity(layer: Capacity) -> Capacity:
+    in_loops = layer.across in IN_LOOPS
+    return replace(
+        layer,
+        top_k=min(layer.top_k, 2 * layer.local),
+        extras=layer.extras - {Extra.EXPANDED} if in_loops else layer.extras,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from moe_compile.testing.programs.grammar import SEVERAL, Attention, Experts, Program, changed
+from moe_compile.testing.programs.grammar import SEVERAL, Layer, Program, changed
 from moe_compile.testing.programs.legal import legal
 
 CHOICES: Final = (
@@ -66,7 +66,7 @@ def _candidates(program: Program) -> Iterator[Program]:
         yield changed(program, name, getattr(plain, name))
 
 
-def _plainer_layers(layer: Experts | Attention) -> Iterator[Experts | Attention]:
+def _plainer_layers(layer: Layer) -> Iterator[Layer]:
     plain = type(layer)()
     for name in SETS:
         chosen: frozenset[Any] = getattr(layer, name, frozenset())

@@ -10,12 +10,16 @@ Contract
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from hypothesis import strategies as st
 
+from moe_compile.testing.programs.capacity_strategy import (
+    formats_of_capacity,
+    layers_with_capacity,
+)
 from moe_compile.testing.programs.choices import (
     Act,
     Back,
@@ -32,19 +36,19 @@ from moe_compile.testing.programs.choices import (
     Style,
     Wrapping,
 )
+from moe_compile.testing.programs.draws import Choice, few, mostly
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.expert_text import LISTED
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
     Attention,
     Experts,
+    Layer,
     Program,
     with_choice,
 )
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
-
-Choice = TypeVar("Choice", bound=enum.Enum)
 
 PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
@@ -96,15 +100,6 @@ BY_PLACE: Final = frozenset({Detail.OUTER_ROW, Detail.BESIDE})
 """What a CPU rounds by where rows lie in memory in 4 and 8 bytes a value, and not in 2."""
 
 
-def mostly(kind: type[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
-    """Draw a member of `kind`, its first one in `1 / plain_of` of the draws or more."""
-    return _mostly(list(kind), plain_of)
-
-
-def _mostly(members: Sequence[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
-    return st.sampled_from([members[0]] * (len(members) // plain_of) + [*members])
-
-
 @st.composite
 def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) -> Experts:
     """Draw an MoE layer; `grouped` allows grouped products, `whole` what leaves it whole."""
@@ -126,7 +121,7 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
     return Experts(
         local=local,
         top_k=draw(st.sampled_from([1, 2, 2])),
-        tally=draw(_mostly(among(Tally))),
+        tally=draw(mostly(among(Tally))),
         counts=draw(mostly(Counts, 6)),
         splits=Splits.SLICE_SUM if listed and draw(st.booleans()) else splits,
         move=draw(st.sampled_from([Move.FUNCTIONAL] * 2 + among(Move))),
@@ -137,7 +132,7 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
         put=put,
         cut=cut,
         act=draw(st.sampled_from(among(Act))),
-        details=draw(_few([*details, *DETAILS_OF.get(style, ())], 4)),
+        details=draw(few([*details, *DETAILS_OF.get(style, ())], 4)),
         readers=draw(_readers(among(Reader))),
         late=draw(st.booleans()),
     )
@@ -146,6 +141,8 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     """Draw a program for two ranks."""
+    if draw(st.sampled_from([False] * 4 + [True])):
+        return legal(draw(_programs_with_capacity()))
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "bfloat16", "float32", "float64"]))
     aligned = [ALIGNED] * 8 if dtype != "bfloat16" else []
     width = draw(st.sampled_from([16, 16, 24, 17, 8, *aligned]))
@@ -153,23 +150,38 @@ def programs(draw: st.DrawFn) -> Program:
     grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
     layers = draw(_layers(dtype=dtype, grouped=grouped))
     even = any(isinstance(layer, Attention) for layer in layers)
-    program = Program(
-        layers=layers,
-        width=width,
-        hidden=hidden,
-        dtype=dtype,
+    program = draw(_around(layers, (dtype, width, hidden), even=even))
+    return legal(replace(program, rewrite=draw(st.sampled_from(REWRITES_DRAWN))))
+
+
+@st.composite
+def _programs_with_capacity(draw: st.DrawFn) -> Program:
+    format = draw(formats_of_capacity())
+    layers = draw(layers_with_capacity(dtype=format[0]))
+    program = draw(_around(layers, format, even=True))
+    rewrite = draw(st.sampled_from([Rewrite.CHUNKS] * 8 + list(Rewrite)))
+    is_dynamic = program.dynamic and draw(st.booleans())  # these are left whole
+    return replace(program, rewrite=rewrite, dynamic=is_dynamic)
+
+
+@st.composite
+def _around(
+    draw: st.DrawFn, layers: tuple[Layer, ...], format: tuple[str, int, int], *, even: bool
+) -> Program:
+    """Draw a program of these layers, of a type of values, a width and a hidden one."""
+    dtype, width, hidden = format
+    return Program(
+        layers=layers, width=width, hidden=hidden, dtype=dtype,
         tokens=draw(_tokens(even=even)),
         routing=draw(mostly(Routing)),
         groups=draw(st.sampled_from([Groups.WORLD] * 12 + list(Groups))),
         sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
         backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
         wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
-        rewrite=draw(st.sampled_from(REWRITES_DRAWN)),
         dynamic=draw(st.sampled_from([False, False, False, True])),
         chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
         seed=draw(st.integers(0, 999)),
-    )
-    return legal(program)
+    )  # fmt: skip
 
 
 REWRITES_DRAWN: Final = (
@@ -201,14 +213,14 @@ gradients of three terms leave whole must have nothing else that does, or a faul
 
 
 @st.composite
-def _layers(draw: st.DrawFn, *, dtype: str, grouped: bool) -> tuple[Experts | Attention, ...]:
+def _layers(draw: st.DrawFn, *, dtype: str, grouped: bool) -> tuple[Layer, ...]:
     beside = draw(st.sampled_from(BESIDE))
     if beside == "alone":
         return (draw(experts(dtype=dtype, grouped=grouped, whole=True)),)
     first = draw(experts(dtype=dtype, grouped=grouped))
     if beside == "nothing":
         first = replace(first, readers=first.readers | draw(st.sampled_from(READERS_OF_ONE_LAYER)))
-    layers: list[Experts | Attention] = [first]
+    layers: list[Layer] = [first]
     if beside == "whole":
         layers.append(draw(_left_whole()))
     elif beside == "decoy":
@@ -241,7 +253,7 @@ def _left_whole(draw: st.DrawFn) -> Experts:
     def one(plain: Choice) -> Choice:
         return draw(st.sampled_from([plain, *_whole(type(plain)) * 3]))
 
-    details = draw(_few(_whole(Detail), 5))
+    details = draw(few(_whole(Detail), 5))
     style, order = one(Style.SORTED_LOOP), one(Order.ARGSORT)
     style = Style.SORTED_LOOP if Detail.LONGEST in details else style
     clash = style is Style.BATCHED and order is Order.MISMATCHED
@@ -253,7 +265,7 @@ def _left_whole(draw: st.DrawFn) -> Experts:
         back=one(Back.INDEX_COPY),
         act=one(Act.RELU),
         details=details,
-        readers=draw(_few(_whole(Reader), 4)),
+        readers=draw(few(_whole(Reader), 4)),
     )
 
 
@@ -264,12 +276,6 @@ def _whole(kind: type[Choice]) -> list[Choice]:
 
 def _weighted(members: Iterable[Choice]) -> list[Choice]:
     return [m for member in members for m in [member] * (3 if member in SELDOM else 1)]
-
-
-def _few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choice]]:
-    drawn: st.SearchStrategy[Any] = st.sampled_from(list(kind))
-    some = st.frozensets(drawn, min_size=1, max_size=most)
-    return st.one_of(st.just(frozenset()), some, some)
 
 
 def _readers(kind: list[Reader]) -> st.SearchStrategy[frozenset[Reader]]:

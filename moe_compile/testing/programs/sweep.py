@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
+from moe_compile.testing.programs.capacity_choices import Room
 from moe_compile.testing.programs.choices import (
     Backward,
     Groups,
@@ -15,14 +17,19 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.grammar import (
+    CHOICES_OF_CAPACITY,
     CHOICES_OF_EXPERTS,
     Attention,
+    Capacity,
     Experts,
     Program,
     changed,
     with_choice,
 )
 from moe_compile.testing.programs.legal import legal
+
+WIDE_CAPACITY: Final = Capacity(top_k=2, room=Room.SIXTEEN)
+"""Two bytes a value are followed where slots fill 64 bytes."""
 
 
 def sweep() -> Iterator[Program]:
@@ -47,5 +54,11 @@ def _all() -> Iterator[Program]:
         yield from (replace(plain, layers=(with_choice(layer, c),)) for c in kind)
     for heads in Heads:
         yield replace(plain, layers=(Attention(heads=heads),), tokens=((4, 4),))
+    slots = Program(layers=(Capacity(top_k=2),), tokens=((5, 5),), dtype="float32")
+    yield slots
+    yield replace(slots, width=32, hidden=32, dtype="bfloat16", layers=(WIDE_CAPACITY,))
+    for kind in CHOICES_OF_CAPACITY:
+        layers = (with_choice(Capacity(top_k=2), choice) for choice in kind)
+        yield from (replace(slots, layers=(layer,)) for layer in layers)
     for kind in (Routing, Groups, Sharing, Backward, Wrapping, Rewrite):
         yield from (changed(plain, kind.__name__.lower(), choice) for choice in kind)

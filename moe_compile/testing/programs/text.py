@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from moe_compile.testing.programs.attention_text import attention_class, may_round
+from moe_compile.testing.programs.capacity_text import capacity_class
 from moe_compile.testing.programs.choices import (
     Backward,
     Groups,
@@ -27,7 +28,9 @@ from moe_compile.testing.programs.grammar import (
     GATHERING,
     NUM_RANKS,
     Attention,
+    Capacity,
     Experts,
+    Layer,
     Program,
 )
 from moe_compile.testing.programs.layer_text import layer_class
@@ -130,7 +133,7 @@ def source_of(program: Program) -> str:
     """Return the whole text of `program`."""
     blocks = [HEAD, _settings(program), PARAMETER]
     layers = list(program.layers)
-    if any(isinstance(layer, Experts) for layer in layers):
+    if any(isinstance(layer, Experts | Capacity) for layer in layers):
         blocks.append(f"def favour(experts):\n    {FAVOUR[program.routing]}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
     if program.rewrite is Rewrite.FP8:
@@ -203,8 +206,7 @@ def _has_unknown_lengths(program: Program) -> bool:
 def _in_groups(program: Program, number: int) -> str:
     """Return the class of a layer, its exchanges over the groups that the program names."""
     layer = program.layers[number]
-    write = layer_class if isinstance(layer, Experts) else attention_class
-    text = "\n".join(write(layer, number))  # type: ignore[arg-type]
+    text = "\n".join(_class(layer, number))
     if program.groups is Groups.LAYERS_APART and (number or len(program.layers) == 1):
         return text.replace("dist.group.WORLD", "second_group()")
     if program.groups is Groups.ROWS_APART:
@@ -213,6 +215,14 @@ def _in_groups(program: Program, number: int) -> str:
         for splits in ("got, sent", "sent, got"):
             text = text.replace(f"{splits}, self.group)", f"{splits}, self.rows_group)")
     return text
+
+
+def _class(layer: Layer, number: int) -> list[str]:
+    if isinstance(layer, Experts):
+        return layer_class(layer, number)
+    if isinstance(layer, Capacity):
+        return capacity_class(layer, number)
+    return attention_class(layer, number)
 
 
 def _model(program: Program) -> list[str]:
@@ -245,9 +255,9 @@ def _one_inside(program: Program) -> list[str]:
     return [*calls, *_call(program, 0, program.layers[0], routing="routing")]
 
 
-def _call(program: Program, i: int, layer: Experts | Attention, routing: str = "") -> list[str]:
+def _call(program: Program, i: int, layer: Layer, routing: str = "") -> list[str]:
     before: list[str] = []
-    if isinstance(layer, Attention):
+    if not isinstance(layer, Experts):
         call = f"self.layer{i}"
     elif i == 0 and (routing or program.sharing is Sharing.ROUTING):
         before = [] if routing else ["routing = self.layer0.route(x)"]
