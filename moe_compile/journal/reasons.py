@@ -128,6 +128,11 @@ class Reason(enum.Enum):
         "their experts",
         Kind.NOT_POSSIBLE,
     )
+    TOKENS_GATHERED = (
+        "it gathers the tokens of all ranks for experts to pick theirs: no exchange of rows is "
+        "there to split",
+        Kind.NOT_POSSIBLE,
+    )
     ONE_EXPERT = "one local expert: nothing to split by", Kind.NOT_POSSIBLE
     CLAMPED = "more chunks asked for than there are local experts", Kind.NOT_POSSIBLE
 

@@ -29,10 +29,12 @@ from moe_compile.graph.query import (
     is_launch,
     number_of,
     output_splits,
+    source_place,
     tensor_of,
     waits_on,
 )
 from moe_compile.journal.reasons import Reason
+from moe_compile.regions.gathered_tokens import reduce_scatter_of
 from moe_compile.regions.payloads import Payloads, find_payloads, is_combine_of
 from moe_compile.regions.regions import MoERegion, Refused, exchanges
 from moe_compile.regions.replayable import check_surroundings
@@ -78,6 +80,10 @@ class _Match:
 def _match(
     dispatch: fx.Node, launches: list[fx.Node], used: set[fx.Node], dependence: Dependence
 ) -> _Match | Refused:
+    if (back := reduce_scatter_of(dispatch, launches, dependence)) is not None:
+        used.add(back)
+        detail = f"sums are reduced at {source_place(back) or back.name}"
+        return Refused(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
     if not is_all_to_all(dispatch):
         return Refused(candidate=dispatch.name, reason=Reason.NOT_ALL_TO_ALL)
     if is_integer(dispatch):

@@ -1,7 +1,8 @@
 """Exchanges that belong to no region: why, and what the user can do.
 
 Contract
-    Speaks of all-to-alls only: gathers and reductions, as of sharded parameters, are no candidates.
+    Speaks of all-to-alls, and of gathers of tokens for experts: other gathers and reductions, as of
+    sharded parameters, are no candidates.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
-from moe_compile.journal.remedies import REMEDIES
+from moe_compile.journal.remedies import ACTED_ON, REMEDIES
 from moe_compile.regions.regions import Refused
 
 TELLING: Final = (
@@ -22,6 +22,7 @@ TELLING: Final = (
     Reason.SPLIT_OTHERWISE,
     Reason.COUNTS_NOT_COUNTED,
     Reason.UNEVEN_EXPERTS,
+    Reason.TOKENS_GATHERED,
     Reason.EVEN_SPLITS,
     Reason.INTEGER_PAYLOAD,
 )
@@ -57,7 +58,7 @@ class Unmatched:
     @property
     def is_dispatch(self) -> bool:
         """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
-        return self.is_region or self.reason.kind is Kind.UNPROVEN
+        return self.is_region or self.reason.kind in ACTED_ON
 
 
 def unmatched(others: Iterable[Refused], places: Mapping[str, str]) -> list[Unmatched]:
