@@ -92,7 +92,55 @@ class RoutedBefore(Gathering):
         return reduce_scatter_tensor_autograd(total, "sum", 0, self.group)
 
 
-STYLES = (Gathering, InPlace, Sorted, Assigned, RoutedBefore)
+class GatheredByFunction(torch.autograd.Function):
+    """Megatron-Core's: gathered forward, the gradient reduced and scattered."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.num_ranks = group, dist.get_world_size(group)
+        return gathered(x, group, ctx.num_ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scattered(gradient, ctx.group, ctx.num_ranks), None
+
+
+class ScatteredByFunction(torch.autograd.Function):
+    """The same the other way round."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.num_ranks = group, dist.get_world_size(group)
+        return scattered(x, group, ctx.num_ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gathered(gradient, ctx.group, ctx.num_ranks), None
+
+
+def gathered(x, group, num_ranks):
+    out = x.new_empty(num_ranks * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def scattered(x, group, num_ranks):
+    out = x.new_empty(x.shape[0] // num_ranks, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class ByFunctions(Gathering):
+    """Both collectives in Functions of the model."""
+
+    def forward(self, x):
+        everyone = GatheredByFunction.apply(x, self.group)
+        scores = torch.softmax(everyone @ self.router, -1)
+        mine = scores[:, self.rank * self.local : (self.rank + 1) * self.local]
+        return ScatteredByFunction.apply(self.total(everyone, mine), self.group)
+
+
+STYLES = (Gathering, InPlace, Sorted, Assigned, RoutedBefore, ByFunctions)
 
 
 class SequenceParallel(Gathering):

@@ -39,6 +39,7 @@ class Order(enum.Enum):
     KEY = "argsort of label and position in one key"
     PLACE_AMONG_ALL = "argsort of label, then position modulo three, in one key"
     SEGMENTS = "where each run starts"
+    PIECES = "pieces of each rank and expert, cut by integers and joined"
     PLACES = "places counted by a running sum of one-hot labels"
 
 
@@ -53,6 +54,7 @@ class Back(enum.Enum):
     INDEX_ADD = "index_add into zeros"
     SCATTER = "scatter into zeros"
     SCATTER_ADD = "scatter_add_ into zeros, the index written out"
+    PIECES = "pieces cut and joined once more, where they were sorted so"
     VIEW_PUT = "assignment into a view of empty memory"
     MORE_ROWS = "assignment into more rows than there are"
 

@@ -52,6 +52,7 @@ class Move(enum.Enum):
     FUNCTIONAL = "all_to_all_single_autograd"
     FUNCTION = "an autograd Function of the program around all_to_all_single"
     OF_ITSELF = "one around dist.all_to_all_single, whose backward is the Function itself"
+    TOGETHER = "one of the program's that exchanges all it is given, rows and scores at once"
     WRITTEN_OUT = "one around dist.all_to_all_single, its backward written out"
     HALVED = "one around dist.all_to_all_single, whose backward halves the gradient"
     HANDLE = "dist.all_to_all_single with async_op in one, awaited by its handle"

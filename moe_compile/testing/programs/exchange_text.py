@@ -44,6 +44,31 @@ def exchange_of_itself(rows, got, sent, group):
     return ExchangeOfItself.apply(group, rows, got, sent)
 """
 
+TOGETHER: Final = """\
+def swapped(tensor, got, sent, group):
+    out = tensor.new_empty(sum(got), *tensor.shape[1:])
+    dist.all_to_all_single(out, tensor.contiguous(), got, sent, group=group)
+    return out
+
+
+class ExchangeTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, got, sent, group, *tensors):
+        ctx.splits, ctx.group = (got, sent), group
+        return tuple(swapped(tensor, got, sent, group) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        got, sent = ctx.splits
+        return None, None, None, *(swapped(g, sent, got, ctx.group) for g in gradients)
+
+
+def exchange_together(tensors, got, sent, group):
+    several = isinstance(tensors, list)
+    done = ExchangeTogether.apply(got, sent, group, *(tensors if several else [tensors]))
+    return done if several else done[0]
+"""
+
 EVEN: Final = """\
 class EvenExchange(torch.autograd.Function):
     @staticmethod
@@ -95,6 +120,7 @@ def _written(name: str, function: str, launch: str = LAUNCH, result: str = "out"
 EXCHANGES: Final = (
     ("exchange(", FUNCTION),
     ("exchange_of_itself(", OF_ITSELF),
+    ("exchange_together(", TOGETHER),
     ("EvenExchange.", EVEN),
     ("exchange_written_out(", _written("Out", "written_out")),
     ("exchange_halved(", _written("Halved", "halved", result="out * 0.5")),

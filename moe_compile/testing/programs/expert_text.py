@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
-from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS, ROWS
+from moe_compile.testing.programs.expert_lines import ACTS, DECOYS, ROWS
 from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
 from moe_compile.testing.programs.loop_text import loop_by_offsets, searched_loop
+from moe_compile.testing.programs.order_text import back_lines, labels, order_lines, sorted_rows
 
 LOOPS: Final = frozenset(
     {Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.STACKED}
@@ -95,10 +96,10 @@ def _style_lines(layer: Experts) -> list[str]:
     if layer.style is Style.RUNS:
         return loop_by_offsets(layer)
     if layer.style is Style.SEARCHED:
-        return [*_labels(layer), *searched_loop(layer)]
+        return [*labels(layer), *searched_loop(layer)]
     if layer.style is Style.DENSE:
         return [
-            *_labels(layer),
+            *labels(layer),
             "out = torch.zeros_like(rows)",
             f"for e in range({layer.local}):",
             "    y = self.expert(rows, e)",
@@ -106,8 +107,8 @@ def _style_lines(layer: Experts) -> list[str]:
             "return out",
         ]
     if layer.style in LOOPS:
-        return [*_order_lines(layer), *_slice_loop(layer)]
-    return [*_order_lines(layer), *_at_once(layer), *BACKS[layer.back]]
+        return [*order_lines(layer), *_slice_loop(layer)]
+    return [*order_lines(layer), *_at_once(layer), *back_lines(layer)]
 
 
 def _piece_loop(layer: Experts) -> list[str]:
@@ -140,19 +141,19 @@ def _slice_loop(layer: Experts) -> list[str]:
     number = f"{count - 1} - e" if layer.order is Order.DESCENDING else "e"
     sizes = f"[runs[{number}] + runs[{count} + {number}] for e in range({count})]"
     if layer.style is Style.STACKED:
-        return [f"sizes = {sizes}", *_stacked(layer), *BACKS[layer.back]]
+        return [f"sizes = {sizes}", *_stacked(layer), *back_lines(layer)]
     cut, padded = [f"sizes = {sizes}"], "x"
     if Detail.LONGEST in layer.details:
         cut += ["longest = max(sizes)"]
         padded = "torch.cat([x, x.new_zeros(longest - x.shape[0], x.shape[1])])"
-    cut += [f"slices = torch.split({_sorted_rows(layer)}, sizes)"]
+    cut += [f"slices = torch.split({sorted_rows(layer)}, sizes)"]
     call = f"self.expert({padded}, {number})" + ("" if padded == "x" else "[:x.shape[0]]")
     if layer.style is Style.SORTED_LOOP:
         return [
             *cut,
             f"done = [{call} for e, x in enumerate(slices)]",
             f"out = {_joined(layer, 'done')}",
-            *BACKS[layer.back],
+            *back_lines(layer),
         ]
     write = {
         Style.INDEX_ADD: "out = out.index_add(0, i, {y})",
@@ -165,61 +166,6 @@ def _slice_loop(layer: Experts) -> list[str]:
         "for e, (x, i) in enumerate(zip(slices, torch.split(perm, sizes))):",
         f"    {write.format(y=call)}",
         "return out",
-    ]
-
-
-def _labels(layer: Experts) -> list[str]:
-    if layer.order in (Order.SEARCH, Order.MISMATCHED):
-        places = "torch.arange(rows.shape[0])"
-        return [
-            f"ids = torch.searchsorted(flat.cumsum(0), {places}, right=True) % {layer.local}",
-        ]
-    labels = f"torch.arange({layer.local}).repeat({NUM_RANKS})"
-    return [f"ids = {labels}.repeat_interleave(flat, output_size=rows.shape[0])"]
-
-
-def _order_lines(layer: Experts) -> list[str]:
-    """Return what defines `perm` and, sorted by it, `label`."""
-    labels = _labels(layer)
-    if layer.order is Order.SORT:
-        return [*labels, "label, perm = torch.sort(ids, stable=True)"]
-    if layer.order is Order.SEGMENTS:
-        return [*labels, *_segments(layer), "label = ids[perm]"]
-    if layer.order is Order.PLACES:
-        return [*labels, *_places(layer), "label = ids[perm]"]
-    places = "torch.arange(rows.shape[0])"
-    perm = {
-        Order.UNSTABLE: "torch.argsort(ids)",
-        Order.DESCENDING: "torch.argsort(ids, descending=True, stable=True)",
-        Order.MISMATCHED: "torch.argsort(ids, descending=True, stable=True)",
-        Order.PLACE_AMONG_ALL: f"torch.argsort(ids * 3 + {places} % 3, stable=True)",
-        Order.KEY: f"torch.argsort(ids * rows.shape[0] + {places}, stable=True)",
-    }.get(layer.order, "torch.argsort(ids, stable=True)")
-    return [*labels, f"perm = {perm}", "label = ids[perm]"]
-
-
-def _sorted_rows(layer: Experts) -> str:
-    if Detail.WIDE in layer.details:
-        return "torch.gather(rows, 0, perm[:, None].expand(-1, rows.shape[1]))"
-    return "rows[perm]"
-
-
-def _segments(layer: Experts) -> list[str]:
-    return [
-        f"starts = (flat.cumsum(0) - flat).view({NUM_RANKS}, -1).t().reshape(-1)",
-        f"lengths = flat.view({NUM_RANKS}, -1).t().reshape(-1)",
-        f"run = torch.arange({NUM_RANKS * layer.local})",
-        "run = run.repeat_interleave(lengths, output_size=rows.shape[0])",
-        "perm = starts[run] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]",
-    ]
-
-
-def _places(layer: Experts) -> list[str]:
-    return [
-        f"hot = (ids[:, None] == torch.arange({layer.local})).long()",
-        "first = hot.sum(0).cumsum(0) - hot.sum(0)",
-        "place = first[ids] + (hot.cumsum(0) * hot).sum(1) - 1",
-        "perm = torch.zeros_like(place).index_copy(0, place, torch.arange(ids.shape[0]))",
     ]
 
 
@@ -262,7 +208,7 @@ def _at_once(layer: Experts) -> list[str]:
             "offs = per.to(torch.int32)",
         ]
         shift = ["x = x + self.w2[other, 0]"]
-    return [per, *ends, f"x = {_sorted_rows(layer)}", *shift, *products, *out]
+    return [per, *ends, f"x = {sorted_rows(layer)}", *shift, *products, *out]
 
 
 def _stacked(layer: Experts) -> list[str]:
@@ -270,7 +216,7 @@ def _stacked(layer: Experts) -> list[str]:
     flip = ".flip(0)" if layer.order is Order.DESCENDING else ""
     return [
         "longest = max(sizes)",
-        f"slices = torch.split({_sorted_rows(layer)}, sizes)",
+        f"slices = torch.split({sorted_rows(layer)}, sizes)",
         "padded = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[0])) for x in slices])",
         *_batch_products(layer, flip, bias=Detail.BIAS in layer.details),
         "done = [y[:size] for y, size in zip(out, sizes)]",
@@ -294,7 +240,7 @@ def _batched(layer: Experts, flip: str, *, bias: bool) -> list[str]:
         f"slot = torch.arange(label.shape[0]) - (per.cumsum(0) - per)[{label}]",
         f"place = ({label}) * CAPACITY + slot",
         f"padded = rows.new_zeros({e} * CAPACITY, rows.shape[1])",
-        f"padded = padded.index_copy(0, place, {_sorted_rows(layer)}).view({e}, CAPACITY, -1)",
+        f"padded = padded.index_copy(0, place, {sorted_rows(layer)}).view({e}, CAPACITY, -1)",
         *_batch_products(layer, flip, bias=bias),
         f"out = out.view({e} * CAPACITY, -1)[place]",
     ]

@@ -202,6 +202,7 @@ def with_choice(layer: LayerOfExperts, choice: enum.Enum) -> LayerOfExperts:
     if isinstance(layer, Experts):
         layer = replace(layer, style=STYLE_OF.get(kind, layer.style))
         layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
+        layer = replace(layer, order=Order.PIECES) if choice is Back.PIECES else layer
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
     return changed(layer, kind.__name__.lower(), choice)

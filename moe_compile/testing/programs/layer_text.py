@@ -7,6 +7,7 @@ from typing import Final
 from moe_compile.testing.programs.choices import (
     Decoy,
     Detail,
+    Order,
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.expert_text import (
@@ -16,7 +17,7 @@ from moe_compile.testing.programs.expert_text import (
     hidden_method,
     indented,
 )
-from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.grammar import NUM_RANKS, READ_IN, Experts
 from moe_compile.testing.programs.reader_text import lines_at
 
 TALLIES: Final = {
@@ -77,6 +78,7 @@ MOVES: Final = {
     Move.FUNCTIONAL: "all_to_all_single_autograd",
     Move.FUNCTION: "exchange",
     Move.OF_ITSELF: "exchange_of_itself",
+    Move.TOGETHER: "exchange_together",
     Move.WRITTEN_OUT: "exchange_written_out",
     Move.HALVED: "exchange_halved",
     Move.HANDLE: "exchange_by_handle",
@@ -170,7 +172,8 @@ def _sent_lines(layer: Experts) -> list[str]:
 
 def _got_lines(layer: Experts) -> list[str]:
     e = layer.local
-    if layer.splits is not Splits.SLICE_SUM and layer.style not in LISTED:
+    by_pieces = layer.order is Order.PIECES and layer.style in READ_IN["order"]
+    if layer.splits is not Splits.SLICE_SUM and layer.style not in LISTED and not by_pieces:
         got = SPLITS[layer.splits].format(list="got", name="arrived").splitlines()
         return [*got, "runs = None"]
     runs = "runs = arrived.reshape(-1).tolist()"
@@ -185,16 +188,12 @@ def _forward(layer: Experts) -> list[str]:
         "flat, n, extra = arrived.reshape(-1), got[0] + got[1], [*noted]",
         f"routed = x[order // {layer.top_k}]",
         *lines_at(layer, "before"),
-        f"rows = {move}(routed, got, sent, self.group)",
+        *_dispatch_lines(layer, move),
         "weights = scores[order]" + ("" if one_number else "[:, None]"),
     ]
     weigh = ["out = out * weights.to(out.dtype)"]
     carried: list[str] = []
     if Detail.PROBS_TRAVEL in layer.details:
-        body += [
-            "probs = scores[order][:, None].to(rows.dtype)",
-            f"probs = {move}(probs, got, sent, self.group)",
-        ]
         weigh, carried = [], ["out = out * probs"]
     between = lines_at(layer, "between")
     body += [] if layer.late else between
@@ -213,6 +212,16 @@ def _forward(layer: Experts) -> list[str]:
         "return result, extra",
     ]
     return ["def forward(self, x, routing):", *indented(body)]
+
+
+def _dispatch_lines(layer: Experts, move: str) -> list[str]:
+    rows, probs = (f"{move}({sent}, got, sent, self.group)" for sent in ("routed", "probs"))
+    if Detail.PROBS_TRAVEL not in layer.details:
+        return [f"rows = {rows}"]
+    made = "probs = scores[order][:, None].to(routed.dtype)"
+    if layer.move is Move.TOGETHER:
+        return [made, f"rows, probs = {move}([routed, probs], got, sent, self.group)"]
+    return [f"rows = {rows}", made, f"probs = {probs}"]
 
 
 def _sure_lines(layer: Experts, move: str) -> list[str]:

@@ -13,7 +13,9 @@ from typing import Final
 from moe_compile.testing.programs.capacity_choices import Extra
 from moe_compile.testing.programs.capacity_text import IN_LOOPS
 from moe_compile.testing.programs.choices import (
+    Back,
     Detail,
+    Order,
     Reader,
     Rewrite,
     Sharing,
@@ -108,15 +110,22 @@ def _legal_layer(layer: Layer, banned: set[Reader]) -> Layer:
         banned = {*banned, Reader.ROWS_READ, Reader.ROWS_TWICE}
     if layer.readers & SAVE_ROWS:
         banned = {*banned, Reader.ROWS_WRITTEN}
-    for name, styles in READ_IN.items():
-        if layer.style not in styles:
-            layer = changed(layer, name, getattr(Experts(), name))
     return replace(
-        layer,
+        _read_by_style(layer),
         top_k=min(layer.top_k, 2 * layer.local),
         readers=frozenset(layer.readers - banned),
         details=frozenset(details),
     )
+
+
+def _read_by_style(layer: Experts) -> Experts:
+    """Return `layer` with its plainest choices where the style of its experts reads none."""
+    for name, styles in READ_IN.items():
+        if layer.style not in styles:
+            layer = changed(layer, name, getattr(Experts(), name))
+    if layer.back is Back.PIECES and layer.order is not Order.PIECES:
+        layer = replace(layer, back=Experts().back)
+    return layer
 
 
 def _legal_capacity(layer: Capacity) -> Capacity:

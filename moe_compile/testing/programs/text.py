@@ -137,9 +137,9 @@ def source_of(program: Program) -> str:
         blocks.append(f"def favour(experts):\n    {FAVOUR[program.routing]}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
     if program.rewrite is Rewrite.FP8:
-        written = written.replace(
-            "(routed, got, sent", "(rounded(routed, type(self).__name__), got, sent"
-        )
+        for before, after in (("(", ", got, sent"), ("([", ", probs]")):
+            rows = f"{before}rounded(routed, type(self).__name__){after}"
+            written = written.replace(f"{before}routed{after}", rows)
     for name, block in (
         *EXCHANGES, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
     ):  # fmt: skip
