@@ -10,7 +10,7 @@ Contract
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
     graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
     `moe_compile.recompile_limit`. Also at import, grouped products are made known to torch's flop
-    counter.
+    counter, and callbacks around compilations to Dynamo (`moe_compile.untraced_reads`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmet
+from moe_compile.untraced_reads import fall_back
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
@@ -68,6 +69,7 @@ FORMS: Final = NormalizeExchanges.name
 torch._dynamo.config.capture_scalar_outputs = True
 IMPORTING_THREAD: Final = threading.get_ident()
 count_grouped_products()
+fall_back()
 
 
 @with_frame_space
@@ -85,6 +87,7 @@ def megamoe(
     could not be transformed.
     """
     _capture_host_reads()
+    fall_back()
     config, patches = read_options(mode, options)
     eager_where_a_read_is_wrong(gm.graph)
     order = user_order(gm)

@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from moe_compile.frame_space import with_frame_space
 from moe_compile.testing.idleness import Idleness
+from moe_compile.untraced_reads import fall_back
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
@@ -276,8 +277,10 @@ def forget_compiled() -> None:
 
     `torch._dynamo.reset` leaves what was compiled among the globals of the module that called it.
     A gloo group that is held keeps three threads, each of which wakes 100 times a second.
+    It forgets the callbacks of the backend too, which are as after an import again.
     """
     torch._dynamo.reset()
+    fall_back()
     modules = [m for m in sys.modules.values() if isinstance(m, ModuleType)]
     for module in modules:
         for name in [n for n in vars(module) if n.startswith("__compiled_fn_")]:
