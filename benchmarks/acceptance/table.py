@@ -32,6 +32,36 @@ fairscale's gate does (5 graphs in a fresh process), is there when megamoe compi
 
 torch {torch}. Tutel is not on PyPI, and so not in the table.
 """
+OWN: Final = "megamoe"
+NOTES: Final = """\
+## What the reasons come down to
+
+A layer of this repository that is chunked was given each form alone, and then the same reason.
+
+- transformers' experts sort what they received by `torch.sort(expert_ids)`. A sort that is not
+  stable has another order where there are fewer rows (on a CPU with AVX-512 from some 20 rows on),
+  and a weight's gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`. Three
+  forms beside it are not followed yet: labels that are written in place and not read again
+  (`clamp_`), rows and results masked where the label is above the last expert (`masked_fill_`), and
+  `histc` of labels as the counts. `AllToAllEP` also breaks the graph between dispatch and combine,
+  at `if tokens.shape[0] == 0`.
+- DeepSpeed with `drop_tokens=False` sends as many slots as the fullest expert of all ranks has
+  rows. `capacity = int(counts.max())` is known at run time only; experts with a capacity are
+  followed where sizes are numbers.
+- DeepSpeed computes its capacity of tensors, `int(torch.ceil(tokens / experts *
+  torch.tensor(factor)))`. Where the number of tokens is a symbol, torch 2.13 reads a wrong number
+  of it, with every backend, under `capture_scalar_outputs` or `fullgraph=True`. megamoe notices,
+  runs the function around it eagerly, and compiles what that calls
+  ([limits.md](limits.md#compilation)).
+- Megatron-Core permutes tokens by `masked_select`, where Dynamo ends the graph, and sorts what it
+  received by `[parts[i] for i in order.tolist()]`, which Dynamo does not trace with host reads in
+  graphs: that function runs eagerly.
+- Megatron-Core's linear layers warn on rank 0 (`warnings.warn`), where Dynamo ends the graph on
+  that rank alone. With `torch._dynamo.config.ignore_logging_functions.add(warnings.warn)` its layer
+  padded to capacity is one graph. It stays whole: it has two exchanges to the experts, split sizes
+  read from a tensor, linear layers in a Function, and a router whose weight is given other memory
+  (`.data =`).
+"""
 PATHS: Final = re.compile(r"[^\s\"']*/site-packages/")
 ADDRESSES: Final = re.compile(r" at 0x[0-9a-f]+")
 MARKUP: Final = str.maketrans("|<>", "/()")
@@ -50,7 +80,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     different = sum(is_equal(case) == "no" for case in cases)
     summary = (
         f"{len(cases)} of {len(CASES)} layers and models were run: {crashes} crash where "
-        f"`aot_eager` works, {different} compute other values."
+        f"`aot_eager` works, {different} compute other values. {_of_exchanges(cases)}"
     )
     return "\n".join(
         [
@@ -61,8 +91,24 @@ def page_of(record: Mapping[str, Any]) -> str:
             "\n## What stands in the way\n",
             *(line for case in cases for line in _remarks(case)),
             "",
+            NOTES,
         ]
     )
+
+
+def _of_exchanges(cases: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many third-party layers whose all-to-all is captured run in chunks."""
+    theirs = [_ranks(case, "fx, 2 chunks") for case in cases if case.get("package") != OWN]
+    captured = [ranks[0] for ranks in theirs if ranks and _is_exchange_captured(ranks[0])]
+    chunked = sum(any(chunks > 1 for _, _, chunks in one["regions"]) for one in captured)
+    return (
+        f"Of {len(captured)} of other packages with an all-to-all in a graph {chunked} run in "
+        "chunks, in their first step."
+    )
+
+
+def _is_exchange_captured(rank: Mapping[str, Any]) -> bool:
+    return bool(rank["regions"]) or any("the exchange at" in text for text in rank["warnings"])
 
 
 def _row(case: Mapping[str, Any]) -> str:

@@ -46,6 +46,11 @@ REMEDIES: Final = (
         "say how long the result is, repeat_interleave(..., output_size=n), or compile with "
         "fullgraph=True, which captures such operators",
     ),
+    (
+        re.compile(r"builtin(?: operator)? `(?:print|_warnings\.warn)`"),
+        "have Dynamo leave it out, torch._dynamo.config.ignore_logging_functions.add(print), or "
+        "warnings.warn, on every rank",
+    ),
 )
 """What the reason says, what to do; the first that fits."""
 OTHERWISE: Final = "torch.compile(..., fullgraph=True) says more of it"

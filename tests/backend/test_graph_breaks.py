@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import warnings
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ class PrintsBetween(LoopExperts):
         return super().experts(rows, received)
 
 
+class WarnsBetween(LoopExperts):
+    """Megatron-Core 0.16.1's linear layers of one rank warn so, on rank 0 alone."""
+
+    def experts(self, rows, received):
+        warnings.warn("a group is None", DeprecationWarning, stacklevel=2)
+        return super().experts(rows, received)
+
+
 class LabelsOfUnknownLength(Megatron):
     def expert_of_rows(self, rows, received):
         ids = torch.arange(self.local, device=rows.device).repeat(self.num_ranks)
@@ -75,7 +84,8 @@ def warnings_of(program, caplog, *inputs):
     [
         (AwaitedByHandle, "exchange: async_op=True", "leave async_op out"),
         (InLists, "does not trace torch.distributed.all_to_all", "all_to_all_single on the joined"),
-        (PrintsBetween, "builtin operator `print`", "fullgraph=True"),
+        (PrintsBetween, "builtin operator `print`", "ignore_logging_functions.add(print)"),
+        (WarnsBetween, "builtin `_warnings.warn`", "ignore_logging_functions.add(print)"),
         (LabelsOfUnknownLength, "`aten.repeat_interleave.Tensor`", "output_size=n"),
     ],
 )
@@ -138,3 +148,14 @@ def test_what_breaks_where_no_collective_is_goes_to_the_report_alone(
     if program is plain:
         (told,) = report.as_dict()["graph_breaks"]
         assert "in plain" in told and "print" in told
+
+
+@pytest.mark.parametrize(
+    ("style", "function"), [(PrintsBetween, print), (WarnsBetween, warnings.warn)]
+)
+def test_what_is_left_out_breaks_no_layer(fake_ranks, monkeypatch, caplog, style, function):
+    """The remedy that is told of is one."""
+    ignored = {*torch._dynamo.config.ignore_logging_functions, function}
+    layer, x = style(16, 24, 8, 2, fake_ranks), torch.randn(24, 16).bfloat16()
+    with torch._dynamo.config.patch(ignore_logging_functions=ignored):
+        assert warnings_of(layer, caplog, x) == []

@@ -36,6 +36,15 @@ def test_a_layer_that_is_captured_whole_and_chunked_is_one_row():
     assert f"1 of {len(CASES)} layers and models were run: 0 crash where" in page(layer)
 
 
+def test_layers_whose_all_to_all_is_captured_are_counted():
+    warning = "megamoe: the exchange at layer.py:1 in forward is left as it is"
+    chunked = case(**{"fx, 2 chunks": [on(regions=[["layer.py:1", "chunked", 2]])]})
+    refused = case(**{"fx, 2 chunks": [on(warnings=[warning])]})
+    cut, alone = case(**{"fx, 2 chunks": [on()]}), case(fx=[on()])
+    text = page(chunked, refused, cut, alone, chunked | {"package": "megamoe"})
+    assert "Of 2 of other packages with an all-to-all in a graph 1 run in chunks" in text
+
+
 def test_one_rank_that_differs_in_one_run_is_enough():
     differs = on(differences={"aot_eager": {"output 0": 0.5, "gradient of w": 0.25}})
     layer = case(**{"fx": [on(), on()], "fx, 2 chunks": [on(), differs]})
