@@ -47,7 +47,7 @@ def _at_start(_: Any) -> None:
 
 def _at_end(compilation: Any) -> None:
     error, config = sys.exception(), torch._dynamo.config
-    is_first = compilation.compile_id.endswith("/0")
+    is_first = str(compilation.compile_id).endswith("/0")
     if not isinstance(error, GuardOnDataDependentSymNode) or not is_first:
         return
     if config.suppress_errors or not config.capture_scalar_outputs:
