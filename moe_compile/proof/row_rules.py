@@ -47,6 +47,8 @@ from moe_compile.regions.filled_orders import all_met
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
+    Labels,
+    LabelTable,
     OfExpert,
     Order,
     Outside,
@@ -59,9 +61,11 @@ from moe_compile.regions.row_domain import (
 
 
 def pointwise(call: Call) -> Value:
-    """Rows meet rows of the same order, constants, and parameters of their one expert."""
-    parts = [(t, call.value(t)) for t in call.inputs]
+    """Rows meet rows of the same order, their labels, constants, parameters of their one expert."""
+    parts = [(t, _with_labels(call.value(t))) for t in call.inputs]
     if any(isinstance(v, FROM_COUNTS) for _, v in parts):
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    if not any(isinstance(call.value(t), Rows) for t in call.inputs):
         raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
     seats = {t.dim() - v.dim for t, v in parts if isinstance(v, Rows)}
     order = all_met(v.order for _, v in parts if isinstance(v, Rows))
@@ -78,6 +82,13 @@ def pointwise(call: Call) -> Value:
             call.note_read(value, None, order)
     check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
+
+
+def _with_labels(value: Value) -> Value:
+    """Return labels as the rows that they label: each row's is its own, for any counts."""
+    if isinstance(value, Labels):
+        return Rows(0, value.order)
+    return Rows(value.dim, value.order) if isinstance(value, LabelTable) else value
 
 
 def copied(call: Call) -> Value:

@@ -90,7 +90,23 @@ def constant_per_expert(m, x, c):
     return x * gains[m.expert_of_rows(x, c)][:, None]
 
 
+def masked_by_labels(m, x, c):
+    """Rows of experts above the last are none: transformers masks what it received so."""
+    labels, perm = torch.sort(m.expert_of_rows(x, c), stable=True)
+    mask = (labels >= m.local - 1)[:, None]
+    rows = x[perm]
+    rows.masked_fill_(mask, 0.5)
+    return put_back(perm, m.product(rows, m.totals(c)).masked_fill(mask, 0.0))
+
+
+def tables_of_labels(m, x, c):
+    hot = F.one_hot(m.expert_of_rows(x, c), m.local)
+    return x * hot[:, 1, None]
+
+
 PROVEN = {
+    "masks of labels": masked_by_labels,
+    "scales of tables of labels": tables_of_labels,
     "padding at the end": padded_batch,
     "slices at running ends": sliced_loop,
     "narrow at running starts": narrowed_loop,
@@ -228,6 +244,15 @@ def counts_turned(m, x, c):
     return put_back(perm, m.product(x[perm], pairs.reshape(-1)))
 
 
+def masked_in_another_order(m, x, c):
+    labels, perm = torch.sort(m.expert_of_rows(x, c), stable=True)
+    return put_back(perm, m.product(x[perm], m.totals(c))).masked_fill((labels > 0)[:, None], 0.0)
+
+
+def labels_as_columns(m, x, c):
+    return x + m.expert_of_rows(x, c).sum()
+
+
 def ids_of_one_rank(m, x, c):
     ids = torch.repeat_interleave(torch.arange(4), c[:4], output_size=x.shape[0])
     return x + m.w2[:, 0][ids]
@@ -240,6 +265,8 @@ def scan_through_a_view(m, x, c):
 
 
 REFUSED = {
+    "masks of labels in another order": (masked_in_another_order, Reason.ROWS_MIXED),
+    "a sum of labels": (labels_as_columns, Reason.VALUE_FROM_COUNTS),
     "permuted twice": (permuted_again, Reason.ROWS_MIXED),
     "pieces joined backwards": (joined_backwards, Reason.ROWS_OUT_OF_ORDER),
     "put back by another index": (put_back_by_another, Reason.ROWS_OUT_OF_ORDER),
