@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.acceptance.cases import CASES
-from benchmarks.acceptance.table import write_page
+from benchmarks.acceptance.table import without_places, write_page
 from benchmarks.gpu.limited_process import run_limited
 from moe_compile.report.command import recorded_command
 
@@ -44,7 +44,7 @@ def run_in_process(name: str, limit_s: float) -> dict[str, Any]:
             return {"name": name, "failure": f"not done after {limit_s:.0f} s"}
         if not result.exists():
             return {"name": name, "failure": log.read_text(errors="replace").strip()[-600:]}
-        found: dict[str, Any] = json.loads(result.read_text())
+        found: dict[str, Any] = json.loads(without_places(result.read_text()))
         return found
 
 

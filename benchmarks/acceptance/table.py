@@ -67,6 +67,11 @@ MARKUP: Final = str.maketrans("|<>", "/()")
 LONGEST: Final = 400
 
 
+def without_places(text: str) -> str:
+    """Return `text` without the folders in which this machine has packages."""
+    return PATHS.sub("", text)
+
+
 def write_page(record: Mapping[str, Any], page: Path) -> None:
     """Write the page for the results in `record`."""
     page.write_text(page_of(record))
@@ -176,7 +181,7 @@ def _of_regions(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     whole = {(where, verdict) for where, verdict, chunks in ranks[0]["regions"] if chunks < 2}
     warnings = [text.partition(" To do:")[0] for text in ranks[0]["warnings"]]
     return [
-        *(f"region at {where}: {verdict}" for where, verdict in sorted(whole)),
+        *(f"region at {where}: {_short(verdict)}" for where, verdict in sorted(whole)),
         *(_short(text.removeprefix("megamoe: ")) for text in warnings),
     ]
 
@@ -206,5 +211,5 @@ def _comparisons(case: Mapping[str, Any]) -> Iterator[tuple[str, int, str, Mappi
 
 def _short(text: str) -> str:
     """Return `text` on one line, without this machine's paths and what would be markup."""
-    line = " ".join(ADDRESSES.sub("", PATHS.sub("", text)).split()).translate(MARKUP)
+    line = " ".join(ADDRESSES.sub("", without_places(text)).split()).translate(MARKUP)
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
