@@ -290,16 +290,6 @@ DEFECTS: Final = (
             ),
         ),
     ),
-    Defect(
-        "what mixes experts with a capacity is taken to keep them apart",
-        (
-            Change(
-                "moe_compile/capacity/expert_proof.py",
-                "if holds(dim, experts):\n            raise",
-                "if False:\n            raise",
-            ),
-        ),
-    ),
 )
 
 
