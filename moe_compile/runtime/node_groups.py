@@ -1,0 +1,153 @@
+"""Which ranks of an expert-parallel group share a node: said once, where process groups are made.
+
+Contract
+    `register_node_groups` is a collective call on the group. All ranks judge the same records, so
+    all of them store the same, or all of them raise the same InvalidConfig.
+    What is stored holds for the process groups at hand: groups that are made anew are registered
+    anew. Passes read it and make no group.
+
+Worked example: eight ranks, nodes of four. Rank `node * 4 + place` of the group is rank `place` of
+its `node` group and rank `node` of its `cross` group, which joins equal places:
+
+    node groups    [0 1 2 3] [4 5 6 7]          cross groups    [0 4] [1 5] [2 6] [3 7]
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.runtime.rank_store import UNCOMPARED, default_store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeGroups:
+    """The nodes of one expert-parallel group, as one of its ranks sees them."""
+
+    num_nodes: int
+    num_local: int
+    """Ranks of each node."""
+    place: int
+    """Of this rank on its node."""
+    node: str
+    """Name of the process group of this rank's node."""
+    cross: str
+    """Name of the process group of the ranks with this rank's place, in the order of nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What one rank says of itself, in global ranks."""
+
+    rank: int
+    host: str
+    node: tuple[int, ...]
+    cross: tuple[int, ...]
+
+
+class _Registered:
+    """What was said of the groups of the default process group at hand."""
+
+    store: Any = None
+    """Of that process group: another one has another."""
+    groups: dict[str, NodeGroups] = {}  # noqa: RUF012  (replaced with the store)
+
+
+def register_node_groups(
+    group: dist.ProcessGroup,
+    node: dist.ProcessGroup,
+    cross: dist.ProcessGroup,
+    *,
+    host: str | None = None,
+) -> None:
+    """Say which ranks of `group` share a node, on all of its ranks at once.
+
+    `node` has the ranks of this rank's node, `cross` those of equal place on all nodes, both in
+    the order of `group`, as `init_device_mesh("cuda", (nodes, local))` makes them. `host` names
+    what the ranks of a node have in common and no other rank has: the machine, unless links
+    between machines are as fast, as in racks joined by NVLink.
+    Raises InvalidConfig, on all ranks, where groups and hosts do not fit together.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    own = Seat(
+        rank=dist.get_rank(),
+        host=host or socket.gethostname(),
+        node=tuple(dist.get_process_group_ranks(node)),
+        cross=tuple(dist.get_process_group_ranks(cross)),
+    )
+    seats = [own]
+    if dist.get_backend(group) not in UNCOMPARED:
+        found: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(found, own, group=group)
+        seats = found
+    num_local = check_seats(ranks, seats)
+    if _Registered.store is not default_store():
+        _Registered.store, _Registered.groups = default_store(), {}
+    _Registered.groups[group.group_name] = NodeGroups(
+        num_nodes=len(ranks) // num_local,
+        num_local=num_local,
+        place=ranks.index(own.rank) % num_local,
+        node=node.group_name,
+        cross=cross.group_name,
+    )
+
+
+def node_groups_of(group: str) -> NodeGroups | None:
+    """Return what was registered of the process group of that name; None for nothing."""
+    store = default_store()
+    is_theirs = store is not None and store is _Registered.store
+    return _Registered.groups.get(group) if is_theirs else None
+
+
+def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
+    """Return how many of `ranks`, those of a group in order, share a node.
+
+    Raises InvalidConfig where what they say does not divide them into nodes.
+    """
+    num_local = len(seats[0].node)
+    if odd := next((s for s in seats if len(s.node) != num_local), None):
+        raise _misfit(
+            f"the node of rank {seats[0].rank} has {num_local} ranks, that of rank {odd.rank} "
+            f"{len(odd.node)}: nodes must have equally many"
+        )
+    if len(ranks) % num_local:
+        raise _misfit(f"nodes of {num_local} ranks do not divide a group of {len(ranks)}")
+    for seat in seats:
+        if seat.rank not in ranks:
+            raise _misfit(f"rank {seat.rank} is not in the group {list(ranks)}")
+        node, place = divmod(list(ranks).index(seat.rank), num_local)
+        first = node * num_local
+        for name, said, wanted in (
+            ("node", seat.node, ranks[first : first + num_local]),
+            ("cross", seat.cross, ranks[place::num_local]),
+        ):
+            if said != tuple(wanted):
+                raise _misfit(
+                    f"the {name} group of rank {seat.rank} is {list(said)}, where the order of "
+                    f"the group, {list(ranks)}, asks for {list(wanted)}"
+                )
+    _check_hosts(seats)
+    return num_local
+
+
+def _check_hosts(seats: Sequence[Seat]) -> None:
+    """Raise InvalidConfig unless nodes and hosts are the same parts of the group."""
+    for first in seats:
+        for other in seats:
+            together = first.node == other.node
+            if together is not (first.host == other.host):
+                where = "share a node" if together else "are on two nodes"
+                raise _misfit(
+                    f"ranks {first.rank} and {other.rank} {where}, on the hosts {first.host!r} "
+                    f"and {other.host!r}; if not machines make your nodes, give `host`, a name "
+                    "that the ranks of a node have in common"
+                )
+
+
+def _misfit(why: str) -> InvalidConfig:
+    return InvalidConfig(f"register_node_groups: {why}")
