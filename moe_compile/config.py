@@ -19,7 +19,10 @@ from moe_compile.errors import InvalidConfig, nearest
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
-NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {"chunk_by": ("batch",)}
+NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
+    "chunk_by": ("batch",),
+    "nodes": ("rounded", "auto"),
+}
 """Known values whose pass this version does not have."""
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
@@ -30,6 +33,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "attention_chunks": (1,),
     "attention_split": ("none",),
     "transport": ("functional",),
+    "nodes": ("off", "auto"),
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
@@ -95,6 +99,11 @@ class MegaMoEConfig:
     """Room for rows after an all-gather dispatch. "exact": for the rows that came, which the host
     reads once. "worst": for all that may come, the rest zeros: static shapes and no host read, more
     memory and compute."""
+    nodes: Literal["off", "exact", "rounded", "auto"] = "off"
+    """Whether a token crosses to a node once, not once for each of its experts there
+    (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
+    combine, goes in two hops; what is summed goes as it was, and no bit changes. It needs
+    `register_node_groups`, and such a region runs in one chunk."""
     equal_tokens: bool = False
     """Your promise that in every step all ranks have the same number of tokens, which no rank can
     see. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges of
@@ -125,9 +134,9 @@ class MegaMoEConfig:
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False
-    """Raise an error where an option asks for a rewrite (`chunks`, `dispatch`, `dispatch_wire`,
-    `combine_wire`, `attention_chunks`, `attention_split`) and a region that it is meant for is not
-    proven safe, and where a pass fails."""
+    """Raise an error where an option asks for a rewrite (`chunks`, `dispatch`, `nodes`,
+    `dispatch_wire`, `combine_wire`, `attention_chunks`, `attention_split`) and a region that it is
+    meant for is not proven safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""

@@ -140,10 +140,10 @@ def _not_allowed(numerics: str) -> Verdict:
 def _can_price(graph: fx.Graph, state: CompileState) -> bool:
     """Whether all ranks predict the same: equal inputs, of sizes known when compiling.
 
-    A region on gathered tokens is emitted by the number of its rank. A body of a higher-order
-    operator is not compiled by itself.
+    A region on gathered tokens, or one in two hops, is emitted by the number of its rank. A body of
+    a higher-order operator is not compiled by itself.
     """
-    by_rank = any(one.plan.gathers for one in state.experts)
+    by_rank = any(one.plan.gathers or one.plan.is_divided for one in state.experts)
     if not state.config.equal_tokens or by_rank or state.graph_name != "dynamo":
         return False
     values = [value_of(node) for node in graph.find_nodes(op="placeholder")]

@@ -1,4 +1,4 @@
-"""Carry out the plan of a graph: experts in chunks or on gathered tokens, attention in groups.
+"""Carry out the plan of a graph: experts in chunks, on gathered tokens, in two hops; attention.
 
 Contract
     Requires  REGIONS_FOUND, PLANNED.
@@ -30,6 +30,7 @@ from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import RowProof
 from passes.contract import Fact, GraphPass
 from passes.replay.capacity_chunks import emit_capacity_chunks
+from passes.replay.divided import emit_divided
 from passes.replay.gathered import emit_gathered
 from passes.replay.head_groups import emit_head_groups
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
@@ -83,6 +84,9 @@ def _emit_experts(
         gathered = emit_gathered(one.gathered, around, _rank_in(region.group))
         dispatches, combines = gathered.gathers, gathered.reduces
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
+    elif one.divided is not None:
+        divided = emit_divided(one.divided, around, dependence)
+        dispatches, combines, instead = divided.hops, (divided.combine,), divided.instead
     else:
         num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
         chunks = emit_chunks(region, one.proof, num, around, dependence, by_tokens=by_tokens)

@@ -11,7 +11,7 @@ class Around(GroupedExperts):
     def forward(self, x):
         scores, chosen = self.route(x)
         flat = chosen.reshape(-1)
-        order = torch.argsort(flat, stable=True)
+        order = self.by_expert(flat)
         counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
         received = self.exchange_counts(counts)
         sent_rows, got_rows = self.splits(counts, received)
@@ -19,6 +19,9 @@ class Around(GroupedExperts):
         rows = self.exchange(rows, got_rows, sent_rows)
         out = self.exchange(self.experts(rows, received), sent_rows, got_rows)
         return self.total(x, order, out, scores)
+
+    def by_expert(self, flat):
+        return torch.argsort(flat, stable=True)
 
     def exchange(self, rows, out_sizes, in_sizes):
         launch = torch.ops._c10d_functional.all_to_all_single(

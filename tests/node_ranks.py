@@ -1,10 +1,14 @@
 """Ranks of one machine that stand for several nodes, and what they send from node to node."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_compile.report.process_report import REPORT
+from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import register_node_groups
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
@@ -16,6 +20,16 @@ def seat(rank, num_nodes):
     mesh = init_device_mesh("cpu", (num_nodes, num_local), mesh_dim_names=("node", "place"))
     node, cross = mesh.get_group("place"), mesh.get_group("node")
     register_node_groups(dist.group.WORLD, node, cross, host=f"host {rank // num_local}")
+
+
+@contextlib.contextmanager
+def in_two_hops():
+    """Yield a list that has, afterwards, the verdicts on what was compiled and has no two hops."""
+    left, before = [], len(REPORT.compilations)
+    yield left
+    compiled = REPORT.compilations[before:]
+    left += ["nothing was compiled"] * (not compiled)
+    left += [r.verdict for c in compiled for r in c.regions if r.verdict != IN_TWO_HOPS]
 
 
 class BytesBetweenNodes(TorchDispatchMode):

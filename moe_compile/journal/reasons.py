@@ -236,6 +236,20 @@ class Reason(enum.Enum):
         Kind.NOT_POSSIBLE,
     )
 
+    # dispatch in two hops
+    NO_NODE_GROUPS = "which of its ranks share a node is not registered", Kind.UNPROVEN
+    ONE_NODE = "all its ranks are on one node: no token crosses the network", Kind.NO_GAIN
+    CHOSEN_TWICE = "a token is not proven to choose an expert once at most", Kind.UNPROVEN
+    TENSOR_FLOAT = (
+        "a batched product weights its rows, and TF32 would round the weights",
+        Kind.UNPROVEN,
+    )
+    GATHERED = "its tokens are all-gathered: each crosses to every rank", Kind.NOT_POSSIBLE
+    TWO_HOPS = (
+        "dispatched in two hops: in one chunk, in its own number format, by torch's collectives",
+        Kind.NOT_POSSIBLE,
+    )
+
     # exchanges in an autograd.Function of the program
     NOT_AN_EXCHANGE = (
         "an autograd.Function around it does more than exchange its input and, backward, its "

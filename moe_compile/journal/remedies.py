@@ -158,6 +158,15 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.GATHERED_WHOLE: "set megamoe.chunk_by = 'tokens'",
     Reason.UNEVEN_SLICES: "set megamoe.chunks to a divisor of the tokens of a rank, in graphs "
     "whose sizes are known when compiling",
+    Reason.NO_NODE_GROUPS: "call moe_compile.register_node_groups on all ranks of the group, "
+    "where process groups are made",
+    Reason.ONE_NODE: f"{NOTHING}: two hops save what goes between nodes",
+    Reason.CHOSEN_TWICE: "choose experts by topk inside the graph, sort its indices, and count "
+    "them by bincount, histc or a comparison with arange",
+    Reason.TENSOR_FLOAT: "multiply rows by their weights and add them up, or call "
+    "torch.set_float32_matmul_precision('highest')",
+    Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'",
+    Reason.TWO_HOPS: "set megamoe.nodes = 'off' for chunks, eight bits or another transport",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
     Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or the wire to 'same'",
     Reason.UNKNOWN_FORM: "wait for each exchange once, and read nothing but what the wait returns",

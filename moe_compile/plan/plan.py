@@ -34,6 +34,10 @@ class ExpertsPlan:
     gather as many."""
     rows_per_token: int = 0
     """Rows of each rank over its tokens where these are gathered, else 0."""
+    nodes: str = "off"
+    """Whether its rows come in two hops, as the option names it."""
+    num_nodes: int = 1
+    """Nodes that the ranks are on, where they do."""
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     """Number format its rows travel in, as the options name it."""
@@ -44,6 +48,11 @@ class ExpertsPlan:
     def gathers(self) -> bool:
         """Whether tokens are gathered instead of rows exchanged."""
         return self.dispatch == "all_gather"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether rows come in two hops, a token crossing to a node once."""
+        return self.nodes != "off"
 
     @property
     def is_chunked(self) -> bool:

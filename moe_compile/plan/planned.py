@@ -22,7 +22,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.plan import AttentionPlan, CapacityPlan, ExpertsPlan
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Surroundings
-from moe_compile.regions.token_regions import GatheredForm
+from moe_compile.regions.token_regions import DividedForm, GatheredForm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +91,13 @@ class PlannedExperts:
     """That of the region as it is planned: replayed, it may be refused for more than it was."""
     gathered: GatheredForm | None = None
     """How its tokens are gathered, where they are."""
+    divided: DividedForm | None = None
+    """How its rows come in two hops, where they do."""
     around: Surroundings | None = None
     """What stays of it and around it, where it is rewritten."""
     left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`chunks`, `dispatch`, `dispatch_wire` or `combine_wire` -> why it is not otherwise."""
+    """`chunks`, `dispatch`, `nodes`, `dispatch_wire` or `combine_wire` -> why it is not
+    otherwise."""
     decision: Decision | None = None
     """What the planner chose and against what; None where nothing was left to it."""
     not_priced: str = ""
@@ -111,7 +114,7 @@ class PlannedExperts:
     @property
     def is_rewritten(self) -> bool:
         """Whether the region gets another form, its exchanges' number format apart."""
-        return self.plan.gathers or self.plan.is_chunked
+        return self.plan.gathers or self.plan.is_divided or self.plan.is_chunked
 
     def unquantised(self) -> PlannedExperts:
         """Return the same with rows that travel as the model sends them."""
@@ -131,6 +134,7 @@ class PlannedExperts:
                 unproven=plan.unproven,
             ),
             gathered=None,
+            divided=None,
             around=None,
             rounding=None,
             left={**self.left, **left},

@@ -135,6 +135,12 @@ class TokenIndex:
         whole = expression_of(tensor.numel()) == num_rows(key)
         return chosen if whole and given.get("dim", -1) in (-1, tensor.dim() - 1) else None
 
+    def is_sorted_stably(self, index: fx.Node) -> bool:
+        """Whether `index` is `order // k` of a stable sort from the least value to the greatest."""
+        divided = self._divided(index)
+        given = None if divided is None else self._sort(divided[0])
+        return given is not None and given.get("stable") is True and not given.get("descending")
+
     def counts_values(self, counts: fx.Node, chosen: fx.Node) -> bool:
         """Whether `counts[e]` is proven to be how often `chosen` holds e."""
         node = self._origin(counts)
@@ -185,10 +191,14 @@ class TokenIndex:
 
     def _sorted_by(self, order: fx.Node) -> fx.Node | None:
         """Return the vector whose sort gives the permutation `order`."""
-        order = self._origin(order)
-        given = self._arguments(order, "argsort", *SORTS) or self._output(order, 1, "sort", *SORTS)
+        given = self._sort(order)
         key = _node(given.get("input")) if given else None
         return key if key is not None and len(shape_of(key)) == 1 else None
+
+    def _sort(self, order: fx.Node) -> dict[str, Any] | None:
+        """Return the arguments of the sort that gives the permutation `order`."""
+        order = self._origin(order)
+        return self._arguments(order, "argsort", *SORTS) or self._output(order, 1, "sort", *SORTS)
 
     def _output(
         self, result: fx.Node, position: int, name: str, *parameters: str

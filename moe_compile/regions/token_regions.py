@@ -1,4 +1,4 @@
-"""The words of the dispatch switch: what is around a region, and why it keeps its all-to-all.
+"""The words of the other dispatches: what is around a region, and why it keeps its all-to-all.
 
 Contract
     A `TokenRows` names nodes of one graph and is stale once that graph is edited.
@@ -13,6 +13,7 @@ import torch.fx as fx
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.body_needs import BodyNeeds
 from moe_compile.regions.regions import MoERegion
+from moe_compile.runtime.node_groups import NodeGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,10 @@ class TokenRows:
     every rank, whichever tokens the rows are of; else None."""
     is_chosen_once: bool
     """Whether no token is proven to have two rows for one expert."""
+    chosen: fx.Node | None
+    """The experts of each token, `[..., k]`, by which the rows are sorted; None when not found."""
+    keeps_order: bool
+    """Whether the rows of one expert stand in the order of their tokens."""
 
     def readers(self, factor: fx.Node) -> frozenset[fx.Node]:
         """Return which of `before` and `after` read the factor."""
@@ -76,6 +81,20 @@ class GatheredForm:
     num_slices: int
     is_exact: bool
     """Whether the host reads how many rows come; else there is room for all that may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DividedForm:
+    """How a region is dispatched in two hops."""
+
+    region: MoERegion
+    found: TokenRows
+    chosen: fx.Node
+    """The experts of each token, `[..., k]`, none of them twice."""
+    told: tuple[fx.Node, ...]
+    """From the exchange of counts to what the region receives, in graph order: what the table of
+    the hops takes the place of. () where the model's own exchange stays."""
+    nodes: NodeGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

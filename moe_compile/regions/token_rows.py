@@ -92,6 +92,8 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         rows_per_token=rows_per_token,
         mean_rows_per_token=rows_per_token or mean_rows_per_token(index, tokens),
         is_chosen_once=chosen is not None and known.counts_values(region.counts, chosen),
+        chosen=chosen,
+        keeps_order=known.is_sorted_stably(index),
     )
 
 

@@ -27,6 +27,19 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
     return said + (_gathered(one) if one.plan.gathers else [])
 
 
+def node_remarks(one: PlannedExperts) -> list[str]:
+    """Return what to say of the two hops of one region, or of why it has none."""
+    if one.plan.is_divided:
+        nodes, ranks = one.plan.num_nodes, one.plan.num_ranks
+        return [
+            f"{nodes} nodes of {ranks // nodes} ranks: in the dispatch, and in the gradient of the "
+            "combine, a token crosses to a node once; what is summed goes as written, and no bit "
+            "changes"
+        ]
+    left = one.left.get("nodes")
+    return [f"not in two hops: {left.why}"] if left is not None and left.is_asked else []
+
+
 def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
     """Return bytes and padding either way, as numbers; empty where they are not known."""
     costs = one.costs

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.region_reports import ALL_GATHERED, CHUNKED, LEFT_WHOLE, RegionReport
+from moe_compile.report.region_reports import (
+    ALL_GATHERED,
+    CHUNKED,
+    IN_TWO_HOPS,
+    LEFT_WHOLE,
+    RegionReport,
+)
 
 FRAME: Final = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\w+)')
 """A line of the user's source as Dynamo notes it."""
@@ -64,11 +70,11 @@ def exchanges_of(compilation: Compilation) -> list[Exchange]:
 
 
 def _of_region(region: RegionReport) -> Exchange:
-    is_rewritten = region.verdict in (CHUNKED, ALL_GATHERED)
+    is_rewritten = region.verdict in (CHUNKED, ALL_GATHERED, IN_TWO_HOPS)
     why = region.remarks if region.verdict == LEFT_WHOLE else (region.verdict, *region.remarks)
-    done = (
-        ALL_GATHERED if region.verdict == ALL_GATHERED else f"runs in {_chunks(region.num_chunks)}"
-    )
+    done = f"runs in {_chunks(region.num_chunks)}"
+    if region.verdict in (ALL_GATHERED, IN_TWO_HOPS):
+        done = region.verdict
     by = " by capacity" if region.sized_by == "capacity" else ""
     return Exchange(
         where=region.where,

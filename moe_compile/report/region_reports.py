@@ -15,13 +15,14 @@ from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.planned import PlannedAttention, PlannedExperts
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
-from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks
+from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks, node_remarks
 
 AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
 
 CHUNKED: Final = "chunked"
 ALL_GATHERED: Final = "all-gathered"
+IN_TWO_HOPS: Final = "dispatched in two hops"
 LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others it is the reason."""
 
@@ -47,13 +48,15 @@ class RegionReport:
     num_host_reads: int
     """Blocking reads by the host per forward pass of the region."""
     verdict: str
-    """`chunked` or `all-gathered`, or why neither."""
+    """`chunked`, `all-gathered` or `dispatched in two hops`, or why none of these."""
     sized_by: str = "counts"
     """What says how many rows an expert gets: `counts`, or a `capacity` in equal parts."""
     remedy: str = ""
     """What to change where the experts are not proven to run in chunks; "" else."""
     dispatch: str = "all_to_all"
     """What moves the tokens, as the option names it."""
+    nodes: str = "off"
+    """Whether a token crosses to a node once, as the option names it."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks must
     have as many, and compare this number before they run."""
@@ -97,7 +100,13 @@ def as_written(region: RegionReport) -> RegionReport:
     """Return the report of `region` where it runs as the program has it."""
     wires = {name: ("same", before, before) for name, (_, before, _) in region.wires.items()}
     return replace(
-        region, num_chunks=1, verdict=AS_WRITTEN, dispatch="all_to_all", num_tokens=0, wires=wires
+        region,
+        num_chunks=1,
+        verdict=AS_WRITTEN,
+        dispatch="all_to_all",
+        nodes="off",
+        num_tokens=0,
+        wires=wires,
     )
 
 
@@ -139,6 +148,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
+    remarks += node_remarks(one)
     remarks += [_wire(one, name) for name in ("dispatch", "combine") if plan.wire(name) != "same"]
     wires = [v for v in (left.get("dispatch_wire"), left.get("combine_wire")) if v and v.is_asked]
     remarks += [f"{v.option.removesuffix('_wire')} not quantised: {v.why}" for v in wires]
@@ -158,6 +168,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
         verdict=_verdict(one),
         remedy=REMEDIES[one.proof.reason] if isinstance(one.proof, Refused) else "",
         dispatch=plan.dispatch,
+        nodes=plan.nodes,
         num_tokens=plan.num_tokens,
         dispatch_figures=dispatch_figures(one),
         wires={
@@ -173,6 +184,8 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
 def _verdict(one: PlannedExperts) -> str:
     if one.plan.gathers:
         return ALL_GATHERED
+    if one.plan.is_divided:
+        return IN_TWO_HOPS
     if one.plan.is_chunked:
         return CHUNKED
     return one.left["chunks"].why if isinstance(one.proof, Refused) else LEFT_WHOLE

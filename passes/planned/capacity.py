@@ -69,4 +69,5 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
 
 def _others_asked(config: MegaMoEConfig) -> list[str]:
     """Return the options for other forms than chunks that are asked for."""
-    return [name for name in ("dispatch", "dispatch_wire", "combine_wire") if config.asks_for(name)]
+    others = ("dispatch", "nodes", "dispatch_wire", "combine_wire")
+    return [name for name in others if config.asks_for(name)]

@@ -6,7 +6,7 @@ Contract
 
 Pseudo-code
     for each proven region: could its tokens be gathered? the planner decides between the ways
-    for each that is not gathered: its number of chunks
+    for each that is not gathered: are its rows to come in two hops? else its number of chunks
     all that are to be rewritten together: what stays around them, or a refusal
     for each: the wires of its two exchanges
 """
@@ -14,7 +14,7 @@ Pseudo-code
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.fx as fx
 
@@ -26,22 +26,22 @@ from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import known_rows
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
-from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks, plan_token_slices
 from moe_compile.plan.decide import Gathering, asks_planner, decide_experts
 from moe_compile.plan.dispatch_rules import (
-    DispatchCosts,
     dispatch_costs,
     rounding_of,
 )
 from moe_compile.plan.plan import ExpertsPlan
-from moe_compile.plan.planned import FoundExperts, PlannedExperts
+from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
-from moe_compile.regions.rewrites import Aftermath, Rewrite, Surroundings
+from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
-from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
+from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
+from passes.planned.dividing import divided_form, dividing
+from passes.planned.draft import Draft
 from passes.planned.gathered_work import gathered_work
 from passes.planned.gathering import (
     against,
@@ -56,37 +56,6 @@ from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
 
-@dataclass(kw_only=True, slots=True)
-class _Draft:
-    """What is decided on one region so far."""
-
-    found: FoundExperts
-    proof: RowProof | Refused
-    gathered: GatheredForm | None = None
-    not_gathered: NotFound | None = None
-    num_chunks: int = 1
-    not_chunked: Reason | None = None
-    decision: Decision | None = None
-    not_priced: str = ""
-    costs: DispatchCosts | None = None
-    around: Surroundings | None = None
-
-    @property
-    def region(self) -> MoERegion:
-        return self.found.region
-
-    @property
-    def is_rewritten(self) -> bool:
-        return self.gathered is not None or self.num_chunks > 1
-
-    def refuse(self, refused: Refused) -> None:
-        """Leave the region whole."""
-        self.proof, self.num_chunks = refused, 1
-        if self.gathered is not None:
-            self.gathered, detail = None, refused.reason.value
-            self.not_gathered = NotFound(reason=Reason.NOT_PROVEN, detail=detail)
-
-
 def plan_experts(
     graph: fx.Graph, state: CompileState, layers: Layers
 ) -> tuple[tuple[PlannedExperts, ...], tuple[fx.Node, ...]]:
@@ -94,13 +63,15 @@ def plan_experts(
 
     `layers` are the graph's, which are traced if something in them is to be priced.
     """
-    drafts = [_Draft(found=found, proof=found.proof) for found in state.found.experts]
+    drafts = [Draft(found=found, proof=found.proof) for found in state.found.experts]
     regions = [draft.region for draft in drafts]
     dependence = Dependence(graph)
     for draft in drafts:
         _decide_dispatch(draft, regions, state, layers.around(draft.region), dependence)
     for draft in drafts:
-        if draft.gathered is None and isinstance(draft.proof, RowProof):
+        if draft.divided is not None:
+            draft.not_chunked = Reason.TWO_HOPS if state.config.chunks != 1 else None
+        elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
             _check_gradients(draft, draft.proof, state.config, dependence)
     after = _examine_together(drafts, state.config)
@@ -109,7 +80,7 @@ def plan_experts(
 
 
 def _decide_dispatch(
-    draft: _Draft,
+    draft: Draft,
     regions: Sequence[MoERegion],
     state: CompileState,
     layer: TracedNodes,
@@ -131,13 +102,19 @@ def _decide_dispatch(
         form = NotFound(reason=Reason.NOT_ASKED)
     if isinstance(form, NotFound):
         draft.not_gathered = form
+        divided = divided_form(draft.found, config, found, dependence)
+        draft.divided = divided if isinstance(divided, DividedForm) else None
+        draft.not_divided = divided if isinstance(divided, NotFound) else None
         return
+    draft.not_divided = NotFound(
+        reason=Reason.GATHERED if config.nodes != "off" else Reason.NOT_ASKED
+    )
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
 
 def _gathering(
-    draft: _Draft,
+    draft: Draft,
     form: GatheredForm,
     regions: Sequence[MoERegion],
     config: MegaMoEConfig,
@@ -152,7 +129,7 @@ def _gathering(
     return Gathering(work=work, rounding=rounding_of(form.found))
 
 
-def _decide_chunks(draft: _Draft, state: CompileState, layer: TracedNodes) -> None:
+def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
         draft.decision = decide_experts(draft.found, state.config, state.hardware, layer)
@@ -163,7 +140,7 @@ def _decide_chunks(draft: _Draft, state: CompileState, layer: TracedNodes) -> No
 
 
 def _check_gradients(
-    draft: _Draft, proof: RowProof, config: MegaMoEConfig, dependence: Dependence
+    draft: Draft, proof: RowProof, config: MegaMoEConfig, dependence: Dependence
 ) -> None:
     """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
     if draft.num_chunks == 1:
@@ -182,7 +159,7 @@ def _check_gradients(
         )
 
 
-def _examine_together(drafts: Sequence[_Draft], config: MegaMoEConfig) -> Aftermath:
+def _examine_together(drafts: Sequence[Draft], config: MegaMoEConfig) -> Aftermath:
     """Refuse what cannot be rewritten beside the others; note what stays around the rest."""
     chosen = [draft for draft in drafts if draft.is_rewritten]
     after = examine_surroundings([_rewrite(draft, drafts, config) for draft in chosen])
@@ -197,11 +174,13 @@ def _examine_together(drafts: Sequence[_Draft], config: MegaMoEConfig) -> Afterm
     return after
 
 
-def _rewrite(draft: _Draft, drafts: Iterable[_Draft], config: MegaMoEConfig) -> Rewrite:
+def _rewrite(draft: Draft, drafts: Iterable[Draft], config: MegaMoEConfig) -> Rewrite:
     assert isinstance(draft.proof, RowProof)
     if draft.gathered is not None:
         regions = [other.region for other in drafts]
         return gathering(draft.region, draft.proof, regions, draft.gathered.found)
+    if draft.divided is not None:
+        return dividing(draft.divided, draft.proof)
     return Rewrite(
         region=draft.region,
         proof=draft.proof,
@@ -214,18 +193,21 @@ def _rewrite(draft: _Draft, drafts: Iterable[_Draft], config: MegaMoEConfig) -> 
 
 
 def _planned(
-    draft: _Draft, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
+    draft: Draft, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
 ) -> PlannedExperts:
     gathered, around = draft.gathered, draft.around
     reads = draft.found.num_host_reads
     if around is not None and draft.is_rewritten:
         reads = int(gathered is None or gathered.is_exact) + around.num_kept
-    wires = plan_wires(draft.found, draft.decision, config, in_force, gathers=gathered is not None)
+    refused = Reason.SUMS_TRAVEL if gathered is not None else None
+    refused = Reason.TWO_HOPS if draft.divided is not None else refused
+    wires = plan_wires(draft.found, draft.decision, config, in_force, refused)
     return PlannedExperts(
         found=draft.found,
         plan=_plan(draft, config, {name: wire.name for name, wire in wires.items()}),
         proof=draft.proof,
         gathered=gathered,
+        divided=draft.divided,
         around=around if draft.is_rewritten else None,
         left={
             **_left(draft, config),
@@ -240,7 +222,7 @@ def _planned(
     )
 
 
-def _plan(draft: _Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> ExpertsPlan:
+def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> ExpertsPlan:
     region, gathered = draft.region, draft.gathered
     found = gathered.found if gathered is not None else None
     return ExpertsPlan(
@@ -253,15 +235,20 @@ def _plan(draft: _Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Exp
         is_exact=gathered is None or gathered.is_exact,
         num_tokens=known_rows(found.tokens) if found is not None else 0,
         rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
+        nodes="off" if draft.divided is None else "exact",
+        num_nodes=1 if draft.divided is None else draft.divided.nodes.num_nodes,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
         unproven=draft.proof.reason.name if isinstance(draft.proof, Refused) else "",
     )
 
 
-def _left(draft: _Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
+def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     """Return what of the options is not done to a region's chunks and dispatch, and why."""
-    why: dict[str, NotFound | Refused | None] = {"dispatch": draft.not_gathered}
+    why: dict[str, NotFound | Refused | None] = {
+        "dispatch": draft.not_gathered,
+        "nodes": draft.not_divided,
+    }
     if isinstance(draft.proof, Refused):
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:

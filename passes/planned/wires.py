@@ -43,12 +43,12 @@ def plan_wires(
     decision: Decision | None,
     config: MegaMoEConfig,
     in_force: Mapping[fx.Node, Mode],
-    *,
-    gathers: bool,
+    refused: Reason | None,
 ) -> dict[str, Wire]:
     """Return `dispatch` and `combine` of a region with their wires.
 
-    `in_force` is the mode of each node of the graph; `gathers` whether tokens are gathered instead.
+    `in_force` is the mode of each node of the graph; `refused` what of the way in which the region
+    is dispatched stands against eight bits, None for plain exchanges.
     """
     wires = {}
     launches = {"dispatch": found.region.dispatch, "combine": found.region.combine}
@@ -56,7 +56,7 @@ def plan_wires(
         wire = _wire_asked(name, decision, config)
         width = _width(found, name, wire)
         if isinstance(width, int):
-            width = _needs_its_rows(launch, found, in_force, gathers=gathers) or width
+            width = refused or _needs_its_rows(launch, found, in_force) or width
         if isinstance(width, Reason):
             candidate = f"{name} of {found.region.name}"
             verdict = Verdict(candidate=candidate, reason=width, where=found.where)
@@ -92,11 +92,9 @@ def _width(found: FoundExperts, name: str, wire: str) -> int | Reason:
 
 
 def _needs_its_rows(
-    launch: fx.Node, found: FoundExperts, in_force: Mapping[fx.Node, Mode], *, gathers: bool
+    launch: fx.Node, found: FoundExperts, in_force: Mapping[fx.Node, Mode]
 ) -> Reason | None:
     """Return what of the program around an exchange would not be right of rounded rows."""
-    if gathers:
-        return Reason.SUMS_TRAVEL
     if isinstance(found.proof, Refused) and found.proof.reason is Reason.COMMUNICATES:
         return Reason.COMMUNICATES
     waits = waits_on(launch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -18,6 +17,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.gathered_rows import LOCAL_ROWS, PAD_LAST_RUN
 from moe_compile.regions.token_regions import GatheredForm
+from passes.replay.changed_rows import changed_rows, weights_of_rows
 from passes.replay.gathered_routing import Routing, emit_factor
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.sizes import Size, extent, times
@@ -124,9 +124,7 @@ class SliceWriter:
         sums = self._found.sums
         if sums.weights is None:
             return
-        flat = self.emit.method("reshape", sums.weights, -1)
-        of_rows = self.emit.call(operator.getitem, flat, sums.index)
-        self._gather(slices, sums.weights, self.emit.method("unsqueeze", of_rows, -1))
+        self._gather(slices, sums.weights, weights_of_rows(self.emit, sums))
 
     def _gather(self, slices: list[Slice], name: fx.Node, factor: fx.Node) -> None:
         everyone = emit_factor(self.emit, self._region, self._routing, factor)
@@ -136,18 +134,11 @@ class SliceWriter:
     def run_experts(self, part: Slice) -> None:
         """Emit the rows of the slice, and the region's body on them."""
         rows = self.emit.call(operator.getitem, part.tokens, part.target)
-        rows = self._changed(part, self._found.gather, rows, self._found.before)
+        before = self._found.before
+        rows = changed_rows(self.emit, self._found.gather, rows, before, part.factors)
         env = part.replay.env
         env.update(dict.fromkeys(self._form.needs.received, self._without_padding(part, rows)))
         emit_rest(self.emit, self._form.needs.nodes, part.replay)
-
-    def _changed(
-        self, part: Slice, first: fx.Node, rows: fx.Node, chain: Iterable[fx.Node]
-    ) -> fx.Node:
-        env: dict[fx.Node, Any] = {**part.factors, first: rows}
-        for node in chain:
-            rows = env[node] = self.emit.copy(node, env)
-        return rows
 
     def _without_padding(self, part: Slice, rows: fx.Node) -> fx.Node:
         return rows if part.is_row is None else self.emit.call(torch.where, part.is_row, rows, 0)
@@ -157,7 +148,7 @@ class SliceWriter:
         emit, region, found = self.emit, self._region, self._found
         sent = region.combine.all_input_nodes[0]
         rows = part.replay.env.get(sent, sent)
-        rows = self._changed(part, region.result, rows, found.after)
+        rows = changed_rows(emit, region.result, rows, found.after, part.factors)
         if (weights := found.sums.weights) is not None:
             wide = tensor_of(weights)
             assert wide is not None

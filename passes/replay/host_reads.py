@@ -47,6 +47,10 @@ class BulkRead:
         """Ask for the value of a tensor of one integer; return its number in the bulk read."""
         return self._add(Place(source))
 
+    def add_vector(self, source: fx.Node, length: int) -> list[int]:
+        """Ask for the elements of a vector; return their numbers in the bulk read."""
+        return [self._add(Place(source, element, length)) for element in range(length)]
+
     def ask(self, chunk: object, item: fx.Node, source: fx.Node) -> None:
         """Ask for what the host read `item` of the region reads, in `chunk` from `source`."""
         written = item.args[0]

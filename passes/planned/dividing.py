@@ -1,0 +1,101 @@
+"""Whether and how the rows of a MoE region can come in two hops, a token crossing to a node once.
+
+Contract
+    The graph is as the model wrote it, and is not edited.
+    Which ranks share a node is what was registered of the region's process group: alike on all of
+    its ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.query import tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.rewrites import Rewrite
+from moe_compile.regions.surroundings import examine_surroundings
+from moe_compile.regions.token_regions import DividedForm, NotFound, TokenRows
+from moe_compile.runtime.node_groups import node_groups_of
+
+
+def divided_form(
+    experts: FoundExperts,
+    config: MegaMoEConfig,
+    found: TokenRows | NotFound,
+    dependence: Dependence,
+) -> DividedForm | NotFound:
+    """Return how a region would be dispatched in two hops, or why it cannot be."""
+    region, proof = experts.region, experts.proof
+    nodes = node_groups_of(region.group)
+    if config.nodes == "off":
+        return NotFound(reason=Reason.NOT_ASKED)
+    if nodes is None or nodes.num_nodes == 1:
+        return NotFound(reason=Reason.NO_NODE_GROUPS if nodes is None else Reason.ONE_NODE)
+    if isinstance(proof, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN, detail=proof.reason.value)
+    if isinstance(found, NotFound):
+        return found
+    if (reason := against_routing(found)) is not None:
+        return NotFound(reason=reason)
+    assert found.chosen is not None
+    form = DividedForm(
+        region=region,
+        found=found,
+        chosen=found.chosen,
+        told=_told(region, dependence),
+        nodes=nodes,
+    )
+    around = examine_surroundings([dividing(form, proof)]).around[region.name]
+    if isinstance(around, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN, detail=around.reason.value)
+    return form
+
+
+def dividing(form: DividedForm, proof: RowProof) -> Rewrite:
+    """Say what two hops take the place of: the region's body, and its exchange of counts."""
+    replaces_counts = form.told[-1:]
+    return Rewrite(
+        region=form.region,
+        proof=proof,
+        replaced=form.region.result,
+        also_replaced=replaces_counts,
+        others=form.told,
+        counts_first=True,
+    )
+
+
+def against_routing(found: TokenRows) -> Reason | None:
+    """Return what of the rows and their sum would not be the same in two hops."""
+    if found.chosen is None or not found.is_chosen_once:
+        return Reason.CHOSEN_TWICE
+    if not found.keeps_order:
+        return Reason.UNSTABLE_SORT
+    return Reason.TENSOR_FLOAT if _rounds_weights(found) else None
+
+
+def _told(region: MoERegion, dependence: Dependence) -> tuple[fx.Node, ...]:
+    """Return what stands between the exchange of counts and the counts received, both included.
+
+    () where that exchange brings the counts of all ranks for all experts.
+    """
+    counts = tensor_of(region.received_counts)
+    if counts is None or counts.numel() != region.num_ranks * region.num_local_experts:
+        return ()
+    exchange = region.count_exchange
+    above = dependence.above([region.received_counts], stops={exchange})
+    between = above & dependence.below([exchange])
+    return tuple(dependence.in_order({exchange, region.received_counts} | between))
+
+
+def _rounds_weights(found: TokenRows) -> bool:
+    """Whether a batched product may round the weights of rows, as products of TF32 do."""
+    weights = found.sums.weights
+    tensor = None if weights is None else tensor_of(weights)
+    if tensor is None or tensor.device.type != "cuda" or tensor.dtype is not torch.float32:
+        return False
+    return torch.get_float32_matmul_precision() != "highest"

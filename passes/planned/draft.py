@@ -1,0 +1,50 @@
+"""What is decided on one MoE region so far: filled in step by step, then made a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.choose_plan import Decision
+from moe_compile.plan.dispatch_rules import DispatchCosts
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.rewrites import Surroundings
+from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound
+
+
+@dataclass(kw_only=True, slots=True)
+class Draft:
+    """What is decided on one region so far."""
+
+    found: FoundExperts
+    proof: RowProof | Refused
+    gathered: GatheredForm | None = None
+    not_gathered: NotFound | None = None
+    divided: DividedForm | None = None
+    not_divided: NotFound | None = None
+    num_chunks: int = 1
+    not_chunked: Reason | None = None
+    decision: Decision | None = None
+    not_priced: str = ""
+    costs: DispatchCosts | None = None
+    around: Surroundings | None = None
+
+    @property
+    def region(self) -> MoERegion:
+        """Return the region."""
+        return self.found.region
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the region gets another form."""
+        return self.gathered is not None or self.divided is not None or self.num_chunks > 1
+
+    def refuse(self, refused: Refused) -> None:
+        """Leave the region whole."""
+        self.proof, self.num_chunks = refused, 1
+        left = NotFound(reason=Reason.NOT_PROVEN, detail=refused.reason.value)
+        if self.gathered is not None:
+            self.gathered, self.not_gathered = None, left
+        if self.divided is not None:
+            self.divided, self.not_divided = None, left

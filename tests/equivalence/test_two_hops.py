@@ -1,0 +1,174 @@
+"""Rows that come in two hops: eager's bits, and a token that crosses to a node once."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.strategies import Routing
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
+from tests.equivalence.test_layers import build, inputs, one_case
+from tests.layers import GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
+from tests.node_ranks import BytesBetweenNodes, in_two_hops, seat
+from tests.slow_parameters import slow_but
+
+OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
+TOKENS = (9, 14, 5, 7)
+NODES = 2
+BY_INDEX = (GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias, Around)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(four_ranks):
+    """Four ranks, two to a node."""
+    four_ranks.run(seat, NODES)
+    return four_ranks
+
+
+def check(results):
+    for rank, found in enumerate(results):
+        assert not found, f"rank {rank}: {found}"
+
+
+def a_case(style, *tokens, **changes):
+    """Return a case of two experts a rank; three rows a token."""
+    known = style if style in (GroupedExperts, LoopExperts, SegmentStarts) else GroupedExperts
+    more = {"num_experts": 2 * len(tokens[0]), "top_k": 3, "routing": Routing.BALANCED, **changes}
+    return one_case(known, *tokens, **more)
+
+
+def differing(rank, case, style):
+    torch._dynamo.reset()
+    with in_two_hops() as left:
+        found = differing_tensors(lambda: build(case, style), inputs(case, rank), OPTIONS)
+    return [*found, *left]
+
+
+@pytest.mark.parametrize(
+    "style",
+    slow_but(
+        (GroupedExperts, LoopExperts, InOrder),
+        (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens),
+    ),
+)
+def test_no_bit_changes_whatever_the_style(two_nodes, style):
+    """Weights of rows before the experts or after them, counts in any form, bf16 and fp32."""
+    check(two_nodes.run(differing, a_case(style, TOKENS), style))
+
+
+EMPTY = (6, 0, 11, 3)
+
+
+@pytest.mark.parametrize("routing", slow_but([Routing.FIRST_RANK], list(Routing)))
+def test_ranks_without_tokens_and_without_rows(two_nodes, routing):
+    """Experts of rank 0 take everything: three ranks have no row, and one node has none."""
+    case = a_case(GroupedExperts, EMPTY, top_k=2, routing=routing)
+    check(two_nodes.run(differing, case, GroupedExperts))
+
+
+@pytest.mark.slow
+def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes):
+    case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
+    check(two_nodes.run(differing, case, GroupedExperts))
+
+
+def forced(case, style, experts):
+    """Return the layer with `experts` chosen by every token."""
+    layer = build(dataclasses.replace(case, routing=Routing.BALANCED), style)
+    with torch.no_grad():
+        for place, expert in enumerate(experts):
+            layer.router[:, expert] = 4.0 + len(experts) - place
+    return layer
+
+
+def differing_where_forced(rank, case, experts_of_rank):
+    torch._dynamo.reset()
+    pairs = [(x.abs(), gradient) for x, gradient in inputs(case, rank)]
+    experts = experts_of_rank[rank]
+    with in_two_hops() as left:
+        found = differing_tensors(lambda: forced(case, GroupedExperts, experts), pairs, OPTIONS)
+    return [*found, *left]
+
+
+OWN = ((0, 1, 2), (3, 2, 0), (4, 5, 7), (7, 6, 5))
+"""Experts of the ranks' own nodes: two a rank, 0 to 3 on the first node."""
+
+
+@pytest.mark.parametrize("experts", [OWN, ((4, 6, 7),) * 4], ids=["own node", "one node"])
+def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):
+    check(two_nodes.run(differing_where_forced, a_case(GroupedExperts, TOKENS), experts))
+
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+def sent_between_nodes(rank, case, num_nodes):
+    """Return what a compiled step sends to other nodes, and what its tokens choose."""
+    torch._dynamo.reset()
+    layer = build(case, GroupedExperts)
+    ((x, gradient),) = inputs(case, rank)
+    with torch.no_grad():
+        chosen = layer.route(x)[1]
+    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=OPTIONS)
+    x = x.requires_grad_()
+    compiled(x).backward(gradient)  # what ranks compare before the first run is not counted
+    with BytesBetweenNodes(rank, num_nodes) as forward:
+        output = compiled(x)
+    with BytesBetweenNodes(rank, num_nodes) as backward:
+        output.backward(gradient)
+    return (forward.sent, backward.sent), chosen
+
+
+def formula(case, chosen, rank, num_nodes):
+    """Return a rank's pairs (token, other node), its pairs (token, expert of another node), and the
+    rows that its own experts have of tokens of other nodes."""
+    local, experts = case.num_ranks // num_nodes, case.num_experts // case.num_ranks
+    own, node = rank // local, chosen[rank] // (experts * local)
+    once = sum(len({*row} - {own}) for row in node.tolist())
+    others = [chosen[r] for r in range(case.num_ranks) if r // local != own]
+    home = sum(int((c // experts == rank).sum()) for c in others)
+    return once, int((node != own).sum()), home
+
+
+def check_bytes(pool, num_nodes, case):
+    results = pool.run(sent_between_nodes, case, num_nodes)
+    chosen = [of_rank for _, of_rank in results]
+    saved = 0
+    for rank, ((forward, backward), _) in enumerate(results):
+        once, flat, home = formula(case, chosen, rank, num_nodes)
+        rows, factor = (torch.bfloat16, case.width), (torch.bfloat16, 1)
+        row_bytes = 2 * case.width
+        local = case.num_ranks // num_nodes
+        told = case.num_experts // case.num_ranks + local + 1
+        assert forward == {
+            (torch.int32, told): 4 * told * (case.num_ranks - local),
+            (torch.int32, 1): 4 * once,
+            factor: 2 * flat,
+            rows: row_bytes * (once + home),
+        }
+        assert backward == {rows: row_bytes * (once + home)}
+        saved += flat - once
+    assert saved > 0
+
+
+def test_a_token_crosses_to_a_node_once(two_nodes):
+    """Forward once for each node it needs, and back as many rows as the model sends; the gradient
+    of the combine likewise. Beside that the table, a mask of four bytes, and weights of rows."""
+    check_bytes(two_nodes, NODES, a_case(GroupedExperts, (40, 33, 21, 50)))
+
+
+# --- more nodes ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_four_nodes_of_one_rank(two_nodes):
+    """Two experts a rank: a token goes to a rank once where it chooses both."""
+    two_nodes.regroup()  # programs of one place would have two plans, and run as written
+    two_nodes.run(seat, 4)
+    try:
+        check(two_nodes.run(differing, a_case(GroupedExperts, TOKENS, top_k=5), GroupedExperts))
+        check_bytes(two_nodes, 4, a_case(GroupedExperts, TOKENS, top_k=5))
+    finally:
+        two_nodes.regroup()
+        two_nodes.run(seat, NODES)

@@ -1,0 +1,266 @@
+"""What the graph holds when rows come in two hops, and why a region keeps its all-to-all."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.errors import RegionRefused
+from moe_compile.graph.query import (
+    group_name,
+    is_all_to_all,
+    number_of,
+    overload_name,
+    tensor_of,
+)
+from moe_compile.journal.reasons import Reason
+from moe_compile.runtime.node_groups import node_groups_of
+from passes.pipeline import DYNAMO, run_level
+from passes.planned.dividing import against_routing
+from tests.capture import carried_out, dynamo_graphs, state
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.layers import (
+    FusedGateUp,
+    GatheredCounts,
+    GroupedExperts,
+    LoopExperts,
+    SegmentStarts,
+    SharedAndBias,
+    SortedChunks,
+)
+from tests.node_ranks import seat
+from tests.passes.test_switch_dispatch import Centred, KeepsSplits, NoSum, WritesTokens, host_reads
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
+ASKED = {"nodes": "exact", "chunks": 1}
+STYLES = (GroupedExperts, LoopExperts, FusedGateUp, SharedAndBias, SegmentStarts, Around)
+
+
+@pytest.fixture(scope="module")
+def fake_nodes(no_group_stays):
+    """This process as rank 0 of four that do not exist, two to a node."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    seat(0, 2)
+    return dist.group.WORLD
+
+
+def layer(style, group, top_k=TOP_K):
+    return style(WIDTH, HIDDEN, EXPERTS, top_k, group)
+
+
+def tokens(dtype=torch.bfloat16):
+    return torch.randn(32, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def divided(program, **options):
+    """Return the Dynamo graph of `program` after our passes, and what was done of the option."""
+    (gm,) = dynamo_graphs(program, tokens())
+    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, **options}))
+    return gm, carried_out(results, "nodes")
+
+
+def aot_graphs(program, **options):
+    (gm,) = dynamo_graphs(program, tokens())
+    compile_state, _ = rewrite(gm, state(**{**ASKED, "strict": True, **options}).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    return [m.graph for m in trace_both(gm, inputs, compile_state)]
+
+
+def exchanges(graph):
+    return [node for node in graph.nodes if is_all_to_all(node)]
+
+
+@pytest.mark.parametrize("style", [*STYLES, InOrder, InOrderWeighted])
+def test_one_read_by_the_host_and_one_exchange_of_counts_serve_both_hops(fake_nodes, style):
+    gm, report = divided(layer(style, fake_nodes))
+    assert report.applied == ("region 0",)
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
+    told, masks, hop_1, hop_2, factor, combine = sorted(exchanges(gm.graph), key=places(gm))
+    assert group_name(told) == group_name(combine) == group_name(factor) == fake_nodes.group_name
+    nodes = node_groups_of(fake_nodes.group_name)
+    assert group_name(masks) == group_name(hop_1) == nodes.cross
+    assert group_name(hop_2) == nodes.node
+
+
+def places(gm):
+    """Sort a factor in front of the combine: weights of sums travel behind it."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    combine = max(
+        (n for n in place if is_all_to_all(n) and n.args[0].target == "detach"),
+        key=lambda n: n.args[0].args[0].target not in ("to", "unsqueeze", "reshape"),
+    )
+    return lambda node: len(place) if node is combine else place[node]
+
+
+def test_forward_and_backward_launch_two_hops_each_and_one_flat_exchange(fake_nodes):
+    forward, backward = aot_graphs(layer(GroupedExperts, fake_nodes))
+    nodes, flat = node_groups_of(fake_nodes.group_name), fake_nodes.group_name
+    there, on = nodes.cross, nodes.node
+    assert [group_name(n) for n in exchanges(forward)].count(flat) == 3  # table, rows, weights
+    assert sorted(map(group_name, exchanges(backward))) == sorted([there, on, flat])
+    rows = [tensor_of(n) for n in forward.nodes if overload_name(n) == "aten::index"]
+    assert not [t for t in rows if t.dim() == 2 and number_of(t.shape[0]) == TOP_K * 32], (
+        "rows are still gathered by expert, and sent nowhere"
+    )
+
+
+def test_splits_and_counts_that_the_model_keeps_are_those_of_the_one_read(fake_nodes):
+    class Keeps(KeepsSplits):
+        def exchange_counts(self, counts):
+            self.received = super().exchange_counts(counts)
+            return self.received
+
+    gm, report = divided(layer(Keeps, fake_nodes))
+    assert report.applied == ("region 0",)
+    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
+    (output,) = gm.graph.find_nodes(op="output")
+    assert sum(n in host_reads(gm.graph) for n in output.all_input_nodes) == 6
+    assert len(exchanges(gm.graph)) == 6  # the model's own exchange of counts is gone
+
+
+def test_counts_of_all_ranks_stay_those_of_the_model(fake_nodes):
+    gm, report = divided(layer(GatheredCounts, fake_nodes))
+    assert report.applied == ("region 0",)
+    assert any(overload_name(n).endswith("all_gather_into_tensor") for n in gm.graph.nodes)
+
+
+def test_the_report_says_what_was_done(fake_nodes):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
+    compile_state, compilation = rewrite(gm, state(**ASKED).config)
+    (region,) = compilation.regions
+    assert (region.verdict, region.nodes) == ("dispatched in two hops", "exact")
+    assert region.num_host_reads == 1
+    said = "; ".join(region.remarks)
+    assert "2 nodes of 2 ranks" in said and "crosses to a node once" in said
+    (plan,) = compile_state.plan.experts
+    assert (plan.nodes, plan.num_nodes, plan.num_chunks) == ("exact", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("chunks", 2), ("dispatch_wire", "fp8"), ("combine_wire", "fp8")],
+)
+def test_two_hops_are_one_chunk_in_the_models_format(fake_nodes, option, value):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
+    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, option: value}))
+    (verdict,) = carried_out(results, option).skipped
+    assert verdict.reason is Reason.TWO_HOPS
+
+
+# --- when not --------------------------------------------------------------------------------
+
+
+def reason(program, **options):
+    """Return why the region of `program` has no hops; its graph must be as it was."""
+    (gm,) = dynamo_graphs(program, tokens())
+    before = str(gm.graph)
+    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, **options}))
+    (verdict,) = carried_out(results, "nodes").skipped
+    if options.get("dispatch") != "all_gather":
+        assert str(gm.graph) == before
+    return verdict.reason
+
+
+def test_a_default_option_asks_for_nothing(fake_nodes):
+    assert reason(layer(GroupedExperts, fake_nodes), nodes="off") is Reason.NOT_ASKED
+
+
+def test_groups_that_nobody_registered_are_not_guessed(fake_nodes):
+    other = dist.new_group([0, 1, 2, 3])
+    assert reason(layer(GroupedExperts, other)) is Reason.NO_NODE_GROUPS
+    (gm,) = dynamo_graphs(layer(GroupedExperts, other), tokens())
+    with pytest.raises(RegionRefused, match="which of its ranks share a node is not registered"):
+        rewrite(gm, state(strict=True, **ASKED).config)
+
+
+def test_one_node_has_nothing_to_save(fake_nodes):
+    try:
+        seat(0, 1)
+        assert reason(layer(GroupedExperts, fake_nodes)) is Reason.ONE_NODE
+    finally:
+        seat(0, 2)
+
+
+def test_gathered_tokens_have_no_hops(fake_nodes):
+    gathered = {"dispatch": "all_gather", "equal_tokens": True}
+    assert reason(layer(GroupedExperts, fake_nodes), **gathered) is Reason.GATHERED
+
+
+class Unstable(Around):
+    """Leaves the order of the rows of one expert open."""
+
+    def by_expert(self, flat):
+        return torch.argsort(flat)
+
+
+class Descending(Around):
+    """Has the rows of the last expert first: what is sent to a rank is for others."""
+
+    def by_expert(self, flat):
+        return torch.argsort(flat, descending=True, stable=True)
+
+
+class OtherCounts(Around):
+    """Nobody has proven what its counts count."""
+
+    def exchange_counts(self, counts):
+        self.counts = counts + 0
+        return super().exchange_counts(self.counts)
+
+    def splits(self, counts, received):
+        return super().splits(self.counts, received)
+
+
+class Ordered(Around):
+    """Its experts come of a sort, not of a topk."""
+
+    def route(self, x):
+        scores = torch.softmax((x @ self.router).float(), -1)
+        scores, experts = torch.sort(scores, -1, descending=True)
+        return scores[:, : self.top_k], experts[:, : self.top_k]
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        (Unstable, Reason.UNSTABLE_SORT),
+        (Descending, Reason.UNSTABLE_SORT),
+        (OtherCounts, Reason.CHOSEN_TWICE),
+        (Ordered, Reason.CHOSEN_TWICE),
+        (Centred, Reason.NOT_PROVEN),
+        (NoSum, Reason.NO_SUM),
+        (WritesTokens, Reason.WRITTEN),
+        (SortedChunks, Reason.CHOSEN_TWICE),
+    ],
+)
+def test_each_reason_leaves_the_graph_as_it_was(fake_nodes, style, expected):
+    assert reason(layer(style, fake_nodes)) is expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "expected"),
+    [("high", "cuda", Reason.TENSOR_FLOAT), ("highest", "cuda", None), ("high", "cpu", None)],
+)
+def test_products_of_tf32_would_round_the_weights(precision, device, expected):
+    """There is no GPU here: the tracer's value of the weights says that it is on one."""
+    weights = fx.Graph().placeholder("weights")
+    with FakeTensorMode():
+        weights.meta["example_value"] = torch.empty(5, 1, TOP_K, device=device)
+    found = SimpleNamespace(
+        chosen=weights,
+        is_chosen_once=True,
+        keeps_order=True,
+        sums=SimpleNamespace(weights=weights),
+    )
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert against_routing(found) is expected
+    finally:
+        torch.set_float32_matmul_precision(before)
