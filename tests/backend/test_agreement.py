@@ -28,7 +28,6 @@ from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.rewrite_regions import RewriteRegions
 from tests.layers import WAIT, GroupedExperts
-from tests.slow_parameters import slow_but
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 WIDTH = 16
@@ -288,9 +287,8 @@ def checkpointed_twice(rank, recompute):
     return run_steps(rank, CheckpointedTwice, (3 - 3 * rank, 4), recompute=recompute)
 
 
-@pytest.mark.parametrize(
-    "recompute", slow_but(["model"], ["recompute_exchanges", "model", "save_exchanges"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["recompute_exchanges", "model", "save_exchanges"])
 def test_a_rank_without_tokens_exchanges_again_what_the_others_do(two_ranks, recompute):
     """Its gradients need less of what is computed again, and later: gloo aborted the process."""
     for alike, _ in two_ranks.run(checkpointed_twice, recompute):
@@ -332,6 +330,7 @@ def run_layers_of_other_sizes(rank):
     return [r["phase"] for r in executed_records()[before:]]
 
 
+@pytest.mark.slow
 def test_layers_of_one_class_with_other_weights_keep_a_plan_each(two_ranks):
     """Both ran as written from the second on, as if a rank chose between them by its tokens."""
     for phases in two_ranks.run(run_layers_of_other_sizes):
@@ -360,7 +359,8 @@ def late(rank, seconds):
     return waited, all(torch.equal(a, b) for a, b in zip(ours, step(layer, x), strict=True))
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [3, 60])
 def test_a_late_rank_is_waited_for(two_ranks, seconds):
     for waited, is_alike in two_ranks.run(late, seconds):
         assert waited >= seconds

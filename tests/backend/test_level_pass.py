@@ -68,6 +68,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_so_does_each_source_file_wherever_it_lies(tmp_path):
     copies = tmp_path / "same", tmp_path / "changed"
     for copy in copies:

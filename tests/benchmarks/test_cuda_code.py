@@ -239,13 +239,14 @@ def generated(folder, name, chunks):
     return findings_in(folder)
 
 
+@pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [
         ("layer-ep8", 2),
-        pytest.param("deepseek-16b-ep8", 2, marks=pytest.mark.slow),
-        pytest.param("qwen3-ep8-checkpoint", 4, marks=pytest.mark.slow),
+        ("deepseek-16b-ep8", 2),
+        ("qwen3-ep8-checkpoint", 4),
     ],
 )
 def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_path, name, chunks):

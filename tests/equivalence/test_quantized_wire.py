@@ -88,11 +88,12 @@ def decibels(exact, other):
     return 10 * math.log10(exact.double().square().sum() / error)
 
 
-@pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["fx", "inductor"])
 @pytest.mark.parametrize(
     ("wires", "floors"),
     [
-        pytest.param(("fp8", "same"), (28, 27.5, 25), id="dispatch", marks=pytest.mark.slow),
+        pytest.param(("fp8", "same"), (28, 27.5, 25), id="dispatch"),
         pytest.param(("fp8", "fp8"), (26, 26, 25), id="both"),
     ],
 )

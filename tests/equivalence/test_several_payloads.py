@@ -34,7 +34,7 @@ NUM_REGIONS = {
     TwoSteps: 2, TwoStacks: 2, ByGather: 1, ByScatterAdd: 1, IndexedWrites: 1, FlatWrites: 1,
     RowsOfZeros: 1, TwoBackInTurn: 1, SearchedTwoBack: 1,
 }  # fmt: skip
-QUICK = (MegatronLayer, ByGather)
+QUICK = (ByGather,)
 UNEVEN, EMPTY = (9, 14), (0, 7)
 
 

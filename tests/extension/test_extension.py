@@ -144,6 +144,7 @@ def test_an_edit_of_its_source_changes_cache_keys_and_what_ranks_compare(as_it_i
     assert edited["packages"] != as_it_is["packages"] == same
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_imported_names_its_distribution_and_what_to_write(tmp_path):
     typo = ("pyproject.toml", "hoist_all_reduce:HoistAllReduce", "hoist_all_reduce:Hoister")
     said = python(install(tmp_path, typo), "identity()")["error"]

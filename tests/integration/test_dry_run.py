@@ -62,6 +62,7 @@ def cells(output, label):
     return row.split()
 
 
+@pytest.mark.slow
 def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run):
     output = dry_run()
     assert "chunked, 2 chunks of 4 local experts" in output

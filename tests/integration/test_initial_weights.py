@@ -9,7 +9,6 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.testing.rank_pool import meeting_point
 from tests.integration.titan_jobs import SMALL, STOCK, flags_of, train
-from tests.slow_parameters import slow_but
 from torchtitan_integration.layout import KEYS, Layout
 
 ONE_STEP = {**STOCK, "training.steps": 1}
@@ -23,8 +22,6 @@ LAYOUTS = {
     "replicas": (4, Layout(dp_replicate=2, dp_shard=2, ep=2)),
     "a pipeline": (4, Layout(dp_shard=2, pp=2, ep=2)),
 }
-FAST = ("experts over tensor axes",)
-"""What every test run compares; all else is slow."""
 
 
 def test_no_two_experts_are_equal(plain_job):
@@ -64,7 +61,8 @@ def test_two_ranks_that_train_with_megamoe_start_from_the_weights_of_one(plain_j
     assert {k: v for rank in plain_job.ranks for k, v in rank.parameters.items()} == alone("tiny")
 
 
-@pytest.mark.parametrize("name", slow_but(FAST, LAYOUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_seed_gives_the_same_weights_in_every_layout(four_ranks, tmp_path, alone, name):
     ranks, layout = LAYOUTS[name]
     settings = {key: getattr(layout, field) for field, key in KEYS.items()}

@@ -86,7 +86,7 @@ def test_a_stock_toml_with_three_keys_more_is_chunked(tmp_path):
         [sys.executable, "-m", "moe_compile.cli", "train", str(config), "--nproc", "2"], cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
              "MEGAMOE_CHUNKS": "2", "MEGAMOE_CODEGEN": "fx", "MEGAMOE_REPORT": str(report)},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=540, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert [int(step) for step, _, _ in STEP.findall(done.stdout)] == [1, 2]

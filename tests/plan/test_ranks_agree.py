@@ -65,6 +65,7 @@ def check(decided):
     assert '"chosen": "' in only and '"chosen": "one chunk"' not in only
 
 
+@pytest.mark.slow
 def test_first_and_last_rank_of_eight_in_processes_of_other_hash_seeds_decide_alike():
     hashes, decided = decisions([(0,), (7,)], 8)
     assert len(hashes) == 2
