@@ -15,6 +15,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from moe_compile.report.process_report import REPORT
 from tests.integration.titan_jobs import OURS, STEPS, STOCK, train
+from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.flavors import debug_deepseek_v3
 from torchtitan_integration.layout import KEYS
 
@@ -78,8 +79,7 @@ def both_ways(rank, chunks):
     return len(eager), differ, [(region.verdict, region.num_chunks) for region in regions]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("chunks", exhaustive_but([2], [1, 2, 4]))
 def test_a_block_with_flex_attention_is_chunked_and_changes_no_bit(two_ranks, chunks):
     for number, differ, regions in two_ranks.run(both_ways, chunks):
         assert number > 15 and differ == []
@@ -93,10 +93,9 @@ CHECKPOINTING = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpointing",
-    CHECKPOINTING,
+    exhaustive_but(CHECKPOINTING[1:2], CHECKPOINTING),
     ids=lambda settings: settings[KEYS["checkpointing"]],
 )
 def test_a_flavor_with_flex_attention_trains_to_torchtitans_losses(

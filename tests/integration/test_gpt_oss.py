@@ -80,9 +80,9 @@ def both_ways(rank, layer, is_grouped, chunks):
     [
         (0, True, 2),  # a sliding window in every second layer
         pytest.param(1, True, 4, marks=pytest.mark.slow),
-        pytest.param(1, True, 1, marks=pytest.mark.slow),
+        pytest.param(1, True, 1, marks=pytest.mark.exhaustive),
         pytest.param(1, False, 2, marks=pytest.mark.slow),
-        pytest.param(0, False, 4, marks=pytest.mark.slow),
+        pytest.param(0, False, 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_block_with_biased_experts_changes_no_bit(two_ranks, layer, is_grouped, chunks):

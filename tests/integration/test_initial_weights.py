@@ -9,6 +9,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.testing.rank_pool import meeting_point
 from tests.integration.titan_jobs import SMALL, STOCK, flags_of, train
+from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.layout import KEYS, Layout
 
 ONE_STEP = {**STOCK, "training.steps": 1}
@@ -61,8 +62,9 @@ def test_two_ranks_that_train_with_megamoe_start_from_the_weights_of_one(plain_j
     assert {k: v for rank in plain_job.ranks for k, v in rank.parameters.items()} == alone("tiny")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", exhaustive_but(["experts over tensor axes", "a pipeline"], LAYOUTS)
+)
 def test_a_seed_gives_the_same_weights_in_every_layout(four_ranks, tmp_path, alone, name):
     ranks, layout = LAYOUTS[name]
     settings = {key: getattr(layout, field) for field, key in KEYS.items()}

@@ -33,7 +33,7 @@ def processes_with(mark):
     "number",
     [
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )

@@ -59,7 +59,7 @@ def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_pat
     assert logged(tmp_path)[sent] == logged(plain_job.folder)[sent]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_of_validation_are_not_counted_as_trained(two_ranks, tmp_path):
     validates = {
         "model.name": "qwen3",  # torchtitan validates no DeepSeek-V3
