@@ -27,7 +27,7 @@ from tests.megatron_layers import (
     TwoStacks,
     TwoSteps,
 )
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 NUM_REGIONS = {
     MegatronLayer: 1, MegatronGrouped: 1, ProbsAtTheEnd: 1, ScaledRows: 1, TwoBack: 1,
@@ -84,8 +84,7 @@ def test_every_style_is_chunked_and_equals_eager(two_ranks, style):
     check(two_ranks, case_of(style, (UNEVEN,), Routing.SKEWED), style)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", NUM_REGIONS)
+@pytest.mark.parametrize("style", exhaustive_but((MegatronLayer, ByGather), NUM_REGIONS))
 def test_ranks_without_rows_or_tokens_compute_as_eagerly(two_ranks, style):
     check(two_ranks, case_of(style, (UNEVEN, EMPTY), Routing.FIRST_RANK), style)
 
