@@ -44,10 +44,7 @@ from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.host_read_fallback import (
-    eager_where_a_read_is_wrong,
-    eager_where_a_value_is_needed,
-)
+from moe_compile.host_read_fallback import eager_where_a_value_is_needed
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
@@ -59,6 +56,7 @@ from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmet
 from moe_compile.untraced_reads import fall_back
+from moe_compile.wrong_reads import refuse_wrong_reads
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
@@ -89,7 +87,7 @@ def megamoe(
     _capture_host_reads()
     fall_back()
     config, patches = read_options(mode, options)
-    eager_where_a_read_is_wrong(gm.graph)
+    refuse_wrong_reads(gm.graph)
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)

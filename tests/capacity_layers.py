@@ -38,11 +38,14 @@ class Capacity(nn.Module):
     def exchange(self, x):
         return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
 
+    def slots_for(self, num_tokens):
+        return math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts)
+
     def route(self, x):
         """Return expert, slot, score and whether there is room, `[S, k]` each; C; the loss."""
         scores = torch.softmax((x @ self.router).float(), -1)
         top, chosen = torch.topk(scores, self.top_k, -1)
-        capacity = math.ceil(self.capacity_factor * x.shape[0] * self.top_k / self.num_experts)
+        capacity = self.slots_for(x.shape[0])
         hot = F.one_hot(chosen.reshape(-1), self.num_experts)
         slot = ((hot.cumsum(0) - 1) * hot).sum(-1).view(chosen.shape)
         loss = (scores.mean(0) * hot.float().mean(0)).sum() * self.num_experts
@@ -134,6 +137,15 @@ class DeepSpeed(Looped):
         out = self.exchange(self.experts_of(dispatched))
         out = out.reshape(self.num_ranks * self.local, -1, x.shape[-1])
         return torch.einsum("sec,ecm->sm", combine.type_as(x), out), loss
+
+
+class CapacityOfTensors(DeepSpeed):
+    """DeepSpeed's top-k gate computes its capacity so, and reads it."""
+
+    def slots_for(self, num_tokens):
+        factor = torch.tensor(self.capacity_factor * self.top_k)
+        slots = torch.ceil((num_tokens / self.num_experts) * factor).to(torch.int64)
+        return int(torch.maximum(slots, torch.tensor(1)))
 
 
 class BiasedDeepSpeed(DeepSpeed):

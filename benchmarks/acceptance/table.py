@@ -50,7 +50,7 @@ A layer of this repository that is chunked was given each form alone, and then t
 - DeepSpeed computes its capacity of tensors, `int(torch.ceil(tokens / experts *
   torch.tensor(factor)))`. Where the number of tokens is a symbol, torch 2.13 reads a wrong number
   of it, with every backend, under `capture_scalar_outputs` or `fullgraph=True`. megamoe notices,
-  runs the function around it eagerly, and compiles what that calls
+  and compiles the code for one number of tokens at a time
   ([limits.md](limits.md#compilation)).
 - Megatron-Core permutes tokens by `masked_select`, where Dynamo ends the graph, and sorts what it
   received by `[parts[i] for i in order.tolist()]`, which Dynamo does not trace with host reads in

@@ -41,6 +41,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.recompile_limit",
         "moe_compile.strict",
         "moe_compile.untraced_reads",
+        "moe_compile.wrong_reads",
         "moe_compile.backend",
         "moe_compile.explanation",
     ),

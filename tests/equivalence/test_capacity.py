@@ -12,6 +12,7 @@ from moe_compile.testing.equivalence import differing_tensors
 from tests.capacity_layers import (
     STYLES,
     BiasedDeepSpeed,
+    CapacityOfTensors,
     DeepSpeed,
     GShardEinsum,
     InOne,
@@ -25,12 +26,17 @@ SCARCE = 0.75
 """Capacity over what balanced routing needs: some rows are dropped."""
 
 
+def drawn_step(rank, num_tokens, dtype=torch.float32):
+    """Return the rows of a rank and the gradient of what the layer makes of them."""
+    own = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, WIDTH, generator=own).to(dtype)
+    return x, torch.randn(num_tokens * WIDTH + 1, generator=own).to(dtype)
+
+
 def run_case(rank, style, num_chunks, dtype, num_tokens, options):
     """Return what differs from eager, what became of the region, and how many rows were dropped."""
     torch._dynamo.reset()
-    own = torch.Generator().manual_seed(rank)
-    x = torch.randn(num_tokens, WIDTH, generator=own).to(dtype)
-    gradient = torch.randn(num_tokens * WIDTH + 1, generator=own).to(dtype)
+    x, gradient = drawn_step(rank, num_tokens, dtype)
 
     def build():
         return InOne(style(WIDTH, HIDDEN, LOCAL, TOP_K, SCARCE, dist.group.WORLD, dtype))
@@ -82,3 +88,26 @@ def test_other_number_formats_equal_eager(two_ranks, style, dtype):
 @pytest.mark.parametrize("style", (GShardEinsum, DeepSpeed), ids=lambda s: s.__name__)
 def test_four_ranks_equal_eager(four_ranks, style):
     check(four_ranks, style, 2)
+
+
+def run_steps(rank, tokens):
+    """Run a layer with a capacity of tensors in steps of `tokens[step][rank]` rows."""
+    torch._dynamo.reset()
+
+    def build():
+        return InOne(CapacityOfTensors(WIDTH, HIDDEN, LOCAL, TOP_K, SCARCE, dist.group.WORLD))
+
+    first = len(REPORT.compilations)
+    steps = [drawn_step(rank, of_ranks[rank]) for of_ranks in tokens]
+    differing = differing_tensors(build, steps, {"megamoe.chunks": 2, "megamoe.strict": True})
+    compiled = [[r.verdict for r in c.regions] for c in REPORT.compilations[first:]]
+    return differing, compiled
+
+
+def test_a_capacity_of_tensors_stays_in_chunks_where_one_rank_alone_has_other_tokens(two_ranks):
+    """torch reads a wrong number of it where sizes are symbols. Eager code would meet chunks."""
+    tokens = [(24, 24), (23, 24), (23, 22), (24, 23)]  # five slots each
+    found = two_ranks.run(run_steps, tokens)
+    for rank, (differing, compiled) in enumerate(found):
+        assert not differing, f"rank {rank}: {differing}"
+        assert compiled == [["chunked"]] * len({of_ranks[rank] for of_ranks in tokens})
