@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -40,13 +40,3 @@ def cache_marks(patches: Mapping[str, Any]) -> dict[str, object]:
             **patches.get(SETTING, known[SETTING]),
         }
     }
-
-
-def mark_cacheable(function: Callable[..., Any], version: str) -> None:
-    """Mark `function` in all compilations of this process; with another version all is compiled.
-
-    Its arguments must say all that it does.
-    """
-    if hasattr(inductor_config, SETTING):
-        marks = {f"{function.__module__}.{function.__name__}": version}
-        setattr(inductor_config, SETTING, {**getattr(inductor_config, SETTING), **marks})

@@ -37,6 +37,9 @@ class Routed(nn.Module):
         scores, chosen = torch.topk(torch.softmax((x @ self.router).float(), -1), self.top_k, -1)
         return scores, chosen
 
+    def tally(self, flat):
+        return (flat[:, None] == torch.arange(self.num_experts, device=flat.device)).sum(0)
+
     def exchange_counts(self, counts):
         return WAIT(all_to_all_single(counts, None, None, self.group))
 
@@ -44,7 +47,7 @@ class Routed(nn.Module):
         scores, chosen = self.route(x)
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        counts = (flat[:, None] == torch.arange(self.num_experts, device=x.device)).sum(0)
+        counts = self.tally(flat)
         received = self.exchange_counts(counts)
         sent_rows, got_rows = self.splits(counts, received)
         rows = x[order // self.top_k]

@@ -1,4 +1,4 @@
-"""Labels of rows: integers that are the same for all rows of a run, and tables of such integers.
+"""Labels of rows: integers that are the same for all rows of a run, tables and counts of them.
 
 Contract
     What an operator makes of labels is computed on one label per run, by the operator itself; it
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import sympy
 import torch
 from torch.utils import _pytree as pytree
 
 from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
 from moe_compile.proof.view_rules import MOVED
+from moe_compile.regions.label_bins import bins_of
 from moe_compile.regions.row_domain import (
     Fixed,
+    Formulas,
     Labels,
     LabelTable,
     Value,
@@ -47,6 +50,22 @@ def follow(call: Call) -> Value | None:
     if of_runs.dim() == 1:
         return Labels(order, tuple(map(int, of_runs.tolist())))
     return LabelTable(order=order, dim=dim, values=of_runs)
+
+
+def counted(call: Call) -> Value | None:
+    """Return how many rows have each label, as `histc` counts them; None of anything else."""
+    labels = call.value(call.inputs[0])
+    if call.name != "histc" or not isinstance(labels, Labels):
+        return None
+    bins, *bounds = (call.argument(name) for name in ("bins", "min", "max"))
+    found = bins_of(labels.values, call.inputs[0].dtype, bins, *bounds)
+    if found is None:
+        return None
+    sizes = [
+        [segment.length for segment, b in zip(labels.order, found, strict=True) if b == each]
+        for each in range(bins)
+    ]
+    return Formulas(tuple(sympy.Add(*lengths) for lengths in sizes))
 
 
 def _same_vector(call: Call) -> Value | None:

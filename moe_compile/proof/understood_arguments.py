@@ -58,6 +58,7 @@ UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "scatter_add": frozenset({"self", "dim", "index", "src"}),
     "repeat_interleave": frozenset({"repeats", "output_size"}),
     "nonzero": frozenset({"self"}),
+    "histc": frozenset({"self", "bins", "min", "max"}),
     **dict.fromkeys(
         (
             "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",

@@ -128,8 +128,8 @@ class TokenIndex:
         key = None if divided is None else self._sorted_by(divided[0])
         if divided is None or key is None:
             return None
-        chosen = self._origin(key)
-        given, tensor = self._output(chosen, 1, "topk", *TOPK), tensor_of(chosen)
+        chosen = self.origin(key)
+        given, tensor = self.output(chosen, 1, "topk", *TOPK), tensor_of(chosen)
         if given is None or tensor is None or given.get("k") != divided[1]:
             return None
         whole = expression_of(tensor.numel()) == num_rows(key)
@@ -141,48 +141,11 @@ class TokenIndex:
         given = None if divided is None else self._sort(divided[0])
         return given is not None and given.get("stable") is True and not given.get("descending")
 
-    def counts_values(self, counts: fx.Node, chosen: fx.Node) -> bool:
-        """Whether `counts[e]` is proven to be how often `chosen` holds e."""
-        node = self._origin(counts)
-        counted = self._counted(node) or self._compared(node)
-        return counted is not None and _holds_all(node) and self._origin(counted) is chosen
-
-    def _counted(self, node: fx.Node) -> fx.Node | None:
-        """Return whose values `bincount`, or `histc` with a bin for each, counts."""
-        given = self._arguments(node, "bincount", "input", "weights", "minlength")
-        if given is not None and given.get("weights") is None:
-            return _node(given.get("input"))
-        given = self._arguments(node, "histc", "input", "bins", "min", "max")
-        if given is None or (given.get("min"), given.get("max")) != (0, given.get("bins")):
-            return None
-        return _node(given.get("input"))
-
-    def _compared(self, node: fx.Node) -> fx.Node | None:
-        """Return the values v of `(v[:, None] == arange(n)).sum(0)`."""
-        given = self._arguments(node, "sum", "input", "dim", "keepdim", "dtype")
-        if given is None or given.get("dim") not in (0, [0], (0,)) or given.get("keepdim"):
-            return None
-        compared = given.get("input")
-        pairs = (self._arguments(compared, name, "input", "other") for name in ("eq", "__eq__"))
-        pair = next(filter(None, pairs), {})
-        values, labels = _node(pair.get("input")), _node(pair.get("other"))
-        if values is None or labels is None or not self._is_range(labels):
-            return None
-        column = tensor_of(values)
-        numel = None if column is None else expression_of(column.numel())
-        crossed = shape_of(compared) == [numel, num_rows(labels)]
-        return _column(values) if crossed and not self._is_written(values) else None
-
-    def _is_range(self, node: fx.Node) -> bool:
-        """Whether the node is 0, 1, ... in order."""
-        given = self._arguments(node, "arange", "end", "dtype", "device")
-        return given is not None and len(node.args) == 1 and is_integer(node)
-
     def _divided(self, index: fx.Node) -> tuple[fx.Node, int] | None:
         """Return (order, k) of `order // k`."""
-        index = self._origin(index)
+        index = self.origin(index)
         for name in ("floordiv", "__floordiv__", "floor_divide", "div", "divide"):
-            given = self._arguments(index, name, "input", "other", "rounding_mode")
+            given = self.arguments(index, name, "input", "other", "rounding_mode")
             if given is None or (name.startswith("div") and given.get("rounding_mode") != FLOOR):
                 continue
             order, k = _node(given.get("input")), given.get("other")
@@ -197,29 +160,30 @@ class TokenIndex:
 
     def _sort(self, order: fx.Node) -> dict[str, Any] | None:
         """Return the arguments of the sort that gives the permutation `order`."""
-        order = self._origin(order)
-        return self._arguments(order, "argsort", *SORTS) or self._output(order, 1, "sort", *SORTS)
+        order = self.origin(order)
+        return self.arguments(order, "argsort", *SORTS) or self.output(order, 1, "sort", *SORTS)
 
-    def _output(
+    def output(
         self, result: fx.Node, position: int, name: str, *parameters: str
     ) -> dict[str, Any] | None:
         """Return the arguments of the call whose `position`-th output `result` is."""
         if result.target is not operator.getitem or result.args[1] != position:
             return None
-        return None if self._is_written(result) else arguments_of(result.args[0], name, *parameters)
+        return None if self.is_written(result) else arguments_of(result.args[0], name, *parameters)
 
-    def _arguments(self, node: Any, name: str, *parameters: str) -> dict[str, Any] | None:
+    def arguments(self, node: Any, name: str, *parameters: str) -> dict[str, Any] | None:
         """Return the arguments of the call that tells what `node` holds."""
         given = arguments_of(node, name, *parameters)
-        return None if given is None or self._is_written(node) else given
+        return None if given is None or self.is_written(node) else given
 
-    def _origin(self, node: fx.Node) -> fx.Node:
+    def origin(self, node: fx.Node) -> fx.Node:
         """Return where integers come from, before changes of form only."""
-        while not self._is_written(node) and (source := _same_integers(node)) is not None:
+        while not self.is_written(node) and (source := _same_integers(node)) is not None:
             node = source
         return node
 
-    def _is_written(self, node: fx.Node) -> bool:
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether something writes the node's memory in place."""
         return bool(storages(node) & self.written)
 
 
@@ -231,19 +195,6 @@ def _same_integers(node: fx.Node) -> fx.Node | None:
         return None
     widened = node.target in CASTS and after.dtype in HOLDS_ALL
     return source if widened or after.dtype is before.dtype else None
-
-
-def _holds_all(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.dtype in HOLDS_ALL
-
-
-def _column(values: fx.Node) -> fx.Node:
-    """Return the vector that `v[:, None]` spreads; another form is taken as it is."""
-    spread = (slice(None, None, None), None)
-    if values.target is operator.getitem and values.args[1] == spread:
-        return values.all_input_nodes[0]
-    return values
 
 
 def _length(node: fx.Node) -> Any:

@@ -31,6 +31,7 @@ from moe_compile.regions.row_chain import (
     shape_of,
     type_of,
 )
+from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TokenIndex, is_same_value, mean_rows_per_token
 from moe_compile.regions.token_regions import NotFound, TokenRows
 from moe_compile.regions.token_sums import find_token_sum
@@ -91,7 +92,7 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         sums=found,
         rows_per_token=rows_per_token,
         mean_rows_per_token=rows_per_token or mean_rows_per_token(index, tokens),
-        is_chosen_once=chosen is not None and known.counts_values(region.counts, chosen),
+        is_chosen_once=chosen is not None and counts_values(known, region.counts, chosen),
         chosen=chosen,
         keeps_order=known.is_sorted_stably(index),
     )

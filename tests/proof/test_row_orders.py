@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import RowProof
 from tests.layers import GroupedExperts
-from tests.proof.verdicts import EXPERTS, HIDDEN, TOP_K, WIDTH, judge, layer_of, tokens
+from tests.proof.verdicts import EXPERTS, HIDDEN, LOCAL, TOP_K, WIDTH, judge, layer_of, tokens
 
 
 class Ordered(GroupedExperts):
@@ -104,7 +104,21 @@ def tables_of_labels(m, x, c):
     return x * hot[:, 1, None]
 
 
+def counted_by_histc(bins, most):
+    """Return experts whose groups are counted from labels: transformers counts so."""
+
+    def body(m, x, c):
+        labels, perm = torch.sort(m.expert_of_rows(x, c), stable=True)
+        counts = torch.histc(labels.float(), bins=bins, min=0, max=most)
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)[-m.local :]
+        return put_back(perm, torch._grouped_mm(x[perm], m.w1 @ m.w2, offs=ends))
+
+    return body
+
+
 PROVEN = {
+    "labels counted by a histogram": counted_by_histc(LOCAL, LOCAL - 1),
+    "labels counted by a histogram up to their number": counted_by_histc(LOCAL, LOCAL),
     "masks of labels": masked_by_labels,
     "scales of tables of labels": tables_of_labels,
     "padding at the end": padded_batch,
@@ -265,6 +279,15 @@ def scan_through_a_view(m, x, c):
 
 
 REFUSED = {
+    "labels counted in bins of two": (counted_by_histc(LOCAL, 2 * LOCAL), Reason.SHARED_PARAMETER),
+    "labels counted without the last": (
+        counted_by_histc(LOCAL, LOCAL - 2),
+        Reason.SHARED_PARAMETER,
+    ),
+    "labels counted between bounds of their own": (
+        counted_by_histc(LOCAL, 0),
+        Reason.SHARED_PARAMETER,
+    ),
     "masks of labels in another order": (masked_in_another_order, Reason.ROWS_MIXED),
     "a sum of labels": (labels_as_columns, Reason.VALUE_FROM_COUNTS),
     "permuted twice": (permuted_again, Reason.ROWS_MIXED),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.journal.reasons import Reason
@@ -307,6 +308,76 @@ class RoutesByBytes(Routes):
 def test_numbers_of_experts_that_a_type_does_not_hold_prove_nothing(fake_ranks, style, is_proven):
     """Of 260 experts two numbers become one: a token may have both rows on one rank."""
     assert found_in(style, fake_ranks, experts=260).is_chosen_once is is_proven
+
+
+def counted_by(count, choices=EXPERTS):
+    """Return a layer that counts its experts by `count(flat, number)` and routes to `choices`."""
+
+    class Counted(Routes):
+        def route(self, x):
+            wide = F.pad(torch.softmax((x @ self.router).float(), -1), (0, choices - EXPERTS))
+            return torch.topk(wide, self.top_k, -1)
+
+        def tally(self, flat):
+            return count(flat, self.num_experts)
+
+    return Counted
+
+
+def ones_added(flat, number):
+    return flat.new_zeros(number).scatter_add(0, flat, torch.ones_like(flat))
+
+
+COUNTS = {
+    "histc": (lambda flat, n: torch.histc(flat.float(), n, 0, n - 1).long(), EXPERTS, True),
+    "histc up to the number": (
+        lambda flat, n: torch.histc(flat.double(), n, 0, n).to(torch.int32),
+        EXPERTS,
+        True,
+    ),
+    "histc, the last bin of two": (
+        lambda flat, n: torch.histc(flat.float(), n, 0, n).long(),
+        EXPERTS + 1,
+        False,
+    ),
+    "histc, one left out": (
+        lambda flat, n: torch.histc(flat.float(), n, 0, n - 1).long(),
+        EXPERTS + 1,
+        True,
+    ),
+    "histc, bins of two": (
+        lambda flat, n: torch.histc(flat.float(), n, 0, 2 * n).long(),
+        EXPERTS,
+        False,
+    ),
+    "histc of halves": (
+        lambda flat, n: torch.histc(flat.float() / 2, n, 0, n).long(),
+        EXPERTS,
+        False,
+    ),
+    "ones added": (ones_added, EXPERTS, True),
+    "twos added": (
+        lambda flat, n: flat.new_zeros(n).scatter_add(0, flat, torch.ones_like(flat) * 2),
+        EXPERTS,
+        False,
+    ),
+    "ones added to ones": (
+        lambda flat, n: flat.new_ones(n).scatter_add(0, flat, torch.ones_like(flat)),
+        EXPERTS,
+        False,
+    ),
+    "ones added at others": (
+        lambda flat, n: flat.new_zeros(n).scatter_add(0, flat.flip(0) // 2, torch.ones_like(flat)),
+        EXPERTS,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", COUNTS)
+def test_counts_are_those_of_the_chosen_experts_or_prove_nothing(fake_ranks, form):
+    count, choices, is_proven = COUNTS[form]
+    assert found_in(counted_by(count, choices), fake_ranks).is_chosen_once is is_proven
 
 
 class HandedIn(Around):
