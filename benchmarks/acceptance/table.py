@@ -40,10 +40,10 @@ A layer of this repository that is chunked was given each form alone, and then t
 
 - transformers' experts sort what they received by `torch.sort(expert_ids)`. A sort that is not
   stable has another order where there are fewer rows (on a CPU with AVX-512 from some 20 rows on),
-  and a weight's gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`. One
-  form beside it is not followed yet: labels that are written in place and not read again
-  (`clamp_`). `AllToAllEP` also breaks the graph between dispatch and combine, at
-  `if tokens.shape[0] == 0`.
+  and a weight's gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`. Then
+  Mixtral's experts run in chunks in bfloat16, with equal bits; in other types transformers calls a
+  grouped product of its own there, of which the effect on rows is not known. `AllToAllEP` also
+  breaks the graph between dispatch and combine, at `if tokens.shape[0] == 0`.
 - DeepSpeed with `drop_tokens=False` sends as many slots as the fullest expert of all ranks has
   rows. `capacity = int(counts.max())` is known at run time only; experts with a capacity are
   followed where sizes are numbers.

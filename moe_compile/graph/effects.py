@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
 
-from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.dependence import IN_PLACE_OPERATORS, written_arguments
 from moe_compile.graph.inner_graphs import (
     inside,
     is_higher_order,
@@ -177,15 +177,20 @@ def is_pure(node: fx.Node, implied: Container[fx.Node] = ()) -> bool:
 
     Of assertions in graphs that it runs, those `implied` tell nothing.
     """
+    return not written_arguments(node) and only_writes(node, implied)
+
+
+def only_writes(node: fx.Node, implied: Container[fx.Node] = ()) -> bool:
+    """Whether nothing but the node's value, and what it writes in place, tells that it ran."""
     if node.op == "get_attr":
         return True
     if node.op not in ("call_function", "call_method") or is_assertion(node):
         return False
     if is_launch(node) or is_wait(node) or changes_mode(node) or draws_random(node):
         return False
-    if written_arguments(node) or _has_effect(node) or _is_noticed(node, implied):
+    if _has_effect(node) or _is_noticed(node, implied):
         return False
-    return _only_computes(node) or makes_a_value(node)
+    return _only_computes(node) or makes_a_value(node) or node.target in IN_PLACE_OPERATORS
 
 
 def _is_noticed(node: fx.Node, implied: Container[fx.Node]) -> bool:

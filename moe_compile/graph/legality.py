@@ -75,16 +75,18 @@ class Legality:
         part: Part | None = None,
         *,
         enters_autocast: bool = False,
+        anew: frozenset[int] = frozenset(),
     ) -> Obstacle | None:
         """Return why `moved` must not run just before `anchor`, or None.
 
         They run in their order, or part by part, where others have seen to all but gradients. With
-        `enters_autocast` each runs under autocast there as it does where it stands.
+        `enters_autocast` each runs under autocast there as it does where it stands. `anew` as in
+        `written_meanwhile`.
         """
         in_order = self.dependence.in_order(moved)
-        for check in (self.written_meanwhile, self._random):
-            if (found := check(in_order, anchor)) is not None:
-                return found
+        found = self.written_meanwhile(in_order, anchor, anew) or self._random(in_order, anchor)
+        if found is not None:
+            return found
         if (found := self._mode(in_order, anchor, enters_autocast=enters_autocast)) is not None:
             return found
         parts = (part,) if part is not None else ()
@@ -92,14 +94,21 @@ class Legality:
             return Obstacle(Hazard.GRADIENT_ORDER, *reordered)
         return None
 
-    def written_meanwhile(self, moved: Collection[fx.Node], anchor: fx.Node) -> Obstacle | None:
-        """Return a write by others to what one of `moved` touches, between it and `anchor`."""
+    def written_meanwhile(
+        self, moved: Collection[fx.Node], anchor: fx.Node, anew: frozenset[int] = frozenset()
+    ) -> Obstacle | None:
+        """Return a write by others to what one of `moved` touches, between it and `anchor`.
+
+        Storages in `anew` are made by nodes of which copies are moved: these make others.
+        """
         if moved and self._moves_memory is not None:
             return Obstacle(Hazard.WRITTEN_MEANWHILE, next(iter(moved)), self._moves_memory)
         together = set(moved)
         there = self._position[anchor]
-        for writer, written in self.dependence.writes.items():
-            at = self._position[writer]
+        for writer, all_written in self.dependence.writes.items():
+            at, written = self._position[writer], all_written - anew
+            if all_written and not written:
+                continue
             for node in moved if writer not in together else ():
                 between = self._position[node] < at < there or there <= at < self._position[node]
                 if between and self._touches(node, written):

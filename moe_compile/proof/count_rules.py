@@ -95,7 +95,10 @@ def _is_held(value: Value, dtype: torch.dtype) -> bool:
 
 
 def _keeps_all(call: Call) -> bool:
-    """Whether the operator copies, or gives a view that may be of all it is given: `index[:]`."""
+    """Whether the operator copies, divides by 1, or may give a view of all it has: `index[:]`."""
+    if call.name == "floor_divide":
+        divisor = call.argument("other")
+        return type(divisor) is int and divisor == 1
     if call.name == "slice":
         return call.facts.formula(call.argument("step", 1)) == 1
     return call.name in SAME_VALUES or call.name in ("view", "_unsafe_view", "reshape")

@@ -63,6 +63,8 @@ def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | 
         per_row = call.facts.depends_on_counts(form.index.shape[0])
         reason = Reason.ROWS_FROM_OUTSIDE if per_row else Reason.VALUE_FROM_COUNTS
         raise Unproven(reason, call.name)
+    if isinstance(base, Fixed) and base.is_uniform and not base.is_uninitialised:
+        return Fixed(is_uniform=True, is_zero=base.is_zero)  # whichever entries are read
     if isinstance(index, Permutation):
         return _permuted(base, index)
     return None

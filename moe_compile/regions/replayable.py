@@ -39,6 +39,17 @@ def check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | N
     return _check_launches(region, dependence) or _check_writes(region, dependence, inside)
 
 
+def memory_of(region: MoERegion) -> frozenset[int]:
+    """Return the storages that the body makes and a copy of it makes anew.
+
+    Whoever else writes them does so behind all that the body reads of them: else the body, which
+    holds all that its results need, would hold the write.
+    """
+    made = frozenset(s for node in region.body for s in storages(node))
+    given = (*region.inputs, *region.others, *region.results)
+    return made - frozenset(s for node in given for s in storages(node))
+
+
 def _check_launches(region: MoERegion, dependence: Dependence) -> Refused | None:
     """Refuse other collectives than the exchanges of the rows, and rows sent on before the end."""
     for one in region.dispatched:
@@ -64,7 +75,8 @@ def _check_writes(
             return _refused(region, Reason.MUTATED_MEANWHILE, writer)
     body = [node for node in region.body if node is not region.result]
     graph = region.result.graph
-    obstacle = Legality(dependence, graph).written_meanwhile(body, region.result)
+    legality = Legality(dependence, graph)
+    obstacle = legality.written_meanwhile(body, region.result, memory_of(region))
     if obstacle is not None:
         return _refused(region, Reason.MUTATED_MEANWHILE, obstacle.because_of)
     return None

@@ -16,7 +16,13 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.effects import is_host_arithmetic, is_pure, is_size_query, may_draw
+from moe_compile.graph.effects import (
+    is_host_arithmetic,
+    is_pure,
+    is_size_query,
+    may_draw,
+    only_writes,
+)
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.legality import Hazard, Legality
@@ -26,6 +32,7 @@ from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.new_order import find_overtaken, order_of_gradients
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.rewrites import Aftermath, Rewrite, Surroundings
 
 REFUSALS: Final = {
@@ -65,8 +72,14 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     bulk = _never_negative(_host_reads(region), rewrite.proof)
     part = order_of_gradients(rewrite, bulk, legality.dependence)
     together = [*body, *region.between]
-    for moved, anchor in ((together, region.result), (behind, rewrite.replaced)):
-        found = legality.obstacle(moved, anchor, part, enters_autocast=rewrite.enters_autocast)
+    copied, none = memory_of(region), frozenset[int]()
+    for moved, anchor, anew in (
+        (together, region.result, copied),
+        (behind, rewrite.replaced, none),
+    ):
+        found = legality.obstacle(
+            moved, anchor, part, enters_autocast=rewrite.enters_autocast, anew=anew
+        )
         if (obstacle := found) is not None:
             reason = REFUSALS[obstacle.hazard]
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
@@ -92,8 +105,8 @@ class _Together:
         others = {node for r in rewrites for node in (*r.before, *r.others)}
         self._implied = self._implied_assertions()
         below = self._dependence.below(self._bodies - self._replaced, stops=self._replaced)
-        pure = {node for node in below if is_pure(node)}
-        self._candidates = {*self._bodies, *pure, *others}
+        only_made = {node for node in below if only_writes(node)}
+        self._candidates = {*self._bodies, *only_made, *others}
         self._candidates |= {node for node in self._implied if node in self._dependence.position}
         self._served: list[fx.Node] = []
         self._sizes_by_region = {r.region.name: self._sizes_of(r) for r in rewrites}

@@ -367,6 +367,47 @@ def test_what_a_write_of_a_read_integer_changes_is_read_after_it(fake_ranks):
         assert reads and all(order.index(write) < order.index(n) for n in reads)
 
 
+class WritesAtTheEnd(GroupedExperts):
+    """Writes, in place, labels, rows and a bias that it has no more use for; hands some out."""
+
+    handed_out = ()
+
+    def expert_of_rows(self, rows, received):
+        self._labels = super().expert_of_rows(rows, received)
+        return self._labels
+
+    def experts(self, rows, received):
+        bias = self.w2.detach()[:, 0][super().expert_of_rows(rows, received)]
+        shifted = rows.detach() + bias
+        out = super().experts(rows + shifted, received)
+        labels, self._labels = self._labels, None
+        labels.view(-1)[:4].clamp_(max=2)
+        bias[0] = 1
+        shifted.mul_(2)
+        made = {"labels": labels, "bias": bias, "rows": shifted}
+        self.kept = [made[name] for name in self.handed_out]
+        return out
+
+
+def test_what_nobody_reads_once_it_is_written_is_not_written_any_more(fake_ranks):
+    graph, report = chunked(layer(WritesAtTheEnd, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    assert not [n for n in graph.nodes if n.target in ("clamp_", "mul_", operator.setitem)]
+
+
+@pytest.mark.parametrize("name", ["labels", "rows"])
+def test_what_is_read_once_it_is_written_stays(fake_ranks, name):
+    """Labels are made of counts, which stay; rows that are handed out keep the region whole."""
+    style = type("HandsOut", (WritesAtTheEnd,), {"handed_out": (name,)})
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gm,) = dynamo_graphs(layer(style, fake_ranks), x)
+    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2)), "chunks")
+    left = [verdict.reason for verdict in report.skipped]
+    assert left == ([Reason.ESCAPES] if name == "rows" else [])
+    kept = {"labels": "clamp_", "rows": "mul_"}[name]
+    assert [n.target for n in gm.graph.nodes if n.target in ("clamp_", "mul_")].count(kept) == 1
+
+
 class GivesNumberOfRows(GroupedExperts):
     """Gives out how many rows came, as their tensor has it."""
 
