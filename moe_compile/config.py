@@ -21,7 +21,7 @@ ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("batch",),
-    "nodes": ("rounded", "auto"),
+    "nodes": ("auto",),
 }
 """Known values whose pass this version does not have."""
 
@@ -102,7 +102,9 @@ class MegaMoEConfig:
     nodes: Literal["off", "exact", "rounded", "auto"] = "off"
     """Whether a token crosses to a node once, not once for each of its experts there
     (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
-    combine, goes in two hops; what is summed goes as it was, and no bit changes. It needs
+    combine, goes in two hops; what is summed goes as it was, and no bit changes. "rounded": what is
+    summed per token too, the combine and the gradients of the dispatch: on each node first, then at
+    home, rounded up to three times; the report states the bound. Both need
     `register_node_groups`, and such a region runs in one chunk."""
     equal_tokens: bool = False
     """Your promise that in every step all ranks have the same number of tokens, which no rank can

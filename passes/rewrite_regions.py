@@ -86,7 +86,7 @@ def _emit_experts(
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
     elif one.divided is not None:
         divided = emit_divided(one.divided, around, dependence)
-        dispatches, combines, instead = divided.hops, (divided.combine,), divided.instead
+        dispatches, combines, instead = divided.hops, divided.combines, divided.instead
     else:
         num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
         chunks = emit_chunks(region, one.proof, num, around, dependence, by_tokens=by_tokens)

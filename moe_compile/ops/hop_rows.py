@@ -11,6 +11,7 @@ experts for each.
     hop 1, over ranks of equal place    x[far]: a token once for each node it needs, by node, token
     hop 2, over the ranks of a node     [near]: once for each expert there, by rank, expert, node
     [fan]                               by sender, expert: the flat rows
+    [back]                              rows in the order of `fan` as hop 2 brought them
 
 Worked example: 2 nodes of one rank, 2 experts each; tokens that choose [0, 3] and [2, 3]. Rank 0
 sends token 0 to itself and tokens 0, 1 to node 1: far = [0, 0, 1], whose masks there are [10] for
@@ -35,6 +36,7 @@ LIBRARY.define(
 )
 LIBRARY.define("near_rows(Tensor masks, int per_node, SymInt num_rows) -> Tensor")
 LIBRARY.define("fan_rows(Tensor counts, SymInt num_rows) -> Tensor")
+LIBRARY.define("back_rows(Tensor counts, SymInt num_rows) -> Tensor")
 
 
 def hop_table(
@@ -101,8 +103,19 @@ def fan_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     `counts` `[N, L, E]` are rows by sender and expert. Rows came by place, expert, node.
     """
     ahead = _starts(counts.permute(1, 2, 0)).permute(2, 0, 1)
-    shift = (ahead - _starts(counts)).reshape(-1)
-    shifts = torch.repeat_interleave(shift, counts.reshape(-1), output_size=num_rows)
+    return _moved_runs(counts, ahead - _starts(counts), num_rows)
+
+
+def back_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the inverse of `fan_rows`: which flat row each row is that hop 2 brought."""
+    came = counts.permute(1, 2, 0)
+    return _moved_runs(came, _starts(counts).permute(1, 2, 0) - _starts(came), num_rows)
+
+
+def _moved_runs(counts: torch.Tensor, shift: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the number of each row in an order in which each run is moved by its `shift`."""
+    runs = counts.reshape(-1)
+    shifts = torch.repeat_interleave(shift.reshape(-1), runs, output_size=num_rows)
     return torch.arange(num_rows, device=counts.device) + shifts
 
 
@@ -119,10 +132,11 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
     return (torch.cumsum(flat, 0) - flat).view(counts.shape)
 
 
-for function in (hop_table, hop_sizes, far_rows, near_rows, fan_rows):
+for function in (hop_table, hop_sizes, far_rows, near_rows, fan_rows, back_rows):
     LIBRARY.impl(function.__name__, function, "CompositeImplicitAutograd")
 HOP_TABLE = torch.ops.megamoe.hop_table.default
 HOP_SIZES = torch.ops.megamoe.hop_sizes.default
 FAR_ROWS = torch.ops.megamoe.far_rows.default
 NEAR_ROWS = torch.ops.megamoe.near_rows.default
 FAN_ROWS = torch.ops.megamoe.fan_rows.default
+BACK_ROWS = torch.ops.megamoe.back_rows.default

@@ -133,11 +133,11 @@ def rounding_of(found: TokenRows) -> Rounding:
     return Rounding(
         num_addends=addends,
         is_weighted=found.sums.weights is not None,
-        gradient_bound_eps=_num_products(found.sums),
+        gradient_bound_eps=num_products(found.sums),
     )
 
 
-def _num_products(sums: TokenSum) -> int | None:
+def num_products(sums: TokenSum) -> int | None:
     """Return how many products the gradient of a weight of `sums` adds; None: not known."""
     if sums.weights is None or not (has_gradient(sums.weights) and has_gradient(sums.total)):
         return 0

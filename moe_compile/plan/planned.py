@@ -19,6 +19,7 @@ from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
+from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import AttentionPlan, CapacityPlan, ExpertsPlan
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Surroundings
@@ -106,6 +107,8 @@ class PlannedExperts:
     """Bytes and padding either way; None where the gather or the sum was not found."""
     rounding: Rounding | None = None
     """How its sums per token may differ; None where tokens are not gathered."""
+    node_rounding: NodeRounding | None = None
+    """The same where sums are made on the nodes; else None."""
     num_host_reads: int
     """Times the host waits for integers of the region, as it is planned."""
     row_bytes: Mapping[str, int]
@@ -137,6 +140,7 @@ class PlannedExperts:
             divided=None,
             around=None,
             rounding=None,
+            node_rounding=None,
             left={**self.left, **left},
             num_host_reads=self.found.num_host_reads,
         )

@@ -95,6 +95,8 @@ class DividedForm:
     """From the exchange of counts to what the region receives, in graph order: what the table of
     the hops takes the place of. () where the model's own exchange stays."""
     nodes: NodeGroups
+    rounds: bool
+    """Whether sums per token are made on the nodes, so that all exchanges go in two hops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

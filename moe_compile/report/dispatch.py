@@ -6,12 +6,15 @@ Contract
 
 from __future__ import annotations
 
+import torch
+
 from moe_compile.plan.dispatch_rules import (
     EXACT_ADDENDS,
     MEASURED_SHARE,
     DispatchCosts,
     Rounding,
 )
+from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import PlannedExperts
 
 
@@ -29,15 +32,30 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
 
 def node_remarks(one: PlannedExperts) -> list[str]:
     """Return what to say of the two hops of one region, or of why it has none."""
-    if one.plan.is_divided:
-        nodes, ranks = one.plan.num_nodes, one.plan.num_ranks
+    if not one.plan.is_divided:
+        left = one.left.get("nodes")
+        return [f"not in two hops: {left.why}"] if left is not None and left.is_asked else []
+    nodes, ranks = one.plan.num_nodes, one.plan.num_ranks
+    where = f"{nodes} nodes of {ranks // nodes} ranks: "
+    if (rounding := one.node_rounding) is not None:
         return [
-            f"{nodes} nodes of {ranks // nodes} ranks: in the dispatch, and in the gradient of the "
-            "combine, a token crosses to a node once; what is summed goes as written, and no bit "
-            "changes"
+            f"{where}in dispatch and combine, forward and backward, a token crosses to a node once",
+            *_sums_on_nodes(rounding),
         ]
-    left = one.left.get("nodes")
-    return [f"not in two hops: {left.why}"] if left is not None and left.is_asked else []
+    return [
+        f"{where}in the dispatch, and in the gradient of the combine, a token crosses to a node "
+        "once; what is summed goes as written, and no bit changes"
+    ]
+
+
+def _sums_on_nodes(rounding: NodeRounding) -> list[str]:
+    wide = "float64" if rounding.dtype is torch.float64 else "float32"
+    said = (
+        f"sums of {rounding.num_addends} per token are made on the nodes, in {wide}, and at home: "
+        f"off by at most {rounding.bound:.3g} times the sum of their magnitudes, three roundings "
+        f"to {str(rounding.dtype).removeprefix('torch.')} and {rounding.num_addends + 2} in {wide}"
+    )
+    return [said, *_gradients(rounding)]
 
 
 def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
@@ -87,7 +105,7 @@ def _equality(rounding: Rounding) -> list[str]:
     return [sums, *_gradients(rounding)]
 
 
-def _gradients(rounding: Rounding) -> list[str]:
+def _gradients(rounding: Rounding | NodeRounding) -> list[str]:
     if rounding.gradient_bound_eps == 0:
         return []
     said = "gradients of the weights of rows are added up in another order"

@@ -40,7 +40,8 @@ def divided_form(
         return NotFound(reason=Reason.NOT_PROVEN, detail=proof.reason.value)
     if isinstance(found, NotFound):
         return found
-    if (reason := against_routing(found)) is not None:
+    rounds = config.nodes == "rounded"
+    if (reason := against_routing(found, rounds=rounds)) is not None:
         return NotFound(reason=reason)
     assert found.chosen is not None
     form = DividedForm(
@@ -49,6 +50,7 @@ def divided_form(
         chosen=found.chosen,
         told=_told(region, dependence),
         nodes=nodes,
+        rounds=rounds,
     )
     around = examine_surroundings([dividing(form, proof)]).around[region.name]
     if isinstance(around, Refused):
@@ -57,24 +59,44 @@ def divided_form(
 
 
 def dividing(form: DividedForm, proof: RowProof) -> Rewrite:
-    """Say what two hops take the place of: the region's body, and its exchange of counts."""
-    replaces_counts = form.told[-1:]
+    """Say what two hops take the place of: the region's body, and its exchange of counts.
+
+    Where sums are made on the nodes, all from the gather of the rows to their sums.
+    """
+    region, found, replaces_counts = form.region, form.found, form.told[-1:]
+    if form.rounds:
+        return Rewrite(
+            region=region,
+            proof=proof,
+            replaced=found.sums.total,
+            also_replaced=replaces_counts,
+            before=found.before,
+            behind=(region.result, *found.after, *found.sums.tail),
+            others=(found.gather, *form.told),
+            read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
+            counts_first=True,
+        )
     return Rewrite(
-        region=form.region,
+        region=region,
         proof=proof,
-        replaced=form.region.result,
+        replaced=region.result,
         also_replaced=replaces_counts,
         others=form.told,
         counts_first=True,
     )
 
 
-def against_routing(found: TokenRows) -> Reason | None:
-    """Return what of the rows and their sum would not be the same in two hops."""
+def against_routing(found: TokenRows, *, rounds: bool = False) -> Reason | None:
+    """Return what of the rows and their sum would not be the same in two hops.
+
+    Where sums are made on the nodes: nor within the bound that is known of them.
+    """
     if found.chosen is None or not found.is_chosen_once:
         return Reason.CHOSEN_TWICE
     if not found.keeps_order:
         return Reason.UNSTABLE_SORT
+    if rounds:
+        return Reason.ROWS_MAY_DIFFER if found.rows_per_token is None else None
     return Reason.TENSOR_FLOAT if _rounds_weights(found) else None
 
 

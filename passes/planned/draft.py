@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts
+from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Surroundings
@@ -39,6 +40,20 @@ class Draft:
     def is_rewritten(self) -> bool:
         """Whether the region gets another form."""
         return self.gathered is not None or self.divided is not None or self.num_chunks > 1
+
+    @property
+    def nodes(self) -> str:
+        """Whether and how rows come in two hops, as the option names it."""
+        if self.divided is None:
+            return "off"
+        return "rounded" if self.divided.rounds else "exact"
+
+    @property
+    def node_rounding(self) -> NodeRounding | None:
+        """How sums round that are made on the nodes; None where none are."""
+        if self.divided is None or not self.divided.rounds:
+            return None
+        return node_rounding_of(self.divided.found)
 
     def refuse(self, refused: Refused) -> None:
         """Leave the region whole."""

@@ -217,6 +217,7 @@ def _planned(
         not_priced=draft.not_priced,
         costs=draft.costs,
         rounding=rounding_of(gathered.found) if gathered is not None else None,
+        node_rounding=draft.node_rounding,
         num_host_reads=reads,
         row_bytes={name: wire.row_bytes for name, wire in wires.items()},
     )
@@ -235,7 +236,7 @@ def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Expe
         is_exact=gathered is None or gathered.is_exact,
         num_tokens=known_rows(found.tokens) if found is not None else 0,
         rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
-        nodes="off" if draft.divided is None else "exact",
+        nodes=draft.nodes,
         num_nodes=1 if draft.divided is None else draft.divided.nodes.num_nodes,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],

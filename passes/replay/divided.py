@@ -3,43 +3,46 @@
 Contract
     Requires  a proof of the region, the gather that made the rows, the sum that follows, experts
               chosen once by a token, and the groups of ranks that share a node.
-    Keeps     every value the graph has outside the region, bit for bit: the experts get the rows,
-              in the order, that the all-to-all would bring, and each gradient has the same terms.
+    Keeps     the experts' rows, bit for bit and in the order that the all-to-all would bring, and
+              the terms of every sum and gradient; unless sums are made on the nodes (`rounds`) also
+              every value that the graph has outside the region.
     Sends     forward rows, and backward gradients of sums, in two hops; what is summed per token,
-              the results and the gradients of rows, flat and un-summed, in the order it had.
+              the results and the gradients of rows, flat and un-summed, in the order it had, or
+              (`rounds`) in two hops as well, summed on the node.
 
 Pseudo-code
     where counts are exchanged: the table that tells every rank the sizes of all exchanges
     one read by the host: these sizes
     hop 1 of tokens -> hop 2 -> changed as the model changes rows at home: the experts' rows
     the region's body on them -> home, without a gradient -> the model's own sum per token
+                              or, if it rounds, changed as at home -> back, summed after each hop
     that sum, its gradient sent in two hops and changed as the model's would be
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import C10D, input_splits, output_splits, tensor_of, waits_on
-from moe_compile.ops.hop_rows import FAN_ROWS, FAR_ROWS, HOP_SIZES, HOP_TABLE, NEAR_ROWS
+from moe_compile.graph.query import C10D, input_splits, output_splits, waits_on
+from moe_compile.ops.hop_rows import HOP_SIZES
+from moe_compile.ops.hop_sums import TOKENS_RECEIVED
 from moe_compile.ops.two_hops import ROWS_RECEIVED, SUMMED_AT_HOME
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm
 from passes.replay.changed_rows import changed_rows, weighted_rows, weights_of_rows
+from passes.replay.hop_sums import emit_sums, emit_way_home
+from passes.replay.hops import Hops, Table, as_received, emit_hops, exchange_table
 from passes.replay.host_reads import BulkRead
 from passes.replay.replayed import Replay, emit_rest, emit_until_reads, needed_for
 
-EVERY: Final = slice(None)
 Way: TypeAlias = tuple[list[Any], list[Any]]
 """Rows that an exchange receives from each rank, and sends to each."""
 
@@ -52,31 +55,24 @@ class Divided:
     """What the graph outside the region reads -> what to read instead."""
     hops: tuple[fx.Node, fx.Node]
     """Launches that bring the rows."""
-    combine: fx.Node
+    combines: tuple[fx.Node, ...]
+    """Launches that bring the results home."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """What every rank told this one, and what it told of its own."""
+class _Arrived:
+    """What there is once tokens have come."""
 
-    everyone: fx.Node
-    """`[N, L, E + L + 1]`, as `moe_compile.ops.hop_rows` has it."""
-    tokens: fx.Node
-    """How many of this rank's tokens need each node, `[N]`."""
-    received: fx.Node
-    """Its part that says how many rows of each sender each expert of this rank gets, `[N, L, E]`"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Hops:
-    """The way of tokens to this rank's experts, as operators take it."""
-
-    indices: tuple[fx.Node, fx.Node, fx.Node]
-    """`far`, `near` and `fan`."""
-    splits: tuple[list[fx.Node], ...]
-    """Rows sent and received by hop 1, then by hop 2."""
-    launches: tuple[fx.Node, fx.Node]
-    rows: fx.Node
+    form: DividedForm
+    table: Table
+    num_rows: fx.Node
+    """Of this rank's experts."""
+    hops: Hops
+    replay: Replay
+    way: Way
+    """Of the flat exchange."""
+    factors: Mapping[fx.Node, fx.Node]
+    """Factors that the model has before its dispatch -> those of this rank's rows."""
 
 
 def emit_divided(form: DividedForm, around: Surroundings, dependence: Dependence) -> Divided:
@@ -86,57 +82,63 @@ def emit_divided(form: DividedForm, around: Surroundings, dependence: Dependence
     `dependence` is of the graph as it was before any region was emitted.
     """
     region, found = form.region, form.found
-    table = _exchange_table(form)
+    table = exchange_table(form)
     replay = Replay(range(region.num_local_experts), {})
     instead: dict[fx.Node, fx.Node] = {}
     if form.told:
-        received = _as_received(region, table)
+        received = as_received(region, table)
         instead[region.received_counts] = replay.env[region.received_counts] = received
     splits, num_rows = _read_host(form, table, replay, around, dependence)
     emit = Emitter(region.result)
-    hops = _hop(emit, form, table, splits, num_rows)
+    hops = emit_hops(emit, form, table, splits, num_rows)
     emit_rest(emit, region.count_side, replay)
     way = _splits_of(region, replay)
     early = {factor: factor for factor in _factors(form, found.before)}
     factors = _send_factors(emit, form, early, way)
-    rows = changed_rows(emit, found.gather, hops.rows, found.before, factors)
+    arrived = _Arrived(form, table, num_rows, hops, replay, way, factors)
+    divided = _summed_on_nodes(emit, arrived) if form.rounds else _summed_as_written(emit, arrived)
+    served = {node: replay.env[node] for node in around.served}
+    return Divided(instead | served | divided.instead, divided.hops, divided.combines)
+
+
+def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
+    """Emit the experts, the flat way home, and the sum of the model with a gradient in two hops."""
+    form, hops, way = arrived.form, arrived.hops, arrived.way
+    region, found, total = form.region, form.found, form.found.sums.total
+    rows = changed_rows(emit, found.gather, hops.rows, found.before, arrived.factors)
     rows = emit.call(ROWS_RECEIVED, rows, region.rows, *way, region.group)
-    sent = _run_experts(emit, region, replay, rows)
-    combine = emit.copy(region.combine, _sends(region, emit.method("detach", sent), replay))
-    result = instead[region.result] = emit.call(C10D.wait_tensor, combine)
+    rows = _run_experts(emit, region, arrived.replay, rows)
+    sent = _sends(region, emit.method("detach", rows), arrived.replay)
+    combine = emit.copy(region.combine, sent)
+    result = emit.call(C10D.wait_tensor, combine)
     result.meta.update(region.result.meta)  # later passes read its sizes
-    instead |= {node: replay.env[node] for node in around.served}
-    instead[found.sums.total] = _sum_at_home(form, hops, sent, factors, way)
-    return Divided(instead, hops.launches, combine)
+    emit = Emitter(total.next)
+    rows = _changed_after(emit, arrived, rows)
+    instead = {region.result: result, total: _with_gradient_in_hops(emit, form, hops, total, rows)}
+    return Divided(instead, hops.launches, (combine,))
 
 
-def _exchange_table(form: DividedForm) -> _Table:
-    """Exchange the table where counts are exchanged."""
-    region, nodes = form.region, form.nodes
-    emit = Emitter(region.count_exchange)
-    sizes = (nodes.num_nodes, nodes.num_local)
-    told = emit.call(HOP_TABLE, form.chosen, region.counts, *sizes)
-    table, tokens = (emit.call(operator.getitem, told, i) for i in range(2))
-    even = [1] * region.num_ranks
-    launch = emit.call(C10D.all_to_all_single, table, even, even, region.group)
-    emit = Emitter(region.received_counts)
-    everyone = emit.method("view", emit.call(C10D.wait_tensor, launch), *sizes, -1)
-    everyone = emit.method("to", everyone, torch.int64)
-    experts = (EVERY, EVERY, slice(None, region.num_local_experts))
-    return _Table(everyone, tokens, emit.call(operator.getitem, everyone, experts))
-
-
-def _as_received(region: MoERegion, table: _Table) -> fx.Node:
-    """Emit the counts in the form in which the region receives its own."""
-    emit, tensor = Emitter(region.received_counts), tensor_of(region.received_counts)
-    assert tensor is not None
-    shaped = emit.method("reshape", table.received, list(tensor.shape))
-    return emit.method("to", shaped, tensor.dtype)
+def _summed_on_nodes(emit: Emitter, arrived: _Arrived) -> Divided:
+    """Emit the experts and the way home in two hops, the gradient of tokens as well."""
+    form, hops = arrived.form, arrived.hops
+    found, total = form.found, form.found.sums.total
+    # read where the model gathers: the gradients of its readers are added up in that order
+    tokens = Emitter(found.gather).method("view_as", found.tokens, found.tokens)
+    home = emit_way_home(emit, form, arrived.table, hops, arrived.num_rows)
+    way = (*hops.splits, form.nodes.cross, form.nodes.node)
+    rows = emit.call(TOKENS_RECEIVED, hops.rows, tokens, *home, *way)
+    rows = changed_rows(emit, found.gather, rows, found.before, arrived.factors)
+    rows = _run_experts(emit, form.region, arrived.replay, rows)
+    emit = Emitter(total)
+    rows = _changed_after(emit, arrived, rows)
+    launches, made = emit_sums(emit, form, emit.method("detach", rows), home, hops)
+    instead = {total: _with_gradient_in_hops(emit, form, hops, made, rows)}
+    return Divided(instead, hops.launches, launches)
 
 
 def _read_host(
     form: DividedForm,
-    table: _Table,
+    table: Table,
     replay: Replay,
     around: Surroundings,
     dependence: Dependence,
@@ -158,34 +160,6 @@ def _read_host(
     replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
     splits = tuple([values[next(asked)] for _ in range(length)] for length in lengths)
     return splits, values[num_rows]
-
-
-def _hop(
-    emit: Emitter,
-    form: DividedForm,
-    table: _Table,
-    splits: tuple[list[fx.Node], ...],
-    num_rows: fx.Node,
-) -> _Hops:
-    """Emit both hops: the rows of this rank's experts, as tokens have them."""
-    region, nodes = form.region, form.nodes
-    far_sent, far_got, near_sent, near_got = splits
-    per_node = nodes.num_local * region.num_local_experts
-    num_far, num_near = (emit.call(torch.sym_sum, sizes) for sizes in (far_sent, near_sent))
-    first = emit.call(FAR_ROWS, form.chosen, nodes.num_nodes, per_node, num_far)
-    far, masks = (emit.call(operator.getitem, first, i) for i in range(2))
-    across = (far_got, far_sent, nodes.cross)
-    of_masks = emit.call(C10D.all_to_all_single, masks, *across)
-    tokens = emit.method("detach", form.found.tokens)
-    hop_1 = emit.call(C10D.all_to_all_single, emit.method("index_select", tokens, 0, far), *across)
-    masks = emit.call(C10D.wait_tensor, of_masks)
-    near = emit.call(NEAR_ROWS, masks, per_node, num_near)
-    there = emit.call(C10D.wait_tensor, hop_1)
-    on = emit.method("index_select", there, 0, near)
-    hop_2 = emit.call(C10D.all_to_all_single, on, near_got, near_sent, nodes.node)
-    fan = emit.call(FAN_ROWS, table.received, num_rows)
-    rows = emit.method("index_select", emit.call(C10D.wait_tensor, hop_2), 0, fan)
-    return _Hops((far, near, fan), splits, (hop_1, hop_2), rows)
 
 
 def _factors(form: DividedForm, readers: Iterable[fx.Node]) -> list[fx.Node]:
@@ -210,28 +184,23 @@ def _sends(region: MoERegion, rows: fx.Node, replay: Replay) -> dict[fx.Node, An
     return {**replay.env, region.combine.all_input_nodes[0]: rows}
 
 
-def _sum_at_home(
-    form: DividedForm,
-    hops: _Hops,
-    rows: fx.Node,
-    factors: Mapping[fx.Node, fx.Node],
-    way: Way,
-) -> fx.Node:
-    """Emit the model's sum with the gradient of `rows`, which were sent home, coming in two hops.
-
-    What `rows` are made here, as the model changes them at home before it adds them up, is read for
-    its gradient alone.
-    """
-    region, found, sums = form.region, form.found, form.found.sums
-    emit = Emitter(sums.total.next)
-    late = {factor: factor for factor in _factors(form, found.after) if factor not in factors}
+def _changed_after(emit: Emitter, arrived: _Arrived, rows: fx.Node) -> fx.Node:
+    """Emit what the model makes of `rows` at home before it adds them up."""
+    form, found, sums = arrived.form, arrived.form.found, arrived.form.found.sums
+    late = {f: f for f in _factors(form, found.after) if f not in arrived.factors}
     if sums.weights is not None:
         late[sums.weights] = weights_of_rows(emit, sums)
-    factors = {**factors, **_send_factors(emit, form, late, way)}
-    rows = changed_rows(emit, region.result, rows, found.after, factors)
-    rows = weighted_rows(emit, sums, rows, factors)
+    factors = {**arrived.factors, **_send_factors(emit, form, late, arrived.way)}
+    rows = changed_rows(emit, form.region.result, rows, found.after, factors)
+    return weighted_rows(emit, sums, rows, factors)
+
+
+def _with_gradient_in_hops(
+    emit: Emitter, form: DividedForm, hops: Hops, total: fx.Node, rows: fx.Node
+) -> fx.Node:
+    """Emit the sum `total` of `rows`, which are read for their gradient alone."""
     names = (form.nodes.cross, form.nodes.node)
-    return emit.call(SUMMED_AT_HOME, sums.total, rows, *hops.indices, *hops.splits, *names)
+    return emit.call(SUMMED_AT_HOME, total, rows, *hops.indices, *hops.splits, *names)
 
 
 def _splits_of(region: MoERegion, replay: Replay) -> Way:
@@ -245,11 +214,18 @@ def _send_factors(
 ) -> dict[fx.Node, fx.Node]:
     """Emit, for the rows of this rank's experts, what the model has for its rows, each by its name.
 
-    They go flat, a number for each row, and get no gradient here: the model's own use gives it.
+    They go flat, a number for each row, and so do their gradients home, where sums are made on the
+    nodes; else they get none here: the model's own use gives it.
     """
     group = form.region.group
     launches = {
         name: emit.call(C10D.all_to_all_single, emit.method("detach", factor), *way, group)
         for name, factor in factors.items()
     }
-    return {name: emit.call(C10D.wait_tensor, launch) for name, launch in launches.items()}
+    came = {name: emit.call(C10D.wait_tensor, launch) for name, launch in launches.items()}
+    if not form.rounds:
+        return came
+    return {
+        name: emit.call(ROWS_RECEIVED, came[name], factor, *way, group)
+        for name, factor in factors.items()
+    }

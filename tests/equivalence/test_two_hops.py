@@ -103,14 +103,14 @@ def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):
 # --- bytes -----------------------------------------------------------------------------------
 
 
-def sent_between_nodes(rank, case, num_nodes):
+def sent_between_nodes(rank, case, num_nodes, options):
     """Return what a compiled step sends to other nodes, and what its tokens choose."""
     torch._dynamo.reset()
     layer = build(case, GroupedExperts)
     ((x, gradient),) = inputs(case, rank)
     with torch.no_grad():
         chosen = layer.route(x)[1]
-    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=OPTIONS)
+    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
     x = x.requires_grad_()
     compiled(x).backward(gradient)  # what ranks compare before the first run is not counted
     with BytesBetweenNodes(rank, num_nodes) as forward:
@@ -121,34 +121,37 @@ def sent_between_nodes(rank, case, num_nodes):
 
 
 def formula(case, chosen, rank, num_nodes):
-    """Return a rank's pairs (token, other node), its pairs (token, expert of another node), and the
-    rows that its own experts have of tokens of other nodes."""
+    """Return a rank's pairs (token, other node), its pairs (token, expert of another node), and of
+    tokens of other nodes the rows that its own experts have, and those that cross to it."""
     local, experts = case.num_ranks // num_nodes, case.num_experts // case.num_ranks
-    own, node = rank // local, chosen[rank] // (experts * local)
-    once = sum(len({*row} - {own}) for row in node.tolist())
-    others = [chosen[r] for r in range(case.num_ranks) if r // local != own]
-    home = sum(int((c // experts == rank).sum()) for c in others)
-    return once, int((node != own).sum()), home
+    own, nodes = rank // local, [of_rank // (experts * local) for of_rank in chosen]
+    once = sum(len({*row} - {own}) for row in nodes[rank].tolist())
+    others = [r for r in range(case.num_ranks) if r // local != own]
+    home = sum(int((chosen[r] // experts == rank).sum()) for r in others)
+    came = sum(own in row for r in others if r % local == rank % local for row in nodes[r].tolist())
+    return once, int((nodes[rank] != own).sum()), home, came
 
 
-def check_bytes(pool, num_nodes, case):
-    results = pool.run(sent_between_nodes, case, num_nodes)
+def check_bytes(pool, num_nodes, case, options=OPTIONS):
+    results = pool.run(sent_between_nodes, case, num_nodes, options)
     chosen = [of_rank for _, of_rank in results]
-    saved = 0
+    saved, rounds = 0, options["megamoe.nodes"] == "rounded"
     for rank, ((forward, backward), _) in enumerate(results):
-        once, flat, home = formula(case, chosen, rank, num_nodes)
+        once, flat, home, came = formula(case, chosen, rank, num_nodes)
         rows, factor = (torch.bfloat16, case.width), (torch.bfloat16, 1)
         row_bytes = 2 * case.width
         local = case.num_ranks // num_nodes
         told = case.num_experts // case.num_ranks + local + 1
+        back = came if rounds else home
         assert forward == {
             (torch.int32, told): 4 * told * (case.num_ranks - local),
             (torch.int32, 1): 4 * once,
             factor: 2 * flat,
-            rows: row_bytes * (once + home),
+            rows: row_bytes * (once + back),
         }
-        assert backward == {rows: row_bytes * (once + home)}
-        saved += flat - once
+        of_weights = {factor: 2 * home} if rounds else {}
+        assert backward == {rows: row_bytes * (once + back), **of_weights}
+        saved += flat + home - once - back
     assert saved > 0
 
 

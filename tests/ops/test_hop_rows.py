@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.ops.hop_rows import fan_rows, far_rows, hop_sizes, hop_table, near_rows
+from moe_compile.ops.hop_rows import back_rows, fan_rows, far_rows, hop_sizes, hop_table, near_rows
 
 
 def exchange(sent, splits):
@@ -74,6 +74,8 @@ def test_two_hops_bring_what_one_exchange_brings(drawn):
     for r in ranks:
         fan = fan_rows(table[r][:, :, :experts], len(rows[r]))
         assert torch.equal(rows[r][fan], flat[r])
+        back = back_rows(table[r][:, :, :experts], len(rows[r]))
+        assert torch.equal(flat[r][back], rows[r])
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -1,5 +1,6 @@
 """What the graph holds when rows come in two hops, and why a region keeps its all-to-all."""
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +21,13 @@ from moe_compile.graph.query import (
     tensor_of,
 )
 from moe_compile.journal.reasons import Reason
+from moe_compile.ops.hop_sums import TOKENS_RECEIVED
+from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import node_groups_of
 from passes.pipeline import DYNAMO, run_level
 from passes.planned.dividing import against_routing
 from tests.capture import carried_out, dynamo_graphs, state
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
 from tests.layers import (
     FusedGateUp,
     GatheredCounts,
@@ -36,6 +39,7 @@ from tests.layers import (
 )
 from tests.node_ranks import seat
 from tests.passes.test_switch_dispatch import Centred, KeepsSplits, NoSum, WritesTokens, host_reads
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
 ASKED = {"nodes": "exact", "chunks": 1}
@@ -110,6 +114,38 @@ def test_forward_and_backward_launch_two_hops_each_and_one_flat_exchange(fake_no
     )
 
 
+@pytest.mark.parametrize("style", slow_but([InOrder], [GroupedExperts, InOrder, InOrderWeighted]))
+def test_with_sums_on_the_nodes_no_row_goes_flat(fake_nodes, style):
+    """Flat go the table and the weights of rows, whose gradients come back so."""
+    forward, backward = aot_graphs(layer(style, fake_nodes), nodes="rounded")
+    nodes, flat = node_groups_of(fake_nodes.group_name), fake_nodes.group_name
+    groups = [*map(group_name, exchanges(forward))]
+    assert (groups.count(nodes.cross), groups.count(nodes.node), groups.count(flat)) == (3, 2, 2)
+    groups = [*map(group_name, exchanges(backward))]
+    assert (groups.count(nodes.cross), groups.count(nodes.node), groups.count(flat)) == (2, 2, 1)
+    for graph in (forward, backward):
+        assert not [n for n in graph.nodes if "index_add" in overload_name(n)]
+
+
+def test_gradients_of_tokens_meet_in_the_order_that_they_had(fake_nodes):
+    """The tokens are read where the model gathers them, before what reads them behind that."""
+
+    class ReadsLater(Around):
+        def gather(self, x, order, scores):
+            rows = super().gather(x, order, scores)
+            self.later = x * 3
+            return rows
+
+    gm, report = divided(layer(ReadsLater, fake_nodes), nodes="rounded")
+    assert report.applied == ("region 0",)
+    (received,) = (n for n in gm.graph.nodes if n.target is TOKENS_RECEIVED)
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    read = received.args[1]
+    (times,) = (n for n in gm.graph.nodes if n.target is operator.mul and 3 in n.args)
+    assert read.target == "view_as" and read.args[0] is times.args[0]
+    assert place[read] < place[times] < place[received]
+
+
 def test_splits_and_counts_that_the_model_keeps_are_those_of_the_one_read(fake_nodes):
     class Keeps(KeepsSplits):
         def exchange_counts(self, counts):
@@ -140,6 +176,28 @@ def test_the_report_says_what_was_done(fake_nodes):
     assert "2 nodes of 2 ranks" in said and "crosses to a node once" in said
     (plan,) = compile_state.plan.experts
     assert (plan.nodes, plan.num_nodes, plan.num_chunks) == ("exact", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("style", "num_addends", "of_weights"),
+    [
+        (GroupedExperts, TOP_K, False),
+        (OntoTokens, TOP_K + 1, False),
+        (InOrderWeighted, TOP_K, True),
+    ],
+)
+def test_the_report_states_the_bound_of_sums_on_the_nodes(
+    fake_nodes, style, num_addends, of_weights
+):
+    (gm,) = dynamo_graphs(layer(style, fake_nodes), tokens())
+    compile_state, compilation = rewrite(gm, state(nodes="rounded", chunks=1).config)
+    (region,), (plan,) = compilation.regions, compile_state.plan.experts
+    assert (region.verdict, region.nodes, plan.nodes) == (IN_TWO_HOPS, "rounded", "rounded")
+    bound = (1 + 2**-8) ** 3 - 1 + (num_addends + 2) * 2**-24
+    said = "; ".join(region.remarks)
+    assert f"at most {bound:.3g} times the sum of their magnitudes" in said
+    assert f"sums of {num_addends} per token" in said and "no bit changes" not in said
+    assert (f"off by at most {WIDTH} eps" in said) is of_weights
 
 
 @pytest.mark.parametrize(
@@ -239,8 +297,47 @@ class Ordered(Around):
         (SortedChunks, Reason.CHOSEN_TWICE),
     ],
 )
-def test_each_reason_leaves_the_graph_as_it_was(fake_nodes, style, expected):
-    assert reason(layer(style, fake_nodes)) is expected
+@pytest.mark.parametrize("nodes", ["exact", "rounded"])
+def test_each_reason_leaves_the_graph_as_it_was(fake_nodes, style, expected, nodes):
+    assert reason(layer(style, fake_nodes), nodes=nodes) is expected
+
+
+class ReadsSums(InOrder):
+    """Looks at the rows of each token before it adds them up."""
+
+    def summed(self, by_token, scores):
+        self.seen = by_token.amax()
+        return super().summed(by_token, scores)
+
+
+class LateScores(InOrderWeighted):
+    """Reads its scores elsewhere between the dispatch and the sum: gradients would change order."""
+
+    def experts(self, rows, received):
+        out = super().experts(rows, received)
+        self.seen = self.scores * 2
+        return out
+
+    def gather(self, x, order, scores):
+        self.scores = scores.reshape(-1)[order].reshape(-1, 1)
+        return (super().gather(x, order, scores).float() * self.scores).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"), [(ReadsSums, Reason.ROWS_READ), (LateScores, Reason.NOT_PROVEN)]
+)
+def test_sums_that_others_see_into_are_not_made_on_the_nodes(fake_nodes, style, expected):
+    assert reason(layer(style, fake_nodes), nodes="rounded") is expected
+
+
+def test_sums_on_the_nodes_need_a_number_of_rows_for_their_bound():
+    found = SimpleNamespace(
+        chosen=fx.Graph().placeholder("chosen"),
+        is_chosen_once=True,
+        keeps_order=True,
+        rows_per_token=None,
+    )
+    assert against_routing(found, rounds=True) is Reason.ROWS_MAY_DIFFER
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""How far sums per token may be from exact ones where they are made on the nodes first.
+
+Contract
+    A bound on |error|, over the sum S of the magnitudes of a sum's terms: of the very terms that
+    the model adds up.
+
+A sum is made in float32, on each node, then of the nodes' sums at home: each term takes part in
+fewer additions than there are terms. To the type of the sum, with unit roundoff u, are rounded the
+products of rows and weights where these are no rows of that type yet, the sum of a node, and that
+at home:
+
+    |error| <= ((1 + u)^3 - 1) S + (k + 2) 2^-24 S        k terms; float64 sums with 2^-53
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_compile.graph.query import tensor_of
+from moe_compile.plan.dispatch_rules import num_products
+from moe_compile.regions.token_regions import TokenRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRounding:
+    """What the sums of one region may be off by."""
+
+    num_addends: int
+    """Of a sum of results, what it is added to included."""
+    dtype: torch.dtype
+    """Of a sum."""
+    gradient_bound_eps: int | None
+    """As of `dispatch_rules.Rounding`: products of rows and gradients are added up elsewhere."""
+
+    @property
+    def bound(self) -> float:
+        """Largest error over the sum of the terms' magnitudes."""
+        return (1 + self.unit) ** 3 - 1 + (self.num_addends + 2) * self.unit_of_sums
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the type of a sum."""
+        return torch.finfo(self.dtype).eps / 2
+
+    @property
+    def unit_of_sums(self) -> float:
+        """Unit roundoff of the type in which sums are made."""
+        return min(self.unit, torch.finfo(torch.float32).eps / 2)
+
+    @property
+    def numerics(self) -> str:
+        """What the option `numerics` must be at least for "auto" to choose it."""
+        return "lossy" if self.gradient_bound_eps is None else "bounded"
+
+
+def node_rounding_of(found: TokenRows) -> NodeRounding | None:
+    """Return how sums per token round that are made on the nodes; None: no bound is known."""
+    total = tensor_of(found.sums.total)
+    if total is None or found.rows_per_token is None:
+        return None
+    return NodeRounding(
+        num_addends=found.rows_per_token + (found.sums.base is not None),
+        dtype=total.dtype,
+        gradient_bound_eps=num_products(found.sums),
+    )

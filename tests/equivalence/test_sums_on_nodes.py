@@ -1,0 +1,263 @@
+"""Sums per token that are made on the nodes: within their bound, and bitwise where none rounds."""
+
+import pytest
+import torch
+from torch import nn
+
+from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.strategies import Routing
+from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
+from tests.equivalence.test_layers import build, inputs
+from tests.equivalence.test_token_chunks import WholeNumbers
+from tests.equivalence.test_two_hops import (
+    EMPTY,
+    NODES,
+    OWN,
+    TOKENS,
+    a_case,
+    check,
+    check_bytes,
+    forced,
+    two_nodes,  # noqa: F401  (a fixture)
+)
+from tests.layers import GroupedExperts
+from tests.node_ranks import in_two_hops, seat
+from tests.slow_parameters import slow_but
+
+OPTIONS = {"megamoe.nodes": "rounded", "megamoe.strict": True, "megamoe.codegen": "fx"}
+WEIGHTED = (Around, InOrder, InOrderWeighted)
+
+
+# --- whole numbers -----------------------------------------------------------------------------
+
+
+class Gated(WholeNumbers):
+    """Rows are weighted by whole numbers that are learned; one product in an expert is enough for
+    float32 to hold every sum."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.gate = nn.Parameter(torch.arange(self.num_experts).to(self.w1.dtype) % 3 - 1)
+
+    def route(self, x):
+        _, chosen = super().route(x)
+        return self.gate[chosen].float(), chosen
+
+    def expert(self, x, e):
+        return torch.relu(x @ self.w1[e]) @ self.w2[e] + x @ self.w3[e] @ self.w2[e]
+
+
+def whole(style):
+    """Return `style` with the experts, and weights of rows, of `Gated`."""
+    return type(f"Whole{style.__name__}", (Gated, style), {})
+
+
+def whole_case(*tokens, dtype=torch.float64, **changes):
+    return a_case(GroupedExperts, *tokens, dtype=dtype, hidden=32, **changes)
+
+
+def whole_pairs(case, rank):
+    return [tuple((t * 2).round() for t in pair) for pair in inputs(case, rank)]
+
+
+def differing(rank, case, style):
+    torch._dynamo.reset()
+    with in_two_hops() as left:
+        layer = whole(style)
+        found = differing_tensors(lambda: build(case, layer), whole_pairs(case, rank), OPTIONS)
+    return [*found, *left]
+
+
+CASES = (
+    (Around, torch.float64),
+    (InOrder, torch.float64),
+    (InOrderWeighted, torch.float32),
+    (OntoTokens, torch.float64),
+    (Around, torch.float32),
+    (InOrder, torch.float32),
+    (OntoTokens, torch.float32),
+)
+
+
+@pytest.mark.parametrize(("style", "dtype"), slow_but(CASES[:3], CASES))
+def test_sums_that_do_not_round_are_equal(two_nodes, style, dtype):  # noqa: F811
+    """Output, gradients of tokens, of weights of rows and of experts; uneven numbers of tokens."""
+    check(two_nodes.run(differing, whole_case(TOKENS, dtype=dtype, top_k=4), style))
+
+
+@pytest.mark.parametrize("routing", slow_but([Routing.FIRST_RANK], list(Routing)))
+def test_ranks_without_tokens_and_without_rows(two_nodes, routing):  # noqa: F811
+    check(two_nodes.run(differing, whole_case(EMPTY, top_k=2, routing=routing), Around))
+
+
+@pytest.mark.slow
+def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes):  # noqa: F811
+    case = whole_case(TOKENS, (16, 3, 8, 8), (4, 9, 7, 2), dtype=torch.float32)
+    check(two_nodes.run(differing, case, InOrderWeighted))
+
+
+def differing_where_forced(rank, case, experts_of_rank):
+    torch._dynamo.reset()
+    pairs = [(x.abs(), gradient) for x, gradient in whole_pairs(case, rank)]
+    experts = experts_of_rank[rank]
+    with in_two_hops() as left:
+        layer = whole(Around)
+        found = differing_tensors(lambda: forced(case, layer, experts), pairs, OPTIONS)
+    return [*found, *left]
+
+
+@pytest.mark.parametrize("experts", [OWN, ((4, 6, 7),) * 4], ids=["own node", "one node"])
+def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):  # noqa: F811
+    check(two_nodes.run(differing_where_forced, whole_case(TOKENS), experts))
+
+
+# --- the bound ---------------------------------------------------------------------------------
+
+
+def recorded(style):
+    """Return `style` with tokens that nothing else reads, and what is added up kept aside."""
+
+    class Recorded(style):
+        kept = None
+
+        def route(self, x):
+            scores, chosen = super().route(x.detach())
+            if self.kept is not None:
+                self.kept.update(chosen=chosen)
+            return scores, chosen
+
+        def gather(self, x, order, scores):
+            rows = super().gather(x, order, scores)
+            if self.kept is not None:
+                rows.register_hook(lambda gradient: self.kept.update(gradient=gradient))
+            return rows
+
+        def total(self, x, order, out, scores):
+            if self.kept is not None:
+                weights = scores.reshape(-1)[order][:, None].detach()
+                self.kept.update(out=out.detach(), order=order, weights=weights)
+            return super().total(x, order, out, scores)
+
+    return Recorded
+
+
+def terms(style, kept):
+    """Return the terms that a layer of `style` adds up for outputs, and for gradients of tokens."""
+    out, gradient, weights = kept["out"], kept["gradient"], kept["weights"]
+    if style is InOrder:
+        gradient = (gradient.float() * weights).to(gradient.dtype)
+    elif style is InOrderWeighted:
+        out = out.double() * weights.double()  # a product in float32, rounded with its sum
+    else:
+        out = out * weights.to(out.dtype)
+    return out.double(), gradient.double()
+
+
+def sums(values, kept, case, base=None):
+    """Return float64 sums per token, and sums of magnitudes."""
+    tokens = kept["order"] // case.top_k
+    zeros = torch.zeros((len(kept["order"]) // case.top_k, case.width), dtype=torch.float64)
+    base = zeros if base is None else base.double()
+    return base.index_add(0, tokens, values), base.abs().index_add(0, tokens, values.abs())
+
+
+def in_the_order_stated(values, kept, case, num_nodes, base=None):
+    """Return sums per token as the documentation has them: by expert, then by node."""
+    chosen, by_expert = kept["chosen"].sort(1)
+    slots = torch.empty_like(values)
+    slots[kept["order"]] = values
+    slots = slots.view(-1, case.top_k, case.width)
+    total = torch.zeros((len(slots), case.width))
+    for node in range(num_nodes):
+        on_node = torch.zeros_like(total)
+        for slot in range(case.top_k):
+            rows = slots[torch.arange(len(slots)), by_expert[:, slot]].float()
+            is_there = chosen[:, slot] * num_nodes // case.num_experts == node
+            on_node += torch.where(is_there[:, None], rows, 0)
+        total += on_node.to(values.dtype).float()
+    return (total if base is None else total + base.float()).to(values.dtype)
+
+
+def wrong_sums(tensors, kept, case, style, num_nodes, base):
+    """Return what is farther from float64 sums than the bound, as shares of it, or not as stated"""
+    adds = style is OntoTokens
+    values = dict(zip(tensors, terms(style, kept), strict=True))
+    u = torch.finfo(case.dtype).eps / 2
+    bound = (1 + u) ** 3 - 1 + (case.top_k + adds + 2) * 2**-24
+    left = []
+    for name in ("output",) if adds else ("output", "input"):
+        added_to = base if adds else None
+        exact, magnitude = sums(values[name], kept, case, added_to)
+        error = (tensors[name].double() - exact).abs()
+        if (error > bound * magnitude).any():
+            left.append(f"{name}: {(error / (bound * magnitude)).max():.2f} of the bound")
+        rounded = values[name].float().to(case.dtype)
+        stated = in_the_order_stated(rounded, kept, case, num_nodes, added_to)
+        left += [] if torch.equal(tensors[name], stated) else [f"{name}: in another order"]
+    return left
+
+
+def beyond_bound(rank, case, style, num_nodes):
+    """Return which sums and gradients of a compiled step are not as they should be."""
+    torch._dynamo.reset()
+    eager, other = (build(case, recorded(style)) for _ in range(2))
+    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=OPTIONS)
+    ((x, gradient),) = inputs(case, rank)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    eager.kept = {}
+    expected = eager(theirs)
+    expected.backward(gradient)
+    with in_two_hops() as left:
+        output = compiled(mine)
+        output.backward(gradient)
+    tensors = {"output": output.detach(), "input": mine.grad}
+    left += wrong_sums(tensors, eager.kept, case, style, num_nodes, 2 * x)
+    for name in ("w1", "w2", "w3"):
+        if not torch.equal(getattr(eager, name).grad, getattr(other, name).grad):
+            left.append(f"gradient of {name}")
+    wrong = (eager.router.grad - other.router.grad).float().norm()
+    if wrong > 2**-6 * eager.router.grad.float().norm():
+        left.append("gradient of the router")
+    return left
+
+
+@pytest.mark.parametrize("style", slow_but((Around, InOrder), (*WEIGHTED, OntoTokens)))
+@pytest.mark.parametrize("top_k", [6, pytest.param(3, marks=pytest.mark.slow)])
+def test_sums_stay_within_the_bound(two_nodes, style, top_k):  # noqa: F811
+    """Of float64 sums of the very terms; gradients of experts are of the same rows, and equal."""
+    check(two_nodes.run(beyond_bound, a_case(GroupedExperts, TOKENS, top_k=top_k), style, NODES))
+
+
+def differing_bits(rank, case, style):
+    torch._dynamo.reset()
+    with in_two_hops() as left:
+        found = differing_tensors(lambda: build(case, style), inputs(case, rank), OPTIONS)
+    return [*found, *left]
+
+
+@pytest.mark.parametrize("style", slow_but([InOrder], [Around, InOrder]))
+def test_two_rows_a_token_change_no_bit(two_nodes, style):  # noqa: F811
+    """A sum of two rounds once, on the node or at home; bf16, ranks without tokens."""
+    check(two_nodes.run(differing_bits, a_case(GroupedExperts, EMPTY, top_k=2), style))
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+def test_sums_cross_from_a_node_once(two_nodes):  # noqa: F811
+    """All four exchanges send a row for each pair of a token and a node, and no more."""
+    check_bytes(two_nodes, NODES, a_case(GroupedExperts, (40, 33, 21, 50)), OPTIONS)
+
+
+@pytest.mark.slow
+def test_four_nodes_of_one_rank(two_nodes):  # noqa: F811
+    two_nodes.regroup()  # programs of one place would have two plans, and run as written
+    two_nodes.run(seat, 4)
+    try:
+        check(two_nodes.run(differing, whole_case(TOKENS, top_k=5), Around))
+        case = a_case(GroupedExperts, TOKENS, top_k=5)
+        check(two_nodes.run(beyond_bound, case, InOrderWeighted, 4))
+        check_bytes(two_nodes, 4, case, OPTIONS)
+    finally:
+        two_nodes.regroup()
+        two_nodes.run(seat, NODES)
