@@ -44,7 +44,7 @@ is exchanged for heads around attention (context parallelism). "auto": as the jo
 
 KINDS: Final[Mapping[object, tuple[type, str]]] = {
     bool: (bool, "true or false"),
-    int: (int, "a number of bytes"),
+    int: (int, "a whole number of at least 0"),
     str: (str, "a string"),
     tuple[str, ...]: (tuple, "a list of pass names"),
 }
@@ -102,10 +102,11 @@ class MegaMoEConfig:
     nodes: Literal["off", "exact", "rounded", "auto"] = "off"
     """Whether a token crosses to a node once, not once for each of its experts there
     (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
-    combine, goes in two hops; what is summed goes as it was, and no bit changes. "rounded": what is
-    summed per token too, the combine and the gradients of the dispatch: on each node first, then at
-    home, rounded up to three times; the report states the bound. Both need
-    `register_node_groups`, and such a region runs in one chunk."""
+    combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
+    first, then at home, by a bound that the report states. Both need `register_node_groups`, which
+    the torchtitan recipe calls, and such a region runs in one chunk."""
+    node_ranks: int = 0
+    """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False
     """Your promise that in every step all ranks have the same number of tokens, which no rank can
     see. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges of
@@ -160,10 +161,12 @@ class MegaMoEConfig:
         for name, hint in HINTS.items():
             if hint in KINDS and type(value := getattr(self, name)) is not KINDS[hint][0]:
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {KINDS[hint][1]}")
-        if self.step_peak_bytes < 0:
-            raise InvalidConfig(
-                f"megamoe.step_peak_bytes is {self.step_peak_bytes}; write 0 or more bytes"
-            )
+        for name, value in (
+            ("step_peak_bytes", self.step_peak_bytes),
+            ("node_ranks", self.node_ranks),
+        ):
+            if value < 0:
+                raise InvalidConfig(f"megamoe.{name} is {value}; write {KINDS[int][1]}")
         if not all(isinstance(name, str) for name in self.disable_passes):
             raise InvalidConfig(
                 f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"

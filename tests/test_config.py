@@ -45,7 +45,8 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"dispatch_padding": "most"}, "write one of exact, worst"),
         ({"max_memory_increase": -0.1}, "fraction of at least 0"),
         ({"max_memory_increase": float("nan")}, "fraction of at least 0"),
-        ({"step_peak_bytes": -5}, "write 0 or more bytes"),
+        ({"step_peak_bytes": -5}, "write a whole number of at least 0"),
+        ({"node_ranks": 2.0}, "megamoe.node_ranks is 2.0; write a whole number of at least 0"),
         ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
     ],
 )

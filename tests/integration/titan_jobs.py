@@ -54,6 +54,8 @@ class JobResult:
     chunks: list = field(default_factory=list)
     """Number of chunks of every region compiled in this job."""
     verdicts: list = field(default_factory=list)
+    remarks: list = field(default_factory=list)
+    """On all regions."""
     attention: list = field(default_factory=list)
     """(Whether it is a region, verdict) of every attention in graphs that have a region."""
     graphs: list = field(default_factory=list)

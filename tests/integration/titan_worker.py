@@ -49,6 +49,7 @@ def train(rank, ranks, port, flags):
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
     result.chunks = [region.num_chunks for region in regions]
     result.verdicts = [region.verdict for region in regions]
+    result.remarks = [remark for region in regions for remark in region.remarks]
     attention = [found for c in REPORT.compilations[before:] for found in c.attention]
     result.attention = [(found.is_region, found.verdict) for found in attention]
     result.graphs = REPORT.as_dict()["graphs"][graphs_before:]

@@ -35,6 +35,8 @@ from torchtitan_integration.sequence_mesh import sequence_mesh
 
 AXES: Final = ("cp", "tp", "ep", "etp", "efsdp", "fsdp", "dp_replicate", "pp")
 """Mesh axes a collective may run on, the most particular first."""
+RANKS_OF_A_MACHINE: Final = 8
+"""Of the cluster that is not there, for `nodes`; `node_ranks` may say otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def _mesh_of(dims: ParallelDims, axis: str) -> DeviceMesh | None:
 def fake_rank(file: JobFile, world: int, rank: int) -> Iterator[FakeRank]:
     """Enter the job of `file` as `rank` of `world` ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(world, RANKS_OF_A_MACHINE)))
     job = ConfigManager().parse_args([f"--job.config_file={file.path}", *file.overrides])
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)

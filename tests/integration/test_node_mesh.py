@@ -1,0 +1,116 @@
+"""A torchtitan job registers which ranks of an expert-parallel group share a node."""
+
+import os
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.errors import InvalidConfig
+from moe_compile.journal.reasons import Reason
+from moe_compile.runtime.node_groups import node_groups_of
+from moe_compile.testing.rank_pool import RankFailure
+from tests.integration.titan_jobs import OURS, STOCK, train
+from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.node_mesh import node_shape, register_nodes
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "of_node", "expected"),
+    [(8, 1, 4, (2, 4)), (8, 2, 4, (4, 2)), (8, 1, 8, (1, 8)), (2, 2, 8, (1, 2)), (4, 1, 1, (4, 1))],
+)
+def test_nodes_of_a_group(ep, etp, of_node, expected):
+    assert node_shape(ep, etp, of_node) == expected
+
+
+@pytest.mark.parametrize(("ep", "etp", "of_node"), [(8, 1, 3), (4, 2, 1), (8, 1, 12), (3, 1, 2)])
+def test_nodes_that_do_not_divide_a_group_are_refused(ep, etp, of_node):
+    with pytest.raises(InvalidConfig, match="choose degrees that fit, or say by"):
+        node_shape(ep, etp, of_node)
+
+
+def registered(rank, degrees, node_ranks, local_world_size):
+    """Return the nodes as registered on a rank, or why nothing is; groups by their ranks."""
+    settings = {"dp_replicate": 1, "cp": 1, "tp": 1, "pp": 1, "etp": 1, **degrees}
+    dims = ParallelDims(**settings, world_size=4)
+    dims.build_mesh()
+    told = local_world_size[rank % len(local_world_size)]
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": told}):
+        try:
+            register_nodes(dims, MegaMoEConfig(nodes="exact", node_ranks=node_ranks))
+        except InvalidConfig as error:
+            return str(error)
+    name = expert_mesh(dims, ["ep"]).get_group().group_name
+    found = node_groups_of(name)
+    groups = [dist.distributed_c10d._resolve_process_group(n) for n in (found.node, found.cross)]
+    assert name not in (found.node, found.cross)
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    return found.num_nodes, found.num_local, found.place, *ranks
+
+
+ALL_OVER = {"dp_shard": 4, "ep": 4}
+
+
+def run(pool, *settings):
+    pool.regroup()
+    return pool.run(registered, *settings)
+
+
+def test_one_group_on_two_nodes(four_ranks):
+    assert run(four_ranks, ALL_OVER, 2, ("4",)) == [
+        (2, 2, 0, [0, 1], [0, 2]),
+        (2, 2, 1, [0, 1], [1, 3]),
+        (2, 2, 0, [2, 3], [0, 2]),
+        (2, 2, 1, [2, 3], [1, 3]),
+    ]
+
+
+def test_groups_that_are_on_a_node_each(four_ranks):
+    """The machine says how many ranks it has; all four are on it."""
+    assert run(four_ranks, {"dp_shard": 4, "ep": 2}, 0, ("4",)) == [
+        (1, 2, 0, [0, 1], [0]),
+        (1, 2, 1, [0, 1], [1]),
+        (1, 2, 0, [2, 3], [2]),
+        (1, 2, 1, [2, 3], [3]),
+    ]
+
+
+def test_experts_that_are_split_over_a_node(four_ranks):
+    """Two ranks share each expert: of a node, one is in each expert-parallel group."""
+    degrees = {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}
+    assert run(four_ranks, degrees, 2, ("4",)) == [
+        (2, 1, 0, [rank], [rank % 2, rank % 2 + 2]) for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("node_ranks", "local_world_size", "said"),
+    [
+        (3, ("4",), "nodes of 3 ranks do not divide the 4 ranks that share experts"),
+        (0, ("2",), "ranks 0 and 2 are on two nodes, on the hosts"),
+        (0, ("2", "4"), "LOCAL_WORLD_SIZE is '2', '4'"),
+        (0, ("",), "start the job by torchrun"),
+    ],
+)
+def test_all_ranks_refuse_what_does_not_fit(four_ranks, node_ranks, local_world_size, said):
+    found = run(four_ranks, ALL_OVER, node_ranks, local_world_size)
+    assert all(said in message for message in found) and len(set(found)) == 1, found
+
+
+@pytest.mark.slow
+def test_a_job_that_asks_for_two_hops_has_its_nodes_registered(four_ranks, tmp_path):
+    """Losses are torchtitan's own, whether or not its way of counting is one that two hops take."""
+    degrees = {"parallelism.expert_parallel_degree": 4}
+    asked = {"megamoe.nodes": "exact", "megamoe.node_ranks": 2, "megamoe.strict": False}
+    ours = train(four_ranks, 4, tmp_path / "ours", OURS, degrees, asked)
+    theirs = train(four_ranks, 4, tmp_path / "theirs", STOCK, degrees)
+    assert [rank.steps for rank in ours] == [rank.steps for rank in theirs]
+    for rank in ours:
+        assert rank.verdicts and not any(Reason.NO_NODE_GROUPS.value in r for r in rank.remarks)
+    with pytest.raises(RankFailure, match="nodes of 3 ranks do not divide"):
+        train(four_ranks, 4, tmp_path / "odd", OURS, degrees, {**asked, "megamoe.node_ranks": 3})

@@ -1,0 +1,103 @@
+"""The nodes of expert-parallel groups, registered where a torchtitan job makes its meshes.
+
+Contract
+    All ranks of the job call `register_nodes` at the same point. All of them register the same, or
+    all of them raise the same InvalidConfig: nodes that do not divide the groups, machines with
+    unequal numbers of ranks.
+    Ranks of one machine, or as many as `megamoe.node_ranks` says, follow one another.
+
+Worked example: 16 ranks, EP 8, ETP 1, machines of 4. Each of the two groups has two nodes:
+
+    ep     [0 1 2 3 4 5 6 7]      node  [0 1 2 3] [4 5 6 7]      cross  [0 4] [1 5] [2 6] [3 7]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.distributed import ParallelDims
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.errors import InvalidConfig
+from moe_compile.runtime.node_groups import register_node_groups
+from moe_compile.runtime.rank_store import UNCOMPARED
+from torchtitan_integration.expert_mesh import expert_mesh
+
+AXES: Final = ("outer", "node", "place", "etp")
+"""Of the mesh that is made here, outermost first."""
+
+
+def register_nodes(dims: ParallelDims, options: MegaMoEConfig) -> None:
+    """Register the nodes of this rank's expert-parallel group, if `options` ask for two hops.
+
+    Does nothing where experts are not on several ranks, or the second time in a job.
+    """
+    is_asked = dims.ep_enabled and options.nodes != "off"
+    experts = expert_mesh(dims, ["ep"]) if is_asked else None
+    if experts is not None:
+        group, degrees = experts.get_group(), (dims.ep, dims.etp)
+        _register(dist.group.WORLD, group, experts.device_type, degrees, options.node_ranks)
+
+
+@functools.lru_cache(maxsize=1)
+def _register(
+    world: dist.ProcessGroup,
+    experts: dist.ProcessGroup,
+    device_type: str,
+    degrees: tuple[int, int],
+    node_ranks: int,
+) -> None:
+    """Make the groups and register them; once per job, though pipeline stages ask one by one."""
+    of_node = node_ranks or _ranks_of_machine(world)
+    nodes, places = node_shape(*degrees, of_node)
+    together, etp = math.prod(degrees), degrees[1]
+    shape = (dist.get_world_size(world) // together, nodes, places, etp)
+    backend = dist.get_backend(world)
+    backends = {axis: backend if axis in ("node", "place") else "fake" for axis in AXES}
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=backends)
+    register_node_groups(
+        experts,
+        node=mesh.get_group("place"),
+        cross=mesh.get_group("node"),
+        host=f"node {dist.get_rank(world) // of_node}" if node_ranks else None,
+    )
+
+
+def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:
+    """Return how many nodes an expert-parallel group is on, and how many of its ranks each has.
+
+    Its ranks are every `etp`-th of `ep * etp` ranks that follow one another. Raises InvalidConfig
+    where nodes of `of_node` ranks do not divide these, nor hold them.
+    """
+    together = ep * etp
+    if of_node % together == 0:
+        return 1, ep
+    if together % of_node or of_node % etp:
+        raise InvalidConfig(
+            f"megamoe.nodes: nodes of {of_node} ranks do not divide the {together} ranks that "
+            f"share experts (parallelism.expert_parallel_degree = {ep}, "
+            f"expert_tensor_parallel_degree = {etp}), nor hold them; choose degrees that fit, or "
+            "say by megamoe.node_ranks how many ranks share a node"
+        )
+    return together // of_node, of_node // etp
+
+
+def _ranks_of_machine(world: dist.ProcessGroup) -> int:
+    """Return how many ranks each machine has, as all of them were told."""
+    own = os.environ.get("LOCAL_WORLD_SIZE", "")
+    told = [own]
+    if dist.get_backend(world) not in UNCOMPARED:
+        told = [""] * dist.get_world_size(world)
+        dist.all_gather_object(told, own, group=world)
+    if len({*told}) > 1 or not told[0].isdecimal() or int(told[0]) < 1:
+        raise InvalidConfig(
+            f"megamoe.nodes: LOCAL_WORLD_SIZE is {', '.join(map(repr, sorted({*told})))}, where "
+            "it must be the number of ranks of each machine; start the job by torchrun, or say by "
+            "megamoe.node_ranks how many ranks share a node"
+        )
+    return int(told[0])
