@@ -25,7 +25,15 @@ from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
-from moe_compile.plan.planned import Findings, FoundAttention, FoundCapacity, FoundExperts
+from moe_compile.picking.detect_picking import PickingFound, find_picking_regions
+from moe_compile.picking.picking_regions import PickingRegion
+from moe_compile.plan.planned import (
+    Findings,
+    FoundAttention,
+    FoundCapacity,
+    FoundExperts,
+    FoundPicking,
+)
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -50,14 +58,19 @@ class DetectRegions(GraphPass):
         taken = {launch for region in attention for launch in region.launches}
         first = len(regions) + sum(other.is_region for other in others)
         even = find_capacity_regions(graph, taken, first)
-        matched = {*even.exchanges, *(launch.name for launch in taken)}
+        first += len(even.regions) + len(even.refused)
+        asked = state.config.chunk_by == "tokens" and state.config.chunks != 1
+        picking = find_picking_regions(graph, others, first) if asked else PickingFound()
+        matched = {*even.exchanges, *picking.gathers, *(launch.name for launch in taken)}
         state.found = Findings(
             experts=tuple(map(_experts, regions)),
             attention=(*map(_attention, attention), *map(_attention, without)),
             capacity=tuple(map(_capacity, even.regions)),
+            picking=tuple(map(_picking, picking.regions)),
             others=(
                 *(other for other in others if other.candidate not in matched),
                 *even.refused,
+                *picking.refused,
                 *_inside_functions(graph),
             ),
         )
@@ -70,7 +83,12 @@ class DetectRegions(GraphPass):
             mark_region(marked, str(state.num_marked))
         return PassReport(
             pass_name=self.name,
-            applied=(*_names(regions), *_names(even.regions), *_names(attention)),
+            applied=(
+                *_names(regions),
+                *_names(even.regions),
+                *_names(picking.regions),
+                *_names(attention),
+            ),
             skipped=(
                 *(_verdict(graph, other, state.config) for other in state.found.others),
                 *(Verdict(candidate=a.name, reason=a.reason, detail=a.detail) for a in without),
@@ -86,7 +104,9 @@ def _inside_functions(graph: fx.Graph) -> Iterator[Refused]:
             yield Refused(candidate=node.name, reason=found.reason, detail=found.because)
 
 
-def _names(regions: Iterable[MoERegion | AttentionRegion | CapacityRegion]) -> list[str]:
+def _names(
+    regions: Iterable[MoERegion | AttentionRegion | CapacityRegion | PickingRegion],
+) -> list[str]:
     return [region.name for region in regions]
 
 
@@ -118,6 +138,10 @@ def _experts(region: MoERegion) -> FoundExperts:
 
 def _capacity(region: CapacityRegion) -> FoundCapacity:
     return FoundCapacity(region=region, where=source_place(region.dispatch))
+
+
+def _picking(region: PickingRegion) -> FoundPicking:
+    return FoundPicking(region=region, where=source_place(region.gather))
 
 
 def _attention(region: AttentionRegion | AttentionRefused) -> FoundAttention:

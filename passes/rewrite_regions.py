@@ -25,7 +25,7 @@ from moe_compile.attention.head_split import HeadSplit
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
 from moe_compile.journal.entries import PassReport
-from moe_compile.plan.planned import PlannedCapacity, PlannedExperts
+from moe_compile.plan.planned import PlannedCapacity, PlannedExperts, PlannedPicking
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import RowProof
 from passes.contract import Fact, GraphPass
@@ -34,6 +34,7 @@ from passes.replay.divided import emit_divided
 from passes.replay.gathered import emit_gathered
 from passes.replay.head_groups import emit_head_groups
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
+from passes.replay.token_slices import emit_token_slices
 
 
 @dataclass(frozen=True)
@@ -50,27 +51,34 @@ class RewriteRegions(GraphPass):
         experts = [one for one in state.experts if one.is_rewritten]
         splits = [(a.split, a.plan.num_chunks) for a in state.attention if a.split is not None]
         capacity = [one for one in state.capacity if one.is_rewritten]
+        picking = [one for one in state.picking if one.is_rewritten]
         place = {node: i for i, node in enumerate(graph.nodes)}
         bodies = [sorted(set(split.body), key=place.__getitem__) for split, _ in splits]
         bodies += [list(one.found.region.body) for one in capacity]
         finish = [_emit_experts(one, dependence, state) for one in experts]
         finish += [_emit_attention(split, num_groups) for split, num_groups in splits]
         finish += [_emit_capacity(one) for one in capacity]
+        finish += [_emit_picking(one) for one in picking]
         for replace_and_move in finish:
             replace_and_move()
-        erase_dead(state.dead)
+        dead = {*state.dead, *(node for one in picking for node in one.found.region.dead)}
+        erase_dead(dependence.in_order(dead))
         for body in bodies:
             erase_unused(body)
         groups = {one.plan.group for one in experts if one.plan.gathers}
+        groups |= {one.plan.group for one in picking}
         state.gathered_groups.update(groups)
         return PassReport(
             pass_name=self.name,
             applied=(
                 *(one.found.region.name for one in experts),
                 *(one.found.region.name for one in capacity),
+                *(one.found.region.name for one in picking),
                 *(split.region.name for split, _ in splits),
             ),
-            measures={"num_bulk_host_reads": sum(one.plan.is_exact for one in experts)},
+            measures={
+                "num_bulk_host_reads": sum(one.plan.is_exact for one in experts) + len(picking)
+            },
         )
 
 
@@ -113,6 +121,13 @@ def _emit_capacity(one: PlannedCapacity) -> Callable[[], None]:
     bounds = chunk_bounds(region.num_local_experts, one.plan.num_chunks)
     result = emit_capacity_chunks(region, bounds)
     return lambda: replace_uses({region.result: result})
+
+
+def _emit_picking(one: PlannedPicking) -> Callable[[], None]:
+    """Emit experts that pick rows in slices of tokens; return what puts them in their place."""
+    region = one.found.region
+    slices = emit_token_slices(region, one.plan.num_chunks)
+    return lambda: replace_uses({region.result: slices.result})
 
 
 def _emit_attention(split: HeadSplit, num_groups: int) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from moe_compile.plan.planned import (
     PlannedAttention,
     PlannedCapacity,
     PlannedExperts,
+    PlannedPicking,
 )
 
 
@@ -39,6 +40,8 @@ class CompileState:
     """One per attention operator of the Dynamo graph at hand."""
     capacity: tuple[PlannedCapacity, ...] = ()
     """One per region of experts with a capacity of the Dynamo graph at hand."""
+    picking: tuple[PlannedPicking, ...] = ()
+    """One per region of the Dynamo graph at hand whose experts pick rows of gathered tokens."""
     dead: tuple[fx.Node, ...] = ()
     """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class CompileState:
         """Forget the Dynamo graph before; `name` is that of the next."""
         self.graph_name, self.is_recomputed = name, is_recomputed
         self.found, self.experts, self.attention = Findings(), (), ()
-        self.capacity = ()
+        self.capacity, self.picking = (), ()
         self.dead, self.launches, self.rewrites = (), {}, ()
 
     def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
@@ -106,6 +109,7 @@ class CompileState:
             self.experts = tuple(one.as_written(why) for one in self.experts)
             self.attention = tuple(one.as_written(why) for one in self.attention)
             self.capacity = tuple(one.as_written(why) for one in self.capacity)
+            self.picking = tuple(one.as_written(why) for one in self.picking)
         if "quantize_exchanges" in passes:
             self.experts = tuple(one.unquantised() for one in self.experts)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
@@ -116,9 +120,11 @@ class CompileState:
         self.has_work |= self.async_tp or has_regions or self.has_outside_rewrites
 
     @property
-    def regions(self) -> tuple[PlannedExperts | PlannedAttention | PlannedCapacity, ...]:
+    def regions(
+        self,
+    ) -> tuple[PlannedExperts | PlannedAttention | PlannedCapacity | PlannedPicking, ...]:
         """Return all that is planned of the Dynamo graph at hand."""
-        return (*self.experts, *self.attention, *self.capacity)
+        return (*self.experts, *self.attention, *self.capacity, *self.picking)
 
     @property
     def plan(self) -> Plan:
@@ -127,5 +133,6 @@ class CompileState:
             experts=tuple(one.plan for one in self.experts),
             attention=tuple(one.plan for one in self.attention),
             capacity=tuple(one.plan for one in self.capacity),
+            picking=tuple(one.plan for one in self.picking),
             rewrites=self.rewrites,
         )

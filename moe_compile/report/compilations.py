@@ -21,6 +21,7 @@ from moe_compile.report.graph_breaks import (
     graph_break,
     warning_of,
 )
+from moe_compile.report.picking import picking_report
 from moe_compile.report.region_reports import (
     AS_WRITTEN,
     AttentionReport,
@@ -64,6 +65,7 @@ class Compilation:
         """Take over what the Dynamo-level passes did to one graph."""
         self.regions += [region_report(one, state.config.dispatch) for one in state.experts]
         self.regions += [capacity_report(one) for one in state.capacity]
+        self.regions += [picking_report(one) for one in state.picking]
         self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
         self.unmatched += unmatched(state.found.others, _places(state))
         self.attention += [attention_report(one) for one in state.attention]

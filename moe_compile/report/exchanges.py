@@ -20,6 +20,12 @@ from moe_compile.report.region_reports import (
     RegionReport,
 )
 
+NAMES: Final = {
+    "counts": "dispatch and combine",
+    "capacity": "dispatch and combine by capacity",
+    "gather": "gather and sums of tokens",
+}
+"""What says how many rows an expert gets -> what the two collectives of a region are."""
 FRAME: Final = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\w+)')
 """A line of the user's source as Dynamo notes it."""
 
@@ -75,11 +81,11 @@ def _of_region(region: RegionReport) -> Exchange:
     done = f"runs in {_chunks(region.num_chunks)}"
     if region.verdict in (ALL_GATHERED, IN_TWO_HOPS):
         done = region.verdict
-    by = " by capacity" if region.sized_by == "capacity" else ""
+    what = NAMES[region.sized_by]
     return Exchange(
         where=region.where,
         is_found=True,
-        what=f"dispatch and combine{by}, {region.num_local_experts} experts on each of "
+        what=f"{what}, {region.num_local_experts} experts on each of "
         f"{region.num_ranks} ranks; {done}",
         because="" if is_rewritten else _short("; ".join(why)),
         change=region.remedy,

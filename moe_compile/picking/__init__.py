@@ -1,0 +1,1 @@
+"""Experts that pick their rows from tokens which the model itself gathers."""

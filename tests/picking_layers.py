@@ -1,0 +1,223 @@
+"""Layers whose experts pick rows of tokens that the model gathers, as many as the router says.
+
+All numbers are whole and small, so that no sum of them rounds in any order.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
+
+from tests.gathering_layers import GatheredByFunction, ScatteredByFunction, gathered
+
+
+class Searched(nn.Module):
+    """Rows found by a search, one expert after another; results added in place."""
+
+    def __init__(self, width, hidden, local, top_k, group, favourite=0):
+        super().__init__()
+        self.group, self.local, self.top_k = group, local, top_k
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.first = self.rank * local
+        shared = torch.Generator().manual_seed(0)
+        own = torch.Generator().manual_seed(1 + self.rank)
+        self.router = nn.Parameter(whole(width, local * self.num_ranks, generator=shared))
+        self.register_buffer("bias", torch.arange(local * self.num_ranks) * float(favourite))
+        self.w1 = nn.Parameter(whole(local, width, hidden, generator=own))
+        self.w2 = nn.Parameter(whole(local, hidden, width, generator=own))
+        self.scale = nn.Parameter(whole(local, width, generator=own))
+
+    def forward(self, x):
+        everyone, scores, chosen = self.gathered(x)
+        total = self.total(everyone, scores, chosen)
+        return reduce_scatter_tensor_autograd(total, "sum", 0, self.group)
+
+    def route(self, x):
+        """Return each token's factors, whole numbers, and its experts."""
+        return (x @ self.router + self.bias.to(x.dtype)).topk(self.top_k)
+
+    def gathered(self, x):
+        scores, chosen = self.route(x)
+        everyone = all_gather_tensor_autograd(x, 0, self.group)
+        chosen = all_gather_tensor(chosen, 0, self.group)
+        return everyone, all_gather_tensor_autograd(scores, 0, self.group), chosen
+
+    def expert(self, rows, e):
+        return F.relu((rows * self.scale[e]) @ self.w1[e]) @ self.w2[e]
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            token, place = torch.where(chosen == self.first + e)
+            out = self.expert(everyone[token], e)
+            total.index_add_(0, token, out * scores[token, place, None])
+        return total
+
+
+def whole(*shape, generator):
+    return torch.randint(-1, 2, shape, generator=generator).float()
+
+
+class ByOffsets(Searched):
+    """Rows sorted by expert, cut where counts that the host reads say; results added one by one."""
+
+    def total(self, everyone, scores, chosen):
+        order = torch.argsort(chosen.flatten(), stable=True)
+        labels = torch.arange(self.local * self.num_ranks, device=chosen.device)
+        ends = (chosen.reshape(-1, 1) == labels).sum(0).cumsum(0).tolist()
+        total = everyone.new_zeros(everyone.shape)
+        for e in range(self.first, self.first + self.local):
+            rows = order[(ends[e - 1] if e else 0) : ends[e]]
+            token = rows // self.top_k
+            out = self.expert(everyone.index_select(0, token), e - self.first)
+            out = scores.flatten()[rows].unsqueeze(-1) * out
+            total = torch.index_add(total, 0, token, out)
+        return total
+
+
+class Grouped(Searched):
+    """All local experts at once: grouped products of sorted rows."""
+
+    def total(self, everyone, scores, chosen):
+        order = torch.argsort(chosen.flatten(), stable=True)
+        labels = torch.arange(self.local * self.num_ranks, device=chosen.device)
+        counts = (chosen.reshape(-1, 1) == labels).sum(0)
+        mine = counts[self.first : self.first + self.local]
+        start, number = torch.stack([counts[: self.first].sum(), mine.sum()]).tolist()
+        rows = order.narrow(0, start, number)
+        token, ends = rows // self.top_k, mine.cumsum(0, dtype=torch.int32)
+        hidden = F.relu(torch._grouped_mm(everyone[token], self.w1, offs=ends))
+        out = torch._grouped_mm(hidden, self.w2, offs=ends)
+        factors = scores.flatten()[rows, None].clamp(-1, 1)
+        return torch.zeros_like(everyone).index_add(0, token, out * factors)
+
+
+class RoutedTogether(Searched):
+    """Every rank routes the gathered tokens, so that these are read by others than experts too."""
+
+    def gathered(self, x):
+        everyone = all_gather_tensor_autograd(x, 0, self.group)
+        return everyone, *self.route(everyone)
+
+
+class ByLayers(Searched):
+    """Linear layers with biases, gate and up in one; a column of factors beside the rows."""
+
+    def __init__(self, *sizes, **more):
+        super().__init__(*sizes, **more)
+        width, hidden, own = sizes[0], sizes[1], torch.Generator().manual_seed(7 + self.rank)
+        self.up = nn.ModuleList(nn.Linear(width, 2 * hidden) for _ in range(self.local))
+        self.down = nn.ModuleList(nn.Linear(hidden, width) for _ in range(self.local))
+        with torch.no_grad():
+            for parameter in (*self.up.parameters(), *self.down.parameters()):
+                parameter.copy_(whole(*parameter.shape, generator=own))
+
+    def expert(self, rows, e):
+        gate, up = self.up[e](rows).chunk(2, -1)
+        return self.down[e](F.relu(gate) * up)
+
+
+class ByFunctions(Searched):
+    """Both collectives of the tokens in Functions of the model, as Megatron-Core has them."""
+
+    def forward(self, x):
+        scores, chosen = self.route(x)
+        everyone = GatheredByFunction.apply(x, self.group)
+        chosen = gathered(chosen, self.group, self.num_ranks)
+        scores = GatheredByFunction.apply(scores, self.group)
+        return ScatteredByFunction.apply(self.total(everyone, scores, chosen), self.group)
+
+
+STYLES = (Searched, ByOffsets, RoutedTogether, ByLayers, ByFunctions)
+
+
+class Centred(Searched):
+    """What each row becomes depends on all rows."""
+
+    def expert(self, rows, e):
+        return super().expert(rows - rows.mean(0), e)
+
+
+class Dropped(Searched):
+    def expert(self, rows, e):
+        return super().expert(F.dropout(rows, 0.5), e)
+
+
+class WrittenInPlace(Searched):
+    def expert(self, rows, e):
+        return super().expert(rows, e).mul_(2)
+
+
+class Kept(Searched):
+    """Something made of the rows is read elsewhere."""
+
+    def forward(self, x):
+        self.kept = 0
+        return super().forward(x) + self.kept
+
+    def expert(self, rows, e):
+        self.kept = self.kept + rows.sum()
+        return super().expert(rows, e)
+
+
+class ReadBetween(Searched):
+    """The gathered tokens have another reader behind the first expert."""
+
+    def total(self, everyone, scores, chosen):
+        total = super().total(everyone, scores, chosen)
+        self.late = (everyone @ self.router).sum()
+        return total
+
+    def forward(self, x):
+        return super().forward(x) + self.late
+
+
+class TwoLoops(Searched):
+    """A weight of all experts is read in two loops: its gradient is added up loop by loop."""
+
+    def total(self, everyone, scores, chosen):
+        found = [torch.where(chosen == self.first + e) for e in range(self.local)]
+        square = self.w1[0] @ self.w2[0]
+        rows = [everyone[token] @ square for token, _ in found]
+        out = [torch.relu(r) @ square for r in rows]
+        total = torch.zeros_like(everyone)
+        for (token, place), one in zip(found, out, strict=True):
+            total = total.index_add(0, token, one * scores[token, place, None])
+        return total
+
+
+class OntoTokens(Searched):
+    """The sums begin with something else than zeros."""
+
+    def total(self, everyone, scores, chosen):
+        total = everyone @ self.w1[0] @ self.w2[0]
+        for e in range(self.local):
+            token, place = torch.where(chosen == self.first + e)
+            out = self.expert(everyone[token], e) * scores[token, place, None]
+            total = total.index_add(0, token, out)
+        return total
+
+
+class PutElsewhere(Searched):
+    """Rows are added to other tokens than they were picked from."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            token, place = torch.where(chosen == self.first + e)
+            out = self.expert(everyone[token], e) * scores[token, place, None]
+            total = total.index_add(0, (token + 1) % everyone.shape[0], out)
+        return total
+
+
+class ReadSums(Searched):
+    """The sums are read before they are reduced."""
+
+    def total(self, everyone, scores, chosen):
+        total = super().total(everyone, scores, chosen)
+        return total * 2
