@@ -63,7 +63,7 @@ class DetectRegions(GraphPass):
         picking = find_picking_regions(graph, others, first) if asked else PickingFound()
         matched = {*even.exchanges, *picking.gathers, *(launch.name for launch in taken)}
         state.found = Findings(
-            experts=tuple(map(_experts, regions)),
+            experts=tuple(_experts(region, state.config) for region in regions),
             attention=(*map(_attention, attention), *map(_attention, without)),
             capacity=tuple(map(_capacity, even.regions)),
             picking=tuple(map(_picking, picking.regions)),
@@ -124,11 +124,11 @@ def _verdict(graph: fx.Graph, other: Refused, config: MegaMoEConfig) -> Verdict:
     )
 
 
-def _experts(region: MoERegion) -> FoundExperts:
+def _experts(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
     rows = {"dispatch": _payload(region.dispatch), "combine": _payload(region.combine)}
     return FoundExperts(
         region=region,
-        proof=prove_rows_independent(region),
+        proof=prove_rows_independent(region, may_share=config.allows("bounded")),
         where=source_place(region.dispatch),
         num_host_reads=count_host_reads(region),
         rows=rows,

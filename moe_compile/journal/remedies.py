@@ -65,7 +65,8 @@ _EXPERTS: Final = {
     Reason.VALUE_FROM_COUNTS: "use counts to order, split and group rows only; apply factors that "
     "depend on them before the dispatch or after the combine",
     Reason.SHARED_PARAMETER: "give every expert its own parameter, or apply the shared one before "
-    "the dispatch or after the combine",
+    "the dispatch or after the combine; or set megamoe.numerics = 'bounded' where the reason says "
+    "that this allows it",
     Reason.SIZE_FROM_COUNTS: "let only the dimension of the rows depend on the counts",
     Reason.ROUNDED_BY_POSITION: "make rows contiguous, outermost, and as wide as whole blocks of "
     "128 bytes; only what is computed on a CPU is refused for this",

@@ -190,10 +190,13 @@ class Call:
         tensors = (*self.inputs, *self.outputs)
         return any(self.facts.depends_on_counts(size) for t in tensors for size in t.shape)
 
-    def note_read(self, outside: Outside, index: int | None, order: Order) -> None:
+    def note_read(
+        self, outside: Outside, index: int | None, order: Order, *, is_summed: bool = False
+    ) -> None:
         """Note that rows in `order` read slice `index` of `outside`, or all of it for None."""
         if any(map(is_differentiable, outside.nodes)):
-            self.known.reads.add(outside, index, self.expert_of(order))
+            expert = self.expert_of(order)
+            self.known.reads.add(outside, index, expert, is_summed=is_summed)
 
     def expert_of(self, order: Order) -> int | None:
         """Return the one expert of rows that a sum runs over; None when several.

@@ -56,6 +56,7 @@ from moe_compile.proof.trace_steps import (
 )
 from moe_compile.proof.written_parts import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
+from moe_compile.regions.outside_reads import Reads
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
@@ -71,12 +72,12 @@ from moe_compile.regions.row_domain import (
 )
 
 
-def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
-    """Return what chunking `region` may rely on, or why it must not be chunked."""
+def prove_rows_independent(region: MoERegion, *, may_share: bool = False) -> RowProof | Refused:
+    """Return what chunking `region` may rely on, or why not; `may_share` as in `Reads`."""
     trace = trace_body(region)
     if not isinstance(trace, Trace):
         return _refused(region, *trace)
-    proof = _Proof(region, trace)
+    proof = _Proof(region, trace, Reads(may_share=may_share))
     for moment, step in enumerate(trace.steps):
         try:
             proof.known.moment = moment
@@ -99,12 +100,12 @@ def prove_rows_independent(region: MoERegion) -> RowProof | Refused:
 class _Proof:
     """The proof of one region, step by step."""
 
-    def __init__(self, region: MoERegion, trace: Trace) -> None:
+    def __init__(self, region: MoERegion, trace: Trace, reads: Reads) -> None:
         received = tensor_of(region.received_counts)
         assert received is not None
         self.facts = CountFacts(region.num_ranks, region.num_local_experts, received.numel())
         self.facts.set_outside(_sizes_outside(region))
-        self.region, self.known = region, Knowledge(self.facts)
+        self.region, self.known = region, Knowledge(self.facts, reads)
         self.produced: dict[fx.Node, torch.Tensor] = {}
         self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
         """Tensors in which another dimension lies outside that of the rows, with their nodes."""
@@ -250,6 +251,7 @@ class _Proof:
             whole=tuple((n, frozenset(e)) for n, e in self.known.whole.items()),
             writes=tuple(self.parts.for_one()),
             searches=self.known.searches,
+            shared=tuple(self.known.reads.shared),
             sampled=sampled,
         )
 

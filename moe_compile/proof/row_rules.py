@@ -59,6 +59,9 @@ from moe_compile.regions.row_domain import (
     length,
 )
 
+SUMMED: Final = ("mul", "add", "sub")
+"""Elementwise operators of which the gradient of an operand adds products, one for an element."""
+
 
 def pointwise(call: Call) -> Value:
     """Rows meet rows of the same order, their labels, constants, parameters of their one expert."""
@@ -79,7 +82,7 @@ def pointwise(call: Call) -> Value:
         if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
             raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
-            call.note_read(value, None, order)
+            call.note_read(value, None, order, is_summed=call.name in SUMMED)
     check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
 
@@ -136,7 +139,7 @@ def norm(call: Call) -> Value | list[Value]:
     for other in call.inputs[1:]:
         value = call.value(other)
         if isinstance(value, Outside):
-            call.note_read(value, None, rows.order)
+            call.note_read(value, None, rows.order, is_summed=True)
         elif not isinstance(value, Fixed):
             raise call.unknown()
     return [Rows(rows.dim, rows.order) for _ in call.outputs]
@@ -180,7 +183,7 @@ def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
     if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
         raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
     if isinstance(value, Outside):
-        call.note_read(value, None, rows.order)
+        call.note_read(value, None, rows.order, is_summed=True)
 
 
 def batched_matmul(call: Call) -> Value:

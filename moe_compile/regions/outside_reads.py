@@ -2,6 +2,11 @@
 
 Contract
     The gradient of what rows of one expert alone read is computed by one chunk, whole.
+    Rows of several experts share a tensor only on request, a leaf as the region is given it: its
+    gradient is a sum of the same terms in another order, and nothing is computed of it. With a
+    unit roundoff of eps / 2 a sum of m products in any order is off by at most m eps / 2 of the
+    sum of their magnitudes, to first order (Higham, section 3.1), and a chunk's share of it is
+    rounded once more: whole and in chunks differ by at most (m + 1) eps times that.
 """
 
 from __future__ import annotations
@@ -24,23 +29,44 @@ class Reads:
     add zeros. Read by rows of several, it would be summed in another order.
     """
 
+    may_share: bool = False
+    """Whether rows of several experts may read a tensor whose gradient is a plain sum over them."""
     expert_of: dict[tuple[fx.Node, int | None], int] = field(default_factory=dict)
+    shared: dict[fx.Node, None] = field(default_factory=dict)
+    """What rows of several experts read."""
 
-    def add(self, outside: Outside, index: int | None, expert: int | None) -> None:
-        """Note that rows of `expert` read slice `index` along dim 0, or all of it for None."""
+    def add(
+        self, outside: Outside, index: int | None, expert: int | None, *, is_summed: bool = False
+    ) -> None:
+        """Note that rows of `expert` read slice `index` along dim 0, or all of it for None.
+
+        `is_summed`: its gradient is a sum of terms, each computed of one row alone.
+        """
         index = outside.part if index is None else index
         for node in sorted(set(map(origin, outside.nodes))):
             if not is_differentiable(node):
                 continue
-            if expert is None or self._conflicts(node, index, expert):
+            if expert is not None and not self._conflicts(node, index, expert):
+                self.expert_of[node, index] = expert
+            elif not (is_summed and outside.is_given and _is_leaf(node)):
                 raise Unproven(Reason.SHARED_PARAMETER, node.name)
-            self.expert_of[node, index] = expert
+            elif not self.may_share:
+                detail = f"{node.name}: megamoe.numerics = 'bounded' allows it"
+                raise Unproven(Reason.SHARED_PARAMETER, detail)
+            else:
+                self.shared[node] = None
 
     def _conflicts(self, node: fx.Node, index: int | None, expert: int) -> bool:
         return any(
             n is node and (i is None or index is None or i == index) and e != expert
             for (n, i), e in self.expert_of.items()
         )
+
+
+def _is_leaf(node: fx.Node) -> bool:
+    """Whether a tensor is nothing that others were computed into: its gradient goes no further."""
+    value = tensor_of(node)
+    return node.op in ("placeholder", "get_attr") and value is not None and value.is_leaf
 
 
 def is_differentiable(node: fx.Node) -> bool:

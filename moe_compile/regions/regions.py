@@ -168,6 +168,9 @@ class RowProof:
     chunk that has all rows of an expert, where chunks without any do not run them."""
     writes: tuple[tuple[fx.Node, int], ...] = ()
     """Nodes that do nothing but write rows of one expert in place: nothing where it has none."""
+    shared: tuple[fx.Node, ...] = ()
+    """Parameters that rows of several experts read: chunks add up their gradients in another
+    order, by the bound of `outside_reads`."""
     searches: bool = False
     """Whether rows are found by a search: the host learns how many there are."""
     sampled: int = 0

@@ -159,6 +159,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
         if plan.is_chunked:
             reasons = dict.fromkeys(reason for _, reason in one.proof.unsliceable)
             remarks += [f"weights not sliced: {reason}" for reason in reasons]
+            remarks += [_rounds(node.name) for node in one.proof.shared]
     return RegionReport(
         name=region.name,
         where=one.found.where,
@@ -190,6 +191,13 @@ def _verdict(one: PlannedExperts) -> str:
     if one.plan.is_chunked:
         return CHUNKED
     return one.left["chunks"].why if isinstance(one.proof, Refused) else LEFT_WHOLE
+
+
+def _rounds(parameter: str) -> str:
+    return (
+        f"the gradient of {parameter}, which rows of several experts read, is added up in another "
+        "order: off by at most m + 1 eps times the sum of the magnitudes of its m terms"
+    )
 
 
 def _wire(one: PlannedExperts, name: str) -> str:

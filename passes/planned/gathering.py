@@ -31,9 +31,8 @@ def gathered_form(
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
     if isinstance(experts.proof, Refused):
         return NotFound(reason=Reason.NOT_PROVEN, detail=experts.proof.reason.value)
-    if experts.proof.whole:
-        node, _ = experts.proof.whole[0]
-        return NotFound(reason=Reason.NOT_PROVEN, detail=f"{node.name} may mix rows of an expert")
+    if (unfit := why_mixed(experts.proof) or why_shared(experts.proof)) is not None:
+        return unfit
     if isinstance(found, NotFound):
         return found
     if found.mean_rows_per_token is None:
@@ -55,6 +54,19 @@ def gathered_form(
         num_slices=1,
         is_exact=is_exact or reads_host(around),
     )
+
+
+def why_mixed(proof: RowProof) -> NotFound | None:
+    """Return what may need all rows of an expert at once, None where nothing does."""
+    for node, _ in proof.whole:
+        return NotFound(reason=Reason.NOT_PROVEN, detail=f"{node.name} may mix rows of an expert")
+    return None
+
+
+def why_shared(proof: RowProof) -> NotFound | None:
+    """Return why no other form than chunks is known to keep to a bound, None where one is."""
+    names = ", ".join(node.name for node in proof.shared)
+    return NotFound(reason=Reason.SHARED_PARAMETER, detail=names) if names else None
 
 
 def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:
