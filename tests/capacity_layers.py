@@ -148,6 +148,23 @@ class CapacityOfTensors(DeepSpeed):
         return int(torch.maximum(slots, torch.tensor(1)))
 
 
+def undropped(style):
+    """Return a layer of `style` whose capacity is the rows of the fullest expert of any rank."""
+
+    class Undropped(style):
+        def masks(self, x):
+            chosen, slot, score, _, _, loss = self.route(x)
+            fullest = WAIT(all_reduce(slot.max() + 1, "max", self.group))
+            capacity = fullest.item()
+            torch._check(capacity > 1)
+            place = (slot[..., None] == torch.arange(capacity)).to(x.dtype)
+            expert = F.one_hot(chosen, self.num_experts).to(x.dtype)
+            combine = torch.einsum("sk,ske,skc->sec", score, expert, place)
+            return combine, (combine > 0).to(x.dtype), capacity, loss
+
+    return Undropped
+
+
 class BiasedDeepSpeed(DeepSpeed):
     """DeepSpeed's with biases: a lone contiguous chunk would add them in the product."""
 

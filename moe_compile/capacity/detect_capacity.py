@@ -4,7 +4,8 @@ Contract
     Every even all-to-all is of a region, or meant to be of one and refused with a reason, or not
     spoken of: sequence, heads, parts of a batch and rows of a table travel by even exchanges too.
     It is meant to be of one where weights of its own stand against an index of what was received,
-    in a batched product or in products one by one, and an even exchange back follows.
+    in a batched product or in products one by one, and an even exchange back follows. Where sizes
+    are symbols that is told by its form alone (unknown_sizes.py).
     The answer is a function of the graph's structure, the same on every rank.
 
 Pseudo-code
@@ -19,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds
@@ -29,8 +29,9 @@ from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.capacity.expert_proof import prove
 from moe_compile.capacity.expert_rules import follow
 from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.capacity.unknown_sizes import are_experts_of_unknown_size, is_weight
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import group_name, is_integer, is_launch, value_of, waits_on
+from moe_compile.graph.query import group_name, is_integer, is_launch, waits_on
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused
 
@@ -109,7 +110,9 @@ def _region(
         why, detail = refusal.reason, refusal.detail
     rows = dispatch.all_input_nodes[0]
     is_meant = any(holds(dim, one) for one in _experts(tracker) for dim in _dims(tracker, rows))
-    if not is_meant:
+    if not is_meant and are_experts_of_unknown_size(body):
+        why, detail = Reason.CAPACITY_AT_RUN_TIME, ""
+    elif not is_meant:
         return None
     return Refused(candidate=name, reason=why, detail=detail, is_region=True)
 
@@ -139,7 +142,7 @@ def _experts(tracker: ExpertTracker) -> list[Factor]:
 
 def _shared_by_weights(tracker: ExpertTracker) -> Iterator[Factor]:
     for operand, factors in tracker.products:
-        if len(flat(factors)) == 1 and _is_weight(operand):
+        if len(flat(factors)) == 1 and is_weight(operand):
             yield flat(factors)[0]
 
 
@@ -147,21 +150,9 @@ def _picked_for_weights(tracker: ExpertTracker) -> Iterator[Factor]:
     """Yield factors of which each index has weights that no other has."""
     indices: dict[Factor, dict[fx.Node, set[int]]] = {}
     for product, operand in tracker.weights:
-        for factor, index in tracker.picks(product).items() if _is_weight(operand) else ():
+        for factor, index in tracker.picks(product).items() if is_weight(operand) else ():
             indices.setdefault(factor, {}).setdefault(operand, set()).add(index)
     for factor, by_weight in indices.items():
         own = {i for found in by_weight.values() for i in found if len(found) == 1}
         if len(own) > 1:
             yield factor
-
-
-def _is_weight(operand: fx.Node) -> bool:
-    """Whether `operand` is made of parameters alone."""
-    todo, seen = [operand], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    given = [n for n in seen if not n.all_input_nodes]
-    return all(n.op == "get_attr" or isinstance(value_of(n), torch.nn.Parameter) for n in given)

@@ -123,6 +123,10 @@ class Reason(enum.Enum):
         "not otherwise",
         Kind.NOT_POSSIBLE,
     )
+    CAPACITY_AT_RUN_TIME = (
+        "it dispatches by a capacity, and a size of its experts is known at run time only",
+        Kind.NOT_POSSIBLE,
+    )
     OUTER_HOP = (
         "the first of two hops: what is split is the region inside it, by which rows go on to "
         "their experts",

@@ -89,6 +89,8 @@ _EXPERTS: Final = {
     Reason.EXPERTS_LOST: "keep local experts a dimension of their own, of a size known when "
     "compiling, from what is sent to what comes back, or take them one by one and join all in "
     "order; write nothing in place",
+    Reason.CAPACITY_AT_RUN_TIME: "compute the capacity of numbers, as ceil(factor * tokens / "
+    "experts), not of values, and compile with static sizes",
     Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave dispatch and wires as they "
     "are for layers with a capacity",
     Reason.OUTER_HOP: "nothing: the inner hop is what runs in chunks; for one exchange over both, "

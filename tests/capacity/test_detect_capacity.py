@@ -8,7 +8,16 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.report.unmatched import unmatched
 from passes.detect_regions import DetectRegions
 from tests.attention_layers import LateNorm, SplitAttention
-from tests.capacity_layers import DECOYS, REFUSED, STYLES, BiasedDeepSpeed, DeepSpeed, Mesh
+from tests.capacity_layers import (
+    DECOYS,
+    REFUSED,
+    STYLES,
+    BiasedDeepSpeed,
+    DeepSpeed,
+    GShardEinsum,
+    Mesh,
+    undropped,
+)
 from tests.capture import dynamo_graphs, state
 
 WIDTH, HIDDEN, LOCAL, TOP_K = 16, 24, 4, 2
@@ -54,6 +63,27 @@ def test_what_is_meant_and_not_proven_is_refused_with_its_reason(fake_ranks, sty
     assert (refused.candidate, refused.is_region) == ("region 0", True)
     assert refused.reason is REFUSED[style] and refused.reason.kind is Kind.UNPROVEN, str(refused)
     assert any(verdict.is_unmet for verdict in report.skipped)
+
+
+@pytest.mark.parametrize("style", (DeepSpeed, GShardEinsum), ids=lambda s: s.__name__)
+def test_a_capacity_of_run_time_is_named_and_no_error(fake_ranks, style):
+    """It was said to be no dispatch, without experts with weights of their own."""
+    found, report = detected(layer(undropped(style), fake_ranks), rows())
+    (refused,) = (left for left in found.others if left.is_region)
+    assert found.capacity == () and refused.reason is Reason.CAPACITY_AT_RUN_TIME
+    assert [left.is_dispatch for left in unmatched(found.others, {})] == [True]
+    assert not any(verdict.is_unmet for verdict in report.skipped)
+
+
+@pytest.mark.parametrize("style", (*DECOYS, SplitAttention), ids=lambda s: s.__name__)
+def test_what_else_has_sizes_of_run_time_is_not_said_to_be_a_dispatch(fake_ranks, style):
+    if style is SplitAttention:
+        program, x = style(16, 8, 8, 8, fake_ranks, torch.float32), torch.randn(2, 4, 16)
+    else:
+        program, x = style(WIDTH, fake_ranks), torch.randn(32, WIDTH)
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    found, _ = detected(program, x.requires_grad_())
+    assert not any(left.is_region for left in found.others)
 
 
 @pytest.mark.parametrize("style", DECOYS, ids=lambda s: s.__name__)
