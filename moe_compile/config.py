@@ -21,7 +21,6 @@ ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
     "chunk_by": ("batch",),
-    "nodes": ("auto",),
 }
 """Known values whose pass this version does not have."""
 
@@ -105,7 +104,8 @@ class MegaMoEConfig:
     (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
     combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
     first, then at home, by a bound that the report states. Both need `register_node_groups`, which
-    the torchtitan recipe calls, and such a region runs in one chunk."""
+    the torchtitan recipe calls, and such a region runs in one chunk. "auto": either, by price, as
+    `numerics` allows."""
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False

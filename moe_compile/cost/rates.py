@@ -74,9 +74,16 @@ class Rates:
     """Rate -> share by which it may be off."""
 
     @classmethod
-    def of(cls, hardware: HardwareProfile, num_ranks: int) -> Self:
-        """Return the rates of a group of `num_ranks`."""
-        node, link = hardware.node, hardware.link_of(num_ranks)
+    def of(cls, hardware: HardwareProfile, num_ranks: int, node_ranks: int = 0) -> Self:
+        """Return the rates of a group of `num_ranks`.
+
+        `node_ranks` of them share a node, where that is known; 0 as the profile has it.
+        """
+        node = hardware.node
+        if node is not None and node_ranks:
+            node = replace(node, num_ranks=node_ranks)
+        is_far = 0 < node_ranks < num_ranks
+        link = hardware.link_of(0 if is_far else num_ranks)
         intra = node if node is not None and num_ranks > node.num_ranks else None
         origins = {name: _kind(text) for name, text in hardware.origins.items()}
         if link is node:
@@ -133,6 +140,12 @@ class Rates:
         spread = spread_of(self.num_ranks, self.node_ranks, is_gather=is_gather)
         slower = max(spread.between * nbytes / rate, spread.within * nbytes / intra)
         return self.link_latency_us + slower / 1e9 * US_PER_S
+
+    def hop_us(self, nbytes: float, *, within: bool) -> float:
+        """Return the time of one hop of so many bytes that leave a rank: all `within` its node, or
+        all to other nodes. A profile of one link has it for both."""
+        rate = self.intra_node_gb_per_s if within else 0.0
+        return self.link_latency_us + nbytes / ((rate or self.link_gb_per_s) * 1e9) * US_PER_S
 
     def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
         arithmetic = operations / (self.matmul_tflops * 1e12)

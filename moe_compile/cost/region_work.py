@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from moe_compile.cost.hop_shape import HopShape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
@@ -70,6 +72,8 @@ class RegionWork:
     gathered: RegionWork | None = None
     """The same where tokens are gathered instead; its parts are tokens. None where it cannot be."""
     gather_is_bitwise: bool = False
+    hops: HopShape | None = None
+    """What goes which way where a token crosses to a node once; None where that is not to be."""
 
     def by_dispatch(self, dispatch: str) -> RegionWork:
         """Return the work of one `dispatch`: this, or the same with tokens gathered."""

@@ -246,6 +246,10 @@ class Reason(enum.Enum):
 
     # dispatch in two hops
     NO_NODE_GROUPS = "which of its ranks share a node is not registered", Kind.UNPROVEN
+    NO_PRICE = (
+        "auto has no times to go by: sizes are not static, or equal_tokens is not promised",
+        Kind.NOT_ASKED,
+    )
     ONE_NODE = "all its ranks are on one node: no token crosses the network", Kind.NO_GAIN
     CHOSEN_TWICE = "a token is not proven to choose an expert once at most", Kind.UNPROVEN
     TENSOR_FLOAT = (

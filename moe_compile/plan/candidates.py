@@ -2,6 +2,7 @@
 
 Contract
     Listed from simple to complicated, always in one order; the first is the region as it is.
+    Two hops are in one chunk, in the model's number format.
     Gathered tokens go in slices of tokens or whole: chunks of experts would repeat their sums.
 """
 
@@ -17,6 +18,7 @@ from moe_compile.cost.region_work import RegionWork
 CHUNKS: Final = (1, 2, 4, 8)
 """Numbers of chunks that are tried: beyond eight each chunk's fixed costs outgrow the gain."""
 WIRES: Final = ("same", "fp8")
+HOPS: Final = ("exact", "rounded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +31,14 @@ class Candidate:
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     dispatch: str = "all_to_all"
+    nodes: str = "off"
 
     def is_lossy(self, work: RegionWork) -> bool:
         """Whether it may change a bit of what the region computes."""
         quantises = self.dispatch_wire != "same" or self.combine_wire != "same"
         splits_sums = self.num_chunks > 1 and self.chunk_by == "tokens"
         rounds = self.dispatch == "all_gather" and not work.gather_is_bitwise
-        return quantises or splits_sums or rounds
+        return quantises or splits_sums or rounds or self.nodes == "rounded"
 
     def wire_share(self, work: RegionWork, exchange: str) -> float:
         """Return the bytes of an `exchange` of `work` over those in the model's number format."""
@@ -43,11 +46,12 @@ class Candidate:
         return work.wire_shares.get(wires.get(exchange, "same"), 1.0)
 
     @property
-    def complexity(self) -> tuple[int, int, str, str]:
+    def complexity(self) -> tuple[int, int, str, str, str]:
         """Return what orders candidates from simple to complicated, each at a place of its own."""
         changed = (self.dispatch_wire != "same", self.combine_wire != "same")
         others = sum(changed) + (self.dispatch != "all_to_all")
-        return others, self.num_chunks, self.chunk_by, self.dispatch_wire
+        others += self.nodes != "off"
+        return others, self.num_chunks, self.chunk_by, self.dispatch_wire, self.nodes
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -57,6 +61,8 @@ class Candidate:
         if self.dispatch != "all_to_all":
             slices = f" in {self.num_chunks} slices" if self.num_chunks > 1 else ""
             said = [f"tokens all-gathered{slices}"]
+        if self.nodes != "off":
+            said = ["two hops" + (", sums on the nodes" if self.nodes == "rounded" else "")]
         wires = (("dispatch", self.dispatch_wire), ("combine", self.combine_wire))
         said += [f"{name} in {wire}" for name, wire in wires if wire != "same"]
         return ", ".join(said)
@@ -85,6 +91,9 @@ def _listed(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
             axis = axes[0] if num == 1 else "tokens"
             if work.gathered.num_parts % num == 0:
                 yield Candidate(num_chunks=num, chunk_by=axis, dispatch="all_gather")
+    if work.hops is not None:
+        for nodes in HOPS:
+            yield Candidate(chunk_by=axes[0], nodes=nodes)
 
 
 def _chunks(work: RegionWork, axes: tuple[str, ...]) -> Iterator[tuple[int, str]]:

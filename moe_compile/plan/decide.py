@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_attention, work_of_capacity, work_of_experts
 from moe_compile.cost.region_work import RegionWork
@@ -23,6 +24,7 @@ from moe_compile.hardware import HardwareProfile
 from moe_compile.plan.candidates import CHUNKS, Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
+from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import Refused
 
@@ -35,18 +37,29 @@ class Gathering:
     rounding: Rounding
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hopping:
+    """What a region would send in two hops, and whether that may round."""
+
+    shape: HopShape
+    can_be_exact: bool
+    rounding: NodeRounding | None
+    """Of sums on the nodes; None where these are not to be made."""
+
+
 def decide_experts(
     found: FoundExperts,
     config: MegaMoEConfig,
     hardware: HardwareProfile,
     layer: TracedNodes | None = None,
     gathering: Gathering | None = None,
+    hopping: Hopping | None = None,
 ) -> Decision | None:
     """Return the decision for a MoE region in its `layer`, or in all of its graph.
 
-    Without `gathering` its tokens cannot be gathered.
+    Without `gathering` its tokens cannot be gathered, without `hopping` not sent in two hops.
     """
-    if not asks_planner(config, can_gather=gathering is not None):
+    if not asks_planner(config, can_gather=gathering is not None, can_hop=hopping is not None):
         return None
     if isinstance(found.proof, Refused):
         return None
@@ -59,14 +72,17 @@ def decide_experts(
         if config.dispatch == "all_gather" and work.gathered is None:
             return None
     rounding = gathering.rounding if gathering is not None else None
-    axes = ("experts", "tokens")
-    return _choose(work, axes, experts_rule(config, work, rounding), config, hardware)
+    if hopping is not None:
+        work = replace(work, hops=hopping.shape)
+    rule = experts_rule(config, work, rounding, hopping)
+    return _choose(work, ("experts", "tokens"), rule, config, hardware)
 
 
-def asks_planner(config: MegaMoEConfig, *, can_gather: bool) -> bool:
+def asks_planner(config: MegaMoEConfig, *, can_gather: bool, can_hop: bool = False) -> bool:
     """Whether the options leave something of a MoE region to the planner that it may decide."""
     left = [config.chunks, config.dispatch_wire, config.combine_wire]
     left += [config.dispatch] if can_gather else []
+    left += [config.nodes] if can_hop else []
     return config.equal_tokens and "auto" in left
 
 
@@ -106,7 +122,10 @@ def decide_capacity(
 
 
 def experts_rule(
-    config: MegaMoEConfig, work: RegionWork, rounding: Rounding | None = None
+    config: MegaMoEConfig,
+    work: RegionWork,
+    rounding: Rounding | None = None,
+    hopping: Hopping | None = None,
 ) -> Callable[[Candidate], bool]:
     """Return which candidates for a MoE region the options allow.
 
@@ -123,6 +142,8 @@ def experts_rule(
         return _is_asked(candidate.num_chunks, config.chunks, work.gathered.num_parts)
 
     def is_allowed(candidate: Candidate) -> bool:
+        if candidate.nodes != "off":
+            return hopping is not None and may_hop(config, candidate.nodes, hopping)
         if candidate.dispatch == "all_gather":
             return is_gather_allowed(candidate)
         wires = (
@@ -144,6 +165,16 @@ def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:
     if config.dispatch != "auto":
         return config.dispatch == "all_gather"
     return config.allows(rounding.numerics) and not quantises_rows(config)
+
+
+def may_hop(config: MegaMoEConfig, nodes: str, hopping: Hopping) -> bool:
+    """Whether the options let the planner send a region in two hops, which are in one chunk."""
+    left_open = config.nodes == "auto" and config.chunks in ("auto", 1)
+    if not left_open or config.dispatch == "all_gather" or quantises_rows(config):
+        return False
+    if nodes == "exact":
+        return hopping.can_be_exact
+    return hopping.rounding is not None and config.allows(hopping.rounding.numerics)
 
 
 def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
@@ -170,7 +201,7 @@ def _choose(
     peak = max(float(config.step_peak_bytes), work.written_bytes)
     candidates = list_candidates(work, axes)
     allowed = frozenset(filter(is_allowed, candidates))
-    rates = Rates.of(hardware, work.num_ranks)
+    rates = Rates.of(hardware, work.num_ranks, work.hops.num_local if work.hops else 0)
     return _chosen(work, rates, candidates, allowed, config.max_memory_increase * peak)
 
 

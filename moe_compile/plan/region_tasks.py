@@ -13,6 +13,7 @@ Pseudo-code
     a compiler sorts rows in the kernel that makes them, and joins them in those that read them
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after
+    an exchange in two hops: what `hop_times` says, one step after another
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Final
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.rewrite_costs import ORDER_KERNELS
-from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, run_tasks
+from moe_compile.cost.tasks import COMPUTE, LINK, Priority, Task, TaskList, run_tasks
 from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.hop_times import goes_in_hops, hop_steps
 
 WHOLE: Final = -1
 """Key of a task that no chunk divides."""
@@ -140,8 +142,7 @@ class _Phase:
     def _sort(self, needs: list[int]) -> int:
         """Return the task that sorts the rows by chunk before the first exchange."""
         if self.sorted is None:
-            is_forward = self.work is self.region.forward
-            us = self.rates.compute_us(0.0, 0.0, ORDER_KERNELS) if is_forward else 0.0
+            us = self.rates.compute_us(0.0, 0.0, ORDER_KERNELS) if self._is_forward else 0.0
             if not self._rows_are_fusible():
                 us += self._moving_us(self.region.row_bytes, 1)
             self.sorted = self.made.add("sort", us, needs)
@@ -162,6 +163,8 @@ class _Phase:
             share /= self.candidate.num_chunks
         rows = share * (self.region.imbalance if work.is_chunked else 1.0)
         if work.exchange:
+            if self._goes_in_hops(work):
+                return self._add_hops(work, needs, rows)
             if index == self.sorts:
                 needs = [self._sort(needs)]
             return self._add_exchange(work, needs, rows)
@@ -175,6 +178,22 @@ class _Phase:
             work.operations * rows, work.nbytes * rows + weights, work.num_kernels
         )
         return self.made.add(work.name, us, needs)
+
+    @property
+    def _is_forward(self) -> bool:
+        return self.work is self.region.forward
+
+    def _goes_in_hops(self, work: Work) -> bool:
+        nodes = self.candidate.nodes
+        return nodes != "off" and goes_in_hops(work, nodes, is_forward=self._is_forward)
+
+    def _add_hops(self, work: Work, needs: list[int], share: float) -> int:
+        """Return the last task of an exchange in two hops."""
+        nodes, is_forward = self.candidate.nodes, self._is_forward
+        for step in hop_steps(self.region, work, nodes, share, self.rates, is_forward=is_forward):
+            stream = LINK if step.is_sent else COMPUTE
+            needs = [self.made.add(step.name, step.us, needs, stream)]
+        return needs[0]
 
     def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
         smaller = self.candidate.wire_share(self.region, work.exchange)

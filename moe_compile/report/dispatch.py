@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from moe_compile.journal.reasons import Reason
 from moe_compile.plan.dispatch_rules import (
     EXACT_ADDENDS,
     MEASURED_SHARE,
     DispatchCosts,
     Rounding,
 )
+from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import PlannedExperts
 
@@ -32,20 +34,35 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
 
 def node_remarks(one: PlannedExperts) -> list[str]:
     """Return what to say of the two hops of one region, or of why it has none."""
+    prices = _prices(one.hop_prices) if one.hop_prices is not None else []
     if not one.plan.is_divided:
         left = one.left.get("nodes")
-        return [f"not in two hops: {left.why}"] if left is not None and left.is_asked else []
+        if left is None or left.reason is Reason.NOT_ASKED:
+            return prices
+        return [f"not in two hops: {left.why}", *prices]
     nodes, ranks = one.plan.num_nodes, one.plan.num_ranks
     where = f"{nodes} nodes of {ranks // nodes} ranks: "
     if (rounding := one.node_rounding) is not None:
         return [
             f"{where}in dispatch and combine, forward and backward, a token crosses to a node once",
             *_sums_on_nodes(rounding),
+            *prices,
         ]
     return [
         f"{where}in the dispatch, and in the gradient of the combine, a token crosses to a node "
-        "once; what is summed goes as written, and no bit changes"
+        "once; what is summed goes as written, and no bit changes",
+        *prices,
     ]
+
+
+def _prices(prices: HopPrices) -> list[str]:
+    words = {"off": "flat", "exact": "in two hops", "rounded": "with sums on the nodes"}
+    rows = ", ".join(f"{words[n]} {prices.shape.rows_between(n):.2f}" for n in words)
+    said = [f"rows of a token from node to node, forward and backward: {rows}"]
+    if prices.us:
+        times = ", ".join(f"{words[n]} {us / 1e3:.2f} ms" for n, us in prices.us.items())
+        said.append(f"predicted in one chunk, one hop after the other: {times}")
+    return said
 
 
 def _sums_on_nodes(rounding: NodeRounding) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.reasons import Reason
@@ -26,15 +25,17 @@ from passes.planned.gathering import why_shared
 
 def divided_form(
     experts: FoundExperts,
-    config: MegaMoEConfig,
     found: TokenRows | NotFound,
     dependence: Dependence,
+    *,
+    rounds: bool,
 ) -> DividedForm | NotFound:
-    """Return how a region would be dispatched in two hops, or why it cannot be."""
+    """Return how a region would be dispatched in two hops, or why it cannot be.
+
+    With `rounds` its sums per token are made on the nodes.
+    """
     region, proof = experts.region, experts.proof
     nodes = node_groups_of(region.group)
-    if config.nodes == "off":
-        return NotFound(reason=Reason.NOT_ASKED)
     if nodes is None or nodes.num_nodes == 1:
         return NotFound(reason=Reason.NO_NODE_GROUPS if nodes is None else Reason.ONE_NODE)
     if isinstance(proof, Refused):
@@ -43,7 +44,6 @@ def divided_form(
         return shares
     if isinstance(found, NotFound):
         return found
-    rounds = config.nodes == "rounded"
     if (reason := against_routing(found, rounds=rounds)) is not None:
         return NotFound(reason=reason)
     assert found.chosen is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts
+from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
@@ -29,6 +30,7 @@ class Draft:
     decision: Decision | None = None
     not_priced: str = ""
     costs: DispatchCosts | None = None
+    hop_prices: HopPrices | None = None
     around: Surroundings | None = None
 
     @property

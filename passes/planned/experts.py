@@ -27,11 +27,12 @@ from moe_compile.graph.query import known_rows
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.chunk_numbers import plan_num_chunks, plan_token_slices
-from moe_compile.plan.decide import Gathering, asks_planner, decide_experts
+from moe_compile.plan.decide import Gathering, Hopping, asks_planner, decide_experts
 from moe_compile.plan.dispatch_rules import (
     dispatch_costs,
     rounding_of,
 )
+from moe_compile.plan.hop_prices import price_hops
 from moe_compile.plan.plan import ExpertsPlan
 from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
@@ -40,7 +41,7 @@ from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
-from passes.planned.dividing import divided_form, dividing
+from passes.planned.dividing import dividing
 from passes.planned.draft import Draft
 from passes.planned.gathered_work import gathered_work
 from passes.planned.gathering import (
@@ -49,6 +50,13 @@ from passes.planned.gathering import (
     gathering,
     may_be_priced,
     reads_host,
+)
+from passes.planned.hopping import (
+    Forms,
+    chosen_form,
+    hop_forms,
+    hopping_of,
+    shape_of_hops,
 )
 from passes.planned.whole_experts import find_mixing
 from passes.planned.wires import plan_wires
@@ -88,6 +96,8 @@ def _decide_dispatch(
 ) -> None:
     """Decide whether the tokens of a region are gathered."""
     config, found = state.config, find_token_rows(draft.region, dependence)
+    forms = hop_forms(draft.found, config, found, dependence)
+    hopping = hopping_of(config, forms)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
     form: GatheredForm | NotFound = NotFound(reason=Reason.NOT_ASKED)
@@ -95,22 +105,35 @@ def _decide_dispatch(
         form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
         how = _gathering(draft, form, regions, config, layer)
-        draft.decision = decide_experts(draft.found, config, state.hardware, layer, how)
+        draft.decision = decide_experts(draft.found, config, state.hardware, layer, how, hopping)
         refused = against(form, draft.decision, draft.costs, config)
         form = NotFound(reason=refused) if refused else form
     elif config.dispatch == "all_to_all":
         form = NotFound(reason=Reason.NOT_ASKED)
     if isinstance(form, NotFound):
         draft.not_gathered = form
-        divided = divided_form(draft.found, config, found, dependence)
-        draft.divided = divided if isinstance(divided, DividedForm) else None
-        draft.not_divided = divided if isinstance(divided, NotFound) else None
+        _decide_hops(draft, forms, hopping, state, layer)
         return
     draft.not_divided = NotFound(
         reason=Reason.GATHERED if config.nodes != "off" else Reason.NOT_ASKED
     )
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
+
+
+def _decide_hops(
+    draft: Draft, forms: Forms, hopping: Hopping | None, state: CompileState, layer: TracedNodes
+) -> None:
+    """Decide whether the rows of a region that is not gathered come in two hops."""
+    if hopping is not None and (draft.decision is None or draft.decision.gathers):
+        draft.decision = decide_experts(
+            draft.found, state.config, state.hardware, layer, hopping=hopping
+        )
+    form = chosen_form(state.config, forms, draft.decision)
+    draft.divided = form if isinstance(form, DividedForm) else None
+    draft.not_divided = form if isinstance(form, NotFound) else None
+    if (shape := shape_of_hops(forms)) is not None:
+        draft.hop_prices = price_hops(draft.region, draft.proof, shape, state.hardware, layer)
 
 
 def _gathering(
@@ -218,6 +241,7 @@ def _planned(
         costs=draft.costs,
         rounding=rounding_of(gathered.found) if gathered is not None else None,
         node_rounding=draft.node_rounding,
+        hop_prices=draft.hop_prices,
         num_host_reads=reads,
         row_bytes={name: wire.row_bytes for name, wire in wires.items()},
     )

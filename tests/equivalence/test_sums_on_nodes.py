@@ -1,9 +1,12 @@
 """Sums per token that are made on the nodes: within their bound, and bitwise where none rounds."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from moe_compile.hardware.profile import PROFILES
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
 from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
@@ -239,6 +242,32 @@ def differing_bits(rank, case, style):
 def test_two_rows_a_token_change_no_bit(two_nodes, style):  # noqa: F811
     """A sum of two rounds once, on the node or at home; bf16, ranks without tokens."""
     check(two_nodes.run(differing_bits, a_case(GroupedExperts, EMPTY, top_k=2), style))
+
+
+# --- by price ----------------------------------------------------------------------------------
+
+
+def differing_by_price(rank, case, hardware):
+    torch._dynamo.reset()
+    options = {
+        **OPTIONS,
+        "megamoe.nodes": "auto",
+        "megamoe.numerics": "bounded",
+        "megamoe.equal_tokens": True,
+        "megamoe.hardware": hardware,
+    }
+    with in_two_hops() as left:
+        layer = whole(InOrder)
+        found = differing_tensors(lambda: build(case, layer), whole_pairs(case, rank), options)
+    return [*found, *left]
+
+
+def test_auto_takes_them_on_all_ranks_where_the_network_is_slow(two_nodes, tmp_path):  # noqa: F811
+    slow, rate = (PROFILES / "h100.toml").read_text(), re.compile(r"^link_gb_per_s = .*$", re.M)
+    rate_of_a_modem = 'link_gb_per_s = { value = 1e-6, origin = "assumed: for this test" }'
+    (tmp_path / "slow.toml").write_text(rate.sub(rate_of_a_modem, slow))
+    case = whole_case((9,) * 4, top_k=4)
+    check(two_nodes.run(differing_by_price, case, str(tmp_path / "slow.toml")))
 
 
 # --- bytes -------------------------------------------------------------------------------------

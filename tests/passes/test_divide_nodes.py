@@ -1,5 +1,6 @@
 """What the graph holds when rows come in two hops, and why a region keeps its all-to-all."""
 
+import dataclasses
 import operator
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from moe_compile.graph.query import (
     overload_name,
     tensor_of,
 )
+from moe_compile.hardware import GroupLink, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.hop_sums import TOKENS_RECEIVED
 from moe_compile.report.region_reports import IN_TWO_HOPS
@@ -211,6 +213,62 @@ def test_two_hops_are_one_chunk_in_the_models_format(fake_nodes, option, value):
     assert verdict.reason is Reason.TWO_HOPS
 
 
+# --- by price -----------------------------------------------------------------------------------
+
+
+def by_price(fake_nodes, tmp_path, network, **options):
+    """Return the report of a layer whose link between nodes has so many GB/s."""
+    slow = dataclasses.replace(load_profile("cpu"), link_gb_per_s=network, link_latency_us=1.0)
+    (tmp_path / "slow.toml").write_text(slow.as_toml())
+    asked = {"nodes": "auto", "equal_tokens": True, "hardware": str(tmp_path / "slow.toml")}
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
+    compile_state, compilation = rewrite(gm, state(**{**asked, **options}).config)
+    (region,), (plan,) = compilation.regions, compile_state.plan.experts
+    assert region.nodes == plan.nodes
+    return region
+
+
+@pytest.mark.parametrize(
+    ("numerics", "expected"), [("exact", "exact"), ("bounded", "rounded"), ("lossy", "rounded")]
+)
+def test_auto_goes_by_price_as_numerics_allow(fake_nodes, numerics, expected):
+    """Where a node's link is fast it is rows between nodes that count."""
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
+    compile_state = state(nodes="auto", equal_tokens=True, chunks=1, numerics=numerics)
+    fast = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
+    slow = {"link_gb_per_s": 1e-5, "link_latency_us": 1.0}
+    compile_state.hardware = dataclasses.replace(load_profile("cpu"), **slow, node=fast)
+    results = run_level(DYNAMO, gm.graph, compile_state)
+    assert carried_out(results, "nodes").applied == ("region 0",)
+    (one,) = compile_state.plan.experts
+    assert one.nodes == expected
+
+
+def test_auto_keeps_the_all_to_all_on_one_link_for_all(fake_nodes, tmp_path):
+    """A token has three rows for other ranks; in hops one crosses, and two go on from there."""
+    region = by_price(fake_nodes, tmp_path, 1e-5, numerics="lossy", chunks=1)
+    assert region.nodes == "off"
+
+
+def test_the_report_has_times_and_rows_of_each_way(fake_nodes, tmp_path):
+    """Four of eight experts, two nodes of four: 68 of 70 choices need both nodes."""
+    for nodes in ("auto", "exact"):
+        region = by_price(fake_nodes, tmp_path, 1e-3, nodes=nodes)
+        said = "; ".join(region.remarks)
+        once = 0.5 * 2 * (1 - 1 / 70)
+        figures = (8.0, 4.0 + 2 * once, 4 * once)
+        names = ("flat", "in two hops", "with sums on the nodes")
+        rows = ", ".join(f"{name} {rows:.2f}" for name, rows in zip(names, figures, strict=True))
+        assert f"rows of a token from node to node, forward and backward: {rows}" in said
+        assert "predicted in one chunk, one hop after the other: flat" in said
+
+
+def test_auto_keeps_the_all_to_all_where_two_hops_gain_nothing(fake_nodes, tmp_path):
+    region = by_price(fake_nodes, tmp_path, 1e3, numerics="lossy")
+    assert region.nodes == "off"
+    assert any(Reason.BY_PRICE.value in remark for remark in region.remarks)
+
+
 # --- when not --------------------------------------------------------------------------------
 
 
@@ -227,6 +285,10 @@ def reason(program, **options):
 
 def test_a_default_option_asks_for_nothing(fake_nodes):
     assert reason(layer(GroupedExperts, fake_nodes), nodes="off") is Reason.NOT_ASKED
+
+
+def test_auto_has_no_price_where_ranks_might_decide_apart(fake_nodes):
+    assert reason(layer(GroupedExperts, fake_nodes), nodes="auto") is Reason.NO_PRICE
 
 
 def test_groups_that_nobody_registered_are_not_guessed(fake_nodes):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.plan.candidates import list_candidates
@@ -62,6 +63,16 @@ def regions(draw):
         row_bytes=draw(AMOUNTS),
         imbalance=draw(st.sampled_from([1.0, 1.4])),
         wire_shares={"fp8": 0.52},
+        hops=draw(
+            st.sampled_from(
+                [
+                    None,
+                    HopShape(
+                        num_nodes=2, num_local=4, num_experts=16, rows_per_token=3, row_bytes=100.0
+                    ),
+                ]
+            )
+        ),
     )
     gathered = tuple(dataclasses.replace(w, is_gather=bool(w.exchange)) for w in works)
     return dataclasses.replace(work, gathered=dataclasses.replace(work, forward=gathered))

@@ -1,0 +1,90 @@
+"""Whether rows come in two hops, where that is asked for by name or left to a price.
+
+Contract
+    The graph is as the model wrote it, and is not edited.
+    A choice follows from graph, options, profile and registration: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.hop_shape import HopShape
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.query import tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.choose_plan import Decision
+from moe_compile.plan.decide import Hopping
+from moe_compile.plan.node_rounding import node_rounding_of
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.regions.token_regions import DividedForm, NotFound, TokenRows
+from passes.planned.dividing import divided_form
+
+Forms: TypeAlias = Mapping[str, DividedForm | NotFound]
+"""Value of the option -> how the region would be sent by it, or why it cannot be."""
+TRIED: Final = {
+    "off": (),
+    "exact": ("exact",),
+    "rounded": ("rounded",),
+    "auto": ("exact", "rounded"),
+}
+
+
+def hop_forms(
+    experts: FoundExperts,
+    config: MegaMoEConfig,
+    found: TokenRows | NotFound,
+    dependence: Dependence,
+) -> Forms:
+    """Return the forms that the option may come to."""
+    return {
+        nodes: divided_form(experts, found, dependence, rounds=nodes == "rounded")
+        for nodes in TRIED[config.nodes]
+    }
+
+
+def shape_of_hops(forms: Forms) -> HopShape | None:
+    """Return what goes which way; None where no form can be, or a row has no known size."""
+    form = next((f for f in forms.values() if isinstance(f, DividedForm)), None)
+    rows = None if form is None else tensor_of(form.region.rows)
+    if form is None or rows is None or type(width := rows.shape[1]) is not int:
+        return None
+    if (k := form.found.rows_per_token) is None:
+        return None
+    return HopShape(
+        num_nodes=form.nodes.num_nodes,
+        num_local=form.nodes.num_local,
+        num_experts=form.region.num_ranks * form.region.num_local_experts,
+        rows_per_token=k,
+        row_bytes=float(width * rows.element_size()),
+    )
+
+
+def hopping_of(config: MegaMoEConfig, forms: Forms) -> Hopping | None:
+    """Return what a price is to judge; None where nothing is left to it."""
+    shape = shape_of_hops(forms)
+    if config.nodes != "auto" or shape is None:
+        return None
+    rounded = forms["rounded"]
+    return Hopping(
+        shape=shape,
+        can_be_exact=isinstance(forms["exact"], DividedForm),
+        rounding=node_rounding_of(rounded.found) if isinstance(rounded, DividedForm) else None,
+    )
+
+
+def chosen_form(
+    config: MegaMoEConfig, forms: Forms, decision: Decision | None
+) -> DividedForm | NotFound:
+    """Return the form that a region gets, or why it keeps its all-to-all."""
+    if config.nodes == "off":
+        return NotFound(reason=Reason.NOT_ASKED)
+    if config.nodes != "auto":
+        return forms[config.nodes]
+    if not any(isinstance(form, DividedForm) for form in forms.values()):
+        return forms["exact"]
+    if decision is None:
+        return NotFound(reason=Reason.NO_PRICE)
+    return forms.get(decision.chosen.candidate.nodes, NotFound(reason=Reason.BY_PRICE))

@@ -1,0 +1,171 @@
+"""What two hops are predicted to take, and when they are chosen."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.hop_shape import HopShape
+from moe_compile.cost.rates import Rates
+from moe_compile.hardware import GroupLink, HardwareProfile
+from moe_compile.plan.candidates import Candidate, list_candidates
+from moe_compile.plan.choose_plan import choose_plan
+from moe_compile.plan.decide import Hopping, experts_rule
+from moe_compile.plan.hop_times import INDEX_KERNELS, PLACE_KERNELS
+from moe_compile.plan.node_rounding import NodeRounding
+from moe_compile.plan.region_tasks import price_us
+from tests.plan.test_choose_plan import region
+
+ROW = 1000.0
+SHAPE = HopShape(num_nodes=2, num_local=4, num_experts=64, rows_per_token=8, row_bytes=ROW)
+FAST_NODE = GroupLink(num_ranks=8, gb_per_s=4.0, latency_us=0.0)
+
+
+def profile(network=1.0, node=FAST_NODE, memory=1e6, overhead=0.0):
+    return HardwareProfile(
+        name="by hand",
+        matmul_tflops=1.0,
+        memory_gb_per_s=memory,
+        op_overhead_us=overhead,
+        link_gb_per_s=network,
+        link_latency_us=0.0,
+        node=node,
+    )
+
+
+def rates(**changes):
+    return Rates.of(profile(**changes), 8, SHAPE.num_local)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "experts", "k"), [(2, 8, 2), (2, 8, 5), (4, 8, 3), (2, 6, 6), (4, 12, 1)]
+)
+def test_nodes_of_a_token_are_those_of_all_choices(nodes, experts, k):
+    shape = HopShape(
+        num_nodes=nodes, num_local=1, num_experts=experts, rows_per_token=k, row_bytes=ROW
+    )
+    choices = [*itertools.combinations(range(experts), k)]
+    hit = [len({e * nodes // experts for e in chosen}) for chosen in choices]
+    assert shape.nodes_per_token == pytest.approx(sum(hit) / len(hit))
+    away = [len({e * nodes // experts for e in chosen} - {0}) for chosen in choices]
+    assert shape.hop_rows == pytest.approx(sum(away) / len(away))
+    rows = [sum(e * nodes // experts != 0 for e in chosen) for chosen in choices]
+    assert shape.flat_rows == pytest.approx(sum(rows) / len(rows))
+
+
+def test_rows_between_eight_nodes_of_eight_ranks():
+    """256 experts, 8 a token: 7 in one flat exchange, 4.63 in hops."""
+    shape = dataclasses.replace(SHAPE, num_nodes=8, num_local=8, num_experts=256)
+    ways = [shape.rows_between(nodes) for nodes in ("off", "exact", "rounded")]
+    assert [round(rows, 2) for rows in ways] == [28.0, 23.27, 18.53]
+
+
+SENT = 140e3
+"""Bytes of a rank's rows that leave it, of 160e3, in each exchange of `in_hops`."""
+
+
+def in_hops(**changes):
+    """Return work with exchanges of 140 us on a link of 1 GB/s, experts of 100 us."""
+    return dataclasses.replace(region(link_us=SENT / 1e3, row_bytes=160e3, **changes), hops=SHAPE)
+
+
+def test_a_price_is_that_of_the_exchanges_one_hop_after_the_other():
+    """160 rows of 20 tokens: flat 4/7 of 140 us between nodes and nothing of a node's link counts;
+    in hops each token crosses once in half of the cases, and 3/4 of its rows stay in the node."""
+    work, by = in_hops(), rates()
+    d = SHAPE.nodes_per_token
+    flat = 4 / 7 * SENT / 1e3
+    across, inside = 20 * d / 2 * ROW / 1e3, 0.75 * 160 * ROW / 4e3
+    masks, scores = 20 * d / 2 * 4 / 1e3, 4 / 7 * 160 * 7 / 8 * 4 / 1e3
+    rest = 2 * (1 + 100 + 1)
+    told = masks + scores
+    prices = [price_us(work, Candidate(nodes=nodes), by) for nodes in ("off", "exact", "rounded")]
+    expected = [
+        rest + 4 * flat,
+        rest + 2 * flat + 2 * (across + inside) + told,
+        rest + 4 * (across + inside) + told + scores,
+    ]
+    assert prices == pytest.approx(expected, rel=1e-3)  # rows are moved in memory as well
+
+
+def test_rows_are_moved_and_indices_found():
+    slow = rates(memory=1.0, overhead=1.0)
+    free = rates(memory=1e9, overhead=0.0)
+    work, far = in_hops(), 20 * SHAPE.nodes_per_token * ROW
+
+    def more(nodes):
+        added = [price_us(work, Candidate(nodes=n), slow) for n in (nodes, "off")]
+        without = [price_us(work, Candidate(nodes=n), free) for n in (nodes, "off")]
+        return added[0] - added[1] - (without[0] - without[1])
+
+    copied = 2 * far + 4 * 160 * ROW
+    launches = 3 + 2  # kernels that move rows, launches, of a copy in two hops; flat it is one
+    assert more("exact") == pytest.approx(
+        2 * copied / 1e3 + INDEX_KERNELS + 1 + 2 * (launches - 1), rel=1e-3
+    )
+    summed = 3 * 160 * ROW + 2 * far + 20 * ROW
+    assert more("rounded") == pytest.approx(
+        2 * (copied + summed) / 1e3 + INDEX_KERNELS + PLACE_KERNELS + 2 + 4 * (launches - 1),
+        rel=1e-3,
+    )
+
+
+def test_registered_nodes_say_which_ranks_share_a_link():
+    """The profile's node has room for all eight; the job says that it has four."""
+    assert Rates.of(profile(), 8).link_us(SENT) == pytest.approx(SENT / 4e3)
+    assert rates().link_us(SENT) == pytest.approx(4 / 7 * SENT / 1e3)
+    one_link = Rates.of(profile(node=None), 8, 4)
+    assert one_link.link_us(SENT) == one_link.hop_us(SENT, within=True) == SENT / 1e3
+
+
+BOUNDED = NodeRounding(num_addends=8, dtype=None, gradient_bound_eps=0)
+UNBOUNDED = NodeRounding(num_addends=8, dtype=None, gradient_bound_eps=None)
+
+
+def decided(by, *, exact=True, rounding=BOUNDED, **options):
+    """Return what the planner chooses, by what the options allow."""
+    settings = {"equal_tokens": True, "nodes": "auto", "chunks": 1, **options}
+    config = MegaMoEConfig(**settings)
+    work = in_hops()
+    hopping = Hopping(shape=SHAPE, can_be_exact=exact, rounding=rounding)
+    rule = experts_rule(config, work, None, hopping)
+    candidates = list_candidates(work, ("experts", "tokens"))
+    return choose_plan(work, by, candidates, rule).chosen.candidate.nodes
+
+
+def test_auto_takes_exact_hops_where_the_network_is_what_counts():
+    assert decided(rates(network=0.5)) == "exact"
+
+
+def test_auto_takes_sums_on_the_nodes_as_numerics_allow():
+    assert decided(rates(network=0.5), numerics="bounded") == "rounded"
+    assert decided(rates(network=0.5), numerics="bounded", rounding=UNBOUNDED) == "exact"
+    assert decided(rates(network=0.5), numerics="lossy", rounding=UNBOUNDED) == "rounded"
+    assert decided(rates(network=0.5), numerics="bounded", exact=False) == "rounded"
+    assert decided(rates(network=0.5), exact=False) == "off"
+
+
+@pytest.mark.parametrize(
+    ("why", "by"),
+    [
+        ("the network is as fast as a node", rates(network=4.0)),
+        ("a node's link is what counts", rates(node=dataclasses.replace(FAST_NODE, gb_per_s=0.5))),
+        ("launches are dear", rates(network=0.5, overhead=100.0)),
+    ],
+)
+def test_auto_keeps_the_all_to_all_where_hops_gain_nothing(why, by):
+    assert decided(by, numerics="bounded") == "off", why
+
+
+@pytest.mark.parametrize(
+    "options", [{"chunks": 2}, {"dispatch_wire": "fp8"}, {"nodes": "off"}, {"nodes": "exact"}]
+)
+def test_what_two_hops_do_not_have_is_not_given_up_for_them(options):
+    assert decided(rates(network=0.1), numerics="bounded", **options) == "off"
+
+
+def test_chunks_that_hide_exchanges_are_weighed_against_hops():
+    """Where experts take long enough to hide all, chunks are as good; the network decides."""
+    assert decided(rates(network=2.0), chunks="auto") == "off"
+    assert decided(rates(network=0.05), chunks="auto") == "exact"
