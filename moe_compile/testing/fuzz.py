@@ -21,6 +21,7 @@ from threading import Thread
 from typing import Final
 
 from moe_compile.testing.programs.campaign import Campaign, Limits
+from moe_compile.testing.programs.choices import Rewrite
 from moe_compile.testing.programs.coverage import Coverage
 from moe_compile.testing.programs.record import add_record
 
@@ -60,6 +61,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--programs", type=int, default=2000, help="distinct programs to run, invalid ones included"
     )
+    parser.add_argument(
+        "--rewrite", default="", choices=[r.name for r in Rewrite], help="asked in all, as HOPS"
+    )
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after so many")
     parser.add_argument("--workers", type=int, default=WORKERS, help="pairs of ranks at once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that are a hang")
@@ -74,6 +78,7 @@ def _arguments() -> argparse.Namespace:
 def _command(options: argparse.Namespace) -> list[str]:
     names = ("seed", "programs", "minutes", "workers", "timeout", "trials", "keep")
     given = [f"--{name}={getattr(options, name)}" for name in names]
+    given += [f"--rewrite={options.rewrite}"] if options.rewrite else []
     return [sys.executable, "-m", "moe_compile.testing.fuzz", *given]
 
 
@@ -87,6 +92,7 @@ def _work(options: argparse.Namespace) -> int:
         timeout_s=options.timeout,
         trials=options.trials,
         keep=Path(options.keep) if options.keep else None,
+        rewrite=options.rewrite,
     )
     for line in Campaign(options.seed * 1000 + options.worker, limits).run():
         sys.stdout.write(json.dumps(line) + "\n")

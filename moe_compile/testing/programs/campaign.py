@@ -16,10 +16,10 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
+from moe_compile.testing.programs.asked_strategy import asked_programs
 from moe_compile.testing.programs.grammar import Program, features
 from moe_compile.testing.programs.judge import Judge, Judgement, Kind
 from moe_compile.testing.programs.shrink import simplest
-from moe_compile.testing.programs.strategy import programs
 from moe_compile.testing.programs.text import source_of
 
 
@@ -34,6 +34,8 @@ class Limits:
     """Of one failure to be made plainer."""
     keep: Path | None = None
     """Folder of failing programs."""
+    rewrite: str = ""
+    """What is asked of megamoe in each program, "" for what is drawn."""
 
 
 class Campaign:
@@ -50,7 +52,7 @@ class Campaign:
         limits, began = self._limits, monotonic()
         seen: set[str] = set()
         with Judge(timeout_s=limits.timeout_s) as judge:
-            for program in drawn_programs(self._seed):
+            for program in drawn_programs(self._seed, limits.rewrite):
                 if len(seen) >= limits.programs or monotonic() - began > limits.seconds:
                     return
                 text = source_of(program)
@@ -97,15 +99,19 @@ class Campaign:
             (self._limits.keep / name).write_text(f"{comment}\n{text}")
 
 
-def drawn_programs(seed: int) -> Iterator[Program]:
-    """Yield programs without end, each drawn afresh: hypothesis would go on with variants."""
+def drawn_programs(seed: int, rewrite: str = "") -> Iterator[Program]:
+    """Yield programs without end, each drawn afresh: hypothesis would go on with variants.
+
+    With `rewrite`, a name of `Rewrite`, those that it may be asked of.
+    """
     number = 0
     while True:
-        yield from _draw(seed * 1_000_000 + number)
+        drawn = _draw(seed * 1_000_000 + number, rewrite)
+        yield from (one for one in drawn if rewrite in ("", one.rewrite.name))
         number += 1
 
 
-def _draw(seed: int) -> list[Program]:
+def _draw(seed: int, rewrite: str) -> list[Program]:
     """Return what hypothesis draws second from `seed`; its first is always the plainest."""
     drawn: list[Program] = []
 
@@ -117,7 +123,7 @@ def _draw(seed: int) -> list[Program]:
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs())
+    @given(asked_programs(rewrite))
     def take(program: Program) -> None:
         drawn.append(program)
 

@@ -262,3 +262,5 @@ class Rewrite(enum.Enum):
     TOKENS = "chunk_by = tokens"
     GATHERED = "dispatch = all_gather"
     PADDED = "dispatch = all_gather, dispatch_padding = worst"
+    HOPS = "nodes = exact, four ranks on two nodes"
+    NODE_SUMS = "nodes = rounded, four ranks on two nodes"

@@ -6,7 +6,7 @@ from typing import Final
 
 from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
 from moe_compile.testing.programs.expert_lines import ACTS, DECOYS, ROWS
-from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.grammar import Experts
 from moe_compile.testing.programs.loop_text import loop_by_offsets, searched_loop
 from moe_compile.testing.programs.order_text import back_lines, labels, order_lines, sorted_rows
 
@@ -112,23 +112,23 @@ def _style_lines(layer: Experts) -> list[str]:
 
 
 def _piece_loop(layer: Experts) -> list[str]:
-    e, nested = layer.local, Detail.NESTED_CAT in layer.details
+    e, r, nested = layer.local, layer.ranks, Detail.NESTED_CAT in layer.details
     if nested:
         return [
             "parts = torch.split(rows, runs)",
-            f"mine = [[e, e + {e}] for e in range({e})]",
+            f"mine = [{_of_expert(layer)} for e in range({e})]",
             "both = torch.cat([torch.cat([parts[i] for i in pair]) for pair in mine])",
             "slices = torch.split(both, [sum(runs[i] for i in pair) for pair in mine])",
             "ys = torch.cat([self.expert(x, e) for e, x in enumerate(slices)])",
             "done = torch.split(ys, [runs[i] for pair in mine for i in pair])",
-            f"order = [e * 2 + r for r in range(2) for e in range({e})]",
+            f"order = [e * {r} + r for r in range({r}) for e in range({e})]",
             "return torch.cat([torch.cat([done[i]]) for i in order])",
         ]
     return [
         "parts = torch.split(rows, runs)",
         "done = [None] * len(parts)",
         f"for e in range({e}):",
-        f"    mine = [e, e + {e}]",
+        f"    mine = {_of_expert(layer)}",
         "    y = self.expert(torch.cat([parts[i] for i in mine]), e)",
         "    for i, piece in zip(mine, torch.split(y, [runs[i] for i in mine])):",
         "        done[i] = piece",
@@ -136,10 +136,17 @@ def _piece_loop(layer: Experts) -> list[str]:
     ]
 
 
+def _of_expert(layer: Experts) -> str:
+    """Return the list of the pieces of expert `e`, one of each rank."""
+    pieces = ["e", *(f"e + {layer.local * r}" for r in range(1, layer.ranks))]
+    return f"[{', '.join(pieces)}]"
+
+
 def _slice_loop(layer: Experts) -> list[str]:
     count = layer.local
     number = f"{count - 1} - e" if layer.order is Order.DESCENDING else "e"
-    sizes = f"[runs[{number}] + runs[{count} + {number}] for e in range({count})]"
+    runs = [f"runs[{f'{count * r} + ' if r else ''}{number}]" for r in range(layer.ranks)]
+    sizes = f"[{' + '.join(runs)} for e in range({count})]"
     if layer.style is Style.STACKED:
         return [f"sizes = {sizes}", *_stacked(layer), *back_lines(layer)]
     cut, padded = [f"sizes = {sizes}"], "x"
@@ -173,7 +180,7 @@ def _at_once(layer: Experts) -> list[str]:
     backwards = layer.order is Order.DESCENDING
     flip = ".flip(0)" if backwards else ""
     bias = Detail.BIAS in layer.details
-    per = f"per = flat.view({NUM_RANKS}, -1).sum(0){flip}"
+    per = f"per = flat.view({layer.ranks}, -1).sum(0){flip}"
     if layer.style is Style.BATCHED:
         return [per, *_batched(layer, flip, bias=bias)]
     offs = "offs = torch.cumsum(per, 0, dtype=torch.int32)"

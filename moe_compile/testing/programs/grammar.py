@@ -1,7 +1,8 @@
 """What a generated layer program is: frozen data that `text.py` writes as Python source.
 
 Contract
-    Every program is for two ranks; fields of layers hold choices of `choices.py`.
+    Every program is for two ranks, or for four on two nodes where rows are to come in two hops;
+    fields of layers hold choices of `choices.py`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,12 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
+HOPPING: Final = frozenset({Rewrite.HOPS, Rewrite.NODE_SUMS})
+"""Rewrites by which a token crosses to a node once."""
+
+NUM_NODES: Final = 2
+"""On which the ranks of such programs are, two on each."""
+
 GATHERING: Final = frozenset({Rewrite.GATHERED, Rewrite.PADDED})
 """Rewrites by which tokens are gathered instead of rows exchanged."""
 
@@ -105,6 +112,8 @@ class Experts:
 
     local: int = 2
     """Experts of a rank."""
+    ranks: int = NUM_RANKS
+    """As many as the program is for: what its text is written with."""
     top_k: int = 1
     tally: Tally = Tally.COMPARE
     counts: Counts = Counts.FUNCTIONAL
@@ -154,7 +163,7 @@ class Program:
     """Model width D."""
     hidden: int = 16
     dtype: str = "bfloat16"
-    tokens: tuple[tuple[int, int], ...] = ((3, 3),)
+    tokens: tuple[tuple[int, ...], ...] = ((3, 3),)
     """Tokens per step and rank."""
     routing: Routing = Routing.SCORES
     groups: Groups = Groups.WORLD
@@ -166,6 +175,11 @@ class Program:
     """Whether `torch.compile(dynamic=True)` is asked for."""
     chunks: int = 2
     seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks it is for."""
+        return len(self.tokens[0])
 
 
 LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity)
@@ -225,8 +239,8 @@ def _feature(choice: enum.Enum) -> str:
     return f"{type(choice).__name__.lower()}: {choice.name.lower()}"
 
 
-def _token_features(tokens: tuple[tuple[int, int], ...]) -> list[str]:
-    found = ["uneven"] if any(a != b for a, b in tokens) else []
+def _token_features(tokens: tuple[tuple[int, ...], ...]) -> list[str]:
+    found = ["uneven"] if any(len({*step}) > 1 for step in tokens) else []
     found += ["empty rank"] if any(0 in step for step in tokens) else []
     found += ["changing"] if len(set(tokens)) > 1 else []
     return found

@@ -1,7 +1,7 @@
 """Process groups that generated programs use beside the default one, made once for each of it.
 
 Contract
-    Both ranks call these in the same order. A default group that is made anew has new ones.
+    All ranks call these in the same order. A default group that is made anew has new ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_compile.runtime.node_groups import register_node_groups
 
 
 def second_group() -> dist.ProcessGroup:
     """Return another group of all ranks."""
     return _second_beside(dist.group.WORLD)
+
+
+def register_nodes(num_nodes: int) -> None:
+    """Say that the ranks are on so many nodes."""
+    _on_nodes(dist.group.WORLD, num_nodes)
 
 
 def own_group() -> dist.ProcessGroup:
@@ -25,6 +33,14 @@ def own_group() -> dist.ProcessGroup:
 @cache
 def _second_beside(default: Any) -> dist.ProcessGroup:
     return dist.new_group(list(range(default.size())))
+
+
+@cache
+def _on_nodes(default: Any, num_nodes: int) -> None:
+    num_local = default.size() // num_nodes
+    mesh = init_device_mesh("cpu", (num_nodes, num_local), mesh_dim_names=("node", "place"))
+    node, cross = mesh.get_group("place"), mesh.get_group("node")
+    register_node_groups(default, node, cross, host=f"node {default.rank() // num_local}")
 
 
 @cache

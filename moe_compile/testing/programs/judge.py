@@ -1,4 +1,4 @@
-"""Judge a generated program on two ranks: same, wrong, crashed, hanging, or no program at all.
+"""Judge a generated program on its ranks: same, wrong, crashed, hanging, or no program at all.
 
 Contract
     A program that eager torch cannot run, or that plain AOTAutograd cannot compile, is `INVALID`:
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from moe_compile.testing.programs.grammar import NUM_RANKS
 from moe_compile.testing.programs.run import IN_PIECES, SUMMED_BY_TORCH, Findings, run
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
@@ -44,6 +45,10 @@ DIED: Final = re.compile(r"process of rank \d+ ended")
 
 AFTER_DEATH: Final = 5
 """Runs that a program has to pass, each by new processes, in which a process once died."""
+
+
+SAYS_RANKS: Final = re.compile(r"^RANKS, NODES = (\d+), \d+$", re.MULTILINE)
+"""How a program says for how many ranks it is, if not for two."""
 
 
 BROKEN_LINK: Final = re.compile(r"pair closure|Connection (closed|reset) by peer|[Tt]imed out wait")
@@ -75,7 +80,7 @@ class Judgement:
     """Whether a region ran in chunks, or with gathered tokens where the program asks for that."""
     verdicts: tuple[str, ...] = ()
     cpu_s: float = 0.0
-    """Of both ranks together."""
+    """Of all ranks together."""
     is_second: bool = False
     """Whether it was judged once more, since it hung, a link broke or a process died."""
 
@@ -86,7 +91,7 @@ class Judgement:
 
 
 class Judge:
-    """Two ranks, one of them mirrored where it can be; use as a context manager."""
+    """The ranks, one of two mirrored where it can be; use as a context manager."""
 
     def __init__(self, *, timeout_s: float = 300.0) -> None:
         """Prepare; `timeout_s` is how long a program may take on a busy machine."""
@@ -108,7 +113,7 @@ class Judge:
         self._end_all()
 
     def judge(self, text: str) -> Judgement:
-        """Run a program's text on both ranks and say what became of it."""
+        """Run a program's text on all its ranks and say what became of it."""
         judgement = self._judge(text)
         has_died = bool(DIED.search(judgement.detail))
         if judgement.kind is Kind.HANG or BROKEN_LINK.search(judgement.detail) or has_died:
@@ -168,7 +173,7 @@ class Judge:
         return judgement
 
     def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
-        num_processes = 1 if "\nMIRRORED = True" in text else 2
+        num_processes = _num_processes(text)
         pool = self._pool_of(num_processes)
         try:
             return pool.run(run, text, backend, reference)
@@ -186,13 +191,21 @@ class Judge:
         return self._pools[num_processes]
 
     def _end_all(self) -> None:
-        for num_processes in (1, 2):
+        for num_processes in tuple(self._pools):
             self._end(num_processes)
 
     def _end(self, num_processes: int) -> None:
         self._num_run[num_processes] = 0
         if num_processes in self._pools:
             self._pools.pop(num_processes).__exit__(None, None, None)
+
+
+def _num_processes(text: str) -> int:
+    """Return how many processes a program runs in: one for two ranks that mirror each other."""
+    if "\nMIRRORED = True" in text:
+        return 1
+    said = SAYS_RANKS.search(text)
+    return NUM_RANKS if said is None else int(said[1])
 
 
 def _started(num_processes: int, timeout_s: float) -> RankPool:
@@ -212,7 +225,7 @@ def _started(num_processes: int, timeout_s: float) -> RankPool:
 
 
 def judgement_of(found: list[Findings]) -> Judgement:
-    """Return what the findings of both ranks come to."""
+    """Return what the findings of all ranks come to."""
 
     def judged(kind: Kind, said: list[str]) -> Judgement:
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 from moe_compile.testing.programs.choices import (
@@ -17,7 +18,7 @@ from moe_compile.testing.programs.expert_text import (
     hidden_method,
     indented,
 )
-from moe_compile.testing.programs.grammar import NUM_RANKS, READ_IN, Experts
+from moe_compile.testing.programs.grammar import READ_IN, Experts
 from moe_compile.testing.programs.reader_text import lines_at
 
 TALLIES: Final = {
@@ -35,7 +36,7 @@ TALLIES: Final = {
     Tally.BINCOUNT_CUT: ["counts = torch.bincount(flat, minlength={n})[:{n}]"],
     Tally.BINCOUNT_VIEWED: [
         "counts = torch.bincount(flat, minlength={n})",
-        f"counts = counts.view({NUM_RANKS}, " + "{e}).reshape(-1)",
+        "counts = counts.view({r}, {e}).reshape(-1)",
     ],
     Tally.UNIQUE: [
         "found, counts = torch.unique(flat, return_counts=True)",
@@ -54,20 +55,20 @@ COUNTS: Final = {
         "dist.all_to_all_single(arrived, counts)",
     ],
     Counts.MATRIX: [
-        f"arrived = all_to_all_single(counts.view({NUM_RANKS}, -1), None, None, self.group)",
+        "arrived = all_to_all_single(counts.view({r}, -1), None, None, self.group)",
         "arrived = wait_tensor(arrived)",
     ],
     Counts.GATHERED: [
         "everyone = wait_tensor(all_gather_tensor(counts, 0, self.group))",
-        f"arrived = everyone.view({NUM_RANKS}, -1){OWN}",
+        "arrived = everyone.view({r}, -1)" + OWN,
     ],
     Counts.LEGACY_GATHERED: [
-        f"everyone = counts.new_empty({NUM_RANKS}" + " * {n})",
+        "everyone = counts.new_empty({r} * {n})",
         "dist.all_gather_into_tensor(everyone, counts)",
-        f"arrived = everyone.view({NUM_RANKS}, -1){OWN}",
+        "arrived = everyone.view({r}, -1)" + OWN,
     ],
     Counts.LEGACY_LISTED: [
-        f"parts = [torch.empty_like(counts) for _ in range({NUM_RANKS})]",
+        "parts = [torch.empty_like(counts) for _ in range({r})]",
         "dist.all_gather(parts, counts)",
         "mine = [part[self.rank * {e} : self.rank * {e} + {e}] for part in parts]",
         "arrived = torch.cat(mine)",
@@ -85,14 +86,14 @@ MOVES: Final = {
 }
 """Functions by which rows travel (`exchange_text.py`, but for the first)."""
 
-SUMS: Final = "{name}.reshape(2, -1).sum(1)"
+SUMS: Final = "{name}.reshape({r}, -1).sum(1)"
 SPLITS: Final = {
-    Splits.TOLIST: "{list} = {name}.reshape(2, -1).sum(1).tolist()",
-    Splits.ITEM: "{list} = [v.item() for v in {name}.reshape(2, -1).sum(1)]",
-    Splits.UNBIND: "{list} = [v.sum().item() for v in {name}.reshape(2, -1).unbind(0)]",
-    Splits.RUNNING: "ends = {name}.reshape(2, -1).sum(1).cumsum(0)\n"
+    Splits.TOLIST: "{list} = {name}.reshape({r}, -1).sum(1).tolist()",
+    Splits.ITEM: "{list} = [v.item() for v in {name}.reshape({r}, -1).sum(1)]",
+    Splits.UNBIND: "{list} = [v.sum().item() for v in {name}.reshape({r}, -1).unbind(0)]",
+    Splits.RUNNING: "ends = {name}.reshape({r}, -1).sum(1).cumsum(0)\n"
     "first = ends[0].item()\nends.sub_(first)\n{list} = [first, ends[1].item()]",
-    Splits.CPU: '{list} = {name}.reshape(2, -1).sum(1).to("cpu", non_blocking=True).tolist()',
+    Splits.CPU: '{list} = {name}.reshape({r}, -1).sum(1).to("cpu", non_blocking=True).tolist()',
 }
 
 
@@ -113,7 +114,7 @@ def layer_class(layer: Experts, number: int) -> list[str]:
 
 
 def _constructor(layer: Experts, number: int) -> list[str]:
-    e, experts = layer.local, layer.local * NUM_RANKS
+    e, experts = layer.local, layer.local * layer.ranks
     body = [
         "super().__init__()",
         "self.group, self.rank = dist.group.WORLD, dist.get_rank()",
@@ -134,7 +135,9 @@ def _constructor(layer: Experts, number: int) -> list[str]:
 
 
 def _route(layer: Experts) -> list[str]:
-    numbers = {"{n}": str(layer.local * NUM_RANKS), "{e}": str(layer.local)}
+    numbers = {
+        "{n}": str(layer.local * layer.ranks), "{e}": str(layer.local), "{r}": str(layer.ranks),
+    }  # fmt: skip
 
     def written(lines: list[str]) -> list[str]:
         for name, number in numbers.items():
@@ -143,7 +146,7 @@ def _route(layer: Experts) -> list[str]:
 
     body = [
         "scores = torch.sigmoid((x @ self.router).float())",
-        f"chosen = torch.topk(scores + favour({layer.local * NUM_RANKS}), {layer.top_k}, -1)[1]",
+        f"chosen = torch.topk(scores + favour({layer.local * layer.ranks}), {layer.top_k}, -1)[1]",
         "scores, flat = scores.gather(1, chosen).reshape(-1), chosen.reshape(-1)",
         "order = torch.argsort(flat, stable=True)",
         *written(TALLIES[layer.tally]),
@@ -165,27 +168,33 @@ def _split_lines(layer: Experts, exchange: list[str]) -> list[str]:
 
 def _sent_lines(layer: Experts) -> list[str]:
     if layer.splits is Splits.SLICE_SUM:
-        e = layer.local
-        return ["left = counts.tolist()", f"sent = [sum(left[:{e}]), sum(left[{e}:])]"]
-    return SPLITS[layer.splits].format(list="sent", name="counts").splitlines()
+        return ["left = counts.tolist()", f"sent = {_by_rank(layer, 'left')}"]
+    return SPLITS[layer.splits].format(list="sent", name="counts", r=layer.ranks).splitlines()
+
+
+def _by_rank(layer: Experts, counts: str) -> str:
+    """Return the sums of the integers `counts`, by rank."""
+    bounds = ["", *(str(layer.local * r) for r in range(1, layer.ranks)), ""]
+    sums = (f"sum({counts}[{a}:{b}])" for a, b in itertools.pairwise(bounds))
+    return f"[{', '.join(sums)}]"
 
 
 def _got_lines(layer: Experts) -> list[str]:
-    e = layer.local
     by_pieces = layer.order is Order.PIECES and layer.style in READ_IN["order"]
     if layer.splits is not Splits.SLICE_SUM and layer.style not in LISTED and not by_pieces:
-        got = SPLITS[layer.splits].format(list="got", name="arrived").splitlines()
+        got = SPLITS[layer.splits].format(list="got", name="arrived", r=layer.ranks).splitlines()
         return [*got, "runs = None"]
     runs = "runs = arrived.reshape(-1).tolist()"
-    return [runs, f"got = [sum(runs[:{e}]), sum(runs[{e}:])]"]
+    return [runs, f"got = {_by_rank(layer, 'runs')}"]
 
 
 def _forward(layer: Experts) -> list[str]:
     one_number = Detail.ONE_NUMBER in layer.details
     move = MOVES[layer.move]
+    rows = " + ".join(f"got[{rank}]" for rank in range(layer.ranks))
     body = [
         "scores, order, counts, arrived, sent, got, runs, noted = routing",
-        "flat, n, extra = arrived.reshape(-1), got[0] + got[1], [*noted]",
+        f"flat, n, extra = arrived.reshape(-1), {rows}, [*noted]",
         f"routed = x[order // {layer.top_k}]",
         *lines_at(layer, "before"),
         *_dispatch_lines(layer, move),

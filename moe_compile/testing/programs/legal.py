@@ -15,6 +15,7 @@ from moe_compile.testing.programs.capacity_text import IN_LOOPS
 from moe_compile.testing.programs.choices import (
     Back,
     Detail,
+    Groups,
     Order,
     Reader,
     Rewrite,
@@ -22,9 +23,12 @@ from moe_compile.testing.programs.choices import (
     Style,
     Wrapping,
 )
+from moe_compile.testing.programs.exchange_choices import Splits
 from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GATHERING,
+    HOPPING,
+    NUM_RANKS,
     READ_IN,
     WITHOUT_ORDER,
     Capacity,
@@ -74,6 +78,7 @@ ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
 def legal(program: Program) -> Program:
     """Return `program` less what does not go together."""
+    program = _on_its_ranks(program)
     recomputed = program.wrapping is Wrapping.CHECKPOINT
     banned: set[Reader] = set(WRITES) if recomputed else set()
     if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
@@ -84,15 +89,38 @@ def legal(program: Program) -> Program:
     program = replace(program, layers=layers)
     if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
         program = replace(program, sharing=Sharing.NOTHING)
-    if program.rewrite is Rewrite.TOKENS:  # an update would carry roundings into the next step
+    if program.rewrite in BOUNDS:  # an update would carry roundings into the next step
         program = replace(program, tokens=program.tokens[:1])
-    return program if _may_rewrite(program) else replace(program, rewrite=Rewrite.CHUNKS)
+    if _may_rewrite(program):
+        return program
+    return _on_its_ranks(replace(program, rewrite=Rewrite.CHUNKS))
+
+
+def _on_its_ranks(program: Program) -> Program:
+    """Return `program` for four ranks where its rows are to come in two hops, else for two.
+
+    The former have one layer: what stands beside it is tried on two, in half the time. Nodes are
+    registered of the default group.
+    """
+    if program.rewrite not in HOPPING:
+        return replace(program, tokens=tuple(step[:NUM_RANKS] for step in program.tokens))
+    experts = (layer for layer in program.layers if isinstance(layer, Experts))
+    layer = next(experts, Experts(top_k=2))
+    if layer.splits is Splits.RUNNING:
+        layer = replace(layer, splits=Splits.TOLIST)
+    return replace(
+        program,
+        layers=(layer,),
+        groups=Groups.WORLD,
+        sharing=Sharing.NOTHING,
+        tokens=tuple((a, b, b + 1, a) for a, b, *_ in program.tokens),
+    )
 
 
 def _may_rewrite(program: Program) -> bool:
     """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
     if program.rewrite in GATHERING:
-        return all(first == second for first, second in program.tokens)
+        return all(len({*step}) == 1 for step in program.tokens)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
     return program.rewrite not in ROUNDING or alone
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.grammar import Experts
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 
 FINDS: Final = {
@@ -60,7 +60,7 @@ def loop_by_offsets(layer: Experts) -> list[str]:
     e = layer.local
     if layer.cut is Cut.TENSOR_SPLIT:
         return [
-            f"ends = [sum(runs[:i + 1]) for i in range({NUM_RANKS * e - 1})]",
+            f"ends = [sum(runs[:i + 1]) for i in range({layer.ranks * e - 1})]",
             "parts = torch.tensor_split(rows, ends)",
             f"return torch.cat([self.expert(x, i % {e}) for i, x in enumerate(parts)])",
         ]
@@ -69,7 +69,7 @@ def loop_by_offsets(layer: Experts) -> list[str]:
     return [
         first,
         "b = 0",
-        f"for i in range({NUM_RANKS * e}):",
+        f"for i in range({layer.ranks * e}):",
         f"    e, a, b = i % {e}, b, b + runs[i]",
         *(f"    {line}" for line in CUTS[layer.cut]),
         "return torch.cat(done)" if layer.cut is Cut.LISTED else "return out",

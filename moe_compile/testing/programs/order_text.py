@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from moe_compile.testing.programs.choices import Back, Detail, Order
 from moe_compile.testing.programs.expert_lines import BACKS
-from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.grammar import Experts
 
 
 def labels(layer: Experts) -> list[str]:
@@ -19,7 +19,7 @@ def labels(layer: Experts) -> list[str]:
         return [
             f"ids = torch.searchsorted(flat.cumsum(0), {places}, right=True) % {layer.local}",
         ]
-    numbers = f"torch.arange({layer.local}).repeat({NUM_RANKS})"
+    numbers = f"torch.arange({layer.local}).repeat({layer.ranks})"
     return [f"ids = {numbers}.repeat_interleave(flat, output_size=rows.shape[0])"]
 
 
@@ -66,7 +66,7 @@ def back_lines(layer: Experts) -> list[str]:
 
 
 def _pieces(layer: Experts) -> list[str]:
-    numbers = [e + r * layer.local for e in range(layer.local) for r in range(NUM_RANKS)]
+    numbers = [e + r * layer.local for e in range(layer.local) for r in range(layer.ranks)]
     return [
         f"by_expert = {numbers}",
         "places = torch.split(torch.arange(rows.shape[0]), runs)",
@@ -76,9 +76,9 @@ def _pieces(layer: Experts) -> list[str]:
 
 def _segments(layer: Experts) -> list[str]:
     return [
-        f"starts = (flat.cumsum(0) - flat).view({NUM_RANKS}, -1).t().reshape(-1)",
-        f"lengths = flat.view({NUM_RANKS}, -1).t().reshape(-1)",
-        f"run = torch.arange({NUM_RANKS * layer.local})",
+        f"starts = (flat.cumsum(0) - flat).view({layer.ranks}, -1).t().reshape(-1)",
+        f"lengths = flat.view({layer.ranks}, -1).t().reshape(-1)",
+        f"run = torch.arange({layer.ranks * layer.local})",
         "run = run.repeat_interleave(lengths, output_size=rows.shape[0])",
         "perm = starts[run] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]",
     ]

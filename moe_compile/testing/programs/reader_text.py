@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_compile.testing.programs.choices import Reader
-from moe_compile.testing.programs.grammar import NUM_RANKS, Experts
+from moe_compile.testing.programs.grammar import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ FIXED: dict[Reader, Lines] = {
 
 def lines_at(layer: Experts, place: str) -> list[str]:
     """Return the lines of all readers of `layer` at one field of `Lines`, in a fixed order."""
-    numbers = {"{counts}": str(NUM_RANKS * layer.local), "{top_k}": str(layer.top_k)}
+    numbers = {"{counts}": str(layer.ranks * layer.local), "{top_k}": str(layer.top_k)}
     chosen = [FIXED[reader] for reader in Reader if reader in layer.readers]
     found = [line for lines in chosen for line in getattr(lines, place)]
     for name, number in numbers.items():

@@ -1,7 +1,7 @@
 """One rank of a generated program: its steps eagerly, then compiled, and what differs.
 
 Contract
-    To be called on both ranks at once with the same text. Compared are outputs, values returned
+    To be called on all ranks at once with the same text. Compared are outputs, values returned
     besides, gradients of the input and of every parameter, buffers, integers kept in modules and
     the state of the random generator, after every step, by `torch.equal`; where the text states a
     bound, floating-point tensors by the norm of their difference. What megamoe may send in eight
@@ -31,8 +31,9 @@ from torch import nn
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.mirrored_rank import become_mirrored
+from moe_compile.testing.programs.groups import register_nodes
 
-REWRITTEN: Final = ("chunked", "all-gathered")
+REWRITTEN: Final = ("chunked", "all-gathered", "dispatched in two hops")
 """Verdicts on regions that do not run as they were written."""
 
 IN_PIECES: Final = "aot_eager in pieces"
@@ -60,7 +61,8 @@ class Findings:
     compiled_error: str = ""
     differences: list[str] = field(default_factory=list)
     num_rewritten: int = 0
-    """Regions, of experts or attention, that ran in chunks or with all ranks' tokens gathered."""
+    """Regions, of experts or attention, that ran in chunks, in two hops, or with all ranks' tokens
+    gathered."""
     verdicts: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     """Passes that failed and were left out."""
@@ -101,6 +103,8 @@ def _compare_module(
     began, known = time.process_time(), len(REPORT.compilations)
     if module.MIRRORED:
         become_mirrored()
+    if num_nodes := getattr(module, "NODES", 0):
+        register_nodes(num_nodes)
     found = Findings(raises=module.RAISES)
     expected, found.eager_error = _steps(module, rank, reference)
     actual, found.compiled_error = _steps(module, rank, backend)

@@ -140,7 +140,7 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Draw a program for two ranks."""
+    """Draw a program, for two ranks but where rows are to come in two hops."""
     if draw(st.sampled_from([False] * 4 + [True])):
         return legal(draw(_programs_with_capacity()))
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "bfloat16", "float32", "float64"]))

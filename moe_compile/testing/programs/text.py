@@ -7,6 +7,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from moe_compile.testing.programs.attention_text import attention_class, may_round
@@ -26,6 +27,7 @@ from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import (
     GATHERING,
+    NUM_NODES,
     NUM_RANKS,
     Attention,
     Capacity,
@@ -62,7 +64,7 @@ def parameter(generator, *shape):
 FAVOUR: Final = {
     Routing.SCORES: "return torch.zeros(experts)",
     Routing.ONE_EXPERT: "return 100.0 * (torch.arange(experts) == SEED % experts)",
-    Routing.FIRST_RANK: f"return 100.0 * (torch.arange(experts) < experts // {NUM_RANKS})",
+    Routing.FIRST_RANK: "return 100.0 * (torch.arange(experts) < experts // {ranks})",
 }
 
 ROUNDED: Final = """\
@@ -118,12 +120,15 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
     Rewrite.GATHERED: GATHERED,
     Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
+    Rewrite.HOPS: {"megamoe.nodes": "exact"},
+    Rewrite.NODE_SUMS: {"megamoe.nodes": "rounded"},
 }
 
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
 
-BOUNDS: Final[Mapping[Rewrite, float]] = {Rewrite.TOKENS: 0.05}
-"""Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients."""
+BOUNDS: Final[Mapping[Rewrite, float]] = {Rewrite.TOKENS: 0.05, Rewrite.NODE_SUMS: 0.05}
+"""Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
+sums per token."""
 
 BOUND_OF_HEADS: Final = 0.05
 """Relative error of attention that rounds otherwise in groups of heads."""
@@ -134,7 +139,8 @@ def source_of(program: Program) -> str:
     blocks = [HEAD, _settings(program), PARAMETER]
     layers = list(program.layers)
     if any(isinstance(layer, Experts | Capacity) for layer in layers):
-        blocks.append(f"def favour(experts):\n    {FAVOUR[program.routing]}\n")
+        favour = FAVOUR[program.routing].replace("{ranks}", str(program.num_ranks))
+        blocks.append(f"def favour(experts):\n    {favour}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
     if program.rewrite is Rewrite.FP8:
         for before, after in (("(", ", got, sent"), ("([", ", probs]")):
@@ -181,6 +187,8 @@ def _settings(program: Program) -> str:
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
+    if program.num_ranks != NUM_RANKS:
+        lines += [f"RANKS, NODES = {program.num_ranks}, {NUM_NODES}"]
     return "\n".join(lines) + "\n"
 
 
@@ -192,9 +200,11 @@ def _is_mirrored(program: Program) -> bool:
     """
     if program.rewrite in GATHERING or program.groups is not Groups.WORLD:
         return False
+    if program.num_ranks != NUM_RANKS:
+        return False
     if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
         return False
-    return all(first == second for first, second in program.tokens)
+    return all(len({*step}) == 1 for step in program.tokens)
 
 
 def _has_unknown_lengths(program: Program) -> bool:
@@ -206,6 +216,8 @@ def _has_unknown_lengths(program: Program) -> bool:
 def _in_groups(program: Program, number: int) -> str:
     """Return the class of a layer, its exchanges over the groups that the program names."""
     layer = program.layers[number]
+    if isinstance(layer, Experts):
+        layer = replace(layer, ranks=program.num_ranks)
     text = "\n".join(_class(layer, number))
     if program.groups is Groups.LAYERS_APART and (number or len(program.layers) == 1):
         return text.replace("dist.group.WORLD", "second_group()")
