@@ -80,6 +80,32 @@ class ByOffsets(Searched):
         return total
 
 
+class WrittenTwice(ByOffsets):
+    """The index is computed for the rows, and again for the sums."""
+
+    def total(self, everyone, scores, chosen):
+        order = torch.argsort(chosen.flatten(), stable=True)
+        labels = torch.arange(self.local * self.num_ranks, device=chosen.device)
+        ends = (chosen.reshape(-1, 1) == labels).sum(0).cumsum(0).tolist()
+        total = torch.zeros_like(everyone)
+        for e in range(self.first, self.first + self.local):
+            rows = order[(ends[e - 1] if e else 0) : ends[e]]
+            out = self.expert(everyone[rows // self.top_k], e - self.first)
+            factors = scores.flatten()[rows, None]
+            total = total.index_add(0, rows // self.top_k, out * factors)
+        return total
+
+
+class Real(Searched):
+    """Numbers that are not whole, experts without products: sums round, by their order alone."""
+
+    def route(self, x):
+        return torch.softmax(super().route(x * 0.3)[0], -1), super().route(x)[1]
+
+    def expert(self, rows, e):
+        return torch.tanh(rows * (self.scale[e] + 0.3)) * 1.7
+
+
 class Grouped(Searched):
     """All local experts at once: grouped products of sorted rows."""
 
@@ -133,7 +159,7 @@ class ByFunctions(Searched):
         return ScatteredByFunction.apply(self.total(everyone, scores, chosen), self.group)
 
 
-STYLES = (Searched, ByOffsets, RoutedTogether, ByLayers, ByFunctions)
+STYLES = (Searched, ByOffsets, WrittenTwice, RoutedTogether, ByLayers, ByFunctions)
 
 
 class Centred(Searched):
@@ -175,6 +201,41 @@ class ReadBetween(Searched):
 
     def forward(self, x):
         return super().forward(x) + self.late
+
+
+class ReadAfter(Searched):
+    """The gathered tokens have another reader behind all experts, whose gradient comes first."""
+
+    def forward(self, x):
+        everyone, scores, chosen = self.gathered(x)
+        total = self.total(everyone, scores, chosen)
+        total = reduce_scatter_tensor_autograd(total, "sum", 0, self.group)
+        return total + (everyone @ self.router).sum()
+
+
+class SumsRead(Searched):
+    """The sums are reduced, and read by others too."""
+
+    def forward(self, x):
+        return super().forward(x) + self.seen
+
+    def total(self, everyone, scores, chosen):
+        total = super().total(everyone, scores, chosen)
+        self.seen = total.sum()
+        return total
+
+
+class WrittenMeanwhile(Searched):
+    """What the index is computed of is written between the two times."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            token, place = torch.where(chosen == self.first + e)
+            out = self.expert(everyone[token + 0], e) * scores[token, place, None]
+            token.fill_(0)
+            total = total.index_add(0, token + 0, out)
+        return total
 
 
 class TwoLoops(Searched):

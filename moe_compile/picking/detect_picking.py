@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.fx as fx
@@ -39,14 +38,13 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
+from moe_compile.graph.same_value import is_same_value
 from moe_compile.journal.reasons import Reason
 from moe_compile.picking.picked_rows import RowsOfExpert, num_rows_of, offsets_of, prove_rows
 from moe_compile.picking.picking_regions import Picked, PickingRegion
 from moe_compile.picking.row_sums import otherwise, sums_of, tail_of
 from moe_compile.regions.gathered_tokens import reduce_scatter_of
 from moe_compile.regions.regions import Refused
-
-PICKS: Final = frozenset({"getitem", "index_select"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,11 @@ def _expert(put: fx.Node, everyone: fx.Node, dependence: Dependence) -> Picked:
         raise otherwise(f"{put.name} adds otherwise than row by row")
     if not (isinstance(index, fx.Node) and isinstance(rows, fx.Node) and is_integer(index)):
         raise otherwise(f"{put.name} adds no rows by an index")
-    picks = [node for node in everyone.users if _picks_by(node, index, everyone)]
+    picks = [
+        node
+        for node in everyone.users
+        if (by := _index_of(node, everyone)) is not None and is_same_value(by, index, dependence)
+    ]
     if not picks or num_rows_of(index) is None:
         raise otherwise(
             f"{put.name} adds by an index that picks no rows, or as many whatever values say"
@@ -210,26 +212,32 @@ def _expert(put: fx.Node, everyone: fx.Node, dependence: Dependence) -> Picked:
             raise Refuse(Reason.COMMUNICATES, node.name)
         if node in dependence.writes:
             raise Refuse(Reason.UNKNOWN_OPERATOR, f"{node.name} writes in place")
-    return _classified(put, index, rows, body)
+    return _classified(put, index, rows, picks, body)
 
 
-def _picks_by(node: fx.Node, index: fx.Node, everyone: fx.Node) -> bool:
-    if called_name(node) not in PICKS or node.all_input_nodes != [everyone, index]:
-        return False
+def _index_of(node: fx.Node, everyone: fx.Node) -> fx.Node | None:
+    """Return by what `node` picks rows of the tokens, None where it does not."""
     if called_name(node) == "getitem":
-        return node.args[1] is index
-    return argument_of(node, 1, "dim") == 0 and argument_of(node, 2, "index") is index
+        index = node.args[1]
+    elif called_name(node) == "index_select" and argument_of(node, 1, "dim") == 0:
+        index = argument_of(node, 2, "index")
+    else:
+        return None
+    is_plain = isinstance(index, fx.Node) and node.all_input_nodes == [everyone, index]
+    return index if is_plain else None
 
 
-def _classified(put: fx.Node, index: fx.Node, rows: fx.Node, body: list[fx.Node]) -> Picked:
+def _classified(
+    put: fx.Node, index: fx.Node, rows: fx.Node, picks: list[fx.Node], body: list[fx.Node]
+) -> Picked:
     """Return the expert, with what it reads from outside by row and what it reads whole."""
-    picks = [node for node in body if index in node.all_input_nodes]
+    indices = {index, *(pick.all_input_nodes[1] for pick in picks)}
     num_rows = num_rows_of(index)
     by_row, offsets, weights = list[fx.Node](), list[fx.Node](), list[fx.Node]()
     read = (i for node in body if node not in picks for i in node.all_input_nodes if i not in body)
     for source in dict.fromkeys(read):
         tensor = tensor_of(source)
-        if source is index:
+        if source in indices:
             raise Refuse(Reason.ROWS_MIXED, f"{source.name} is read as a number")
         if tensor is not None and tensor.dim() and num_rows_of(source) == num_rows:
             by_row.append(source)
@@ -241,7 +249,7 @@ def _classified(put: fx.Node, index: fx.Node, rows: fx.Node, body: list[fx.Node]
             weights.append(source)
     return Picked(
         index=index,
-        picks=tuple(picks),
+        picks=tuple(node for node in body if node in picks),
         body=tuple(body),
         put=put,
         rows=rows,

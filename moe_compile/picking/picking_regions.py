@@ -34,6 +34,11 @@ class Picked:
     weights: tuple[fx.Node, ...]
     """What else it reads from outside that has a gradient."""
 
+    @property
+    def indices(self) -> tuple[fx.Node, ...]:
+        """Return the index, and its like where picks have computed it anew."""
+        return (self.index, *(pick.all_input_nodes[1] for pick in self.picks))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PickingRegion:

@@ -156,7 +156,7 @@ class _Writer:
         """Emit an expert on each slice; return what the sums of each are then."""
         expert, emit = one.expert, self._emit
         envs: list[dict[fx.Node, Any]] = [
-            {self._region.everyone: part, expert.index: index}
+            {self._region.everyone: part, **dict.fromkeys(expert.indices, index)}
             for part, index in zip(tokens, self._split(one.tokens, one.sizes), strict=True)
         ]
         self._give(one, envs)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import AS_WRITTEN
 from moe_compile.testing.equivalence import differing_tensors
-from tests.picking_layers import STYLES, ByLayers, ByOffsets, Grouped, Searched
+from tests.picking_layers import STYLES, ByLayers, ByOffsets, Grouped, Real, Searched
 from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, LOCAL, TOKENS = 16, 32, 2, 24
@@ -48,6 +48,12 @@ def check(pool, *case, expected):
 def test_slices_have_the_bits_of_the_whole(two_ranks, style, top_k, num_slices, favourite):
     case = style, top_k, num_slices, favourite, torch.float64
     check(two_ranks, *case, expected=("chunked", num_slices, LOCAL))
+
+
+@pytest.mark.parametrize("num_slices", (2, 3))
+def test_sums_that_round_are_taken_in_the_order_they_had(two_ranks, num_slices):
+    """All of them but products: per token, over ranks, over rows for a weight and a score."""
+    check(two_ranks, Real, 2, num_slices, 0, torch.float32, expected=("chunked", num_slices, LOCAL))
 
 
 @pytest.mark.parametrize("favourite", (0, 1000))

@@ -19,8 +19,11 @@ REFUSED = {
     "WrittenInPlace": Reason.UNKNOWN_OPERATOR,
     "Kept": Reason.ESCAPES,
     "ReadBetween": Reason.GRADIENT_ORDER,
+    "ReadAfter": Reason.GRADIENT_ORDER,
+    "SumsRead": Reason.PICKED_OTHERWISE,
     "TwoLoops": Reason.GRADIENT_ORDER,
     "OntoTokens": Reason.PICKED_OTHERWISE,
+    "WrittenMeanwhile": Reason.PICKED_OTHERWISE,
     "PutElsewhere": Reason.PICKED_OTHERWISE,
     "ReadSums": Reason.PICKED_OTHERWISE,
 }
