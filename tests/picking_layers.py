@@ -162,6 +162,18 @@ class ByFunctions(Searched):
 STYLES = (Searched, ByOffsets, WrittenTwice, RoutedTogether, ByLayers, ByFunctions)
 
 
+class TokensWritten(Searched):
+    """The tokens are written once they are gathered, before the routing is."""
+
+    def gathered(self, x):
+        x = x * 1
+        scores, chosen = self.route(x)
+        everyone = all_gather_tensor_autograd(x, 0, self.group)
+        x.zero_()
+        chosen = all_gather_tensor(chosen, 0, self.group)
+        return everyone, all_gather_tensor_autograd(scores, 0, self.group), chosen
+
+
 class Centred(Searched):
     """What each row becomes depends on all rows."""
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_proof import REFUSALS, Refuse
 from moe_compile.graph.dependence import Dependence
@@ -42,6 +40,7 @@ from moe_compile.graph.same_value import is_same_value
 from moe_compile.journal.reasons import Reason
 from moe_compile.picking.picked_rows import RowsOfExpert, num_rows_of, offsets_of, prove_rows
 from moe_compile.picking.picking_regions import Picked, PickingRegion
+from moe_compile.picking.routing_reads import behind_routing, num_host_reads
 from moe_compile.picking.row_sums import otherwise, sums_of, tail_of
 from moe_compile.regions.gathered_tokens import reduce_scatter_of
 from moe_compile.regions.regions import Refused
@@ -125,6 +124,7 @@ def find_picking_region(
     moved = (node for expert in experts for node in expert.body)
     body = dependence.in_order({zeros, *puts, *tail, *moved})
     _check_motion(experts, body, zeros, everyone, back, dependence)
+    needed = [node for one in experts for node in (one.index, *one.by_row)]
     is_alone, dead = _dead(gather, body, back, dependence)
     return PickingRegion(
         name=name,
@@ -138,7 +138,8 @@ def find_picking_region(
         result=result,
         is_alone=is_alone,
         dead=dead,
-        num_host_reads=_num_host_reads(experts, dependence),
+        behind_routing=behind_routing(gather, needed, dependence),
+        num_host_reads=num_host_reads((one.index for one in experts), dependence),
         group=group_name(gather),
         num_ranks=num_all // num_tokens,
         num_tokens=num_tokens,
@@ -159,32 +160,6 @@ def _dead(
     if (stays := next((node for node in old if node not in dead), None)) is not None:
         raise Refuse(Reason.ESCAPES, stays.name)
     return is_alone, tuple(dead)
-
-
-def _num_host_reads(experts: tuple[Picked, ...], dependence: Dependence) -> int:
-    """Return how often the host reads a number that the lengths of the indices come from.
-
-    An operator whose result is as long as it finds reads one; a slice between numbers reads none.
-    """
-    above = dependence.above(expert.index for expert in experts)
-    searches = (n for n in above if n.op.startswith("call") and _new_sizes(n))
-    return sum(
-        called_name(node) == "item" or not any(map(_sizes, node.all_input_nodes))
-        for node in searches
-    )
-
-
-def _new_sizes(node: fx.Node) -> set[object]:
-    return _sizes(node).difference(*map(_sizes, node.all_input_nodes))
-
-
-def _sizes(node: fx.Node) -> set[object]:
-    """Return the symbols of sizes, or the number itself, that a node's value has."""
-    leaves = pytree.tree_leaves(value_of(node))
-    sizes = [s for t in leaves for s in (t.shape if isinstance(t, torch.Tensor) else [t])]
-    return {
-        symbol for s in sizes if isinstance(s, torch.SymInt) for symbol in s.node.expr.free_symbols
-    }
 
 
 def _expert(put: fx.Node, everyone: fx.Node, dependence: Dependence) -> Picked:

@@ -65,6 +65,9 @@ class PickingRegion:
     is_alone: bool
     """Whether nothing but the experts reads the gathered tokens: then they are gathered in slices
     too."""
+    behind_routing: fx.Node
+    """Before this node all slices but the first may be gathered: behind what tells the experts of
+    tokens, if that is gathered after them."""
     num_host_reads: int
     """Times the host waits to know how many rows there are, as the model is written."""
     dead: tuple[fx.Node, ...]

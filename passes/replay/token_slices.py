@@ -6,7 +6,8 @@ Contract
     itself. Rows of a slice keep their order, so sums per token add up the same rows in the same
     order; the gradient of a weight is a product over the rows of all slices at once, in the order
     that they had.
-    Order     the gathers where the model's stands; all else where its reduction stands: one read of
+    Order     the first gather where the model's stands, the others behind what the model gathers to
+              tell the experts of tokens; all else where its reduction stands: one read of
               how many rows each expert has in each slice, the experts, the reductions.
 """
 
@@ -67,14 +68,17 @@ def emit_token_slices(region: PickingRegion, num_slices: int) -> TokenSlices:
 
 
 def _launch_gathers(region: PickingRegion, num_slices: int) -> list[fx.Node]:
-    """Gather where the model does: gradients of the tokens meet in the order they had."""
-    emit = Emitter(region.gather)
-    parts = emit.call(torch.split, region.tokens, region.num_tokens // num_slices)
-    launches = []
-    for c in range(num_slices):
-        part = emit.method("contiguous", emit.call(operator.getitem, parts, c))
-        launches.append(emit.copy(region.gather, {region.tokens: part}))
-    return launches
+    """Read the tokens where the model does: their gradients meet in the order they had.
+
+    What the host reads of the routing would otherwise wait until all slices are there.
+    """
+    emit, later = Emitter(region.gather), Emitter(region.behind_routing)
+    split = emit.call(torch.split, region.tokens, region.num_tokens // num_slices)
+    parts = [emit.call(operator.getitem, split, c) for c in range(num_slices)]
+    parts = [emit.method("contiguous", part) for part in parts]
+    first, *others = parts
+    launches = [emit.copy(region.gather, {region.tokens: first})]
+    return launches + [later.copy(region.gather, {region.tokens: part}) for part in others]
 
 
 class _Writer:

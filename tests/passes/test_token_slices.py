@@ -63,6 +63,14 @@ def test_a_slice_travels_under_the_products_of_another(fake_ranks):
     assert _under_products(forward, "reduce_scatter") and _under_products(backward, "all_gather")
 
 
+def test_slices_but_the_first_are_gathered_behind_the_routing(fake_ranks):
+    """Else what the host reads of the routing would wait for all of them."""
+    (forward, _), _ = traced(Searched, fake_ranks, 4, schedule=False)
+    gathers = [n for n in forward.nodes if is_launch(n) and "all_gather" in overload_name(n)]
+    widths = [gather.meta["val"].shape[1] for gather in gathers]
+    assert widths == [WIDTH, TOP_K, TOP_K, WIDTH, WIDTH, WIDTH]
+
+
 def _under_products(graph, name):
     """Whether a product of this graph runs between some launch of this name and its wait."""
     nodes = list(graph.nodes)

@@ -9,7 +9,7 @@ from moe_compile.strict import refuse_unmet
 from passes.pipeline import DYNAMO, run_level
 from tests import gathering_layers, picking_layers
 from tests.capture import dynamo_graphs, state
-from tests.picking_layers import STYLES, Grouped, RoutedTogether, Searched
+from tests.picking_layers import STYLES, Grouped, RoutedTogether, Searched, TokensWritten
 
 WIDTH, HIDDEN, LOCAL, TOKENS = 16, 32, 2, 24
 SLICES = {"chunks": 2, "chunk_by": "tokens"}
@@ -61,6 +61,14 @@ def test_rows_of_every_expert_are_followed(fake_ranks, style):
     assert one.found.region.is_alone == (style is not RoutedTogether)
     assert planned.plan.picking == (one.plan,)
     assert planned.gathered_groups == {one.plan.group}
+
+
+def test_tokens_that_are_written_are_gathered_before_that(fake_ranks):
+    """Elsewhere all slices but the first are gathered behind the routing."""
+    for style, waits in ((Searched, True), (TokensWritten, False)):
+        planned, _ = after_passes(graph_of(style, fake_ranks))
+        region = planned.picking[0].found.region
+        assert (region.behind_routing is not region.gather) == waits, style
 
 
 @pytest.mark.parametrize("name", REFUSED)
