@@ -20,12 +20,13 @@ PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
-    "chunk_by": ("batch",),
+    "batch_parts": ("auto",),
 }
 """Known values whose pass this version does not have."""
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "chunks": (1,),
+    "batch_parts": (1,),
     "dispatch": ("all_to_all", "auto"),
     "dispatch_wire": ("same", "auto"),
     "combine_wire": ("same", "auto"),
@@ -58,11 +59,15 @@ class MegaMoEConfig:
     """Number of chunks each MoE region runs in; by experts, at most the number of local experts.
     "auto" takes what is predicted to be fastest (docs/planner.md) where `equal_tokens` is promised
     and sizes are static, else min(2, local experts)."""
-    chunk_by: Literal["auto", "experts", "tokens", "batch"] = "auto"
+    chunk_by: Literal["auto", "experts", "tokens"] = "auto"
     """What a region is divided by. "experts" changes no bit, and is what "auto" takes. "tokens"
     gives every chunk a share of each expert's rows, for ranks with few local experts: weight
     gradients are then summed over chunks, and in float32 and float64 outputs round differently too
     (docs/wire.md#chunks-of-tokens)."""
+    batch_parts: int | str = 1
+    """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
+    one part run while rows of another travel. A parameter's gradient is the sum over parts, as
+    gradient accumulation over them makes it. At most the number of sequences."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
     must divide the local KV heads. "auto" chooses as for `chunks`, else takes 2 where that divides
@@ -138,8 +143,8 @@ class MegaMoEConfig:
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False
-    """Raise an error where an option asks for a rewrite (`chunks`, `dispatch`, `nodes`,
-    `dispatch_wire`, `combine_wire`, `attention_chunks`, `attention_split`) and a region that it is
+    """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
+    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`, `attention_split`) and what it is
     meant for is not proven safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
@@ -151,6 +156,7 @@ class MegaMoEConfig:
         """Raise InvalidConfig for a value no documented option takes."""
         _check_chunks("chunks", self.chunks)
         _check_chunks("attention_chunks", self.attention_chunks)
+        _check_parts(self.batch_parts)
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         if self.attention_split != "none" and self.attention_chunks == 1:
@@ -277,6 +283,16 @@ def _check_chunks(name: str, chunks: object) -> None:
         raise InvalidConfig(
             f'megamoe.{name} is {chunks!r}; write "auto" or a whole number of at least 1'
         )
+
+
+def _check_parts(parts: object) -> None:
+    if parts in NOT_BUILT["batch_parts"]:
+        raise InvalidConfig(
+            f"megamoe.batch_parts = {parts!r} is not available in this version; "
+            "write a whole number of at least 1"
+        )
+    if type(parts) is not int or parts < 1:
+        raise InvalidConfig(f"megamoe.batch_parts is {parts!r}; write a whole number of at least 1")
 
 
 def _check_share(share: Any) -> None:

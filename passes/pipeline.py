@@ -47,6 +47,7 @@ from passes.schedule_exchanges import ScheduleExchanges
 from passes.sizes_from_splits import SizesFromSplits
 from passes.sort_nodes import SortNodes
 from passes.split_addends import SplitAddends
+from passes.split_batch import SplitBatch
 from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
 
@@ -65,6 +66,7 @@ class Level:
 DYNAMO: Final = Level(
     (
         NormalizeExchanges(),
+        SplitBatch(),
         DetectRegions(),
         PlanRegions(),
         RewriteRegions(),

@@ -55,7 +55,7 @@ def step(tracker: Tracker, node: fx.Node) -> None:
     if is_movement(node):
         tracker.step(node)
     elif not is_per_head(node):
-        raise Lost(f"{node.name} is not known to treat heads apart")
+        raise Lost(f"{node.name} is no operator that factors are followed through")
     elif written_arguments(node):
         raise Lost(f"{node.name} writes in place")
     else:
@@ -70,7 +70,8 @@ def _cast(tracker: Tracker, node: fx.Node) -> Dims:
     return _source(tracker, node)
 
 
-def _pointwise(tracker: Tracker, node: fx.Node) -> Dims:
+def pointwise(tracker: Tracker, node: fx.Node) -> Dims:
+    """Follow an operator whose elements come of elements, broadcast."""
     sizes = sizes_of(node)
     dims: Dims = [[] for _ in sizes]
     for source in node.all_input_nodes:
@@ -183,7 +184,7 @@ def _indexed(tracker: Tracker, node: fx.Node, index: Any) -> Dims:
 
 
 RULES: Final[dict[str, Callable[[Tracker, fx.Node], Dims]]] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(CASTS, _cast),
     **dict.fromkeys(NORMS, _normed),
     **dict.fromkeys(REDUCTIONS, _reduced),

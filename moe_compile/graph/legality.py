@@ -75,19 +75,21 @@ class Legality:
         part: Part | None = None,
         *,
         enters_autocast: bool = False,
+        keeps_modes: bool = False,
         anew: frozenset[int] = frozenset(),
     ) -> Obstacle | None:
         """Return why `moved` must not run just before `anchor`, or None.
 
         They run in their order, or part by part, where others have seen to all but gradients. With
-        `enters_autocast` each runs under autocast there as it does where it stands. `anew` as in
-        `written_meanwhile`.
+        `enters_autocast` each runs under autocast there as it does where it stands, with
+        `keeps_modes` in all modes as it does there. `anew` as in `written_meanwhile`.
         """
         in_order = self.dependence.in_order(moved)
         found = self.written_meanwhile(in_order, anchor, anew) or self._random(in_order, anchor)
         if found is not None:
             return found
-        if (found := self._mode(in_order, anchor, enters_autocast=enters_autocast)) is not None:
+        found = self._mode(in_order, anchor, enters_autocast=enters_autocast)
+        if found is not None and not keeps_modes:
             return found
         parts = (part,) if part is not None else ()
         if (reordered := find_reordered(in_order, anchor, self.dependence, *parts)) is not None:

@@ -45,6 +45,12 @@ class Reason(enum.Enum):
     HAS_KERNEL = "a kernel of ours runs it", Kind.DONE
     NO_COLLECTIVE = "it launches no collective", Kind.NOT_MEANT
 
+    # parts of the batch
+    NO_BATCH = "no dimension of its inputs divides all of it, experts included", Kind.UNPROVEN
+    BATCH_MIXED = "something is computed from several parts of the batch", Kind.UNPROVEN
+    BATCH_LOST = "the batch was not followed through an operator", Kind.UNPROVEN
+    BATCH_TOO_SMALL = "the batch has fewer sequences than parts", Kind.NOT_POSSIBLE
+
     # exchanges that are no dispatch
     EVEN_SPLITS = (
         "its split sizes are static, and no experts with weights of their own follow",

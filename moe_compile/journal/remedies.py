@@ -39,6 +39,15 @@ _OPTIONS_AND_PRICE: Final = {
     Reason.HAS_KERNEL: f"{NOTHING}: one kernel does what would be written out",
     Reason.NO_COLLECTIVE: f"{NOTHING}: there is no order for ranks to compare",
 }
+_BATCH: Final = {
+    Reason.NO_BATCH: "give the compiled function whole sequences, [batch, sequence, width], and "
+    "route tokens that come of them",
+    Reason.BATCH_MIXED: "compute it outside of the compiled function, as a loss or a norm over the "
+    "batch, or leave batch_parts at 1",
+    Reason.BATCH_LOST: "use operators of torch out of place, and sizes that are known when it is "
+    "compiled, between the inputs and the outputs",
+    Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to no more than the sequences of a step",
+}
 _EXCHANGES: Final = {
     Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"
     f", {SAME_GRAPH}",
@@ -211,6 +220,7 @@ _GRADIENTS_AND_SCHEDULE: Final = {
 }
 REMEDIES: Final[Mapping[Reason, str]] = {
     **_OPTIONS_AND_PRICE,
+    **_BATCH,
     **_EXCHANGES,
     **_EXPERTS,
     **_ATTENTION,

@@ -17,8 +17,9 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.effects import may_attend
 from moe_compile.graph.legality import Legality
-from moe_compile.graph.modes import changes_mode
+from moe_compile.graph.modes import changes_mode, chooses_attention
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of
 from moe_compile.journal.reasons import Reason
@@ -54,7 +55,8 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
         writer = _writer(dependence, node)
         if writer is not None:
             return NotFound(reason=Reason.WRITTEN, detail=f"{node.name} by {writer.name}")
-    if (change := _state_change(found.gather, found.sums.total)) is not None:
+    attends = any(map(may_attend, region.body))
+    if (change := _state_change(found.gather, found.sums.total, attends=attends)) is not None:
         return NotFound(reason=Reason.STATE_CHANGES, detail=change.name)
     return found
 
@@ -139,13 +141,16 @@ def _writer(dependence: Dependence, node: fx.Node) -> fx.Node | None:
     return next((w for w, written in dependence.writes.items() if written & mine), None)
 
 
-def _state_change(first: fx.Node, last: fx.Node) -> fx.Node | None:
-    """Return a change of mode between two nodes, but for grad mode switched off and on again."""
+def _state_change(first: fx.Node, last: fx.Node, *, attends: bool) -> fx.Node | None:
+    """Return a change of mode between two nodes, but for grad mode switched off and on again.
+
+    Unless the region `attends` it may stand beside attention whose backend is chosen.
+    """
     grad_modes: list[object] = []
     change, node = None, first
     while node is not last:
         node = node.next
-        if changes_mode(node):
+        if changes_mode(node) and (attends or not chooses_attention(node)):
             change = node
             if "grad_enabled" not in getattr(node.target, "__name__", ""):
                 return node

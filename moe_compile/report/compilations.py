@@ -32,6 +32,7 @@ from moe_compile.report.region_reports import (
 )
 from moe_compile.report.unmatched import Unmatched, unmatched
 from passes.pipeline import NAMES
+from passes.split_batch import SplitBatch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,8 +94,9 @@ class Compilation:
 
     @property
     def rewrites(self) -> list[str]:
-        """What rewrites of other distributions did and left, and what was predicted of it."""
-        results = (r for _, r in self.journal.records if r.pass_name not in NAMES)
+        """What rewrites of whole graphs did and left, and what was predicted of it."""
+        known = set(NAMES) - {SplitBatch.name}
+        results = (r for _, r in self.journal.records if r.pass_name not in known)
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
     @property

@@ -1,0 +1,197 @@
+"""What runs for each part of a batch, in which order, and what is made of all parts.
+
+Contract
+    A segment ends with a launch of a region's rows, and begins and ends in the modes that the graph
+    ends in: segments of other parts may run between.
+    Parameters have gradients as accumulation over the parts gives them: what is computed of them
+    is computed by each part, and a part adds up its own terms first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from moe_compile.attention.head_factors import Factor, Lost, flat
+from moe_compile.attention.head_proof import REFUSALS, Refuse
+from moe_compile.batch.batch_split import BatchSplit, SplitRegion
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.effects import is_pure
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.modes import (
+    changes_autocast,
+    changes_grad_mode,
+    changes_mode,
+    chooses_attention,
+    modes,
+)
+from moe_compile.graph.query import called_name, has_gradient
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.token_index import TokenIndex
+
+
+@dataclass(slots=True)
+class Dependents:
+    """What of a graph depends on the batch, and what it is cut of."""
+
+    cut: dict[fx.Node, None] = field(default_factory=dict)
+    """What has the batch and depends on nothing that has, in graph order."""
+    apart: set[fx.Node] = field(default_factory=set)
+    """What has the batch in a dimension."""
+    routed: set[fx.Node] = field(default_factory=set)
+    """What depends on the batch in another way."""
+    counters: set[fx.Node] = field(default_factory=set)
+    """What adds counts to tensors from outside."""
+    kept: set[fx.Node] = field(default_factory=set)
+    """What leaves the graph and is computed of counts: to be computed of those of all parts."""
+    needed: set[fx.Node] = field(default_factory=set)
+    """What the results and the counters depend on."""
+
+    def __contains__(self, node: fx.Node) -> bool:
+        """Whether the node has the batch, or depends on it."""
+        return node in self.cut or node in self.apart or node in self.routed
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """Return what depends on the batch."""
+        return self.apart | self.routed
+
+    def end(
+        self,
+        graph: fx.Graph,
+        dependence: Dependence,
+        regions: Sequence[SplitRegion],
+        counters: set[fx.Node],
+    ) -> None:
+        """Take in what leaves the graph, of parts and of counts."""
+        (output,) = graph.find_nodes(op="output")
+        leaving = [n for n in output.all_input_nodes if n in self.routed]
+        counts = {n for one in regions for n in (one.region.counts, one.region.received_counts)}
+        self.kept = (dependence.above(leaving, stops=counts) & self.nodes) - counts
+        self.counters = counters
+        results = [n for n in output.all_input_nodes if n in self.apart]
+        sums = counts if self.kept else set()
+        self.needed = dependence.above([*results, *counters, *sums])
+
+
+def body_of(
+    graph: fx.Graph,
+    dependence: Dependence,
+    regions: tuple[SplitRegion, ...],
+    tracker: ExpertTracker,
+    batch: Factor,
+    found: Dependents,
+) -> BatchSplit:
+    """Return the split of a graph of which `found` depends on the batch."""
+    (output,) = graph.find_nodes(op="output")
+    made = _made_of_parameters(found.needed - found.nodes - set(found.cut), dependence)
+    body = dependence.in_order((found.nodes & found.needed) | made)
+    obstacle = Legality(dependence, graph).obstacle(body, output, keeps_modes=True)
+    if obstacle is not None:
+        raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
+    read = {source for node in body for source in node.all_input_nodes}
+    return BatchSplit(
+        batch=batch,
+        tracker=tracker,
+        regions=regions,
+        rows=tuple(_outer_of_rows(regions, tracker, batch)),
+        cut=tuple(node for node in found.cut if node in read),
+        segments=tuple(_segments(graph, regions, set(body))),
+        alone=tuple(_read_twice(body, found.cut)),
+        results=tuple(n for n in output.all_input_nodes if n in found.apart),
+        kept=tuple(dependence.in_order(found.kept)),
+        dead=tuple(dependence.in_order(found.nodes)),
+    )
+
+
+def _made_of_parameters(nodes: Collection[fx.Node], dependence: Dependence) -> set[fx.Node]:
+    """Return those of `nodes` that give parameters a gradient, but for mere views of them."""
+    found = set[fx.Node]()
+    for node in dependence.in_order(nodes):
+        if node.op not in ("call_function", "call_method") or not has_gradient(node):
+            continue
+        is_view = bool(storages(node) & dependence.reads(node))
+        if is_pure(node) and (not is_view or any(n in found for n in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _outer_of_rows(
+    regions: Iterable[SplitRegion], tracker: ExpertTracker, batch: Factor
+) -> Iterator[Factor]:
+    """Yield the outermost factor of each order of rows, and of each index of tokens."""
+    known = TokenIndex(frozenset())
+    for one in regions:
+        for node in dict.fromkeys((one.found.index, one.found.sums.index)):
+            for ordered in filter(None, (node, known.order_of(node))):
+                outer = flat(tracker.dims(ordered)[0])[:1]
+                if any(factor.size % batch.size for factor in outer):
+                    raise Lost(f"the rows of {one.region.name} are cut across the batch")
+                yield from outer
+
+
+def _segments(
+    graph: fx.Graph, regions: Iterable[SplitRegion], body: Collection[fx.Node]
+) -> Iterator[tuple[fx.Node, ...]]:
+    """Yield the body, with the switches of modes in it, in runs that end with launches of rows."""
+    launches = {n for one in regions for n in (one.region.dispatch, one.region.combine)}
+    (output,) = graph.find_nodes(op="output")
+    state = _State(modes(graph)[output][0])
+    nodes: list[fx.Node] = []
+    is_begun = is_launched = False
+    for node in graph.nodes:
+        if changes_mode(node):
+            state.throw(node)
+        elif node not in body:
+            continue
+        elif not (is_begun or state.is_settled):
+            raise Refuse(Reason.STATE_CHANGES, node.name)
+        is_begun |= node in body
+        nodes += [node] if is_begun else []
+        is_launched |= node in launches
+        if is_launched and state.is_settled:
+            yield tuple(nodes)
+            nodes, is_launched = [], False
+    if not state.is_settled:
+        raise Refuse(Reason.STATE_CHANGES, output.name)
+    yield tuple(nodes)
+
+
+class _State:
+    """Which modes are other than where a graph ends."""
+
+    def __init__(self, grad_mode: object) -> None:
+        self._grad_mode = self._grad_mode_now = grad_mode
+        self._num_entered = self._num_chosen = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all are as they were."""
+        is_chosen = self._num_chosen % 2  # `sdpa_kernel` throws its switch back by another
+        return self._grad_mode_now == self._grad_mode and not (self._num_entered or is_chosen)
+
+    def throw(self, switch: fx.Node) -> None:
+        """Take in a switch; raise Refuse for one that is not thrown back by another."""
+        if changes_grad_mode(switch):
+            self._grad_mode_now = switch.args[0] if switch.args else None
+        elif changes_autocast(switch):
+            self._num_entered += 1 if "enter" in called_name(switch) else -1
+        elif chooses_attention(switch):
+            self._num_chosen += 1
+        else:
+            raise Refuse(Reason.STATE_CHANGES, switch.name)
+
+
+def _read_twice(body: Collection[fx.Node], cut: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield what has a gradient, is whole for every part, and is read by one more than once."""
+    inside = {*body, *cut}
+    times: dict[fx.Node, int] = {}
+    for node in body:
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, fx.Node) and leaf not in inside and has_gradient(leaf):
+                times[leaf] = times.get(leaf, 0) + 1
+    yield from (source for source, count in times.items() if count > 1)

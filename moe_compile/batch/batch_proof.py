@@ -1,0 +1,218 @@
+"""Prove that a graph computes the parts of its batch apart: all of it, experts included.
+
+Contract
+    Raises Refuse or Lost where the proof fails; the graph is not edited.
+    A value has the index of the batch in one dimension, and each of its elements comes of the same
+    index of the batch, or the value is of a MoE region and its routing. Of those it is known that a
+    token's result comes of the token, its experts and its scores (`TokenRows`), whichever tokens
+    are beside it: a part sorts, counts and exchanges its own rows.
+    What a graph writes outside of itself is refused, but for a sum of counts: whole numbers, which
+    parts add up as the whole does. So may what leaves it be made of counts.
+
+Pseudo-code
+    follow factors from all inputs; a region's sums have the factors of its tokens
+    batch = the outermost factor of a dimension of an input, the first for which all holds:
+        what depends on the batch has it, in one dimension, or is of a region
+        nothing mixes its indices
+        what leaves the graph has it, or is made of counts alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Factor, Lost, flat, holds
+from moe_compile.attention.head_proof import Refuse
+from moe_compile.batch.batch_body import Dependents, body_of
+from moe_compile.batch.batch_split import BatchSplit, SplitRegion
+from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
+from moe_compile.batch.sorted_factors import check_factors
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
+from moe_compile.graph.query import has_gradient, is_assertion, is_launch, tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.proof.row_proof import prove_rows_independent
+from moe_compile.regions.detect_moe import find_moe_regions
+from moe_compile.regions.implied_assertions import is_implied
+from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.token_counts import counts_values
+from moe_compile.regions.token_index import TOPK, TokenIndex
+from moe_compile.regions.token_regions import NotFound
+from moe_compile.regions.token_rows import find_token_rows
+
+Proven = list[tuple[SplitRegion, RowProof]]
+
+
+def find_batch_split(graph: fx.Graph, num_parts: int) -> BatchSplit | None:
+    """Return how `graph` runs on parts of its batch; None where it has no MoE region.
+
+    Raises Refuse or Lost where parts are not proven to compute what the whole does.
+    """
+    dependence = Dependence(graph)
+    regions = _regions(graph, dependence)
+    return split_around(graph, dependence, regions, num_parts) if regions else None
+
+
+def split_around(
+    graph: fx.Graph, dependence: Dependence, regions: Proven, num_parts: int
+) -> BatchSplit:
+    """Return how `graph` runs on parts of its batch, whose regions these are, each with its proof.
+
+    Raises Refuse or Lost where parts are not proven to compute what the whole does.
+    """
+    tracker, lost = follow_graph(graph, [split for split, _ in regions], dependence)
+    why: Refuse | Lost | None = None
+    for batch in candidates(graph, tracker):
+        try:
+            if batch.size < num_parts:
+                raise Refuse(Reason.BATCH_TOO_SMALL, f"{batch.size} for {num_parts} parts")
+            return _Proof(graph, dependence, regions, tracker, lost, batch).split()
+        except (Refuse, Lost) as refused:
+            why = why or refused
+    raise why or Refuse(Reason.NO_BATCH)
+
+
+def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
+    regions, others = find_moe_regions(graph)
+    if unproven := next((other for other in others if other.is_region), None):
+        raise Refuse(unproven.reason, unproven.detail)
+    found = []
+    for region in regions:
+        proof, rows = prove_rows_independent(region), find_token_rows(region, dependence)
+        if isinstance(proof, Refused):
+            raise Refuse(proof.reason, proof.detail)
+        if isinstance(rows, NotFound):
+            raise Refuse(rows.reason, rows.detail)
+        if rows.chosen is None or not rows.is_chosen_once:
+            raise Refuse(Reason.CHOSEN_TWICE, rows.index.name)
+        found.append((SplitRegion(region=region, found=rows), proof))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """The proof for one factor."""
+
+    graph: fx.Graph
+    dependence: Dependence
+    regions: Proven
+    tracker: ExpertTracker
+    lost: dict[fx.Node, str]
+    batch: Factor
+
+    def split(self) -> BatchSplit:
+        """Return the split by this factor; raise where it is not proven."""
+        mixing = {node for node, dim in self.tracker.closed if holds(dim, self.batch)}
+        found = self._dependents(mixing)
+        self._check_inputs(found)
+        counters = {node for node in found.routed if self._is_counter(node, found.apart)}
+        found.end(self.graph, self.dependence, [one for one, _ in self.regions], counters)
+        self._check_routed(found)
+        for split, _ in self.regions:
+            if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
+                raise Refuse(Reason.NO_BATCH, split.found.tokens.name)
+            check_factors(split, self.tracker)
+        splits = tuple(split for split, _ in self.regions)
+        return body_of(self.graph, self.dependence, splits, self.tracker, self.batch, found)
+
+    def _dependents(self, mixing: Collection[fx.Node]) -> Dependents:
+        found = Dependents()
+        sums = {split.found.sums.total for split, _ in self.regions}
+        for node in self.graph.nodes:
+            is_call = node.op in ("call_function", "call_method")
+            sources = [n for n in self.dependence.needs(node) if n in found] if is_call else []
+            if not sources:
+                if self._has_batch(node):
+                    found.cut[node] = None
+            elif node in self.lost or node in mixing or not self._has_batch(node):
+                found.routed.add(node)
+            elif any(source in found.routed for source in sources) and node not in sums:
+                raise Refuse(Reason.BATCH_MIXED, node.name)
+            else:
+                found.apart.add(node)
+        return found
+
+    def _check_inputs(self, found: Dependents) -> None:
+        """Refuse an input whose gradient would be a sum over parts, but for parameters."""
+        read = self.dependence.above(found.nodes)
+        for node in self.graph.find_nodes(op="placeholder"):
+            is_parameter = isinstance(tensor_of(node), torch.nn.Parameter)
+            if node in read and has_gradient(node) and node not in found.cut and not is_parameter:
+                raise Refuse(Reason.BATCH_MIXED, node.name)
+
+    def _has_batch(self, node: fx.Node) -> bool:
+        """Whether the index of the batch is in one dimension of `node`; raises in any other way."""
+        if node not in self.tracker:
+            return False
+        if self.batch in self.tracker.picks(node):
+            raise Refuse(Reason.BATCH_MIXED, node.name)
+        places = [dim for dim in self.tracker.dims(node) if holds(dim, self.batch)]
+        if not places:
+            return False
+        if len(places) > 1 or flat(places[0]).count(self.batch) != 1:
+            raise Lost(f"{node.name} has the batch in several places")
+        return True
+
+    def _check_routed(self, found: Dependents) -> None:
+        """Refuse what mixes the batch beside regions, their routing and what is made of counts."""
+        known = self.dependence.above(found.counters) & found.routed
+        for split, _ in self.regions:
+            region, rows = split.region, split.found
+            ends = (region.counts, rows.index, rows.sums.index, *rows.factors)
+            chosen = [n for n in (rows.chosen,) if n is not None]
+            stops = {*chosen, *(n for one in chosen for n in one.all_input_nodes), *found.apart}
+            known |= inside(split, self.dependence)
+            known |= self.dependence.above(ends, stops=stops) & found.routed
+        kept = self.dependence.in_order(found.kept)
+        if any(n in found.apart or has_gradient(n) or n in self.dependence.writes for n in kept):
+            raise self._refusal(next(n for n in kept if n in found.routed - known), found)
+        known |= found.kept
+        for node in self.dependence.in_order(found.routed - known):
+            is_idle = node not in found.needed and is_pure(node)
+            if not is_idle and not self._is_host_side(node):
+                raise self._refusal(node, found)
+        for node in self.dependence.in_order(found.nodes - known):
+            if is_launch(node):
+                raise Refuse(Reason.COMMUNICATES, node.name)
+
+    def _refusal(self, node: fx.Node, found: Dependents) -> Refuse | Lost:
+        """Return why `node` is not computed by parts."""
+        if draws_random(node):
+            return Refuse(Reason.RANDOM, node.name)
+        why = self.lost.get(node)
+        is_first = any(n in found.apart or n in found.cut for n in node.all_input_nodes)
+        return Lost(why) if why and is_first else Refuse(Reason.BATCH_MIXED, node.name)
+
+    def _is_host_side(self, node: fx.Node) -> bool:
+        """Whether the node only leads to assertions that hold for each part by themselves."""
+        below = self.dependence.below([node])
+        ends = [n for n in below if not n.users]
+        return all(is_host_arithmetic(n) for n in below) and all(map(self._is_implied, ends))
+
+    def _is_implied(self, node: fx.Node) -> bool:
+        if not is_assertion(node):
+            return is_pure(node)
+        if always_holds(node):
+            return True
+        facts = ((split.region, proof.facts) for split, proof in self.regions)
+        return any(known and is_implied(node, region, known) for region, known in facts)
+
+    def _is_counter(self, node: fx.Node, apart: Collection[fx.Node]) -> bool:
+        """Whether the node counts what comes apart, in a tensor of its own from outside."""
+        if node.op != "call_method" or node.target != "add_" or len(node.args) != 2 or node.kwargs:
+            return False
+        buffer, value = node.args
+        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or node.users:
+            return False
+        mine = storages(buffer)
+        touching = [n for n in self.graph.nodes if self.dependence.reads(n) & mine]
+        others = frozenset().union(*(w for n, w in self.dependence.writes.items() if n is not node))
+        known = TokenIndex(others)
+        is_alone = buffer.op == "placeholder" and touching == [node]
+        chosen = (n for n in apart if known.output(n, 1, "topk", *TOPK) is not None)
+        return is_alone and any(counts_values(known, value, one) for one in chosen)

@@ -1,0 +1,169 @@
+"""Follow factors through what stands around experts: routers, attention, masks, embeddings.
+
+Contract
+    Adds to `capacity/expert_rules.py` operators that a whole block is written with. One that
+    neither knows raises Lost. What makes an element depend on all indices of a dimension is noted
+    in `Tracker.closed`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Dims, Factor, Lost, size_of, unify
+from moe_compile.attention.head_rules import CASTS, operator_name, pointwise
+from moe_compile.attention.head_tracking import sizes_of
+from moe_compile.attention.move_arguments import from_left, moved
+from moe_compile.capacity import expert_rules
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.query import argument_of, is_integer
+
+COMPARED: Final = frozenset(
+    {
+        "eq", "ne", "lt", "le", "gt", "ge", "where", "masked_fill", "clamp", "maximum", "minimum",
+        "abs", "log", "reciprocal", "logical_and", "logical_or", "logical_not", "and_", "or_",
+        "softplus",
+    }
+)  # fmt: skip
+KEPT: Final = CASTS | {
+    "detach", "bool", "int", "long", "zeros_like", "ones_like", "full_like", "empty_like",
+}  # fmt: skip
+"""Operators that give each element in another form, or one in its place."""
+ALONG: Final = {"softmax": 1, "log_softmax": 1, "cumsum": 1, "topk": 2, "sort": 1}
+"""Operators whose elements depend on all of one dimension -> the place of that argument."""
+SEVERAL: Final = frozenset({"topk", "sort"})
+"""Those that make several tensors of the same sizes."""
+
+
+def follow(tracker: ExpertTracker, node: fx.Node) -> None:
+    """Find the factors of `node` from those of its inputs; those from outside begin here."""
+    rule = RULES.get(operator_name(node))
+    if _is_one_of_several(node):
+        rule = _kept
+    elif _taken_by(node) is not None:
+        rule = _rows_taken
+    if rule is None:
+        expert_rules.follow(tracker, node)
+        return
+    if written_arguments(node):
+        raise Lost(f"{node.name} writes in place")
+    for source in node.all_input_nodes:
+        if source not in tracker:
+            tracker.start(source)
+    tracker.inherit(node, node.all_input_nodes)
+    tracker.put(node, rule(tracker, node))
+
+
+def _is_one_of_several(node: fx.Node) -> bool:
+    """Whether the node takes one tensor of those that an operator in `SEVERAL` makes."""
+    if node.target is not operator.getitem or type(node.args[1]) is not int:
+        return False
+    return operator_name(node.all_input_nodes[0]) in SEVERAL
+
+
+def _operand(call: fx.Node, position: int, name: str) -> fx.Node:
+    found = argument_of(call, position, name)
+    if not isinstance(found, fx.Node):
+        raise Lost(f"{call.name} is given its operands in an unknown form")
+    return found
+
+
+def _kept(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    return tracker.dims(moved(node))
+
+
+def _along(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    """Follow an operator that keeps the dimensions but one, which `topk` makes shorter."""
+    name = operator_name(node)
+    dims = tracker.dims(moved(node))
+    dim = argument_of(node, ALONG[name], "dim", -1 if name in SEVERAL else None)
+    at = from_left(dim, len(dims))
+    tracker.closed.append((node, dims[at]))
+    if name == "topk":
+        chosen = argument_of(node, 1, "k")
+        if type(chosen) is not int:
+            raise Lost(f"{node.name} chooses an unknown number")
+        dims[at] = [Factor(chosen)]
+    elif name == "sort":
+        dims[at] = [Factor(size_of(dims[at]))]
+    return dims
+
+
+def _taken_by(node: fx.Node) -> fx.Node | None:
+    """Return the tensor of integers by which `x[index]` takes rows of x, None for another node."""
+    index = node.args[1] if node.target is operator.getitem else None
+    return index if isinstance(index, fx.Node) and is_integer(index) else None
+
+
+def _rows_taken(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    source, index = node.all_input_nodes[0], _taken_by(node)
+    assert index is not None
+    first, *rest = tracker.dims(source)
+    tracker.closed.append((node, first))
+    return [*tracker.dims(index), *rest]
+
+
+def _gathered(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    """Follow `gather`: an element comes of its own place in all dimensions but one."""
+    dim = argument_of(node, 1, "dim")
+    source, index = (_operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
+    given, dims = tracker.dims(source), tracker.dims(index)
+    at = from_left(dim, len(given))
+    for i, (mine, other) in enumerate(zip(dims, given, strict=True)):
+        if i != at:
+            unify(other, mine)
+    tracker.closed.append((node, given[at]))
+    return tracker.dims(index)
+
+
+def _attention(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    """Follow attention: a query sees all keys of its sequence and head."""
+    query, key, value = (_operand(node, i, n) for i, n in enumerate(("query", "key", "value")))
+    dims = [tracker.dims(operand) for operand in (query, key, value)]
+    if len({len(one) for one in dims}) > 1 or len(dims[0]) < 3:
+        raise Lost(f"{node.name} attends over operands of different forms")
+    outer = range(len(dims[0]) - 2)
+    for i in outer:
+        unify(dims[0][i], dims[1][i])
+        unify(dims[0][i], dims[2][i])
+    mask = argument_of(node, 3, "attn_mask")
+    if isinstance(mask, fx.Node):
+        _meet(dims[0], tracker.dims(mask), len(outer))
+    for one in map(tracker.dims, (query, key, value)):
+        tracker.closed += [(node, dim) for dim in one[len(outer) :]]
+    return [*tracker.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
+
+
+def _meet(query: Dims, mask: Dims, num_outer: int) -> None:
+    """Name alike what a mask has of the dimensions that attention treats apart."""
+    first = len(query) - len(mask)
+    for i in range(max(first, 0), num_outer):
+        if mask[i - first]:
+            unify(query[i], mask[i - first])
+
+
+def _embedded(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    ids, weight = _operand(node, 0, "input"), _operand(node, 1, "weight")
+    rows, width = tracker.dims(weight)
+    tracker.closed.append((node, rows))
+    return [*tracker.dims(ids), width]
+
+
+def _one_hot(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    return [*tracker.dims(moved(node)), [Factor(sizes_of(node)[-1])]]
+
+
+RULES: Final[dict[str, Callable[[ExpertTracker, fx.Node], Dims]]] = {
+    **dict.fromkeys(COMPARED, pointwise),
+    **dict.fromkeys(KEPT, _kept),
+    **dict.fromkeys(ALONG, _along),
+    "gather": _gathered,
+    "scaled_dot_product_attention": _attention,
+    "embedding": _embedded,
+    "one_hot": _one_hot,
+}

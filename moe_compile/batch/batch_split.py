@@ -1,0 +1,63 @@
+"""A graph that may run on parts of its batch: what the passes know of it.
+
+Contract
+    A split names nodes of one graph and is stale once that graph is edited.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Dims, Factor, flat
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.token_regions import TokenRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRegion:
+    """A MoE region inside of it, whose results are those of tokens apart."""
+
+    region: MoERegion
+    found: TokenRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSplit:
+    """What runs once for each part."""
+
+    batch: Factor
+    """The factor that is the index of the batch: of sequences, or of whatever comes apart."""
+    tracker: ExpertTracker
+    """Of every value that has that index in a dimension."""
+    regions: tuple[SplitRegion, ...]
+    rows: tuple[Factor, ...]
+    """Outer factors of what is in the order of rows: a part has its share of these too."""
+    cut: tuple[fx.Node, ...]
+    """What parts read and do not make, and has the index: each part reads its share."""
+    segments: tuple[tuple[fx.Node, ...], ...]
+    """What runs for each part, in graph order, cut where segments of other parts may run."""
+    alone: tuple[fx.Node, ...]
+    """What has a gradient and is read by a part more than once: a part adds up its own terms."""
+    results: tuple[fx.Node, ...]
+    """Outputs of the graph that are made of parts, joined."""
+    kept: tuple[fx.Node, ...]
+    """What outputs of the graph are computed by from counts, to be those of all parts."""
+    dead: tuple[fx.Node, ...]
+    """What depends on the batch, and is not needed once parts run, in graph order."""
+
+    @property
+    def size(self) -> int:
+        """Return how many indices the batch has."""
+        return self.batch.size
+
+    def sizes(self, dims: Dims, share: int) -> list[int]:
+        """Return the sizes of dimensions in a part that has `share` of the batch."""
+        return [math.prod(self._size(factor, share) for factor in flat(dim)) for dim in dims]
+
+    def _size(self, factor: Factor, share: int) -> int:
+        divided = factor is self.batch or factor in self.rows
+        return factor.size // self.size * share if divided else factor.size

@@ -1,0 +1,82 @@
+"""The factors of a whole graph, experts included, and which of them may be the batch.
+
+Contract
+    The sums of a MoE region have the factors of its tokens; what is between them, from the gather
+    to the sums, is not followed. Where an operator is not known its result has factors of its own,
+    and the reason is noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Factor, Lost, flat
+from moe_compile.batch import batch_rules
+from moe_compile.batch.batch_split import SplitRegion
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.query import tensor_of
+
+
+def follow_graph(
+    graph: fx.Graph, regions: Collection[SplitRegion], dependence: Dependence
+) -> tuple[ExpertTracker, dict[fx.Node, str]]:
+    """Return the factors of all that can be followed, and why other nodes cannot."""
+    tracker, lost = ExpertTracker(), dict[fx.Node, str]()
+    sums = {split.found.sums.total: split for split in regions}
+    inner = {n for split in regions for n in inside(split, dependence)} - sums.keys()
+    for node in graph.nodes:
+        if node.op == "placeholder" and tensor_of(node) is not None:
+            _start(tracker, node, lost)
+        if node.op not in ("call_function", "call_method"):
+            continue
+        try:
+            if node in sums:
+                tokens = tracker.dims(sums[node].found.tokens)
+                tracker.put(node, [tokens[0], [Factor(f.size) for f in tokens[1]]])
+            elif node in inner:
+                lost[node] = ""
+            else:
+                batch_rules.follow(tracker, node)
+        except Lost as refused:
+            lost[node] = str(refused)
+            _start(tracker, node, lost)
+    return tracker, lost
+
+
+def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> None:
+    """Begin anew at `node`: if it depends on the batch, it is known to have been lost."""
+    try:
+        tracker.start(node)
+    except Lost as refused:
+        lost.setdefault(node, f"{node.name}: {refused}")
+
+
+def inside(split: SplitRegion, dependence: Dependence) -> set[fx.Node]:
+    """Return what brings rows to their experts and back, from the gather to the sums."""
+    region, found = split.region, split.found
+    return {
+        found.gather,
+        *found.before,
+        *region.body,
+        *region.between,
+        *found.after,
+        *found.sums.tail,
+        *(dependence.below([region.count_exchange]) & dependence.above([region.result])),
+    }
+
+
+def candidates(graph: fx.Graph, tracker: ExpertTracker) -> Iterator[Factor]:
+    """Yield the outermost factor of each dimension of inputs that are no parameters, in order."""
+    seen: list[Factor] = []
+    for node in graph.find_nodes(op="placeholder"):
+        if node not in tracker or isinstance(tensor_of(node), torch.nn.Parameter):
+            continue
+        for dim in tracker.dims(node):
+            for outer in flat(dim)[:1]:
+                if outer not in seen:
+                    seen.append(outer)
+                    yield outer

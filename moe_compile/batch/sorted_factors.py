@@ -1,0 +1,56 @@
+"""Factors of rows: are they scores of the rows' own tokens.
+
+Contract
+    Raises Refuse unless each factor is proven to be, row by row, what a tensor has for the row's
+    token, or for its token and choice: the rows of a part then have the same factors.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Final
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Factor, flat
+from moe_compile.attention.head_proof import Refuse
+from moe_compile.batch.batch_split import SplitRegion
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.row_chain import CASTS
+from moe_compile.regions.token_index import TokenIndex
+
+FORMS: Final = frozenset({"reshape", "view", "unsqueeze", "contiguous", "detach"})
+
+
+def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
+    """Raise Refuse for a factor of the region's rows that is not of their tokens alone."""
+    found = split.found
+    assert found.chosen is not None
+    index, order = found.index, TokenIndex(frozenset()).order_of(found.index)
+    by_choice = [f for dim in tracker.dims(found.chosen) for f in flat(dim)]
+    by_token = flat(tracker.dims(found.tokens)[0])
+    orders: dict[fx.Node | None, list[Factor]] = {order: by_choice, index: by_token}
+    for factor in found.factors:
+        taken = _taken(factor)
+        if taken is None:
+            raise Refuse(Reason.BATCH_MIXED, factor.name)
+        source, by = taken
+        if source not in tracker or flat(tracker.dims(source)[0]) != orders.get(by):
+            raise Refuse(Reason.BATCH_MIXED, factor.name)
+
+
+def _taken(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the tensor whose rows `factor` takes and the index that says which."""
+    node = factor
+    while True:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        by = node.args[1] if node.target is operator.getitem else None
+        if isinstance(by, fx.Node):
+            return source, by
+        is_form = node.op == "call_method" and node.target in FORMS | CASTS
+        if not (is_form or by == (slice(None), None)) or len(node.all_input_nodes) != 1:
+            return None
+        node = source

@@ -1,0 +1,51 @@
+"""Give nodes made on a Dynamo graph the values that the tracer would have stored.
+
+Contract
+    Each is run on the values stored of its inputs; nothing is computed. It requires a gradient
+    where the node does that it is a copy of. Integers that the host reads become symbols anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
+from moe_compile.graph.observation import call, running_on
+from moe_compile.graph.query import has_gradient, value_of
+
+
+def store_values(
+    nodes: Iterable[fx.Node], fake: FakeTensorMode, original: Mapping[fx.Node, fx.Node]
+) -> None:
+    """Store the value of each of `nodes`, in graph order.
+
+    `original` has what a node is a copy of; others require a gradient where an input does.
+    """
+    modes_of: Mapping[fx.Node, Mode] = {}
+    for node in nodes:
+        modes_of = modes_of or modes(node.graph)
+        if changes_mode(node):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _given)
+        with running_on(fake), running_under(modes_of[node]), torch.no_grad():
+            value = call(node, args, kwargs)
+            copied = original.get(node)
+            flows = any(map(has_gradient, [copied] if copied else node.all_input_nodes))
+            node.meta["example_value"] = _with_gradient(value) if flows else value
+
+
+def _given(node: fx.Node) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value_of(node))
+
+
+def _with_gradient(value: Any) -> Any:
+    def flows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.requires_grad_() if tensor.dtype.is_floating_point else tensor
+
+    return pytree.tree_map_only(torch.Tensor, flows, value)

@@ -1,0 +1,137 @@
+"""Run a graph once for each part of its batch, and join what leaves it.
+
+Contract
+    Requires  a `BatchSplit`, which proves that parts compute what the whole does.
+    Order     the segments of all parts in turn: while rows of one part travel, attention and
+              experts of others can run. Within a turn the last part first, so that autograd adds
+              up gradients from the first part on, as gradient accumulation over the parts does.
+    What leaves the graph and is made of counts is computed of the sums of all parts' counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Dims, size_of
+from moe_compile.batch.batch_split import BatchSplit
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import tensor_of
+from passes.replay.factor_pieces import Pieces
+
+
+@dataclass(slots=True)
+class Parts:
+    """What was emitted."""
+
+    envs: list[dict[fx.Node, Any]]
+    """Of each part: node of the whole -> its copy."""
+    kept: dict[fx.Node, Any] = field(default_factory=dict)
+    """What is computed of counts -> the same of those of all parts."""
+    joined: dict[fx.Node, Any] = field(default_factory=dict)
+    """Output of the whole -> that of all parts."""
+
+
+class _Pieces(Pieces):
+    """Pieces of the batch, and of rows that are made of it."""
+
+    def __init__(self, emit: Emitter, split: BatchSplit, shares: Sequence[int]) -> None:
+        super().__init__(emit, split.tracker, split.batch, shares, num_ranks=1)
+        self._split = split
+
+    def sizes(self, dims: Dims, share: int) -> list[int]:
+        """Return the sizes of dimensions of these factors in a part of `share` indices."""
+        return self._split.sizes(dims, share)
+
+
+def part_sizes(size: int, num_parts: int) -> list[int]:
+    """Return how many of `size` indices each part has: as even as can be, larger ones first."""
+    least, more = divmod(size, num_parts)
+    return [least + (i < more) for i in range(num_parts)]
+
+
+def emit_parts(split: BatchSplit, shares: Sequence[int], output: fx.Node) -> Parts:
+    """Emit what runs for each share of the batch, before `output`."""
+    replay = _Replay(split, shares, output)
+    replay.give_inputs()
+    for segment in split.segments:
+        replay.run(segment)
+    for node in dict.fromkeys(split.results):
+        replay.join(node)
+    return replay.parts
+
+
+class _Replay:
+    """Emits parts, segment by segment."""
+
+    def __init__(self, split: BatchSplit, shares: Sequence[int], output: fx.Node) -> None:
+        self._split, self._shares = split, shares
+        self._emit = Emitter(output)
+        self._pieces = _Pieces(self._emit, split, shares)
+        self.parts = Parts([{} for _ in shares])
+        sums = [one.found.sums for one in split.regions]
+        self._totals = {one.total for one in sums}
+        self._sized = {
+            node: one
+            for one in split.regions
+            if one.found.sums.is_order
+            for node in (one.found.sums.tail[0], one.found.sums.tail[2])
+        }
+        self._counts = {
+            node
+            for one in split.regions
+            for node in (one.region.counts, one.region.received_counts)
+        }
+
+    def give_inputs(self) -> None:
+        """Cut what has the batch; name for each part what it reads more than once."""
+        for source in self._split.cut:
+            for env, piece in zip(self.parts.envs, self._pieces.cut(source), strict=True):
+                env[source] = piece
+        for source in self._split.alone:
+            for env in reversed(self.parts.envs):
+                env[source] = self._emit.method("view_as", source, source)
+
+    def run(self, segment: Sequence[fx.Node]) -> None:
+        """Emit a segment for each part, and what is made of the counts of all once these are."""
+        envs, kept = self.parts.envs, self.parts.kept
+        for env, share in reversed(list(zip(envs, self._shares, strict=True))):
+            for node in segment:
+                self._emit_node(node, env, share)
+        if not self._split.kept or kept or not self._counts <= envs[0].keys():
+            return
+        for node in sorted(self._counts):
+            kept[node] = envs[0][node]
+            for env in envs[1:]:
+                kept[node] = self._emit.call(torch.add, kept[node], env[node])
+        for node in self._split.kept:
+            kept[node] = self._emit.copy(node, kept)
+
+    def join(self, node: fx.Node) -> None:
+        """Emit an output of the whole."""
+        self.parts.joined[node] = self._pieces.join([env[node] for env in self.parts.envs], node)
+
+    def _emit_node(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> None:
+        if node in self._sized:
+            env[node] = self._resized(node, env, share)
+        elif node in self._totals or node not in self._split.tracker:
+            env[node] = self._emit.copy(node, env)
+        else:
+            self._pieces.replay(node, env, share)
+
+    def _resized(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
+        """Emit the zeros that rows are put in order in, or the view of them by token."""
+        found, tensor = self._sized[node].found, tensor_of(node)
+        assert tensor is not None
+        whole = size_of(self._split.tracker.dims(found.tokens)[0])
+        num_tokens = whole // self._split.size * share
+        sizes = [int(tensor.shape[0]) // whole * num_tokens, *tensor.shape[1:]]
+        zeros, _, by_token = found.sums.tail[:3]
+        if node is by_token:
+            return self._emit.method("reshape", env[zeros], sizes)
+        like = {"dtype": tensor.dtype, "device": tensor.device}
+        return self._emit.instead(node, torch.zeros, sizes, **like)

@@ -1,0 +1,116 @@
+"""Run a graph on parts of its batch, so that attention of one part hides exchanges of another.
+
+Contract
+    Requires  WAITS_VISIBLE.
+    Keeps     every output and every gradient of an input; a parameter's gradient is the sum over
+              parts, in the order of gradient accumulation. What is written outside of the graph are
+              sums of counts.
+    Refused where parts are not proven to compute what the whole does. The result is looked at
+    again: each part must have the regions, and the routing, that the proof said it has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Lost
+from moe_compile.attention.head_proof import Refuse
+from moe_compile.batch.batch_proof import find_batch_split
+from moe_compile.batch.batch_split import BatchSplit
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.edit import erase_dead, read_instead
+from moe_compile.graph.observation import fake_mode_of
+from moe_compile.graph.query import value_of
+from moe_compile.graph.stored_values import store_values
+from moe_compile.journal.entries import PassReport, Verdict, judged
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.plan import RewritePlan
+from moe_compile.plan.state import CompileState
+from moe_compile.regions.detect_moe import find_moe_regions
+from moe_compile.regions.token_regions import TokenRows
+from moe_compile.regions.token_rows import find_token_rows
+from passes.contract import Fact, GraphPass
+from passes.replay.batch_parts import Parts, emit_parts, part_sizes
+
+BATCH: Final = "the batch"
+"""The one candidate."""
+
+
+@dataclass(frozen=True)
+class SplitBatch(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "split_batch"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Prove, emit parts, have the outputs read these, erase the whole, look again."""
+        num_parts = state.config.batch_parts
+        if not isinstance(num_parts, int) or num_parts == 1:
+            return PassReport(pass_name=self.name)
+        try:
+            split = find_batch_split(graph, num_parts)
+        except Refuse as refused:
+            return self._skipped(state, refused.reason, refused.detail)
+        except Lost as refused:
+            return self._skipped(state, Reason.BATCH_LOST, str(refused))
+        if split is None:
+            return PassReport(pass_name=self.name)
+        _carry_out(graph, split, num_parts)
+        said = f"{num_parts} parts"
+        state.rewrites += (RewritePlan(name=self.name, proposals=(said,)),)
+        return PassReport(pass_name=self.name, applied=(f"{BATCH}, in {said}",))
+
+    def _skipped(self, state: CompileState, reason: Reason, detail: str) -> PassReport:
+        verdict = Verdict(candidate=BATCH, reason=reason, detail=detail)
+        return PassReport(
+            pass_name=self.name, skipped=(judged(state.config, "batch_parts", verdict),)
+        )
+
+
+def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
+    (output,) = graph.find_nodes(op="output")
+    before = set(graph.nodes)
+    parts = emit_parts(split, part_sizes(split.size, num_parts), output)
+    fake = fake_mode_of([value_of(node) for node in split.cut])
+    if fake is None:
+        raise ContractViolation("the batch is of no tensors that the tracer made")
+    copies = {copy: node for env in parts.envs for node, copy in env.items()}
+    copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
+    store_values([n for n in graph.nodes if n not in before], fake, copies)
+    for node in output.all_input_nodes:
+        if node in parts.joined or node in split.kept:
+            read_instead(output, node, parts.joined.get(node, parts.kept.get(node)))
+    erase_dead(split.dead)
+    _check(graph, split, parts)
+
+
+def _check(graph: fx.Graph, split: BatchSplit, parts: Parts) -> None:
+    """Raise ContractViolation unless each part has its regions, with its tokens and routing."""
+    dependence = Dependence(graph)
+    regions = {region.dispatch: region for region in find_moe_regions(graph)[0]}
+    for env in parts.envs:
+        for one in split.regions:
+            region = regions.get(env[one.region.dispatch])
+            found = None if region is None else find_token_rows(region, dependence)
+            if not isinstance(found, TokenRows):
+                raise ContractViolation(f"{one.region.name} is none in a part: {found}")
+            for whole, part in _pairs(one.found, found):
+                if part is not (None if whole is None else env.get(whole, whole)):
+                    raise ContractViolation(f"{one.region.name} has {part} for {whole} in a part")
+
+
+def _pairs(whole: TokenRows, part: TokenRows) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
+    """Yield what a region is told by, and the same of a part of it."""
+    yield whole.tokens, part.tokens
+    yield whole.chosen, part.chosen if part.is_chosen_once else None
+    yield whole.sums.total, part.sums.total
+    yield whole.sums.base, part.sums.base
+    yield whole.sums.weights, part.sums.weights
+    yield from itertools.zip_longest(whole.factors, part.factors)

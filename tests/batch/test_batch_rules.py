@@ -1,0 +1,135 @@
+"""Programs drawn of operators that keep the batch apart and of ones that mix it.
+
+Where the proof says that a program may run in parts of its batch, a change of one sequence changes
+nothing of others.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from moe_compile.attention.head_factors import Lost, flat
+from moe_compile.attention.head_proof import Refuse
+from moe_compile.batch.batch_proof import split_around
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.query import has_gradient
+from tests.capture import dynamo_graphs
+
+SIZES = (4, 8, 16)
+"""Sequences, positions, width; the first is a divisor of the others, which mixes them up easily."""
+TABLE = torch.arange(64.0).double().reshape(4, 16) / 64
+MIXER = torch.arange(16.0).double().reshape(4, 4) / 16
+
+APART = {
+    "norm": lambda x: F.rms_norm(x, (16,)),
+    "softmax over features": lambda x: torch.softmax(x, -1),
+    "softmax over positions": lambda x: torch.softmax(x, 1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "attention of heads": lambda x: (
+        F.scaled_dot_product_attention(*3 * (x.reshape(4, 8, 4, 4).transpose(1, 2),))
+        .transpose(1, 2)
+        .reshape(4, 8, 16)
+    ),
+    "features turned": lambda x: x.reshape(4, 8, 4, 4).transpose(2, 3).reshape(4, 8, 16),
+    "positions by features": lambda x: x.transpose(1, 2).reshape(4, 16, 8).transpose(1, 2),
+    "batch last and back": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "rows": lambda x: x.flatten(0, 1).mul(2).unflatten(0, (4, 8)),
+    "positions summed": lambda x: x + x.sum(1, keepdim=True),
+    "gate": lambda x: torch.where(x > 0, x, x * 0.1),
+    "halves": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "stacked": lambda x: torch.stack([x, x * 2], 2).mean(2),
+    "weights by sequence": lambda x: x * TABLE[:, None],
+    "largest": lambda x: x.gather(-1, torch.topk(x, 16, -1)[1]),
+    "products": lambda x: x @ x.transpose(1, 2) @ x,
+    "einsum": lambda x: torch.einsum("bsd,btd->bst", x, x) @ x,
+    "running sum": lambda x: torch.cumsum(x, 1),
+    "sorted features": lambda x: torch.sort(x, -1)[0],
+    "looked up": lambda x: x + TABLE[(x.sum(-1) > 0).long()],
+}
+MIXED = {
+    "batch norm": lambda x: x - x.mean(0),
+    "running sum of sequences": lambda x: torch.cumsum(x, 0),
+    "first sequence": lambda x: x + x[0],
+    "first sequences": lambda x: x + x[:1],
+    "softmax over sequences": lambda x: torch.softmax(x, 0),
+    "attention over sequences": lambda x: F.scaled_dot_product_attention(
+        *3 * (x.transpose(0, 1),)
+    ).transpose(0, 1),
+    "products of sequences": lambda x: (MIXER @ x.flatten(1)).view(4, 8, 16),
+    "einsum over sequences": lambda x: torch.einsum("bsd,bc->csd", x, MIXER),
+    "sorted sequences": lambda x: torch.sort(x, 0)[0],
+    "rolled": lambda x: torch.roll(x, 1, 0),
+    "turned round": lambda x: x.flip(0),
+    "other half": lambda x: torch.cat(x.chunk(2, 0)[::-1], 0),
+    "a sequence from each": lambda x: x[torch.tensor([1, 0, 3, 2])],
+    "largest of all": lambda x: x / x.amax((0, 1, 2), keepdim=True),
+}
+TURNED = {
+    "batch second": lambda x: x.transpose(0, 1).reshape(4, 8, 16),
+    "batch inside": lambda x: x.reshape(8, 4, 16).transpose(0, 1).reshape(4, 8, 16),
+}
+"""Sequences stay apart, in another place."""
+STEPS = APART | MIXED | TURNED
+
+
+class Steps(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def forward(self, x):
+        for name in self.names:
+            x = STEPS[name](x)
+        return x
+
+
+def proven(program, x):
+    """Return how `program` runs on two parts of `x`, None where it is refused."""
+    (gm,) = dynamo_graphs(program, x.clone().requires_grad_())
+    try:
+        return split_around(gm.graph, Dependence(gm.graph), [], 2)
+    except (Refuse, Lost):
+        return None
+
+
+def by_part(split, node, tensor):
+    """Return a view of `tensor`, the value of `node`, with the index of the batch first."""
+    factors = [factor for dim in split.tracker.dims(node) for factor in flat(dim)]
+    opened = tensor.contiguous().view([factor.size for factor in factors])
+    return opened.movedim(factors.index(split.batch), 0)
+
+
+@pytest.mark.parametrize("name", APART | TURNED)
+def test_what_keeps_sequences_apart_is_proven(name):
+    assert proven(Steps([name]), torch.randn(SIZES).double()) is not None
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_sequences_is_not_split_by_them(name):
+    """Positions may come apart then."""
+    split = proven(Steps([name, "attention"]), torch.randn(SIZES).double())
+    assert split is None
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=6),
+    seed=st.integers(0, 1 << 30),
+)
+def test_what_is_proven_of_drawn_steps_is_so(names, seed):
+    """A change of one index of what is taken for the batch changes nothing of others."""
+    program = Steps(names)
+    x = torch.randn(SIZES, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    split = proven(program, x)
+    if split is None:
+        return
+    (given,) = (node for node in split.cut if has_gradient(node))
+    (result,) = split.results
+    whole = by_part(split, result, program(x))
+    for i in range(split.size):
+        changed = x.clone()
+        by_part(split, given, changed)[i] += 1
+        others = torch.arange(split.size) != i
+        assert torch.equal(by_part(split, result, program(changed))[others], whole[others])

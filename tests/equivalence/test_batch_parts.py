@@ -1,0 +1,100 @@
+"""A graph in parts of its batch computes what the model computes of the parts, one after another.
+
+Outputs, gradients of inputs and of parameters, and what is counted, bit for bit.
+"""
+
+import pytest
+import torch
+
+from moe_compile.report.process_report import REPORT
+from passes.replay.batch_parts import part_sizes
+from tests.batch_layers import LAYERS, POSITIONS, WIDTH, Block, Counted, Stack
+from tests.dispatch_layers import InOrder
+from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
+
+
+def drawn(rank, size, dtype):
+    own = torch.Generator().manual_seed(100 + rank)
+    x, gradient = torch.randn(2, size, POSITIONS, WIDTH, generator=own).to(dtype)
+    return x, gradient
+
+
+def state_of(model, x, y):
+    yield "output", y.detach()
+    yield "input gradient", x.grad
+    for name, parameter in model.named_parameters():
+        yield f"gradient of {name}", parameter.grad
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer
+
+
+def accumulated(model, x, gradient, sizes):
+    """Run `model` eagerly on one part after another, adding up gradients."""
+    x = x.clone().requires_grad_()
+    parts = []
+    for part, its_gradient in zip(x.split(sizes), gradient.split(sizes), strict=True):
+        parts.append(model(part))
+        parts[-1].backward(its_gradient)
+    return dict(state_of(model, x, torch.cat(parts)))
+
+
+def run_case(rank, build, parts, size, options, dtype=torch.bfloat16):
+    """Return what differs from gradient accumulation, and what became of the graph's regions.
+
+    `build` is a model's class, the class of its experts, and how many sequences other ranks have
+    less of, per rank.
+    """
+    torch._dynamo.reset()
+    model, layer, fewer = build
+    x, gradient = drawn(rank, size - fewer * rank, dtype)
+    expected = accumulated(model(layer, dtype), x, gradient, part_sizes(len(x), parts))
+    compiled_model, given = model(layer, dtype), x.clone().requires_grad_()
+    options = {"megamoe.batch_parts": parts, "megamoe.codegen": "fx", **options}
+    first = len(REPORT.compilations)
+    compiled = torch.compile(compiled_model, backend="megamoe", fullgraph=True, options=options)
+    y = compiled(given)
+    y.backward(gradient)
+    found = dict(state_of(compiled_model, given, y))
+    differing = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    (made,) = REPORT.compilations[first:]
+    return differing, [(region.verdict, region.num_chunks) for region in made.regions]
+
+
+def check(pool, model, layer, parts, size, *, fewer=0, chunks=1, num_layers=1, **options):
+    settings = {"megamoe.strict": True, "megamoe.chunks": chunks}
+    found = pool.run(run_case, (model, layer, fewer), parts, size, settings, **options)
+    for rank, (differing, regions) in enumerate(found):
+        assert not differing, f"rank {rank}: {differing}"
+        assert len(regions) == parts * num_layers
+        assert {num for _, num in regions} == {chunks}
+
+
+@pytest.mark.parametrize("layer", slow_but([InOrder], LAYERS), ids=lambda s: s.__name__)
+def test_two_parts_equal_gradient_accumulation(two_ranks, layer):
+    check(two_ranks, Block, layer, 2, 4)
+
+
+@pytest.mark.slow
+def test_parts_may_differ_in_size(two_ranks):
+    check(two_ranks, Block, GroupedExperts, 3, 5)
+
+
+def test_gradients_of_three_parts_are_added_up_in_their_order(two_ranks):
+    """In two blocks that share weights, and with a weight that is computed of another."""
+    check(two_ranks, Stack, GroupedExperts, 3, 3, num_layers=2)
+
+
+@pytest.mark.slow
+def test_every_part_runs_in_chunks(two_ranks):
+    check(two_ranks, Block, GroupedExperts, 2, 4, chunks=2)
+
+
+@pytest.mark.slow
+def test_rows_are_counted_in_all_parts(two_ranks):
+    check(two_ranks, Block, Counted, 2, 4)
+
+
+@pytest.mark.slow
+def test_ranks_may_have_other_numbers_of_sequences(two_ranks):
+    check(two_ranks, Block, GroupedExperts, 2, 4, fewer=1)

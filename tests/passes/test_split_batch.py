@@ -1,0 +1,108 @@
+"""Which graphs are not run in parts of their batch, and what those that are look like."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_compile.backend import rewrite
+from moe_compile.config import MegaMoEConfig
+from moe_compile.errors import RegionRefused
+from moe_compile.graph.query import is_all_to_all, is_integer
+from moe_compile.journal.reasons import Reason
+from tests.batch_layers import POSITIONS, WIDTH, Block, Counted
+from tests.block_layers import SerialBlock, block_input
+from tests.capacity_layers import GShardEinsum
+from tests.capture import dynamo_graphs
+from tests.layers import GroupedExperts, SharedAndBias
+
+
+def drawn(size=4):
+    return torch.randn(size, POSITIONS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+
+
+class Dropped(Block):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5)
+
+
+class WithLoss(Block):
+    """Its output has the mean load of experts in it, as an auxiliary loss has."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + torch.softmax(x @ self.qkv.weight[:WIDTH].t(), -1).mean((0, 1))
+
+
+class Written(Block):
+    def forward(self, x):
+        return super().forward(x).add_(1)
+
+
+class Recomputed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class OfCapacity(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.layer = GShardEinsum(WIDTH, 64, 4, 2, 1.0, group, torch.bfloat16)
+
+    def forward(self, x):
+        return self.layer(x.flatten(0, 1))[0].view(x.shape)
+
+
+def verdicts(program, x, **options):
+    (gm, *_) = dynamo_graphs(program, x)
+    settings = {"hardware": "cpu", "chunks": 1, "batch_parts": 2} | options
+    _, compilation = rewrite(gm, MegaMoEConfig(**settings))
+    records = [r for _, r in compilation.journal.records if r.pass_name == "split_batch"]
+    skipped = [verdict.reason for record in records for verdict in record.skipped]
+    return gm, skipped, compilation
+
+
+REFUSED = {
+    "dropout": (lambda group: Dropped(GroupedExperts, torch.bfloat16), Reason.RANDOM),
+    "loss": (lambda group: WithLoss(GroupedExperts, torch.bfloat16), Reason.BATCH_MIXED),
+    "bias by load": (lambda group: Block(SharedAndBias, torch.bfloat16), Reason.BATCH_MIXED),
+    "in place": (lambda group: Written(GroupedExperts, torch.bfloat16), Reason.BATCH_LOST),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_parts_would_compute_otherwise_is_left_whole(fake_ranks, name):
+    build, reason = REFUSED[name]
+    _, skipped, _ = verdicts(build(fake_ranks), drawn())
+    assert skipped == [reason]
+    with pytest.raises(RegionRefused, match="batch_parts"):
+        verdicts(build(fake_ranks), drawn(), strict=True)
+
+
+def test_collectives_beside_experts_are_refused(fake_ranks):
+    _, skipped, _ = verdicts(SerialBlock(fake_ranks, fake_ranks), block_input())
+    assert len(skipped) == 1
+
+
+def test_graphs_without_a_region_that_is_counted_are_not_looked_at(fake_ranks):
+    """Experts with a capacity drop what is too much of the whole batch."""
+    _, skipped, compilation = verdicts(OfCapacity(fake_ranks), drawn())
+    assert skipped == []
+    assert len(compilation.regions) == 1
+
+
+def test_every_part_is_dispatched_before_the_first_part_is_combined(fake_ranks):
+    gm, skipped, compilation = verdicts(Block(Counted, torch.bfloat16), drawn(3), batch_parts=3)
+    assert skipped == []
+    rows = [n for n in gm.graph.nodes if is_all_to_all(n) and not is_integer(n)]
+    widths = [n.all_input_nodes[0].meta["example_value"].shape for n in rows]
+    assert len(widths) == 6
+    assert [type(rows) is int for rows, _ in widths] == [True] * 3 + [False] * 3
+    assert compilation.rewrites == ["split_batch: applied to the batch, in 3 parts"]
+
+
+def test_what_is_checkpointed_runs_in_parts(fake_ranks):
+    _, skipped, compilation = verdicts(Recomputed(GroupedExperts, torch.bfloat16), drawn())
+    assert skipped == []
+    assert len(compilation.regions) == 2
