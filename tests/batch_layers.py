@@ -4,7 +4,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from tests.attention_layers import SplitAttention
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
 
@@ -62,6 +64,25 @@ class Counted(GroupedExperts):
 
     def forward(self, x):
         return super().forward(x) + F.silu(x @ self.up) @ self.down
+
+
+class Ulysses(Block):
+    """A block whose attention trades positions for heads with the other ranks."""
+
+    def __init__(self, layer, dtype=torch.float32):
+        super().__init__(layer, dtype)
+        del self.qkv, self.out
+        self.attention = SplitAttention(WIDTH, HEADS, 2, 16, dist.group.WORLD, dtype)
+
+    def attend(self, x):
+        return self.attention(x)
+
+
+class Recomputed(Block):
+    """A block inside an activation checkpoint."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Stack(nn.Module):

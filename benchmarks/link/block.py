@@ -1,8 +1,10 @@
 """A transformer block over a process group: attention and experts, each divided in one of two ways.
 
-Rank r has the r-th part of the sequence, which comes first as in Megatron: `[S / n, B, H]`.
+Rank r has the r-th part of the sequence, which comes first as in Megatron: `[S / n, B, H]`; with
+attention "dp" the r-th part of the sequences, `[S, B / n, H]`.
 
     attention "tp"  gather the sequence, attend with this rank's heads, reduce-scatter the result
+    attention "dp"  every rank has its own sequences, and all weights
     attention "sp"  Ulysses, by the recipe's own exchanges; every rank has all weights
     experts "tp"    gather the tokens, 1 / n of every expert's hidden width, reduce-scatter
     experts "a2a"   the routed layer of benchmarks/link/layer.py, whose experts the ranks share out
@@ -89,6 +91,18 @@ class SequenceParallelAttention(_Attention):
         return self.output(to_sequence(self.attend(q, k, v), self.group))
 
 
+class WholeAttention(_Attention):
+    """Every rank has sequences of its own, and all weights."""
+
+    def __init__(self, case: BlockCase, group: dist.ProcessGroup) -> None:
+        """Make room for all weights."""
+        super().__init__(case, group, 1)
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Return attention of this rank's sequences."""
+        return self.output(self.attend(*self.project(x_SBH)))
+
+
 class TensorParallelExperts(nn.Module):
     """Every rank runs all tokens through its columns of every expert; their sum is the result.
 
@@ -116,7 +130,9 @@ class TensorParallelExperts(nn.Module):
         return reduce_scatter(routing.combine(done_RH, whole), self.group)
 
 
-ATTENTIONS: Final = {"tp": TensorParallelAttention, "sp": SequenceParallelAttention}
+ATTENTIONS: Final = {
+    "tp": TensorParallelAttention, "sp": SequenceParallelAttention, "dp": WholeAttention,
+}  # fmt: skip
 EXPERTS: Final[dict[str, Any]] = {"tp": TensorParallelExperts, "a2a": MoELayer}
 
 
@@ -167,6 +183,6 @@ def part_of_rank(
 def replicated_names(plan: Plan) -> frozenset[str]:
     """Return the parameters all ranks hold alike, whose gradients are the sums of the ranks'."""
     names = {"attention_norm.weight", "experts_norm.weight", "experts.router"}
-    if plan.attention == "sp":
+    if plan.attention != "tp":
         names |= {f"attention.{name}" for name in ("q", "k", "v", "out")}
     return frozenset(names)

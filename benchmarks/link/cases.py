@@ -46,7 +46,8 @@ class Plan:
     """How a block is divided over the ranks."""
 
     attention: str
-    """"tp": by heads, sequence gathered; "sp": by sequence, heads exchanged (Ulysses)."""
+    """"tp": by heads, sequence gathered; "sp": by sequence, heads exchanged (Ulysses); "dp": by
+    sequences, nothing exchanged."""
     experts: str
     """"tp": every expert in slices; "a2a": whole experts, rows exchanged."""
 
@@ -58,6 +59,11 @@ BLOCKS: Final = (
     BlockCase(name="block-4", num_ranks=4, tokens=1024, batch=4, experts=16),
 )
 """Sequences of 1024, two query heads to a KV head."""
+PARTS: Final = (
+    BlockCase(name="parts-2", num_ranks=2, tokens=2048, batch=4, experts=8),
+    BlockCase(name="parts-4", num_ranks=4, tokens=1024, batch=8, experts=16),
+)
+"""Two whole sequences on each rank."""
 DISPATCHES: Final = tuple(
     Case(name=f"top-{k}", num_ranks=4, tokens=1024, experts=16, top_k=k) for k in range(1, 5)
 )
@@ -78,6 +84,9 @@ REORDERED: Final = "inductor reorder"
 BLOCK_BASELINE: Final = "tp+tp inductor"
 BLOCK_REORDERED: Final = "tp+tp inductor reorder"
 """Of a block: tensor parallelism throughout."""
+PARTS_BASELINE: Final = "dp+a2a inductor"
+PARTS_REORDERED: Final = "dp+a2a inductor reorder"
+"""Of a block whose attention exchanges nothing."""
 QUANTIZED: Final = "fp8"
 """In the name of every variant whose rows travel quantised."""
 
@@ -173,6 +182,23 @@ PRESETS: Final[Mapping[str, Preset]] = {
         ratios=("2:1", "1:1", "1:2"),
         baseline=BLOCK_BASELINE,
         reordered=BLOCK_REORDERED,
+    ),
+    "parts": Preset(
+        cases=PARTS,
+        variants=(
+            PARTS_BASELINE,
+            PARTS_REORDERED,
+            "dp+a2a N=1",
+            "dp+a2a N=2",
+            "dp+a2a parts",
+            "dp+a2a parts N=2",
+        ),
+        control_rounds=20,
+        rounds=11,
+        timeout_s=1800.0,
+        ratios=("2:1", "1:1", "1:2"),
+        baseline=PARTS_BASELINE,
+        reordered=PARTS_REORDERED,
     ),
     "dispatch": Preset(
         cases=DISPATCHES,

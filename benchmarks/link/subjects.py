@@ -98,8 +98,9 @@ class BlockSubjects:
         weights = part_of_rank(self._whole.weights, case, plan, rank)
         block.load_state_dict(weights, assign=True)
         grads = part_of_rank(self._reference.weight_grads, case, plan, rank)
+        along = 1 if plan.attention == "dp" else 0
         tokens, grad, out, input_grad = (
-            x.chunk(case.num_ranks)[rank].clone()
+            x.chunk(case.num_ranks, along)[rank].clone()
             for x in (
                 self._whole.tokens,
                 self._whole.grad,

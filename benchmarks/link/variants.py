@@ -10,7 +10,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from benchmarks.link.cases import BASELINE, BLOCK_BASELINE, BLOCK_REORDERED, REORDERED, Plan
+from benchmarks.link.cases import (
+    BASELINE,
+    BLOCK_BASELINE,
+    BLOCK_REORDERED,
+    PARTS_BASELINE,
+    PARTS_REORDERED,
+    REORDERED,
+    Plan,
+)
 from benchmarks.link.layer import TokenHalves
 
 REORDER_PASSES: Final[Mapping[str, Any]] = {
@@ -62,6 +70,7 @@ class Variant:
 SLICED = Plan(attention="tp", experts="tp")
 HEADS_AND_EXPERTS = Plan(attention="tp", experts="a2a")
 SEQUENCE_AND_EXPERTS = Plan(attention="sp", experts="a2a")
+EXPERTS_ALONE = Plan(attention="dp", experts="a2a")
 
 
 def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
@@ -106,6 +115,23 @@ OF_BLOCKS: Final = (
 )
 """N is the chunks of the experts; attention goes in two groups of heads where N is more than 1."""
 
+IN_PARTS: Final = {"megamoe.batch_parts": 2}
+OF_PARTS: Final = (
+    Variant(name=PARTS_BASELINE, plan=EXPERTS_ALONE),
+    Variant(name=PARTS_REORDERED, plan=EXPERTS_ALONE, options=REORDER_PASSES),
+    *(
+        Variant(
+            name=f"dp+a2a{in_parts and ' parts'}{' N=' + str(chunks) if chunks else ''}",
+            plan=EXPERTS_ALONE,
+            backend="megamoe",
+            options={**_split(chunks or 1, 1), **(IN_PARTS if in_parts else {})},
+            rival="" if chunks == 2 and not in_parts else "dp+a2a N=2",
+        )
+        for in_parts, chunks in (("", 1), ("", 2), ("parts", 0), ("parts", 2))
+    ),
+)
+"""Two parts of the batch, one sequence each, with and without two chunks of the experts."""
+
 OF_LAYERS: Final = (
     Variant(name="eager", backend=None),
     Variant(name=BASELINE),
@@ -140,7 +166,7 @@ OF_LAYERS: Final = (
         for chunks in (1, 2)
     ),
 )
-VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS)
+VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS, *OF_PARTS)
 
 
 def named_variants(names: tuple[str, ...]) -> tuple[Variant, ...]:

@@ -27,6 +27,7 @@ import torch.fx as fx
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, holds
 from moe_compile.attention.head_proof import Refuse
+from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
@@ -176,9 +177,13 @@ class _Proof:
             is_idle = node not in found.needed and is_pure(node)
             if not is_idle and not self._is_host_side(node):
                 raise self._refusal(node, found)
-        for node in self.dependence.in_order(found.nodes - known):
-            if is_launch(node):
+        for node in self.dependence.in_order(filter(is_launch, found.nodes - known)):
+            if not (is_even_exchange(node) and self._travels_whole(node)):
                 raise Refuse(Reason.COMMUNICATES, node.name)
+
+    def _travels_whole(self, exchange: fx.Node) -> bool:
+        """Whether each rank is sent something of every index of the batch, and all of these."""
+        return not holds(self.tracker.sent.get(exchange, [self.batch]), self.batch)
 
     def _refusal(self, node: fx.Node, found: Dependents) -> Refuse | Lost:
         """Return why `node` is not computed by parts."""

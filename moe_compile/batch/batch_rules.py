@@ -127,15 +127,18 @@ def _attention(tracker: ExpertTracker, node: fx.Node) -> Dims:
     dims = [tracker.dims(operand) for operand in (query, key, value)]
     if len({len(one) for one in dims}) > 1 or len(dims[0]) < 3:
         raise Lost(f"{node.name} attends over operands of different forms")
-    outer = range(len(dims[0]) - 2)
-    for i in outer:
-        unify(dims[0][i], dims[1][i])
-        unify(dims[0][i], dims[2][i])
+    num_outer = len(dims[0]) - 2
+    for i in range(num_outer):
+        for other in dims[1:]:
+            if size_of(dims[0][i]) == size_of(other[i]):
+                unify(dims[0][i], other[i])
+            else:  # several query heads to a KV head
+                tracker.closed += [(node, dims[0][i]), (node, other[i])]
     mask = argument_of(node, 3, "attn_mask")
     if isinstance(mask, fx.Node):
-        _meet(dims[0], tracker.dims(mask), len(outer))
+        _meet(dims[0], tracker.dims(mask), num_outer)
     for one in map(tracker.dims, (query, key, value)):
-        tracker.closed += [(node, dim) for dim in one[len(outer) :]]
+        tracker.closed += [(node, dim) for dim in one[num_outer:]]
     return [*tracker.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
 
 

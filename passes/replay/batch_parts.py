@@ -40,7 +40,7 @@ class _Pieces(Pieces):
     """Pieces of the batch, and of rows that are made of it."""
 
     def __init__(self, emit: Emitter, split: BatchSplit, shares: Sequence[int]) -> None:
-        super().__init__(emit, split.tracker, split.batch, shares, num_ranks=1)
+        super().__init__(emit, split.tracker, split.batch, shares)
         self._split = split
 
     def sizes(self, dims: Dims, share: int) -> list[int]:

@@ -49,7 +49,7 @@ def emit_capacity_chunks(region: CapacityRegion, bounds: Sequence[range]) -> fx.
 def pieces_of(region: CapacityRegion, emit: Emits, bounds: Sequence[range]) -> Pieces:
     """Return what cuts tensors of the region in chunks of these local experts."""
     shares = [len(experts) for experts in bounds]
-    return Pieces(emit, region.tracker, region.experts, shares, region.num_ranks)
+    return Pieces(emit, region.tracker, region.experts, shares)
 
 
 class CapacityChunk:

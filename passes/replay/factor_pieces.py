@@ -19,7 +19,7 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, Factor, flat, group_size, holds, size_of
 from moe_compile.attention.head_tracking import CUTS, Tracker, cut_dim, is_form, move_name
 from moe_compile.attention.move_arguments import moved
-from moe_compile.graph.query import is_launch, value_of
+from moe_compile.graph.query import is_launch, output_splits, value_of
 
 
 class Emits(Protocol):
@@ -42,11 +42,11 @@ class Pieces:
     """Emits pieces of what `tracker` followed, by groups of the indices of `factor`."""
 
     def __init__(
-        self, emit: Emits, tracker: Tracker, factor: Factor, shares: Sequence[int], num_ranks: int
+        self, emit: Emits, tracker: Tracker, factor: Factor, shares: Sequence[int]
     ) -> None:
         """Note how many indices each group has, in order."""
         self._emit, self._tracker, self._factor = emit, tracker, factor
-        self._shares, self._num_ranks = list(shares), num_ranks
+        self._shares = list(shares)
 
     def cut(self, source: fx.Node, dims: Dims | None = None) -> list[Any]:
         """Emit every group's piece of `source`, whose factors are `dims`."""
@@ -93,7 +93,8 @@ class Pieces:
             env[node] = emit.call(torch.split, _source(node, env), pieces, cut_dim(node))
         elif is_launch(node):
             exchanged = emit.method("contiguous", _source(node, env))
-            splits = [self.sizes_of(node, share)[0] // self._num_ranks] * self._num_ranks
+            num_ranks = len(output_splits(node))
+            splits = [self.sizes_of(node, share)[0] // num_ranks] * num_ranks
             env[node] = emit.instead(node, node.target, exchanged, splits, splits, *node.args[3:])
         else:
             env[node] = emit.copy(node, env)

@@ -69,7 +69,7 @@ class _Groups:
         self._emit, self._region, self._num_groups = emit, region, num_groups
         self._share = head.size // num_groups
         shares = [self._share] * num_groups
-        self.pieces = Pieces(emit, region.tracker, head, shares, region.num_ranks)
+        self.pieces = Pieces(emit, region.tracker, head, shares)
 
     def replay(self, nodes: Iterable[fx.Node], env: dict[fx.Node, fx.Node]) -> None:
         """Emit `nodes` for one group, their sizes those of the group."""

@@ -33,6 +33,15 @@ APART = {
         .transpose(1, 2)
         .reshape(4, 8, 16)
     ),
+    "attention with fewer KV heads": lambda x: (
+        F.scaled_dot_product_attention(
+            x.reshape(4, 8, 4, 4).transpose(1, 2),
+            *2 * (x.reshape(4, 8, 4, 4)[:, :, :2].transpose(1, 2),),
+            enable_gqa=True,
+        )
+        .transpose(1, 2)
+        .reshape(4, 8, 16)
+    ),
     "features turned": lambda x: x.reshape(4, 8, 4, 4).transpose(2, 3).reshape(4, 8, 16),
     "positions by features": lambda x: x.transpose(1, 2).reshape(4, 16, 8).transpose(1, 2),
     "batch last and back": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from benchmarks.link.block import replicated_names
 from benchmarks.link.cases import BlockCase, Plan
 from benchmarks.link.subjects import BlockSubjects
-from benchmarks.link.variants import named_variants
+from benchmarks.link.variants import EXPERTS_ALONE, named_variants
 from moe_compile.report.process_report import REPORT
 
 PLANS = [Plan(attention=a, experts=e) for a in ("tp", "sp") for e in ("tp", "a2a")]
+PLANS.append(EXPERTS_ALONE)
 
 
 def small(ranks, top_k=2):

@@ -8,7 +8,7 @@ import torch
 
 from moe_compile.report.process_report import REPORT
 from passes.replay.batch_parts import part_sizes
-from tests.batch_layers import LAYERS, POSITIONS, WIDTH, Block, Counted, Stack
+from tests.batch_layers import LAYERS, POSITIONS, WIDTH, Block, Counted, Recomputed, Stack, Ulysses
 from tests.dispatch_layers import InOrder
 from tests.layers import GroupedExperts
 from tests.slow_parameters import slow_but
@@ -39,7 +39,7 @@ def accumulated(model, x, gradient, sizes):
     return dict(state_of(model, x, torch.cat(parts)))
 
 
-def run_case(rank, build, parts, size, options, dtype=torch.bfloat16):
+def run_case(rank, build, parts, size, options):
     """Return what differs from gradient accumulation, and what became of the graph's regions.
 
     `build` is a model's class, the class of its experts, and how many sequences other ranks have
@@ -47,6 +47,7 @@ def run_case(rank, build, parts, size, options, dtype=torch.bfloat16):
     """
     torch._dynamo.reset()
     model, layer, fewer = build
+    dtype = torch.bfloat16
     x, gradient = drawn(rank, size - fewer * rank, dtype)
     expected = accumulated(model(layer, dtype), x, gradient, part_sizes(len(x), parts))
     compiled_model, given = model(layer, dtype), x.clone().requires_grad_()
@@ -62,8 +63,9 @@ def run_case(rank, build, parts, size, options, dtype=torch.bfloat16):
 
 
 def check(pool, model, layer, parts, size, *, fewer=0, chunks=1, num_layers=1, **options):
-    settings = {"megamoe.strict": True, "megamoe.chunks": chunks}
-    found = pool.run(run_case, (model, layer, fewer), parts, size, settings, **options)
+    options = {"strict": True, "chunks": chunks, **options}
+    settings = {f"megamoe.{name}": value for name, value in options.items()}
+    found = pool.run(run_case, (model, layer, fewer), parts, size, settings)
     for rank, (differing, regions) in enumerate(found):
         assert not differing, f"rank {rank}: {differing}"
         assert len(regions) == parts * num_layers
@@ -83,6 +85,16 @@ def test_parts_may_differ_in_size(two_ranks):
 def test_gradients_of_three_parts_are_added_up_in_their_order(two_ranks):
     """In two blocks that share weights, and with a weight that is computed of another."""
     check(two_ranks, Stack, GroupedExperts, 3, 3, num_layers=2)
+
+
+@pytest.mark.slow
+def test_attention_between_exchanges_runs_in_parts_and_groups_of_heads(two_ranks):
+    check(two_ranks, Ulysses, GroupedExperts, 2, 4, attention_chunks=2)
+
+
+@pytest.mark.slow
+def test_what_is_checkpointed_runs_in_parts(two_ranks):
+    check(two_ranks, Recomputed, GroupedExperts, 2, 4)
 
 
 @pytest.mark.slow

@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+)
 
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import is_all_to_all, is_integer
 from moe_compile.journal.reasons import Reason
-from tests.batch_layers import POSITIONS, WIDTH, Block, Counted
-from tests.block_layers import SerialBlock, block_input
+from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed
 from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts, SharedAndBias
@@ -38,11 +41,6 @@ class WithLoss(Block):
 class Written(Block):
     def forward(self, x):
         return super().forward(x).add_(1)
-
-
-class Recomputed(Block):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class OfCapacity(nn.Module):
@@ -80,8 +78,25 @@ def test_what_parts_would_compute_otherwise_is_left_whole(fake_ranks, name):
         verdicts(build(fake_ranks), drawn(), strict=True)
 
 
-def test_collectives_beside_experts_are_refused(fake_ranks):
-    _, skipped, _ = verdicts(SerialBlock(fake_ranks, fake_ranks), block_input())
+class Gathered(Block):
+    """Positions of all ranks are gathered, as for sequence parallelism."""
+
+    def attend(self, x):
+        whole = all_gather_tensor_autograd(x, 1, dist.group.WORLD)
+        mine = dist.get_rank() * x.shape[1]
+        return super().attend(whole[:, mine : mine + x.shape[1]])
+
+
+class SentBySequence(Block):
+    """Each rank is sent other sequences."""
+
+    def forward(self, x):
+        return super().forward(all_to_all_single_autograd(x, None, None, dist.group.WORLD))
+
+
+@pytest.mark.parametrize("block", [Gathered, SentBySequence])
+def test_collectives_that_are_not_followed_are_refused(fake_ranks, block):
+    _, skipped, _ = verdicts(block(GroupedExperts, torch.bfloat16), drawn())
     assert len(skipped) == 1
 
 
