@@ -82,6 +82,7 @@ def test_parts_may_differ_in_size(two_ranks):
     check(two_ranks, Block, GroupedExperts, 3, 5)
 
 
+@pytest.mark.slow
 def test_gradients_of_three_parts_are_added_up_in_their_order(two_ranks):
     """In two blocks that share weights, and with a weight that is computed of another."""
     check(two_ranks, Stack, GroupedExperts, 3, 3, num_layers=2)

@@ -82,13 +82,13 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize(("style", "dtype"), slow_but(CASES[:3], CASES))
+@pytest.mark.parametrize(("style", "dtype"), slow_but(CASES[:1], CASES))
 def test_sums_that_do_not_round_are_equal(two_nodes, style, dtype):  # noqa: F811
     """Output, gradients of tokens, of weights of rows and of experts; uneven numbers of tokens."""
     check(two_nodes.run(differing, whole_case(TOKENS, dtype=dtype, top_k=4), style))
 
 
-@pytest.mark.parametrize("routing", slow_but([Routing.FIRST_RANK], list(Routing)))
+@pytest.mark.parametrize("routing", slow_but([], list(Routing)))
 def test_ranks_without_tokens_and_without_rows(two_nodes, routing):  # noqa: F811
     check(two_nodes.run(differing, whole_case(EMPTY, top_k=2, routing=routing), Around))
 
@@ -109,6 +109,7 @@ def differing_where_forced(rank, case, experts_of_rank):
     return [*found, *left]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [OWN, ((4, 6, 7),) * 4], ids=["own node", "one node"])
 def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):  # noqa: F811
     check(two_nodes.run(differing_where_forced, whole_case(TOKENS), experts))
@@ -224,7 +225,7 @@ def beyond_bound(rank, case, style, num_nodes):
     return left
 
 
-@pytest.mark.parametrize("style", slow_but((Around, InOrder), (*WEIGHTED, OntoTokens)))
+@pytest.mark.parametrize("style", slow_but([InOrder], (*WEIGHTED, OntoTokens)))
 @pytest.mark.parametrize("top_k", [6, pytest.param(3, marks=pytest.mark.slow)])
 def test_sums_stay_within_the_bound(two_nodes, style, top_k):  # noqa: F811
     """Of float64 sums of the very terms; gradients of experts are of the same rows, and equal."""

@@ -18,7 +18,7 @@ CASES = [*itertools.product((Searched, ByOffsets), (1, 2), (2, 3), (0, 1000))]
 with 1000 all rows are those of the last experts, and some rank has none."""
 
 OTHERS = [(style, 2, 2, 0) for style in STYLES[2:]]
-QUICK = [(Searched, 2, 2, 0), (ByOffsets, 2, 3, 1000), *OTHERS]
+QUICK = [(Searched, 2, 2, 0), *OTHERS[:1]]
 
 
 def run_case(rank, style, top_k, num_slices, favourite, dtype, local=LOCAL):

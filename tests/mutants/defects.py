@@ -42,7 +42,9 @@ class Defect:
 LEGALITY: Final = "moe_compile/graph/legality.py"
 GRADIENTS: Final = "moe_compile/graph/gradient_order.py"
 DEPENDENCE: Final = "moe_compile/graph/dependence.py"
-EVERY_OBSTACLE: Final = "(self.written_meanwhile, self._random)"
+EVERY_OBSTACLE: Final = (
+    "self.written_meanwhile(in_order, anchor, anew) or self._random(in_order, anchor)"
+)
 SURROUNDINGS: Final = "moe_compile/regions/surroundings.py"
 EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
 PROOF: Final = "moe_compile/proof/row_proof.py"
@@ -90,7 +92,7 @@ DEFECTS: Final = (
     Defect(
         "readers run later whatever was written, thrown or drawn meanwhile",
         (
-            Change(LEGALITY, EVERY_OBSTACLE, "()"),
+            Change(LEGALITY, EVERY_OBSTACLE, "None"),
             Change(SURROUNDINGS, EARLY, "read_at = region.result"),
         ),
     ),
