@@ -8,21 +8,16 @@ Contract
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
+from moe_compile.option_checks import check_choice, check_chunks, check_parts, check_share
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
-
-NOT_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
-    "batch_parts": ("auto",),
-}
-"""Known values whose pass this version does not have."""
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "chunks": (1,),
@@ -154,17 +149,17 @@ class MegaMoEConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a value no documented option takes."""
-        _check_chunks("chunks", self.chunks)
-        _check_chunks("attention_chunks", self.attention_chunks)
-        _check_parts(self.batch_parts)
+        check_chunks("chunks", self.chunks)
+        check_chunks("attention_chunks", self.attention_chunks)
+        check_parts(self.batch_parts)
         for name, choices in CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            check_choice(name, getattr(self, name), choices)
         if self.attention_split != "none" and self.attention_chunks == 1:
             raise InvalidConfig(
                 f"megamoe.attention_split is {self.attention_split!r}, with one group of heads; "
                 "write megamoe.attention_chunks = 2 or more as well"
             )
-        _check_share(self.max_memory_increase)
+        check_share(self.max_memory_increase)
         for name, hint in HINTS.items():
             if hint in KINDS and type(value := getattr(self, name)) is not KINDS[hint][0]:
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {KINDS[hint][1]}")
@@ -274,44 +269,4 @@ def _check_table_only(name: str, value: object) -> None:
         raise InvalidConfig(
             f"[megamoe] {name} = {value!r} is not available in this version; "
             f"write one of {', '.join(TABLE_ONLY[name])}"
-        )
-
-
-def _check_chunks(name: str, chunks: object) -> None:
-    whole = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
-    if not whole and chunks != "auto":
-        raise InvalidConfig(
-            f'megamoe.{name} is {chunks!r}; write "auto" or a whole number of at least 1'
-        )
-
-
-def _check_parts(parts: object) -> None:
-    if parts in NOT_BUILT["batch_parts"]:
-        raise InvalidConfig(
-            f"megamoe.batch_parts = {parts!r} is not available in this version; "
-            "write a whole number of at least 1"
-        )
-    if type(parts) is not int or parts < 1:
-        raise InvalidConfig(f"megamoe.batch_parts is {parts!r}; write a whole number of at least 1")
-
-
-def _check_share(share: Any) -> None:
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not is_number or not math.isfinite(share) or share < 0:
-        raise InvalidConfig(
-            f"megamoe.max_memory_increase is {share!r}; write a fraction of at least 0, as 0.05"
-        )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidConfig(
-            f"megamoe.{name} is {value!r}; write one of {', '.join(choices)}."
-            + (nearest(value, choices) if isinstance(value, str) else "")
-        )
-    if value in NOT_BUILT.get(name, ()):
-        built = [c for c in choices if c not in NOT_BUILT[name]]
-        raise InvalidConfig(
-            f"megamoe.{name} = {value!r} is not available in this version; "
-            f"write one of {', '.join(built)}"
         )

@@ -12,7 +12,8 @@ from dataclasses import fields
 from typing import Any, Final
 
 from moe_compile import config
-from moe_compile.config import CHOICES, HINTS, KINDS, NOT_BUILT, TABLE_ONLY, MegaMoEConfig
+from moe_compile.config import CHOICES, HINTS, KINDS, TABLE_ONLY, MegaMoEConfig
+from moe_compile.option_checks import NOT_BUILT
 from torchtitan_integration.job_config import RECIPE_DEFAULTS
 
 HEAD: Final = """\

@@ -11,6 +11,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.errors",
         "moe_compile.entry_points",
         "moe_compile.journal",
+        "moe_compile.option_checks",
         "moe_compile.config",
         "moe_compile.frame_space",
         "moe_compile.hardware",
