@@ -67,6 +67,8 @@ def split_around(
     Raises Refuse or Lost where parts are not proven to compute what the whole does.
     """
     tracker, lost = follow_graph(graph, [split for split, _ in regions], dependence)
+    if unknown := next((n for n in graph.find_nodes(op="placeholder") if n in lost), None):
+        raise Lost(lost[unknown])
     why: Refuse | Lost | None = None
     for batch in candidates(graph, tracker):
         try:

@@ -100,6 +100,14 @@ def test_collectives_that_are_not_followed_are_refused(fake_ranks, block):
     assert len(skipped) == 1
 
 
+def test_sizes_that_are_not_known_are_said_to_be(fake_ranks):
+    x = drawn()
+    torch._dynamo.mark_dynamic(x, 0)
+    _, skipped, compilation = verdicts(Block(GroupedExperts, torch.bfloat16), x)
+    assert skipped == [Reason.BATCH_LOST]
+    assert "a size is not known when compiling" in compilation.rewrites[0]
+
+
 def test_graphs_without_a_region_that_is_counted_are_not_looked_at(fake_ranks):
     """Experts with a capacity drop what is too much of the whole batch."""
     _, skipped, compilation = verdicts(OfCapacity(fake_ranks), drawn())
