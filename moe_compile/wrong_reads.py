@@ -36,7 +36,7 @@ _fixed: list[bool] = []
 
 
 def refuse_wrong_reads(graph: fx.Graph) -> None:
-    """Have Dynamo trace a graph anew, or run it eagerly, that may hold a stand-in's number."""
+    """Have Dynamo trace anew, or run eagerly, a graph that may hold a wrong number of a size."""
     node = _first_wrong(graph)
     if node is None:
         return

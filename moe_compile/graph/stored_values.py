@@ -7,7 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,20 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
+from moe_compile.graph.modes import changes_mode, modes, running_under
 from moe_compile.graph.observation import call, running_on
 from moe_compile.graph.query import has_gradient, value_of
 
 
 def store_values(
-    nodes: Iterable[fx.Node], fake: FakeTensorMode, original: Mapping[fx.Node, fx.Node]
+    nodes: Sequence[fx.Node], fake: FakeTensorMode, original: Mapping[fx.Node, fx.Node]
 ) -> None:
     """Store the value of each of `nodes`, in graph order.
 
     `original` has what a node is a copy of; others require a gradient where an input does.
     """
-    modes_of: Mapping[fx.Node, Mode] = {}
+    modes_of = modes(nodes[0].graph) if nodes else {}
     for node in nodes:
-        modes_of = modes_of or modes(node.graph)
         if changes_mode(node):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), _given)
