@@ -129,7 +129,7 @@ def _experts(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
     rows = {"dispatch": _payload(region.dispatch), "combine": _payload(region.combine)}
     return FoundExperts(
         region=region,
-        proof=prove_rows_independent(region, may_share=config.allows("bounded")),
+        proof=prove_rows_independent(region, may_round=config.allows("bounded")),
         where=source_place(region.dispatch),
         num_host_reads=count_host_reads(region),
         rows=rows,

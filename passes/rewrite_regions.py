@@ -24,6 +24,7 @@ import torch.fx as fx
 from moe_compile.attention.head_split import HeadSplit
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
+from moe_compile.graph.open_sorts import make_stable
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.planned import PlannedCapacity, PlannedExperts, PlannedPicking
 from moe_compile.plan.state import CompileState
@@ -97,6 +98,8 @@ def _emit_experts(
         dispatches, combines, instead = divided.hops, divided.combines, divided.instead
     else:
         num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
+        for sort in one.proof.reordered:
+            make_stable(sort)
         chunks = emit_chunks(region, one.proof, num, around, dependence, by_tokens=by_tokens)
         dispatches, combines = chunks.dispatches, chunks.combines
         instead = chunks.instead

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._dynamo
+import torch.fx as fx
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 from benchmarks.acceptance.cases import find_case
 from benchmarks.acceptance.compare import differences, run_steps
+from moe_compile.graph.open_sorts import is_open_sort, make_stable
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import forget_compiled
 
+STABLE: Final = "stable sorts"
+
 
 def keep_measure(rank: int, name: str, backend: str, folder: str) -> None:
-    """Run by `backend` of torch, or eagerly for "none", and keep what was computed."""
+    """Run by `backend` of torch, or eagerly for "none", and keep what was computed.
+
+    "stable sorts" is `aot_eager` where torch's sorts keep the order of equal elements.
+    """
     _forget()
     subject = find_case(name).build(rank)
-    compiled = subject.model if backend == "none" else torch.compile(subject.model, backend=backend)
+    used = _with_stable_sorts if backend == STABLE else backend
+    compiled = subject.model if backend == "none" else torch.compile(subject.model, backend=used)
     with torch._dynamo.config.patch(capture_scalar_outputs=False):
         torch.save(run_steps(subject, compiled), _path(folder, backend, rank))
 
@@ -54,6 +63,13 @@ def compare_with(
         "left_alone": report["left_alone"],
         "dropped_passes": report["dropped_passes"],
     }
+
+
+def _with_stable_sorts(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+    for node in filter(is_open_sort, gm.graph.nodes):
+        make_stable(node)
+    gm.recompile()
+    return lookup_backend("aot_eager")(gm, inputs)
 
 
 def _forget() -> None:

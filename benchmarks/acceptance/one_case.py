@@ -17,6 +17,7 @@ from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 FX: Final = {"megamoe.codegen": "fx"}
 TWO_CHUNKS: Final = FX | {"megamoe.chunks": 2}
+BOUNDED: Final = TWO_CHUNKS | {"megamoe.numerics": "bounded"}
 IDLE_S: Final = 120.0
 ERROR: Final = re.compile(
     r"^[\w.]*(?:Error|Exception|Unsupported|Failed|Warning|Node): ", re.MULTILINE
@@ -42,12 +43,15 @@ def run_case(name: str) -> dict[str, Any]:
         wanted = ["aot_eager", *(["inductor"] if case.with_inductor else [])]
         for backend in wanted:
             measures[backend] = attempt(on_rank.keep_measure, backend, folder)
+        if isinstance(measures["aot_eager"], list) and case.num_ranks > 1:
+            measures[on_rank.STABLE] = attempt(on_rank.keep_measure, on_rank.STABLE, folder)
         if isinstance(measures["aot_eager"], dict):
             measures["none"] = attempt(on_rank.keep_measure, "none", folder)
         kept = [backend for backend, came in measures.items() if isinstance(came, list)]
         runs = {"fx": FX}
         if case.num_ranks > 1:  # else there is nothing to divide
             runs["fx, 2 chunks"] = TWO_CHUNKS
+            runs["fx, 2 chunks, bounded"] = BOUNDED
         if case.with_inductor:
             runs["inductor"] = {}
         return {

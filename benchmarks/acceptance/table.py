@@ -9,11 +9,14 @@ from typing import Any, Final
 
 from benchmarks.acceptance.cases import CASES
 
-ROW: Final = "| {} | {} | {} | {} | {} | {} | {} |"
+ROW: Final = "| {} | {} | {} | {} | {} | {} | {} | {} |"
 HEAD: Final = (
-    ROW.format("", "version", "ranks", "graphs", "regions", "equal", "crash"),
-    ROW.format(*["---"] * 7),
+    ROW.format("", "version", "ranks", "graphs", "regions", "bounded", "equal", "crash"),
+    ROW.format(*["---"] * 8),
 )
+BOUNDED: Final = "fx, 2 chunks, bounded"
+MEASURES: Final = {"inductor": "inductor", BOUNDED: "stable sorts"}
+"""What a run is compared with, where that is not `aot_eager`."""
 INTRODUCTION: Final = """\
 # Layers and models of other packages
 
@@ -26,7 +29,9 @@ parameters, buffers and random state, bit for bit, on every rank. Where it says 
 code is compared with `backend="inductor"` as well.
 
 "Graphs" are those of the first step; 1 is a model captured whole. "Crash" is an error where
-`aot_eager` runs.
+`aot_eager` runs. "Bounded": regions in chunks where `numerics = "bounded"` lets sums over rows
+round otherwise. Chunks sort stably then, and are compared, bit for bit as well, with `aot_eager` of
+the same program in which every `torch.sort` and `torch.argsort` is given `stable=True`.
 A rank runs `aot_eager` first, in the same process: what a package keeps from its first call, as
 fairscale's gate does (5 graphs in a fresh process), is there when megamoe compiles.
 
@@ -40,10 +45,11 @@ A layer of this repository that is chunked was given each form alone, and then t
 
 - transformers' experts sort what they received by `torch.sort(expert_ids)`. A sort that is not
   stable has another order where there are fewer rows (on a CPU with AVX-512 from some 20 rows on),
-  and a weight's gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`. Then
-  Mixtral's experts run in chunks in bfloat16, with equal bits; in other types transformers calls a
-  grouped product of its own there, of which the effect on rows is not known. `AllToAllEP` also
-  breaks the graph between dispatch and combine, at `if tokens.shape[0] == 0`.
+  and a weight's gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`, or
+  set `numerics = "bounded"`: then all five models run in chunks in bfloat16, with the bits of a
+  stable sort. In other types transformers calls a grouped product of its own there, of which the
+  effect on rows is not known. `AllToAllEP` also breaks the graph between dispatch and combine, at
+  `if tokens.shape[0] == 0`.
 - DeepSpeed with `drop_tokens=False` sends as many slots as the fullest expert of all ranks has
   rows. `capacity = int(counts.max())` is known at run time only; experts with a capacity are
   followed where sizes are numbers.
@@ -102,13 +108,27 @@ def page_of(record: Mapping[str, Any]) -> str:
 
 def _of_exchanges(cases: Sequence[Mapping[str, Any]]) -> str:
     """Return how many third-party layers whose all-to-all is captured run in chunks."""
-    theirs = [_ranks(case, "fx, 2 chunks") for case in cases if case.get("package") != OWN]
+    others = [case for case in cases if case.get("package") != OWN]
+    theirs = [_ranks(case, "fx, 2 chunks") for case in others]
     captured = [ranks[0] for ranks in theirs if ranks and _is_exchange_captured(ranks[0])]
-    chunked = sum(any(chunks > 1 for _, _, chunks in one["regions"]) for one in captured)
+    bounded = [_ranks(case, BOUNDED) for case in others]
     return (
-        f"Of {len(captured)} of other packages with an all-to-all in a graph {chunked} run in "
-        "chunks, in their first step."
+        f"Of {len(captured)} of other packages with an all-to-all in a graph "
+        f"{sum(map(_is_chunked, captured))} run in chunks, in their first step, and "
+        f"{sum(bool(ranks) and _is_chunked(ranks[0]) for ranks in bounded)} where numerics are "
+        "bounded."
     )
+
+
+def _is_chunked(rank: Mapping[str, Any]) -> bool:
+    return any(chunks > 1 for _, _, chunks in rank["regions"])
+
+
+def _num_chunked(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many regions of a run are in chunks; "" where it was not run."""
+    if not ranks:
+        return ""
+    return str(sum(chunks > 1 for _, _, chunks in {tuple(r) for r in ranks[0]["regions"]}))
 
 
 def _is_exchange_captured(rank: Mapping[str, Any]) -> bool:
@@ -123,6 +143,7 @@ def _row(case: Mapping[str, Any]) -> str:
         case.get("num_ranks", ""),
         ranks[0]["graphs"] if ranks else "",
         _regions(ranks),
+        _num_chunked(_ranks(case, BOUNDED)),
         is_equal(case),
         "yes" if crashes_of(case) else "no",
     )
@@ -201,11 +222,12 @@ def _of_differences(case: Mapping[str, Any]) -> list[str]:
 
 
 def _comparisons(case: Mapping[str, Any]) -> Iterator[tuple[str, int, str, Mapping[str, float]]]:
-    """Give run, rank, measure and errors; code by Inductor is measured by Inductor's alone."""
+    """Give run, rank, measure and errors."""
     for title in case.get("runs", {}):
         for rank, found in enumerate(_ranks(case, title)):
             for measure, errors in found["differences"].items():
-                if (title == "inductor") == (measure == "inductor"):
+                own = MEASURES.get(title)
+                if measure == own if own else measure not in MEASURES.values():
                     yield title, rank, measure, errors
 
 

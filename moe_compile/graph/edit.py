@@ -152,6 +152,11 @@ def read_instead(reader: fx.Node, node: fx.Node, value: fx.Node) -> None:
     reader.replace_input_with(node, value)
 
 
+def call_otherwise(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Have `node` call `target`, a function that makes the same kind of value."""
+    node.op, node.target, node.args, node.kwargs = "call_function", target, args, kwargs
+
+
 def substitute(node: fx.Node, value: fx.Node) -> None:
     """Have every reader of `node` read `value`, and erase `node`.
 

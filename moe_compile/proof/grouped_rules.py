@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import sympy
+import torch.fx as fx
 
+from moe_compile.graph.query import tensor_of
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof.operator_call import Call
+from moe_compile.proof.operator_call import Call, Knowledge
 from moe_compile.proof.position_rounding import check_product_rounding
 from moe_compile.regions.count_facts import Premise
+from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Formulas,
@@ -89,3 +92,16 @@ def check_groups(call: Call, order: Order, sizes: Sequence[sympy.Expr]) -> None:
         raise Unproven(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
     if not all(is_padding(segment) for segment in pieces[-1]):
         raise Unproven(Reason.ROWS_MIXED, "rows behind the last group")
+
+
+def why_not_sliceable(region: MoERegion, known: Knowledge, gemm: fx.Node) -> str | None:
+    """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
+    weight = gemm.args[1] if len(gemm.args) > 1 else None
+    if weight not in region.others or gemm.kwargs.get("offs") not in region.count_side:
+        return "its weight or offsets are not plain arguments"
+    tensor = tensor_of(weight)
+    if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
+        return "its weight does not lie in memory matrix by matrix"
+    if known.has_spread and any(known.padding[gemm]):
+        return "rows that pad other experts' groups, which it would not fill, read their bias"
+    return None

@@ -52,6 +52,10 @@ class Knowledge:
 
     facts: CountFacts
     reads: Reads = field(default_factory=Reads)
+    made_stable: frozenset[fx.Node] = frozenset()
+    """Sorts that are not stable, and are followed as if they were."""
+    reordered: dict[fx.Node, None] = field(default_factory=dict)
+    """Of these, those that order rows."""
     grouped: dict[fx.Node, str | None] = field(default_factory=dict)
     """Grouped GEMM -> why groups outside a chunk may have rows in it; None when they have none."""
     padding: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)

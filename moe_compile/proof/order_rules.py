@@ -3,11 +3,13 @@
 Contract
     A stable sort of labels orders runs of rows exactly. One that is not stable is refused: in which
     order it leaves the rows of one expert may depend on how many rows others have, and so then do
-    the roundings of sums over them, which gradients of weights are.
+    the roundings of sums over them, which gradients of weights are. Where these may round
+    otherwise it is taken for a stable one, as the chunks' then are.
 """
 
 from __future__ import annotations
 
+from moe_compile.graph.open_sorts import is_open_sort
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call
 from moe_compile.proof.view_rules import slice_bounds
@@ -36,9 +38,8 @@ def sort(call: Call) -> list[Value]:
     if isinstance(key, Rows):
         raise Unproven(Reason.ROWS_MIXED, call.name)
     descending = bool(call.argument("descending", False))
-    stable = call.argument("stable", False) or _are_distinct(key)
-    if not stable and call.is_sized_by_counts():
-        raise Unproven(Reason.UNSTABLE_SORT, call.name)
+    if call.is_sized_by_counts() and not _are_distinct(key):
+        _check_stable(call)
     if isinstance(key, Labels) and call.inputs[0].dim() == 1:
         return list(_sort_labels(key, descending))
     if isinstance(key, Permutation) and not descending and call.inputs[0].dim() == 1:
@@ -50,6 +51,14 @@ def sort(call: Call) -> list[Value]:
     inverse = key if undone and isinstance(key, Opaque) else None
     order = Opaque(is_permutation=True, inverse_of=inverse, reads_outside=tainted)
     return [Opaque(reads_outside=tainted), order]
+
+
+def _check_stable(call: Call) -> None:
+    if call.node in call.known.made_stable:
+        call.known.reordered[call.node] = None
+    elif not call.argument("stable", False):
+        allowed = "megamoe.numerics = 'bounded' allows it" if is_open_sort(call.node) else ""
+        raise Unproven(Reason.UNSTABLE_SORT, allowed or call.name)
 
 
 def _are_distinct(key: Value) -> bool:

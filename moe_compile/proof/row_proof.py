@@ -34,6 +34,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
+from moe_compile.proof.grouped_rules import why_not_sliceable
 from moe_compile.proof.hand_written import check_gradient, gradient_of
 from moe_compile.proof.one_expert import of_one_expert
 from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
@@ -72,12 +73,15 @@ from moe_compile.regions.row_domain import (
 )
 
 
-def prove_rows_independent(region: MoERegion, *, may_share: bool = False) -> RowProof | Refused:
-    """Return what chunking `region` may rely on, or why not; `may_share` as in `Reads`."""
-    trace = trace_body(region)
+def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> RowProof | Refused:
+    """Return what chunking `region` may rely on, or why not.
+
+    `may_round`: sums over rows may round otherwise, by the bounds of `outside_reads`.
+    """
+    trace = trace_body(region, may_round=may_round)
     if not isinstance(trace, Trace):
         return _refused(region, *trace)
-    proof = _Proof(region, trace, Reads(may_share=may_share))
+    proof = _Proof(region, trace, Reads(may_share=may_round))
     for moment, step in enumerate(trace.steps):
         try:
             proof.known.moment = moment
@@ -92,6 +96,7 @@ def prove_rows_independent(region: MoERegion, *, may_share: bool = False) -> Row
         return _refused(region, node, Unproven(Reason.ROUNDED_BY_POSITION, detail))
     try:
         proof.check_combine()
+        proof.check_reordered()
         return proof.result(proof.check_premises(trace))
     except Unproven as unproven:
         return _refused(region, region.combine, unproven)
@@ -105,7 +110,7 @@ class _Proof:
         assert received is not None
         self.facts = CountFacts(region.num_ranks, region.num_local_experts, received.numel())
         self.facts.set_outside(_sizes_outside(region))
-        self.region, self.known = region, Knowledge(self.facts, reads)
+        self.region, self.known = region, Knowledge(self.facts, reads, trace.made_stable)
         self.produced: dict[fx.Node, torch.Tensor] = {}
         self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
         """Tensors in which another dimension lies outside that of the rows, with their nodes."""
@@ -229,6 +234,12 @@ class _Proof:
             if self.known.value(self.produced[one.launch]) != Rows(0, self.facts.root):
                 raise Unproven(Reason.ROWS_OUT_OF_ORDER, one.launch.name)
 
+    def check_reordered(self) -> None:
+        """Raise Unproven where more than a sum may depend on an order that a sort leaves open."""
+        for node in self.known.whole if self.known.reordered else ():
+            detail = f"{node.name} may read several rows of an expert"
+            raise Unproven(Reason.UNSTABLE_SORT, detail)
+
     def check_premises(self, trace: Trace) -> int:
         """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
         check_single_experts(self.region, trace, self.facts, self.known.claims)
@@ -239,7 +250,8 @@ class _Proof:
 
     def result(self, sampled: int) -> RowProof:
         """Return the evidence gathered."""
-        unsliceable = [(n, why or self._form(n)) for n, why in self.known.grouped.items()]
+        grouped = self.known.grouped.items()
+        unsliceable = [(n, y or why_not_sliceable(self.region, self.known, n)) for n, y in grouped]
         rows = [(n, self._only_expert(n)) for n in self.region.row_side]
         return RowProof(
             sliceable=tuple(n for n, why in unsliceable if why is None),
@@ -252,21 +264,9 @@ class _Proof:
             writes=tuple(self.parts.for_one()),
             searches=self.known.searches,
             shared=tuple(self.known.reads.shared),
+            reordered=tuple(self.known.reordered),
             sampled=sampled,
         )
-
-    def _form(self, gemm: fx.Node) -> str | None:
-        """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
-        weight = gemm.args[1] if len(gemm.args) > 1 else None
-        sides = self.region.others, self.region.count_side
-        if weight not in sides[0] or gemm.kwargs.get("offs") not in sides[1]:
-            return "its weight or offsets are not plain arguments"
-        tensor = tensor_of(weight)
-        if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
-            return "its weight does not lie in memory matrix by matrix"
-        if self.known.has_spread and any(self.known.padding[gemm]):
-            return "rows that pad other experts' groups, which it would not fill, read their bias"
-        return None
 
     def _only_expert(self, node: fx.Node) -> int | None:
         tensor = self.produced.get(node)

@@ -23,6 +23,7 @@ from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.modes import Mode, modes, running_under
 from moe_compile.graph.observation import alike, running_on
+from moe_compile.graph.open_sorts import is_open_sort, stable_call
 from moe_compile.graph.query import is_launch, tensor_of, value_of, waits_on
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constant_nodes
@@ -46,10 +47,11 @@ UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, In
 class _Recorder(TorchDispatchMode):
     """Notes every operator that makes or writes tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, made_stable: frozenset[fx.Node]) -> None:
         super().__init__()
         self.steps: list[Step] = []
         self.node: fx.Node | None = None
+        self.made_stable = made_stable
 
     def __torch_dispatch__(
         self,
@@ -64,7 +66,9 @@ class _Recorder(TorchDispatchMode):
         leaves = pytree.tree_leaves(out)
         makes_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if self.node is not None and (makes_tensors or func._schema.is_mutable):
-            self.steps.append(Operator(self.node, func, args, kwargs, out))
+            stable = self.node in self.made_stable
+            call = stable_call(func, args, kwargs) if stable else (func, args, kwargs)
+            self.steps.append(Operator(self.node, *call, out))
         return out
 
 
@@ -151,8 +155,11 @@ class _Stopped(Exception):
         self.node, self.why = node, why
 
 
-def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
-    """Return what runs between dispatch and combine, or the node where tracing stopped."""
+def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[fx.Node, Unproven]:
+    """Return what runs between dispatch and combine, or the node where tracing stopped.
+
+    `may_round`: sorts that leave the order of rows open are taken for stable ones.
+    """
     received = {one.launch: one.result for one in region.dispatched}
     combines = [one.launch for one in region.combined]
     after = {*combines, *(wait for launch in (*combines, *received) for wait in waits_on(launch))}
@@ -163,12 +170,13 @@ def trace_body(region: MoERegion) -> Trace | tuple[fx.Node, Unproven]:
             return node, Unproven(Reason.COMMUNICATES)
     sources = [region.counts, region.received_counts, *received.values()]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
-    runner = _Runner(region, _Recorder(), modes(region.result.graph), received)
+    made_stable = frozenset(filter(is_open_sort, body)) if may_round else frozenset()
+    runner = _Runner(region, _Recorder(made_stable), modes(region.result.graph), received)
     try:
         _run_on_fakes(runner, sources, [*constants, *body])
     except _Stopped as stopped:
         return stopped.node, stopped.why
-    return Trace(tuple(runner.inputs), tuple(runner.recorder.steps))
+    return Trace(tuple(runner.inputs), tuple(runner.recorder.steps), made_stable)
 
 
 def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node]) -> None:

@@ -89,3 +89,5 @@ class Trace:
 
     inputs: tuple[Produced, ...]
     steps: tuple[Step, ...]
+    made_stable: frozenset[fx.Node] = frozenset()
+    """Sorts of the body that are taken for stable ones, and are not."""

@@ -6,7 +6,8 @@ Contract
     gradient is a sum of the same terms in another order, and nothing is computed of it. With a
     unit roundoff of eps / 2 a sum of m products in any order is off by at most m eps / 2 of the
     sum of their magnitudes, to first order (Higham, section 3.1), and a chunk's share of it is
-    rounded once more: whole and in chunks differ by at most (m + 1) eps times that.
+    rounded once more: whole and in chunks differ by at most (m + 1) eps times that. Where one
+    chunk adds all m terms, in another order, they differ by at most m eps times that.
 """
 
 from __future__ import annotations

@@ -171,6 +171,9 @@ class RowProof:
     shared: tuple[fx.Node, ...] = ()
     """Parameters that rows of several experts read: chunks add up their gradients in another
     order, by the bound of `outside_reads`."""
+    reordered: tuple[fx.Node, ...] = ()
+    """Sorts that leave the order of one expert's rows open: chunks have them stable, so that sums
+    over these rows, as gradients of weights are, add the same terms in another order."""
     searches: bool = False
     """Whether rows are found by a search: the host learns how many there are."""
     sampled: int = 0

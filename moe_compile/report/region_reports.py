@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from moe_compile.attention.attention_regions import AttentionRegion
+from moe_compile.graph.query import source_place
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.planned import PlannedAttention, PlannedExperts
@@ -160,6 +161,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
             reasons = dict.fromkeys(reason for _, reason in one.proof.unsliceable)
             remarks += [f"weights not sliced: {reason}" for reason in reasons]
             remarks += [_rounds(node.name) for node in one.proof.shared]
+            remarks += [_reorders(source_place(node)) for node in one.proof.reordered]
     return RegionReport(
         name=region.name,
         where=one.found.where,
@@ -197,6 +199,15 @@ def _rounds(parameter: str) -> str:
     return (
         f"the gradient of {parameter}, which rows of several experts read, is added up in another "
         "order: off by at most m + 1 eps times the sum of the magnitudes of its m terms"
+    )
+
+
+def _reorders(where: str) -> str:
+    return (
+        f"the sort at {where} leaves the order of one expert's rows open, and is stable in chunks: "
+        "gradients of weights, sums of m terms, are added up in another order, off by at most m "
+        "eps times the sum of their magnitudes; a product that rounds by a row's place, by as many "
+        "of its own"
     )
 
 

@@ -20,7 +20,7 @@ from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, NotFound, TokenRows
 from moe_compile.runtime.node_groups import node_groups_of
-from passes.planned.gathering import why_shared
+from passes.planned.gathering import why_rounded
 
 
 def divided_form(
@@ -40,8 +40,8 @@ def divided_form(
         return NotFound(reason=Reason.NO_NODE_GROUPS if nodes is None else Reason.ONE_NODE)
     if isinstance(proof, Refused):
         return NotFound(reason=Reason.NOT_PROVEN, detail=proof.reason.value)
-    if (shares := why_shared(proof)) is not None:
-        return shares
+    if (rounded := why_rounded(proof)) is not None:
+        return rounded
     if isinstance(found, NotFound):
         return found
     if (reason := against_routing(found, rounds=rounds)) is not None:

@@ -31,7 +31,7 @@ def gathered_form(
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
     if isinstance(experts.proof, Refused):
         return NotFound(reason=Reason.NOT_PROVEN, detail=experts.proof.reason.value)
-    if (unfit := why_mixed(experts.proof) or why_shared(experts.proof)) is not None:
+    if (unfit := why_mixed(experts.proof) or why_rounded(experts.proof)) is not None:
         return unfit
     if isinstance(found, NotFound):
         return found
@@ -63,10 +63,15 @@ def why_mixed(proof: RowProof) -> NotFound | None:
     return None
 
 
-def why_shared(proof: RowProof) -> NotFound | None:
+def why_rounded(proof: RowProof) -> NotFound | None:
     """Return why no other form than chunks is known to keep to a bound, None where one is."""
-    names = ", ".join(node.name for node in proof.shared)
-    return NotFound(reason=Reason.SHARED_PARAMETER, detail=names) if names else None
+    for reason, nodes in (
+        (Reason.SHARED_PARAMETER, proof.shared),
+        (Reason.UNSTABLE_SORT, proof.reordered),
+    ):
+        if nodes:
+            return NotFound(reason=reason, detail=", ".join(node.name for node in nodes))
+    return None
 
 
 def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:

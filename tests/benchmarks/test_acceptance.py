@@ -32,7 +32,7 @@ def page(*cases):
 
 def test_a_layer_that_is_captured_whole_and_chunked_is_one_row():
     layer = case(fx=[on(regions=[["layer.py:1", "chunked", 2]])] * 2)
-    assert "| layer | package 1.2 | 2 | 1 | 1, 1 in chunks | yes | no |" in page(layer)
+    assert "| layer | package 1.2 | 2 | 1 | 1, 1 in chunks |  | yes | no |" in page(layer)
     assert f"1 of {len(CASES)} layers and models were run: 0 crash where" in page(layer)
 
 
@@ -43,6 +43,17 @@ def test_layers_whose_all_to_all_is_captured_are_counted():
     cut, alone = case(**{"fx, 2 chunks": [on()]}), case(fx=[on()])
     text = page(chunked, refused, cut, alone, chunked | {"package": "megamoe"})
     assert "Of 2 of other packages with an all-to-all in a graph 1 run in chunks" in text
+
+
+def test_bounded_chunks_are_measured_by_stable_sorts_alone():
+    apart = {"aot_eager": {"gradient of w": 1e-3}, "stable sorts": {}}
+    bounded = on(regions=[["layer.py:1", "chunked", 2]], differences=apart)
+    whole = on(regions=[["layer.py:1", "a sort", 1]])
+    layer = case(**{"fx": [whole], "fx, 2 chunks": [whole], "fx, 2 chunks, bounded": [bounded]})
+    assert "| 1, 0 in chunks | 1 | yes | no |" in page(layer)
+    assert "0 run in chunks, in their first step, and 1 where numerics are bounded." in page(layer)
+    bounded["differences"]["stable sorts"] = {"gradient of w": 1e-3}
+    assert is_equal(layer) == "no"
 
 
 def test_one_rank_that_differs_in_one_run_is_enough():

@@ -209,7 +209,7 @@ DEFECTS: Final = (
             ),
             Change(
                 "moe_compile/proof/order_rules.py",
-                "if not stable and call.is_sized_by_counts():",
+                "if call.is_sized_by_counts() and not _are_distinct(key):",
                 "if False:",
             ),
         ),

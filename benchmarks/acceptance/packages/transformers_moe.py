@@ -1,8 +1,10 @@
 """Hugging Face transformers' MoE models, small and random: on one rank, and expert-parallel.
 
 Expert-parallel as `base_model_ep_plan` of each model says, by `AllToAllEP`, on two ranks with
-tokens of their own. Its forward has a branch on whether any row came, at which Dynamo breaks the
-graph; "without its branch" is the same without, registered as transformers registers its own.
+tokens of their own, in bfloat16, for which transformers calls torch's grouped products; once in
+float32, for which it calls its own. Its forward has a branch on whether any row came, at which
+Dynamo breaks the graph; "without its branch" is the same without, registered as transformers
+registers its own.
 """
 
 from __future__ import annotations
@@ -59,14 +61,14 @@ IMPLEMENTATIONS: Final = {
 }
 
 
-def _model(name: str, experts: str) -> nn.Module:
+def _model(name: str, experts: str, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     stem, own = MODELS[name]
     config = getattr(transformers, f"{stem}Config")(**(SIZES | own))
     torch.manual_seed(3)
     family = getattr(transformers, f"{stem}ForCausalLM")
-    return family._from_config(config, experts_implementation=experts).float().train()
+    return family._from_config(config, experts_implementation=experts).to(dtype).train()
 
 
 def _subject(model: nn.Module, rank: int) -> Subject:
@@ -76,14 +78,16 @@ def _subject(model: nn.Module, rank: int) -> Subject:
 
 
 def _whole(rank: int, name: str, experts: str) -> Subject:
-    return _subject(_model(name, experts), rank)
+    return _subject(_model(name, experts, torch.float32), rank)
 
 
-def _parallel(rank: int, name: str, implementation: str) -> Subject:
+def _parallel(
+    rank: int, name: str, implementation: str, dtype: torch.dtype = torch.bfloat16
+) -> Subject:
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     _register_without_branch()
-    model = _model(name, "grouped_mm")
+    model = _model(name, "grouped_mm", dtype)
     sizes = (dist.get_world_size(), 1)
     mesh = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=("experts", "tensor"))
     plan = model._expand_parallel_plan(model.ep_plan)
@@ -128,5 +132,13 @@ CASES = (
         for title, implementation in IMPLEMENTATIONS.items()
         for name in MODELS
         if name in ("Mixtral", "gpt-oss") or implementation == "without_branch"
+    ),
+    Case(
+        name="Mixtral, expert-parallel without its branch, float32",
+        package="transformers",
+        build=functools.partial(
+            _parallel, name="Mixtral", implementation="without_branch", dtype=torch.float32
+        ),
+        num_ranks=2,
     ),
 )
