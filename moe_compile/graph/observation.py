@@ -13,6 +13,7 @@ Contract
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,9 @@ from moe_compile.graph.query import expression_of, is_launch, is_wait, value_of
 
 OBSERVED: Final = "megamoe_observed"
 """Key of a node's metadata under which what was seen is kept."""
+
+
+FAKE_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +157,31 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
 
 @contextmanager
 def running_on(fake: FakeTensorMode) -> Iterator[ExitStack]:
-    """Run functions on tensors of `fake` as the tracer of a graph did; sizes stay its symbols."""
+    """Run functions on tensors of `fake` as the tracer of a graph did; sizes stay its symbols.
+
+    What fails on them is an answer: torch's own record of it, with a trace, would alarm users.
+    """
     with ExitStack() as stack:
+        stack.enter_context(_without_records())
         stack.enter_context(torch.no_grad())
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fake)
         if fake.shape_env is not None:
             stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
         yield stack
+
+
+@contextmanager
+def _without_records() -> Iterator[None]:
+    def drop(record: logging.LogRecord) -> bool:
+        del record
+        return False
+
+    FAKE_LOG.addFilter(drop)
+    try:
+        yield
+    finally:
+        FAKE_LOG.removeFilter(drop)
 
 
 def alike(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,20 @@
 """What functions of Python write and draw, whatever their names say."""
 
+import logging
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
 from moe_compile.graph.effects import draws_random, is_pure, may_draw
 from moe_compile.graph.inner_graphs import is_opaque, registers_hook
-from moe_compile.graph.observation import observed
+from moe_compile.graph.observation import observed, running_on
 from moe_compile.graph.query import called_name, is_assertion
 from tests.capture import dynamo_graphs
 from tests.this_torch import has_hooks, need
@@ -221,3 +224,25 @@ def two_products_under_autocast(x, y):
 def test_functions_of_torch_that_take_two_types_under_autocast_alone_write_nothing():
     """Run without autocast the second product fails: bfloat16 meets float32."""
     assert writers(two_products_under_autocast, torch.rand(3, 3), torch.rand(3)) == {}
+
+
+def test_what_fails_when_tried_leaves_no_record_in_torchs_log(caplog):
+    """One of two layouts that are tried fails: torch would log a trace of it as an error."""
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    rows = fake.shape_env.create_unbacked_symint()
+    weight = torch.empty(2, 8, 8, dtype=torch.bfloat16)
+
+    def fails():
+        with fake, pytest.raises(GuardOnDataDependentSymNode):
+            by_columns = torch.empty(8, rows, dtype=torch.bfloat16).t()
+            offs = torch.empty(2, dtype=torch.int32)
+            torch._grouped_mm(by_columns, fake.from_tensor(weight), offs=offs)
+
+    def errors():
+        return [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+    with running_on(fake):
+        fails()
+    assert not errors()
+    fails()
+    assert any("failed while" in record.getMessage() for record in errors())
