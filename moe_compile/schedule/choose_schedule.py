@@ -8,14 +8,14 @@ Contract
     they launch, the one with the earliest launches that memory allows.
 
 Pseudo-code
-    for each reach, from unlimited down: how far a node may overtake others
-        schedule by every policy; keep those within the memory allowance
-        the first reach with any left decides: the fastest, on the link assumed and a slower one
+    schedule by every policy, and once more within the memory if that forbids the fastest
+    the fastest that memory allows, on the link assumed and a slower one
     launch as early as what is sent is there, unless that is slower or memory forbids it
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,20 +30,19 @@ from moe_compile.schedule.list_schedule import (
     nearest_launch,
 )
 from moe_compile.schedule.liveness import Liveness
+from moe_compile.schedule.memory_room import MemoryRoom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
 
 POLICIES: Final = (
-    (nearest_launch, 0.0),
-    (nearest_launch, 0.5),
-    (nearest_launch, 1.0),
-    (graph_order, 0.0),
-    (graph_order, 0.5),
-    (longest_path, 0.0),
+    Policy(key=nearest_launch),
+    Policy(key=nearest_launch, patience=0.5),
+    Policy(key=nearest_launch, patience=1.0),
+    Policy(key=graph_order),
+    Policy(key=graph_order, patience=0.5),
+    Policy(key=longest_path),
 )
 """Priorities and patience that each won on some graph."""
-SMALLEST_WINDOW: Final = 16
-"""Nodes; below it a schedule cannot differ from the graph's order in anything that matters."""
 SLOW_LINK: Final = 1.5
 """A schedule should also hide exchanges that take this many times as long as estimated."""
 TIE: Final = 0.002
@@ -89,17 +88,16 @@ def choose_schedule(
     if is_chunked:
         whole = max(whole, liveness.peak_bytes(side_by_side(problem)))
     allowed = whole + max_memory_increase * max(whole, step_peak_bytes)
-    is_capped = False
-    for window in _windows(len(problem.nodes)):
-        candidates = [baseline, *_scheduled(problem, liveness, window)]
-        fitting = [c for c in candidates if c.peak_bytes <= allowed]
-        best = _fastest(fitting or [baseline])
-        if best is not baseline:
-            break
-        is_capped |= _fastest(candidates) is not baseline
-        if not is_capped:
-            break
-    is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best
+    candidates = [
+        baseline,
+        *(_candidate(problem, liveness, list_schedule(problem, policy)) for policy in POLICIES),
+    ]
+    fitting = [c for c in candidates if c.peak_bytes <= allowed]
+    fastest, best = _fastest(candidates), _fastest(fitting)
+    if not _ties(best, fastest):
+        fitting += _scheduled_in_room(problem, liveness, baseline.order, allowed)
+        best = _fastest([c for c in fitting if c.peak_bytes <= allowed])
+    is_capped = not _ties(best, fastest)
     early = _candidate(problem, liveness, launch_early(problem, best.order))
     fits = early.peak_bytes <= max(best.peak_bytes, allowed)
     chosen = early if fits and _ties(early, best) else best
@@ -114,20 +112,12 @@ def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
     return tuple(sorted(range(len(problem.nodes)), key=depth.__getitem__))
 
 
-def _windows(num_nodes: int) -> Iterator[int | None]:
-    yield None
-    window = num_nodes // 2
-    while window >= SMALLEST_WINDOW:
-        yield window
-        window //= 2
-
-
-def _scheduled(
-    problem: ScheduleProblem, liveness: Liveness, window: int | None
+def _scheduled_in_room(
+    problem: ScheduleProblem, liveness: Liveness, known: Sequence[int], allowed_bytes: float
 ) -> Iterator[Candidate]:
-    for key, patience in POLICIES:
-        policy = Policy(key=key, patience=patience, window=window)
-        yield _candidate(problem, liveness, list_schedule(problem, policy))
+    for policy, looks_ahead in itertools.product(POLICIES, (True, False)):
+        room = MemoryRoom(liveness, known, allowed_bytes, looks_ahead=looks_ahead)
+        yield _candidate(problem, liveness, list_schedule(problem, policy, room))
 
 
 def _candidate(problem: ScheduleProblem, liveness: Liveness, order: Sequence[int]) -> Candidate:

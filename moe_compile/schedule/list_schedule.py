@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_compile.schedule.memory_room import MemoryRoom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import Clock
 
@@ -32,8 +33,6 @@ class Policy:
     """Smallest first; ties go to graph order."""
     patience: float = 0.0
     """Share of a filler's time that may be spent idle instead, for an exchange a launch needs."""
-    window: int | None = None
-    """How many nodes of the graph a node may overtake; None for any number."""
 
 
 def nearest_launch(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
@@ -66,26 +65,26 @@ def incoming_order(problem: ScheduleProblem) -> list[int]:
     return order
 
 
-def list_schedule(problem: ScheduleProblem, policy: Policy) -> list[int]:
-    """Return an order of the nodes by `policy`."""
-    return _Run(problem, policy).order()
+def list_schedule(
+    problem: ScheduleProblem, policy: Policy, room: MemoryRoom | None = None
+) -> list[int]:
+    """Return an order of the nodes by `policy`, of what there is room for."""
+    return _Run(problem, policy, room).order()
 
 
 class _Run:
     """One list scheduling, under way."""
 
-    def __init__(self, problem: ScheduleProblem, policy: Policy) -> None:
+    def __init__(self, problem: ScheduleProblem, policy: Policy, room: MemoryRoom | None) -> None:
         self.problem = problem
         self.policy = policy
+        self.room = room
         self.clock = Clock(problem)
         self.missing = problem.num_missing()
         self.is_placed = [False] * len(problem.nodes)
         self.placed: list[int] = []
         self.candidates: list[tuple[float | int, ...]] = []  # (*key, node)
-        self.beyond_window: list[int] = []
         self.in_flight: list[tuple[float, int]] = []  # (when it is over, wait)
-        self.oldest = 0
-        """No anchor below this index is still to be placed."""
 
     def order(self) -> list[int]:
         nodes = self.problem.nodes
@@ -105,17 +104,43 @@ class _Run:
     def _next(self) -> int | None:
         """Return the node to run now; let time pass when there is none."""
         while True:
-            self._admit()
             while (over_us := self._next_over_us()) is not None and over_us <= self.clock.now_us:
                 self._settle(self._freed_by([heapq.heappop(self.in_flight)[1]]))
-            if self.candidates and not self._better_wait(int(self.candidates[0][-1])):
-                return int(heapq.heappop(self.candidates)[-1])
+            if (chosen := self._take()) is not None:
+                return chosen
             if over_us is not None:
                 self.clock.now_us = max(self.clock.now_us, over_us)
-            elif self.beyond_window:
-                return heapq.heappop(self.beyond_window)
+            elif self.candidates:
+                return self._free_room()
             else:
                 return None
+
+    def _take(self) -> int | None:
+        """Take the first candidate that memory has room for, unless standing still is better."""
+        left: list[tuple[float | int, ...]] = []
+        chosen: int | None = None
+        while self.candidates and chosen is None:
+            left.append(heapq.heappop(self.candidates))
+            node = int(left[-1][-1])
+            if self.room is None or self.room.fits(self._pulled_by(node)):
+                chosen = None if self._better_wait(node) else node
+                break
+        for entry in left if chosen is None else left[:-1]:
+            heapq.heappush(self.candidates, entry)
+        return chosen
+
+    def _free_room(self) -> int:
+        """Return what the known order runs next of the candidates, of which none has room.
+
+        Waits and followers in front of it run at once: what they read may be free after them.
+        """
+        assert self.room is not None
+        ready = {int(entry[-1]): entry for entry in self.candidates}
+        while (node := self.room.next_known()) not in ready:
+            self._place(node)
+        self.candidates.remove(ready[node])
+        heapq.heapify(self.candidates)
+        return node
 
     def _next_over_us(self) -> float | None:
         """Return when the next exchange is over, which compute since it was launched puts off."""
@@ -139,7 +164,16 @@ class _Run:
         )
 
     def _place(self, node: int) -> None:
-        """Run `node`, and before it what it needs that no one has run: followers and waits."""
+        """Run `node`, and before it the followers and waits that it needs."""
+        for needed in sorted(self._pulled_by(node)):
+            self.is_placed[needed] = True
+            self.clock.run(needed)
+            self.placed.append(needed)
+            if self.room is not None:
+                self.room.run(needed)
+
+    def _pulled_by(self, node: int) -> set[int]:
+        """Return `node` and what it needs that no one has run."""
         pulled = {node}
         todo = [node]
         while todo:
@@ -147,10 +181,7 @@ class _Run:
                 if not self.is_placed[needed] and needed not in pulled:
                     pulled.add(needed)
                     todo.append(needed)
-        for needed in sorted(pulled):
-            self.is_placed[needed] = True
-            self.clock.run(needed)
-            self.placed.append(needed)
+        return pulled
 
     def _freed_by(self, nodes: list[int]) -> list[int]:
         """Return the nodes whose last missing precedence is among `nodes`."""
@@ -172,31 +203,4 @@ class _Run:
             elif node in problem.awaits:
                 heapq.heappush(self.in_flight, (self.clock.wait_over_us(node), node))
             elif problem.nodes[node].op != "output":
-                self._offer(node)
-
-    def _offer(self, node: int) -> None:
-        window = self.policy.window
-        if window is not None and node > self._oldest_anchor() + window:
-            heapq.heappush(self.beyond_window, node)
-        else:
-            heapq.heappush(self.candidates, (*self.policy.key(self.problem, node), node))
-
-    def _admit(self) -> None:
-        """Offer again what the window kept out, as far as it reaches now."""
-        window = self.policy.window
-        while (
-            self.beyond_window
-            and window is not None
-            and self.beyond_window[0] <= self._oldest_anchor() + window
-        ):
-            self._offer(heapq.heappop(self.beyond_window))
-
-    def _oldest_anchor(self) -> int:
-        problem = self.problem
-        while self.oldest < len(self.is_placed) - 1 and (
-            self.is_placed[self.oldest]
-            or problem.is_follower[self.oldest]
-            or self.oldest in problem.awaits
-        ):
-            self.oldest += 1
-        return self.oldest
+                heapq.heappush(self.candidates, (*self.policy.key(problem, node), node))

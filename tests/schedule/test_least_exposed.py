@@ -7,7 +7,7 @@ import torch
 
 from moe_compile.schedule.choose_schedule import POLICIES
 from moe_compile.schedule.least_exposed import least_exposed_us
-from moe_compile.schedule.list_schedule import Policy, incoming_order, list_schedule
+from moe_compile.schedule.list_schedule import incoming_order, list_schedule
 from moe_compile.schedule.simulate import simulate
 from tests.schedule.test_list_schedule import exchange, problem_of, traced
 from tests.scheduled_layers import ChunkedMoE, one_rank_group, post_grad_graphs
@@ -34,9 +34,8 @@ def product_between(x, w):
 def orders(problem):
     yield tuple(range(len(problem.nodes)))
     yield incoming_order(problem)
-    for key, patience in POLICIES:
-        for window in (None, 16):
-            yield list_schedule(problem, Policy(key=key, patience=patience, window=window))
+    for policy in POLICIES:
+        yield list_schedule(problem, policy)
 
 
 @pytest.mark.parametrize("program", [one_stream, product_beside, product_between])
@@ -83,7 +82,7 @@ def test_compute_is_slower_beside_a_collective():
     """A second of a collective under compute takes a fifth of the compute of that second away."""
     problem, _ = traced(product_beside, X, WEIGHT)
     quick = replace(problem, link_us=tuple(0.1 * us for us in problem.link_us))
-    order = list_schedule(quick, Policy(key=POLICIES[0][0]))
+    order = list_schedule(quick, POLICIES[0])
     free, slowed = (simulate(replace(quick, contention=c), order) for c in (0.0, 0.25))
     hidden_us = free.exchange_us - free.exposed_us
     assert free.compute_us == slowed.compute_us and hidden_us > 0.0

@@ -19,6 +19,7 @@ from moe_compile.schedule.list_schedule import (
     nearest_launch,
 )
 from moe_compile.schedule.liveness import Liveness
+from moe_compile.schedule.memory_room import MemoryRoom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
 from tests.scheduled_layers import ChunkedMoE, c10d, one_rank_group, post_grad_graphs
@@ -70,12 +71,21 @@ def layer_problems():
     return [problem_of(gm.graph) for gm in post_grad_graphs(layer, x)]
 
 
-@pytest.mark.parametrize("window", [None, 64, 16, 0])
-@pytest.mark.parametrize(("key", "patience"), POLICIES)
-def test_every_policy_keeps_all_precedences(layer_problems, key, patience, window):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_all_precedences(layer_problems, policy):
     for problem, _ in layer_problems:
-        order = list_schedule(problem, Policy(key=key, patience=patience, window=window))
+        check_precedences(problem, list_schedule(problem, policy))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("increase", [0.0, 0.05])
+def test_every_policy_stays_within_the_memory_it_is_given(layer_problems, policy, increase):
+    for problem, liveness in layer_problems:
+        known = incoming_order(problem)
+        allowed = (1 + increase) * liveness.peak_bytes(known)
+        order = list_schedule(problem, policy, MemoryRoom(liveness, known, allowed))
         check_precedences(problem, order)
+        assert liveness.peak_bytes(order) <= allowed
 
 
 def check_precedences(problem, order):
@@ -83,6 +93,12 @@ def check_precedences(problem, order):
     assert sorted(order) == list(range(len(problem.nodes)))
     assert all(place[p] < place[n] for n, ps in enumerate(problem.before) for p in ps)
     assert all(place[a] < place[b] for a, b in itertools.pairwise(problem.launches))
+
+
+def test_without_being_given_one_some_need_more_memory(layer_problems):
+    for problem, liveness in layer_problems:
+        peaks = [liveness.peak_bytes(list_schedule(problem, policy)) for policy in POLICIES]
+        assert max(peaks) > liveness.peak_bytes(incoming_order(problem))
 
 
 def test_the_incoming_order_changes_launches_only(layer_problems):
@@ -102,23 +118,6 @@ def test_a_chain_of_elementwise_ops_stays_with_its_reader():
     order = list_schedule(problem, Policy(key=nearest_launch))
     tail = [problem.nodes[i].name for i in order[-8:-1]]
     assert tail == ["t", "mm_2", "mul", "add", "relu", "wait_tensor", "mm_1"]
-
-
-def test_a_window_bounds_how_far_compute_may_overtake():
-    """The last product may fill the exchange only where the window reaches it."""
-
-    def program(x):
-        y = exchange(x)
-        for _ in range(10):
-            y = y @ x
-        return y, x @ x
-
-    problem, _ = traced(program, X)
-    orders = (list_schedule(problem, Policy(key=nearest_launch, window=w)) for w in (None, 4))
-    assert [letters(problem, order) for order in orders] == [
-        "LmW" + "m" * 10,
-        "LW" + "m" * 11,
-    ]
 
 
 def test_a_wait_stands_before_its_first_reader_however_early_its_exchange_is_over():
@@ -190,10 +189,10 @@ def test_peaks_count_views_once_and_sent_tensors_until_the_wait():
     assert liveness.peak_bytes(range(len(problem.nodes))) == 2 * X.nbytes
 
 
-@pytest.mark.parametrize(("key", "patience"), POLICIES)
-def test_early_launches_keep_all_precedences_and_move_nothing_else(layer_problems, key, patience):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_early_launches_keep_all_precedences_and_move_nothing_else(layer_problems, policy):
     for problem, _ in layer_problems:
-        came = list_schedule(problem, Policy(key=key, patience=patience))
+        came = list_schedule(problem, policy)
         for order in (came, incoming_order(problem)):
             early = launch_early(problem, order)
             check_precedences(problem, early)
