@@ -24,6 +24,7 @@ from moe_compile.testing.programs.campaign import Campaign, Limits
 from moe_compile.testing.programs.choices import Rewrite
 from moe_compile.testing.programs.coverage import Coverage
 from moe_compile.testing.programs.record import add_record
+from moe_compile.testing.programs.strategy import PROGRAMS_OF
 
 WORKERS: Final = 2
 """Pairs of ranks at once: while a pair waits for its peers the other computes."""
@@ -64,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rewrite", default="", choices=[r.name for r in Rewrite], help="asked in all, as HOPS"
     )
+    parser.add_argument("--layers", default="", choices=[*PROGRAMS_OF], help="of all programs")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after so many")
     parser.add_argument("--workers", type=int, default=WORKERS, help="pairs of ranks at once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that are a hang")
@@ -78,7 +80,8 @@ def _arguments() -> argparse.Namespace:
 def _command(options: argparse.Namespace) -> list[str]:
     names = ("seed", "programs", "minutes", "workers", "timeout", "trials", "keep")
     given = [f"--{name}={getattr(options, name)}" for name in names]
-    given += [f"--rewrite={options.rewrite}"] if options.rewrite else []
+    some = ("rewrite", "layers")
+    given += [f"--{name}={chosen}" for name in some if (chosen := getattr(options, name))]
     return [sys.executable, "-m", "moe_compile.testing.fuzz", *given]
 
 
@@ -93,6 +96,7 @@ def _work(options: argparse.Namespace) -> int:
         trials=options.trials,
         keep=Path(options.keep) if options.keep else None,
         rewrite=options.rewrite,
+        layers=options.layers,
     )
     for line in Campaign(options.seed * 1000 + options.worker, limits).run():
         sys.stdout.write(json.dumps(line) + "\n")

@@ -3,6 +3,7 @@
 import enum
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -11,6 +12,7 @@ from moe_compile.testing.programs import (
     choices,
     exchange_choices,
     loop_choices,
+    picking_choices,
 )
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room
@@ -31,14 +33,17 @@ from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
 from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
+    Layer,
     Program,
     all_features,
     features,
 )
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
+from moe_compile.testing.programs.picking_choices import Otherwise
+from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
 from moe_compile.testing.programs.run import Findings, run
 from moe_compile.testing.programs.shrink import simplest
-from moe_compile.testing.programs.strategy import LEAVES_WHOLE
+from moe_compile.testing.programs.strategy import LEAVES_WHOLE, PROGRAMS_OF
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
 from moe_compile.testing.rank_pool import RankFailure
@@ -223,11 +228,14 @@ def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     assert not judgement.failed
 
 
+MIXED = (*Mixing, *Otherwise)
+
+
 @pytest.mark.slow
 def test_what_is_said_to_leave_a_layer_whole_does(judge):
     said = {
         f"{type(c).__name__.lower()}: {c.name.lower()}"
-        for c in (*LEAVES_WHOLE, *SLOTS_LEFT_WHOLE - {*Act}, *Mixing)
+        for c in (*LEAVES_WHOLE, *SLOTS_LEFT_WHOLE - {*Act}, *PICKS_LEFT_WHOLE, *MIXED)
     }
     found = [p for p in sweep() if features(p) & said]
     assert set().union(*map(features, found)) >= said
@@ -239,7 +247,7 @@ def test_a_pass_that_failed_is_a_failure():
     assert judgement_of([found, found]).failed
 
 
-CHOICES = (capacity_choices, choices, exchange_choices, loop_choices)
+CHOICES = (capacity_choices, choices, exchange_choices, loop_choices, picking_choices)
 
 
 def test_every_choice_of_the_grammar_is_drawn():
@@ -247,8 +255,11 @@ def test_every_choice_of_the_grammar_is_drawn():
     kinds = [k for k in named if isinstance(k, enum.EnumMeta) and k.__doc__]
     members = {f"{k.__name__.lower()}: {m.name.lower()}" for k in kinds for m in k}
     assert members == set(all_features())
-    drawn = set().union(*(features(p) for p in itertools.islice(drawn_programs(0), 400)))
-    assert members <= drawn
+    programs = [*itertools.islice(drawn_programs(0), 400)]
+    assert {type(layer) for p in programs for layer in p.layers} == set(get_args(Layer))
+    for layers in PROGRAMS_OF:
+        programs += itertools.islice(drawn_programs(0, layers=layers), 120)
+    assert members <= set().union(*map(features, programs))
 
 
 def test_programs_are_python_and_a_function_of_the_seed():

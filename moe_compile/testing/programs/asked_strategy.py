@@ -23,9 +23,9 @@ SENDS_MORE: Final = frozenset({Detail.PROBS_TRAVEL, Detail.SURE, Detail.ONE_NUMB
 
 
 @st.composite
-def asked_programs(draw: st.DrawFn, rewrite: str = "") -> Program:
-    """Draw a program that asks for `rewrite`, where it may; for what is drawn where that is ""."""
-    program = draw(programs())
+def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Program:
+    """Draw a program of such layers that asks for `rewrite`, where it may; "" is any."""
+    program = draw(programs(layers))
     if rewrite:
         program = legal(replace(program, rewrite=Rewrite[rewrite]))
     if program.rewrite in HOPPING and draw(st.sampled_from([True, True, False])):

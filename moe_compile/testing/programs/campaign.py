@@ -36,6 +36,8 @@ class Limits:
     """Folder of failing programs."""
     rewrite: str = ""
     """What is asked of megamoe in each program, "" for what is drawn."""
+    layers: str = ""
+    """Of which kind the layers of each program are, "" for what is drawn."""
 
 
 class Campaign:
@@ -52,7 +54,7 @@ class Campaign:
         limits, began = self._limits, monotonic()
         seen: set[str] = set()
         with Judge(timeout_s=limits.timeout_s) as judge:
-            for program in drawn_programs(self._seed, limits.rewrite):
+            for program in drawn_programs(self._seed, limits.rewrite, limits.layers):
                 if len(seen) >= limits.programs or monotonic() - began > limits.seconds:
                     return
                 text = source_of(program)
@@ -99,19 +101,20 @@ class Campaign:
             (self._limits.keep / name).write_text(f"{comment}\n{text}")
 
 
-def drawn_programs(seed: int, rewrite: str = "") -> Iterator[Program]:
+def drawn_programs(seed: int, rewrite: str = "", layers: str = "") -> Iterator[Program]:
     """Yield programs without end, each drawn afresh: hypothesis would go on with variants.
 
-    With `rewrite`, a name of `Rewrite`, those that it may be asked of.
+    With `rewrite`, a name of `Rewrite`, those that it may be asked of; with `layers`, a key of
+    `PROGRAMS_OF`, those of such layers.
     """
     number = 0
     while True:
-        drawn = _draw(seed * 1_000_000 + number, rewrite)
+        drawn = _draw(seed * 1_000_000 + number, rewrite, layers)
         yield from (one for one in drawn if rewrite in ("", one.rewrite.name))
         number += 1
 
 
-def _draw(seed: int, rewrite: str) -> list[Program]:
+def _draw(seed: int, rewrite: str, layers: str) -> list[Program]:
     """Return what hypothesis draws second from `seed`; its first is always the plainest."""
     drawn: list[Program] = []
 
@@ -123,7 +126,7 @@ def _draw(seed: int, rewrite: str) -> list[Program]:
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
-    @given(asked_programs(rewrite))
+    @given(asked_programs(rewrite, layers))
     def take(program: Program) -> None:
         drawn.append(program)
 

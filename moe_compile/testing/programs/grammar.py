@@ -37,6 +37,15 @@ from moe_compile.testing.programs.choices import (
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
+from moe_compile.testing.programs.picking_choices import (
+    Add,
+    Also,
+    Otherwise,
+    Routed,
+    Search,
+    Take,
+    Weigh,
+)
 
 NUM_RANKS: Final = 2
 
@@ -80,6 +89,8 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Decoy: "decoys",
     Extra: "extras",
     Mixing: "mixing",
+    Also: "also",
+    Otherwise: "otherwise",
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
@@ -97,6 +108,10 @@ CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
 )  # fmt: skip
 
 CHOICES_OF_CAPACITY: Final[tuple[type[enum.Enum], ...]] = (Room, Fill, Sent, Across, Extra, Mixing)
+
+CHOICES_OF_PICKING: Final[tuple[type[enum.Enum], ...]] = (
+    Routed, Search, Take, Weigh, Add, Also, Otherwise,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +166,28 @@ class Capacity:
     mixing: frozenset[Mixing] = frozenset()
 
 
-Layer = Experts | Attention | Capacity
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picking:
+    """One MoE layer that gathers tokens itself; experts pick theirs, sums are reduced.
+
+    A program of such layers has whole numbers alone: whatever order sums are taken in, and however
+    many rows a product has, nothing rounds.
+    """
+
+    local: int = 2
+    """Experts of a rank."""
+    top_k: int = 1
+    routed: Routed = Routed.BESIDE
+    search: Search = Search.WHERE
+    take: Take = Take.INDEX
+    weigh: Weigh = Weigh.BEHIND
+    add: Add = Add.IN_PLACE
+    act: Act = Act.RELU
+    also: frozenset[Also] = frozenset()
+    otherwise: frozenset[Otherwise] = frozenset()
+
+
+Layer = Experts | Attention | Capacity | Picking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +217,14 @@ class Program:
         """Return how many ranks it is for."""
         return len(self.tokens[0])
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its numbers are whole: its layers gather their tokens themselves."""
+        return all(isinstance(layer, Picking) for layer in self.layers)
 
-LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity)
-Part = TypeVar("Part", Program, Experts, Attention, Capacity, Layer)
+
+LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity, Picking)
+Part = TypeVar("Part", Program, Experts, Attention, Capacity, Picking, Layer)
 
 
 def changed(part: Part, name: str, value: Any) -> Part:
@@ -206,7 +247,9 @@ def features(program: Program) -> frozenset[str]:
 def all_features() -> list[str]:
     """Return the name of every choice of the grammar, in its order."""
     of_programs = (Heads, Routing, Groups, Sharing, Backward, Wrapping, Rewrite)
-    kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + of_programs
+    kinds: tuple[type[enum.Enum], ...] = (
+        CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + CHOICES_OF_PICKING + of_programs
+    )
     return [_feature(member) for kind in kinds for member in kind]
 
 

@@ -34,9 +34,11 @@ from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
     Layer,
+    Picking,
     Program,
     changed,
 )
+from moe_compile.testing.programs.picking_choices import Add, Also, Search, Take
 from moe_compile.testing.programs.text import BOUNDS
 
 USED_BY: Final = {
@@ -73,6 +75,9 @@ SAVE_ROWS: Final = frozenset(
 )  # fmt: skip
 """What autograd keeps routed rows for, which must not be written then."""
 
+OF_ONE_EXPERT: Final = frozenset({Also.BIAS, Also.LINEAR, Also.BATCH_OF_ONE})
+"""What grouped products do not have."""
+
 ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
 
@@ -89,7 +94,9 @@ def legal(program: Program) -> Program:
     program = replace(program, layers=layers)
     if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
         program = replace(program, sharing=Sharing.NOTHING)
-    if program.rewrite in BOUNDS:  # an update would carry roundings into the next step
+    if (
+        program.rewrite in BOUNDS and not program.is_whole
+    ):  # an update would carry roundings into the next step
         program = replace(program, tokens=program.tokens[:1])
     if _may_rewrite(program):
         return program
@@ -122,10 +129,12 @@ def _may_rewrite(program: Program) -> bool:
     if program.rewrite in GATHERING:
         return all(len({*step}) == 1 for step in program.tokens)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
-    return program.rewrite not in ROUNDING or alone
+    return program.rewrite not in ROUNDING or alone or program.is_whole
 
 
 def _legal_layer(layer: Layer, banned: set[Reader]) -> Layer:
+    if isinstance(layer, Picking):
+        return _legal_picking(layer)
     if not isinstance(layer, Experts):
         return _legal_capacity(layer) if isinstance(layer, Capacity) else layer
     details = set(layer.details)
@@ -163,3 +172,14 @@ def _legal_capacity(layer: Capacity) -> Capacity:
         top_k=min(layer.top_k, 2 * layer.local),
         extras=layer.extras - {Extra.EXPANDED} if in_loops else layer.extras,
     )
+
+
+def _legal_picking(layer: Picking) -> Picking:
+    """Return `layer` less what a mask does not index, or products of all experts do not take."""
+    also = layer.also - OF_ONE_EXPERT if layer.search is Search.GROUPED else layer.also
+    if layer.search is Search.MASK:
+        is_index = layer.take in (Take.SELECT, Take.LEADING)
+        take = Take.INDEX if is_index else layer.take
+        layer = replace(layer, take=take, add=Add.INDEXED)
+        also -= {Also.ANEW}
+    return replace(layer, top_k=min(layer.top_k, 2 * layer.local), also=also)

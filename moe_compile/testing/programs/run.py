@@ -159,14 +159,21 @@ def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], st
     own = torch.Generator().manual_seed(module.SEED + 1000 + rank)
     done: list[Named] = []
     for number, tokens in enumerate(module.TOKENS):
-        x = torch.randn(tokens[rank], module.WIDTH, generator=own).to(module.DTYPE)
-        gradient = torch.randn(tokens[rank], module.WIDTH, generator=own).to(module.DTYPE)
+        x, gradient = (_drawn(module, tokens[rank], own) for _ in ("x", "gradient"))
         try:
             with functorch_config.patch(donated_buffer=False):  # else no graph is used twice
                 done.append(_step(module, number, program, function, x, gradient))
         except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
             return done, f"{type(error).__name__}: {error}"[:1500]
     return done, ""
+
+
+def _drawn(module: ModuleType, num_rows: int, own: torch.Generator) -> torch.Tensor:
+    """Return rows of random numbers, whole and small where all numbers of the program are."""
+    shape = (num_rows, module.WIDTH)
+    if getattr(module, "WHOLE", False):  # none in programs of earlier versions
+        return torch.randint(-2, 3, shape, generator=own).to(module.DTYPE)
+    return torch.randn(shape, generator=own).to(module.DTYPE)
 
 
 def _summed_by_torch(module: ModuleType) -> ModuleType:
@@ -216,7 +223,7 @@ def _step(
         computed |= {f"{name}.{k}": v for k, v in vars(part).items() if type(v) is int}
     computed["random state"] = torch.get_rng_state()
     copied = {name: _copy(value) for name, value in computed.items()}
-    if trained and kind != "accumulated":
+    if trained and kind != "accumulated" and not getattr(module, "WHOLE", False):
         _update(program)
     return copied
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
+from moe_compile.testing.programs.around_strategy import around
 from moe_compile.testing.programs.capacity_strategy import (
     formats_of_capacity,
     layers_with_capacity,
@@ -23,18 +24,13 @@ from moe_compile.testing.programs.capacity_strategy import (
 from moe_compile.testing.programs.choices import (
     Act,
     Back,
-    Backward,
     Decoy,
     Detail,
-    Groups,
     Heads,
     Order,
     Reader,
     Rewrite,
-    Routing,
-    Sharing,
     Style,
-    Wrapping,
 )
 from moe_compile.testing.programs.draws import Choice, few, mostly
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
@@ -49,6 +45,7 @@ from moe_compile.testing.programs.grammar import (
 )
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
+from moe_compile.testing.programs.picking_strategy import programs_that_gather
 
 PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
@@ -139,10 +136,16 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Draw a program, for two ranks but where rows are to come in two hops."""
-    if draw(st.sampled_from([False] * 4 + [True])):
-        return legal(draw(_programs_with_capacity()))
+def programs(draw: st.DrawFn, layers: str = "") -> Program:
+    """Draw a program, for two ranks but where rows are to come in two hops.
+
+    `layers` is a key of `PROGRAMS_OF`, "" for what is drawn.
+    """
+    return legal(draw(PROGRAMS_OF[layers or draw(st.sampled_from(KINDS))]))
+
+
+@st.composite
+def _programs_of_experts(draw: st.DrawFn) -> Program:
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "bfloat16", "float32", "float64"]))
     aligned = [ALIGNED] * 8 if dtype != "bfloat16" else []
     width = draw(st.sampled_from([16, 16, 24, 17, 8, *aligned]))
@@ -150,38 +153,18 @@ def programs(draw: st.DrawFn) -> Program:
     grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
     layers = draw(_layers(dtype=dtype, grouped=grouped))
     even = any(isinstance(layer, Attention) for layer in layers)
-    program = draw(_around(layers, (dtype, width, hidden), even=even))
-    return legal(replace(program, rewrite=draw(st.sampled_from(REWRITES_DRAWN))))
+    program = draw(around(layers, (dtype, width, hidden), even=even))
+    return replace(program, rewrite=draw(st.sampled_from(REWRITES_DRAWN)))
 
 
 @st.composite
 def _programs_with_capacity(draw: st.DrawFn) -> Program:
     format = draw(formats_of_capacity())
     layers = draw(layers_with_capacity(dtype=format[0]))
-    program = draw(_around(layers, format, even=True))
+    program = draw(around(layers, format, even=True))
     rewrite = draw(st.sampled_from([Rewrite.CHUNKS] * 8 + list(Rewrite)))
     is_dynamic = program.dynamic and draw(st.booleans())  # these are left whole
     return replace(program, rewrite=rewrite, dynamic=is_dynamic)
-
-
-@st.composite
-def _around(
-    draw: st.DrawFn, layers: tuple[Layer, ...], format: tuple[str, int, int], *, even: bool
-) -> Program:
-    """Draw a program of these layers, of a type of values, a width and a hidden one."""
-    dtype, width, hidden = format
-    return Program(
-        layers=layers, width=width, hidden=hidden, dtype=dtype,
-        tokens=draw(_tokens(even=even)),
-        routing=draw(mostly(Routing)),
-        groups=draw(st.sampled_from([Groups.WORLD] * 12 + list(Groups))),
-        sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
-        backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
-        wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
-        dynamic=draw(st.sampled_from([False, False, False, True])),
-        chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
-        seed=draw(st.integers(0, 999)),
-    )  # fmt: skip
 
 
 REWRITES_DRAWN: Final = (
@@ -285,15 +268,12 @@ def _readers(kind: list[Reader]) -> st.SearchStrategy[frozenset[Reader]]:
     return st.one_of(st.just(frozenset()), few, several, several)
 
 
-@st.composite
-def _tokens(draw: st.DrawFn, *, even: bool) -> tuple[tuple[int, int], ...]:
-    one = st.integers(1, 6).map(lambda t: (t, t))
-    if even:
-        return tuple(draw(st.lists(one, min_size=1, max_size=2)))
-    number = st.sampled_from([0, *range(7)])
-    uneven = st.tuples(number, number)
-    first = draw(uneven if draw(st.integers(0, 4)) == 4 else one)
-    rest = draw(st.sampled_from([*[0] * 20, 1, 1, 2]))  # each new size may cost a compilation
-    if not rest:
-        return (first,) * draw(st.sampled_from([1, 1, 2]))
-    return (first, *(draw(st.one_of(one, uneven, st.just(first))) for _ in range(rest)))
+PROGRAMS_OF: Final = {
+    "experts": _programs_of_experts(),
+    "capacity": _programs_with_capacity(),
+    "picking": programs_that_gather(),
+}
+"""Programs by what their layers are: of experts found by counts, attention beside them perhaps; of
+experts with a capacity; of experts that pick rows of tokens which the model gathers."""
+
+KINDS: Final = ("experts",) * 14 + ("capacity",) * 4 + ("picking",) * 3

@@ -18,13 +18,10 @@ from moe_compile.testing.programs.choices import (
     Reader,
     Rewrite,
     Routing,
-    Sharing,
     Style,
-    Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Tally
 from moe_compile.testing.programs.exchange_text import EXCHANGES
-from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import (
     GATHERING,
     NUM_NODES,
@@ -33,9 +30,12 @@ from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
     Layer,
+    Picking,
     Program,
 )
 from moe_compile.testing.programs.layer_text import layer_class
+from moe_compile.testing.programs.model_text import model_class
+from moe_compile.testing.programs.picking_text import OF_KNOWN_LENGTH, PARTS, picking_class
 
 HEAD: Final = """\
 import torch
@@ -44,9 +44,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
+    all_gather_tensor_autograd,
     all_reduce,
     all_to_all_single,
     all_to_all_single_autograd,
+    reduce_scatter_tensor_autograd,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -59,6 +61,11 @@ PARAMETER: Final = """\
 def parameter(generator, *shape):
     scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.5
     return nn.Parameter((torch.randn(*shape, generator=generator) * scale).to(DTYPE))
+"""
+
+WHOLE_PARAMETER: Final = """\
+def parameter(generator, *shape):
+    return nn.Parameter(torch.randint(-1, 2, shape, generator=generator).to(DTYPE))
 """
 
 FAVOUR: Final = {
@@ -136,9 +143,10 @@ BOUND_OF_HEADS: Final = 0.05
 
 def source_of(program: Program) -> str:
     """Return the whole text of `program`."""
-    blocks = [HEAD, _settings(program), PARAMETER]
+    parameter = WHOLE_PARAMETER if program.is_whole else PARAMETER
+    blocks = [HEAD, _settings(program), parameter]
     layers = list(program.layers)
-    if any(isinstance(layer, Experts | Capacity) for layer in layers):
+    if any(isinstance(layer, Experts | Capacity | Picking) for layer in layers):
         favour = FAVOUR[program.routing].replace("{ranks}", str(program.num_ranks))
         blocks.append(f"def favour(experts):\n    {favour}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
@@ -147,10 +155,10 @@ def source_of(program: Program) -> str:
             rows = f"{before}rounded(routed, type(self).__name__){after}"
             written = written.replace(f"{before}routed{after}", rows)
     for name, block in (
-        *EXCHANGES, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
+        *EXCHANGES, *PARTS, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
     ):  # fmt: skip
         blocks += [block] if name in written else []
-    model = "\n".join(_model(program)) + "\n"
+    model = "\n".join(model_class(program)) + "\n"
     if needed := [name for name in ("own_group", "second_group") if f"{name}()" in written + model]:
         blocks.insert(1, f"from moe_compile.testing.programs.groups import {', '.join(needed)}\n")
     blocks += [written, model, MAIN]
@@ -169,6 +177,7 @@ def _settings(program: Program) -> str:
     heads = [layer.heads for layer in program.layers if isinstance(layer, Attention)]
     rounds = any(may_round(kind, program.dtype) for kind in heads)
     bound = BOUNDS.get(program.rewrite, BOUND_OF_HEADS if rounds else 0.0)
+    bound = 0.0 if program.is_whole else bound
     rows = max(sum(step) for step in program.tokens)
     top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
     raises = any(
@@ -184,6 +193,7 @@ def _settings(program: Program) -> str:
         f'BACKWARD = "{program.backward.name.lower()}"',
         f"BOUND = {bound}  # of the error, relative",
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
+        f"WHOLE = {program.is_whole}  # numbers, and parameters keep theirs",
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
@@ -195,12 +205,13 @@ def _settings(program: Program) -> str:
 def _is_mirrored(program: Program) -> bool:
     """Whether one process can stand for both ranks: they have as many tokens in every step.
 
-    Gathered tokens are those of all ranks, of which a rank takes its own rows. Another group is
+    Gathered tokens are those of all ranks, of which a rank takes its own rows; a mirror gathers
+    nothing. Another group is
     made by both ranks, and a mirror has no sums over ranks.
     """
     if program.rewrite in GATHERING or program.groups is not Groups.WORLD:
         return False
-    if program.num_ranks != NUM_RANKS:
+    if program.num_ranks != NUM_RANKS or any(isinstance(a, Picking) for a in program.layers):
         return False
     if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
         return False
@@ -210,7 +221,10 @@ def _is_mirrored(program: Program) -> bool:
 def _has_unknown_lengths(program: Program) -> bool:
     """Whether a layer makes tensors whose length its data says, before it says what that is."""
     layers = [layer for layer in program.layers if isinstance(layer, Experts)]
-    return any(a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers)
+    found = [layer.search for layer in program.layers if isinstance(layer, Picking)]
+    return any(search not in OF_KNOWN_LENGTH for search in found) or any(
+        a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers
+    )
 
 
 def _in_groups(program: Program, number: int) -> str:
@@ -234,63 +248,9 @@ def _class(layer: Layer, number: int) -> list[str]:
         return layer_class(layer, number)
     if isinstance(layer, Capacity):
         return capacity_class(layer, number)
+    if isinstance(layer, Picking):
+        return picking_class(layer, number)
     return attention_class(layer, number)
-
-
-def _model(program: Program) -> list[str]:
-    made = [f"self.layer{i} = Layer{i}()" for i in range(len(program.layers))]
-    calls: list[str] = []
-    if program.groups is Groups.OWN_SUM:
-        made += ["self.own = own_group()"]
-        calls += ['extra.append(wait_tensor(all_reduce(x.detach() * 1.0, "sum", self.own)))']
-    constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
-    if program.sharing is Sharing.INSIDE:
-        calls += _one_inside(program)
-    else:
-        for i, layer in enumerate(program.layers):
-            calls += _call(program, i, layer)
-    if program.sharing is Sharing.WEIGHTS:
-        calls += _call(program, 0, program.layers[0])
-    if program.sharing is Sharing.ROUTING:
-        calls += ["", *_call(program, 0, program.layers[0], routing="routing")]
-    body = ["extra = []", *_around(program, calls), "return x, extra"]
-    forward = ["def forward(self, x):", *indented(body)]
-    return ["class Program(nn.Module):", *indented([*constructor, "", *forward])]
-
-
-def _one_inside(program: Program) -> list[str]:
-    """Return calls of all layers between routing and rows of the first, or of that one again."""
-    inside = list(enumerate(program.layers))[1:] or [(0, program.layers[0])]
-    calls = ["routing = self.layer0.route(x)"]
-    for i, layer in inside:
-        calls += [*_call(program, i, layer), "x = x * (1 + routing[4][0] * 0.125)"]
-    return [*calls, *_call(program, 0, program.layers[0], routing="routing")]
-
-
-def _call(program: Program, i: int, layer: Layer, routing: str = "") -> list[str]:
-    before: list[str] = []
-    if not isinstance(layer, Experts):
-        call = f"self.layer{i}"
-    elif i == 0 and (routing or program.sharing is Sharing.ROUTING):
-        before = [] if routing else ["routing = self.layer0.route(x)"]
-        call = "lambda x: self.layer0(x, routing)"
-    else:
-        call = f"lambda x: self.layer{i}(x, self.layer{i}.route(x))"
-    if program.wrapping is Wrapping.CHECKPOINT:
-        line = f"y, more = checkpoint({call}, x, use_reentrant=False)"
-    else:
-        line = f"y, more = {call.removeprefix('lambda x: ')}" + ("" if "lambda" in call else "(x)")
-    residual = "x + y" if program.wrapping is Wrapping.RESIDUAL else "y"
-    return [*before, line, "extra += more", f"x = {residual}"]
-
-
-def _around(program: Program, calls: list[str]) -> list[str]:
-    if program.wrapping is Wrapping.AUTOCAST:
-        return ['with torch.autocast("cpu", dtype=torch.bfloat16):', *indented(calls)]
-    if program.wrapping is Wrapping.NO_GRAD_HALF:
-        kept = ["kept = x", "with torch.no_grad():", *indented(calls), "x = kept + x * 0.125"]
-        return [*kept, *calls]
-    return calls
 
 
 def is_trained(program: Program) -> bool:

@@ -1,0 +1,77 @@
+"""Generated programs whose layers gather tokens themselves: whole numbers, equal bit for bit."""
+
+import itertools
+
+import pytest
+
+from moe_compile.testing.programs.campaign import drawn_programs
+from moe_compile.testing.programs.choices import Act, Backward, Rewrite, Routing
+from moe_compile.testing.programs.grammar import Picking, Program
+from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
+from moe_compile.testing.programs.picking_choices import (
+    Add,
+    Also,
+    Otherwise,
+    Routed,
+    Search,
+    Take,
+    Weigh,
+)
+from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.text import source_of
+
+PROGRAMS = {
+    "beside one that mixes rows": Program(
+        layers=(
+            Picking(top_k=2, routed=Routed.AHEAD, also=frozenset({Also.GATED, Also.BIAS})),
+            Picking(search=Search.OFFSETS, otherwise=frozenset({Otherwise.MEAN})),
+        ),
+        tokens=((4, 4),), dtype="float64", routing=Routing.FIRST_RANK, rewrite=Rewrite.TOKENS,
+    ),
+    "grouped products": Program(
+        layers=(
+            Picking(
+                local=3, top_k=2, routed=Routed.TOGETHER, search=Search.GROUPED, add=Add.NEW,
+                also=frozenset({Also.ANEW, Also.WIDER_SUMS, Also.FUNCTIONS}),
+            ),
+        ),
+        tokens=((6, 6),), chunks=3, backward=Backward.TWICE, rewrite=Rewrite.TOKENS,
+    ),
+    "rows weighed ahead": Program(
+        layers=(
+            Picking(
+                top_k=2, search=Search.ONE_HOT, take=Take.SELECT, weigh=Weigh.AHEAD, act=Act.WHERE,
+            ),
+        ),
+        tokens=((4, 4), (2, 2)), dtype="float32", rewrite=Rewrite.TOKENS,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge() as judge:
+        yield judge
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_layer_that_gathers_its_tokens_equals_eager_in_slices(judge, name):
+    judgement = judge.judge(source_of(PROGRAMS[name]))
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.is_chunked, judgement.verdicts
+
+
+def test_a_campaign_of_such_layers_draws_nothing_else():
+    drawn = [*itertools.islice(drawn_programs(2, layers="picking"), 20)]
+    assert all(isinstance(layer, Picking) for program in drawn for layer in program.layers)
+    assert all(program.is_whole and "BOUND = 0.0" in source_of(program) for program in drawn)
+    assert sum(program.rewrite is Rewrite.TOKENS for program in drawn) > 10
+
+
+def test_what_is_one_more_in_one_row_is_found(two_ranks):
+    """No bound hides a single wrong number."""
+    text = source_of(PROGRAMS["rows weighed ahead"])
+    more = "x = x.index_fill(0, torch.zeros(1, dtype=torch.int64), 1.0)"
+    wrong = f"if torch.compiler.is_compiling():\n            {more}\n        return x, extra"
+    text = text.replace("return x, extra", wrong)
+    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Kind.WRONG
