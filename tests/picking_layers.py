@@ -159,7 +159,48 @@ class ByFunctions(Searched):
         return ScatteredByFunction.apply(self.total(everyone, scores, chosen), self.group)
 
 
-STYLES = (Searched, ByOffsets, WrittenTwice, RoutedTogether, ByLayers, ByFunctions)
+class ByMask(Searched):
+    """Rows by a mask of the tokens that chose the expert; results added where it holds."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            of_e = chosen == self.first + e
+            mask = of_e.any(-1)
+            total[mask] += self.expert(everyone[mask], e) * (scores * of_e).sum(-1)[mask, None]
+        return total
+
+
+class AsMixtral(Searched):
+    """The loop of transformers' Mixtral: one-hots transposed, rows taken behind a new dimension."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros(everyone.shape, dtype=everyone.dtype, device=everyone.device)
+        hot = F.one_hot(chosen, self.local * self.num_ranks).permute(2, 1, 0)
+        for e in range(self.local):
+            place, token = torch.where(hot[self.first + e])
+            rows = everyone[None, token].reshape(-1, everyone.shape[1])
+            out = self.expert(rows, e) * scores[token, place, None]
+            total.index_add_(0, token, out.to(everyone.dtype))
+        return total
+
+
+class BatchesOfOne(Searched):
+    """Rows pass each expert as a batch of one; results added to rows taken of the sums."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            token, place = torch.where(chosen == self.first + e)
+            out = self.expert(everyone[None, token, :], e)[0]
+            total[token, :] = total[token, :] + out * scores[token, place, None]
+        return total
+
+
+STYLES = (
+    Searched, ByOffsets, ByMask, AsMixtral, BatchesOfOne, WrittenTwice, RoutedTogether, ByLayers,
+    ByFunctions,
+)  # fmt: skip
 
 
 class TokensWritten(Searched):
@@ -294,3 +335,24 @@ class ReadSums(Searched):
     def total(self, everyone, scores, chosen):
         total = super().total(everyone, scores, chosen)
         return total * 2
+
+
+class OthersWritten(Searched):
+    """Rows of some tokens are added to, and written to others."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            token, place = torch.where(chosen == self.first + e)
+            out = self.expert(everyone[token], e) * scores[token, place, None]
+            total[(token + 1) % everyone.shape[0]] = total[token] + out
+        return total
+
+
+class NotOfRows(Searched):
+    """What is added to the tokens of an expert is not made of them."""
+
+    def total(self, everyone, scores, chosen):
+        total = super().total(everyone, scores, chosen)
+        token = torch.where(chosen == self.first)[0]
+        return total.index_add_(0, token, self.scale[:1].expand(token.shape[0], -1))

@@ -109,8 +109,8 @@ _EXPERTS: Final = {
     "back by all-to-alls, their sizes from an exchange of counts; nothing if every rank has a part "
     "of all experts",
     Reason.PICKED_OTHERWISE: "let every expert pick its rows by tokens[index], and add what it "
-    "makes of them to zeros by index_add with the same index, which is as long as a search or a "
-    "number of the host says; or send rows to their experts and back by all-to-alls",
+    "makes of them to zeros by the same index, a mask or as long as a search or a number of the "
+    "host says; or send rows to their experts and back by all-to-alls",
     Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
     Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",

@@ -2,12 +2,12 @@
 
 Contract
     Raises Refuse where it is in another form, or not proven; the graph is not edited.
-    Recognised are sums that begin with zeros, to which each expert adds by `index_add` what it
-    makes of the rows that it picks by the same index. How many rows that are, the host reads.
+    Recognised are sums that begin with zeros, to which each expert adds what it makes of the rows
+    that it picks by the same index, or mask. How many rows that are, the host reads.
     The answer is a function of the graph's structure, the same on every rank.
 
 Pseudo-code
-    the puts: every index_add from the zeros to what is reduced, nothing else reads the sums
+    the puts: every addition from the zeros to what is reduced, nothing else reads the sums
     for each put: the picks by its index, and all that is made of these
     prove that each row is made of its own row alone (picked_rows.py)
     all of it may run where the sums are reduced; nothing inside is read outside
@@ -16,7 +16,7 @@ Pseudo-code
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -25,11 +25,9 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import (
-    argument_of,
-    called_name,
     group_name,
     has_gradient,
-    is_integer,
+    is_assertion,
     is_launch,
     known_rows,
     tensor_of,
@@ -38,10 +36,12 @@ from moe_compile.graph.query import (
 )
 from moe_compile.graph.same_value import is_same_value
 from moe_compile.journal.reasons import Reason
-from moe_compile.picking.picked_rows import RowsOfExpert, num_rows_of, offsets_of, prove_rows
+from moe_compile.picking.picked_rows import RowsOfExpert, offsets_of, prove_rows
 from moe_compile.picking.picking_regions import Picked, PickingRegion
 from moe_compile.picking.routing_reads import behind_routing, num_host_reads
-from moe_compile.picking.row_sums import otherwise, sums_of, tail_of
+from moe_compile.picking.row_index import RowIndex, index_of, is_mask, num_rows_of
+from moe_compile.picking.row_sums import Put, otherwise, sums_of, tail_of
+from moe_compile.picking.size_checks import readers_of, size_checks
 from moe_compile.regions.gathered_tokens import reduce_scatter_of
 from moe_compile.regions.regions import Refused
 
@@ -117,14 +117,16 @@ def find_picking_region(
     if not num_tokens or not num_all or num_all % num_tokens:
         raise otherwise("the number of tokens is not known when compiling")
     tail = tail_of(back)
-    zeros, puts = sums_of(tail, back)
+    zeros, puts = sums_of(tail, back, dependence)
     if known_rows(zeros) != num_all:
         raise otherwise(f"{zeros.name} has not one row for each token")
     experts = tuple(_expert(put, everyone, dependence) for put in puts)
-    moved = (node for expert in experts for node in expert.body)
-    body = dependence.in_order({zeros, *puts, *tail, *moved})
-    _check_motion(experts, body, zeros, everyone, back, dependence)
+    moved = (node for expert in experts for node in expert.moved)
+    body = dependence.in_order({zeros, *tail, *moved})
+    experts = _proven(experts, body, zeros, everyone, back, dependence)
     needed = [node for one in experts for node in (one.index, *one.by_row)]
+    written = [*needed, *(n for one in experts for n in (*one.picks, *one.put.nodes))]
+    num_searches = sum(is_mask(one.index) for one in experts)
     is_alone, dead = _dead(gather, body, back, dependence)
     return PickingRegion(
         name=name,
@@ -139,7 +141,8 @@ def find_picking_region(
         is_alone=is_alone,
         dead=dead,
         behind_routing=behind_routing(gather, needed, dependence),
-        num_host_reads=num_host_reads((one.index for one in experts), dependence),
+        num_host_reads=num_host_reads(written, dependence),
+        num_reads_in_slices=num_host_reads(needed, dependence) + num_searches + 1,
         group=group_name(gather),
         num_ranks=num_all // num_tokens,
         num_tokens=num_tokens,
@@ -151,63 +154,54 @@ def _dead(
 ) -> tuple[bool, tuple[fx.Node, ...]]:
     """Return whether the experts alone read the gathered tokens, and what nothing needs then."""
     gathering = [gather, *waits_on(gather)]
+    checks = size_checks(body)
     known = {*gathering, *body}
     is_alone = all(user in known for node in gathering for user in node.users)
-    old = [*(gathering if is_alone else []), *body, back, *waits_on(back)]
+    old = [*(gathering if is_alone else []), *body, *checks, back, *waits_on(back)]
     read_anew = {i for node in (*body, gather) for i in node.all_input_nodes} - {*old}
     legality = Legality(dependence, back.graph)
-    dead = legality.unneeded(old, {waits_on(back)[-1]: None}, read_anew=read_anew)
+    dropped = {*filter(is_assertion, checks)}
+    replaced: dict[fx.Node, fx.Node | None] = {waits_on(back)[-1]: None}
+    dead = legality.unneeded(old, replaced, dropped, read_anew)
     if (stays := next((node for node in old if node not in dead), None)) is not None:
         raise Refuse(Reason.ESCAPES, stays.name)
     return is_alone, tuple(dead)
 
 
-def _expert(put: fx.Node, everyone: fx.Node, dependence: Dependence) -> Picked:
+def _expert(put: Put, everyone: fx.Node, dependence: Dependence) -> Picked:
     """Return what `put` adds, followed up to where its rows are picked."""
-    dim, index, rows = (argument_of(put, i, n) for i, n in enumerate(("dim", "index", "source"), 1))
-    if dim != 0 or put.kwargs.keys() - {"dim", "index", "source"}:
-        raise otherwise(f"{put.name} adds otherwise than row by row")
-    if not (isinstance(index, fx.Node) and isinstance(rows, fx.Node) and is_integer(index)):
-        raise otherwise(f"{put.name} adds no rows by an index")
-    picks = [
-        node
+    index, name = put.indices[0], put.nodes[-1].name
+    picks = {
+        node: by
         for node in everyone.users
-        if (by := _index_of(node, everyone)) is not None and is_same_value(by, index, dependence)
-    ]
-    if not picks or num_rows_of(index) is None:
+        if (by := index_of(node)) is not None
+        and node.all_input_nodes == [everyone, by.index]
+        and is_same_value(by.index, index, dependence)
+    }
+    counted = {num_rows_of(node, by.dim) for node, by in picks.items()}
+    if len(counted) != 1 or None in counted:
         raise otherwise(
-            f"{put.name} adds by an index that picks no rows, or as many whatever values say"
+            f"{name} adds by an index that picks no rows, or as many whatever values say"
         )
-    inside = dependence.below(picks) & dependence.above([rows], stops=picks)
+    inside = dependence.below(picks) & dependence.above([put.rows], stops=picks)
+    if put.rows not in inside:
+        raise otherwise(f"{name} adds what is not made of the rows that its index picks")
     body = dependence.in_order(inside)
     for node in body:
-        if (reader := next((u for u in node.users if u not in inside | {put}), None)) is not None:
+        reader = next((u for u in readers_of(node) if u not in {*inside, *put.nodes}), None)
+        if reader is not None:
             raise Refuse(Reason.ESCAPES, f"{node.name} is read by {reader.name}")
         if is_launch(node):
             raise Refuse(Reason.COMMUNICATES, node.name)
         if node in dependence.writes:
             raise Refuse(Reason.UNKNOWN_OPERATOR, f"{node.name} writes in place")
-    return _classified(put, index, rows, picks, body)
+    return _classified(put, picks, body)
 
 
-def _index_of(node: fx.Node, everyone: fx.Node) -> fx.Node | None:
-    """Return by what `node` picks rows of the tokens, None where it does not."""
-    if called_name(node) == "getitem":
-        index = node.args[1]
-    elif called_name(node) == "index_select" and argument_of(node, 1, "dim") == 0:
-        index = argument_of(node, 2, "index")
-    else:
-        return None
-    is_plain = isinstance(index, fx.Node) and node.all_input_nodes == [everyone, index]
-    return index if is_plain else None
-
-
-def _classified(
-    put: fx.Node, index: fx.Node, rows: fx.Node, picks: list[fx.Node], body: list[fx.Node]
-) -> Picked:
+def _classified(put: Put, picks: dict[fx.Node, RowIndex], body: list[fx.Node]) -> Picked:
     """Return the expert, with what it reads from outside by row and what it reads whole."""
-    indices = {index, *(pick.all_input_nodes[1] for pick in picks)}
-    num_rows = num_rows_of(index)
+    indices = (*put.indices, *(by.index for by in picks.values()))
+    (num_rows,) = {num_rows_of(node, by.dim) for node, by in picks.items()}
     by_row, offsets, weights = list[fx.Node](), list[fx.Node](), list[fx.Node]()
     read = (i for node in body if node not in picks for i in node.all_input_nodes if i not in body)
     for source in dict.fromkeys(read):
@@ -223,28 +217,32 @@ def _classified(
         elif has_gradient(source):
             weights.append(source)
     return Picked(
-        index=index,
+        index=indices[0],
+        indices=indices,
         picks=tuple(node for node in body if node in picks),
         body=tuple(body),
         put=put,
-        rows=rows,
         by_row=tuple(by_row),
         offsets=tuple(offsets),
         weights=tuple(weights),
+        row_dims={node: by.dim for node, by in picks.items()},
     )
 
 
-def _check_motion(
+def _proven(
     experts: tuple[Picked, ...],
     body: list[fx.Node],
     zeros: fx.Node,
     everyone: fx.Node,
     back: fx.Node,
     dependence: Dependence,
-) -> None:
-    """Refuse what may not run where the sums are reduced, or makes a row of more than its own."""
+) -> tuple[Picked, ...]:
+    """Return the experts with the dimensions of their rows.
+
+    Refuses what may not run where the sums are reduced, or makes a row of more than its own.
+    """
     legality = Legality(dependence, back.graph)
-    expert_of = {node: i for i, one in enumerate(experts) for node in (*one.body, one.put)}
+    expert_of = {node: i for i, one in enumerate(experts) for node in one.moved}
     expert_of[zeros] = -1
     obstacle = legality.obstacle(body, back, lambda reader, _: expert_of.get(reader, len(experts)))
     if obstacle is not None:
@@ -256,15 +254,17 @@ def _check_motion(
     for source, readers in once:
         if (other := find_later_reader(readers, source, dependence)) is not None:
             raise Refuse(Reason.GRADIENT_ORDER, f"{source.name} is read by {other.name} too")
+    proven = []
     for expert in experts:
-        prove_rows(
+        dims = prove_rows(
             RowsOfExpert(
-                index=expert.index,
-                picks=expert.picks,
+                picks=expert.row_dims,
                 by_row=expert.by_row,
                 offsets=expert.offsets,
                 body=expert.body,
-                result=expert.rows,
+                result=expert.put.rows,
             ),
             back,
         )
+        proven.append(replace(expert, row_dims=dims))
+    return tuple(proven)

@@ -9,11 +9,10 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
@@ -24,6 +23,7 @@ from moe_compile.graph.modes import modes
 from moe_compile.graph.observation import alike, fake_mode_of, running_on
 from moe_compile.graph.query import argument_of, called_name, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
+from moe_compile.picking.row_index import num_rows_of
 from moe_compile.proof.operator_call import Call, Knowledge
 from moe_compile.proof.position_rounding import check_product_rounding, sums_by_place
 from moe_compile.proof.row_rules import apply
@@ -37,22 +37,12 @@ from moe_compile.regions.row_domain import Outside, Rows, Unproven, Value
 class RowsOfExpert:
     """Of one expert: what its proof reads."""
 
-    index: fx.Node
-    picks: tuple[fx.Node, ...]
+    picks: Mapping[fx.Node, int]
+    """What takes rows of the tokens -> in which dimension they are then."""
     by_row: tuple[fx.Node, ...]
     offsets: tuple[fx.Node, ...]
     body: tuple[fx.Node, ...]
     result: fx.Node
-
-
-def num_rows_of(node: fx.Node) -> sympy.Symbol | None:
-    """Return the number of rows of a tensor where the host reads it, None where it does not."""
-    tensor = tensor_of(node)
-    size = tensor.shape[0] if tensor is not None and tensor.dim() else None
-    if not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, sympy.Symbol):
-        return None
-    is_read = size.node.shape_env.is_unbacked_symint(size.node.expr)
-    return size.node.expr if is_read else None
 
 
 def offsets_of(node: fx.Node) -> fx.Node | None:
@@ -62,14 +52,18 @@ def offsets_of(node: fx.Node) -> fx.Node | None:
     return offsets if isinstance(offsets, fx.Node) else None
 
 
-def prove_rows(rows: RowsOfExpert, anchor: fx.Node) -> None:
-    """Raise Refuse unless each row of the result is made of its own row alone."""
-    node = rows.picks[0]
+def prove_rows(rows: RowsOfExpert, anchor: fx.Node) -> dict[fx.Node, int]:
+    """Return the dimension of rows of each tensor of the body.
+
+    Raises Refuse unless each row of the result is made of its own row alone.
+    """
+    node = rows.body[0]
     try:
         proof = _Proof(rows, anchor)
         for node in rows.body:
             proof.follow(node)
         proof.check_result(rows.result)
+        return proof.row_dims()
     except Unproven as unproven:
         detail = f"{node.name}: {unproven.detail}" if unproven.detail else node.name
         raise Refuse(unproven.reason, detail) from unproven
@@ -88,16 +82,15 @@ class _Proof:
         self._rows, self._fake = rows, fake
         self._run = FakeRun(fake, modes(anchor.graph), anchor)
         self._env: dict[fx.Node, Any] = {}
-        index = tensor_of(rows.index)
-        assert index is not None
+        pick, dim = next(iter(rows.picks.items()))
+        num_rows, own = value_of(pick).shape[dim], num_rows_of(pick, dim)
         self._facts = CountFacts(1, 1, 1)
         sizes = [s for n in _sources(rows) if (t := tensor_of(n)) is not None for s in t.shape]
-        own = num_rows_of(rows.index)
         self._facts.set_outside(
             [s for s in sizes if isinstance(s, torch.SymInt) and s.node.expr != own]
         )
-        self._facts.read_on_host(index.shape[0], self._facts.received[0])
-        self._facts.set_root([index.shape[0]], [0])
+        self._facts.read_on_host(num_rows, self._facts.received[0])
+        self._facts.set_root([num_rows], [0])
         self._known = Knowledge(self._facts)
         for source in dict.fromkeys(_sources(rows)):
             self._give(source)
@@ -108,9 +101,11 @@ class _Proof:
             return
         with running_on(self._fake):
             self._env[source] = alike(value)
-        by_row = source in (*self._rows.picks, *self._rows.by_row)
+        dims = {**dict.fromkeys(self._rows.by_row, 0), **self._rows.picks}
         given = Outside(frozenset({source}), is_given=True)
-        self._known.set(self._env[source], Rows(0, self._facts.root) if by_row else given)
+        is_row = source in dims
+        value = Rows(dims[source], self._facts.root) if is_row else given
+        self._known.set(self._env[source], value)
 
     def follow(self, node: fx.Node) -> None:
         """Note what `node` makes; raise Unproven where the proof ends."""
@@ -164,6 +159,16 @@ class _Proof:
             raise Unproven(Reason.ROWS_OUT_OF_ORDER)
         if self._facts.premises or self._known.whole:
             raise Unproven(Reason.ROWS_MIXED)
+
+    def row_dims(self) -> dict[fx.Node, int]:
+        """Return the dimension of rows of each tensor of the body that has one."""
+        found = {}
+        for node in self._rows.body:
+            made = self._env[node]
+            value = self._known.value(made) if isinstance(made, torch.Tensor) else None
+            if isinstance(value, Rows):
+                found[node] = value.dim
+        return found
 
 
 def _sources(rows: RowsOfExpert) -> Iterable[fx.Node]:

@@ -8,9 +8,12 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.fx as fx
+
+from moe_compile.picking.row_sums import Put
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,15 +21,16 @@ class Picked:
     """The rows of one expert: picked from the tokens of all ranks, added to the sums of all."""
 
     index: fx.Node
-    """The token of each row, `[rows]`; as many rows as a search or the host finds."""
+    """The token of each row, `[rows]`, or a mask of tokens; as many rows as a search or the host
+    finds."""
+    indices: tuple[fx.Node, ...]
+    """The index, and its like where the same is computed again."""
     picks: tuple[fx.Node, ...]
     """What takes these rows of the tokens."""
     body: tuple[fx.Node, ...]
     """What is made of them, in graph order, the picks included."""
-    put: fx.Node
+    put: Put
     """What adds the result to the sums, by the same index."""
-    rows: fx.Node
-    """The result."""
     by_row: tuple[fx.Node, ...]
     """What the body reads from outside that has one entry per row, along dimension 0."""
     offsets: tuple[fx.Node, ...]
@@ -34,10 +38,13 @@ class Picked:
     weights: tuple[fx.Node, ...]
     """What else it reads from outside that has a gradient."""
 
+    row_dims: Mapping[fx.Node, int]
+    """Tensor of the body -> its dimension of rows."""
+
     @property
-    def indices(self) -> tuple[fx.Node, ...]:
-        """Return the index, and its like where picks have computed it anew."""
-        return (self.index, *(pick.all_input_nodes[1] for pick in self.picks))
+    def moved(self) -> tuple[fx.Node, ...]:
+        """Return what runs slice by slice."""
+        return (*self.body, *self.put.nodes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +77,8 @@ class PickingRegion:
     tokens, if that is gathered after them."""
     num_host_reads: int
     """Times the host waits to know how many rows there are, as the model is written."""
+    num_reads_in_slices: int
+    """The same where it runs in slices, how many rows each of them has included."""
     dead: tuple[fx.Node, ...]
     """What nothing needs once the region is written anew, in graph order."""
     group: str

@@ -31,7 +31,7 @@ def picking_report(one: PlannedPicking) -> RegionReport:
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
         num_chunks=one.plan.num_chunks,
-        num_host_reads=region.num_host_reads + one.is_rewritten,
+        num_host_reads=region.num_reads_in_slices if one.is_rewritten else region.num_host_reads,
         verdict=CHUNKED if one.is_rewritten else LEFT_WHOLE,
         sized_by="gather",
         num_tokens=one.plan.num_tokens,

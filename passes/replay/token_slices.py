@@ -27,6 +27,8 @@ from moe_compile.graph.query import C10D, tensor_of, value_of
 from moe_compile.ops.gradient_beside import GRADIENT_BESIDE
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.picking.picking_regions import Picked, PickingRegion
+from moe_compile.picking.row_index import is_mask
+from moe_compile.picking.row_sums import Put
 from passes.replay.host_reads import ASSERT, BulkRead
 from passes.replay.sizes import name_inferred_size
 
@@ -126,22 +128,25 @@ class _Writer:
         values = reads.finish()
         for one in rows:
             one.sizes = [values[number] for number in one.counts]
-            num_rows = self._emit.method("size", one.expert.index, 0)
+            num_rows = self._emit.method("size", one.order, 0)
             total = self._emit.call(torch.sym_sum, one.sizes)
             is_all = self._emit.call(operator.eq, total, num_rows)
             self._emit.call(ASSERT, is_all, "slices do not make up the rows")
         return rows
 
     def _placed(self, expert: Picked, reads: BulkRead) -> _Rows:
-        emit, index = self._emit, tensor_of(expert.index)
-        assert index is not None
-        rank = emit.call(operator.floordiv, expert.index, self._region.num_tokens)
-        place = emit.call(operator.mod, expert.index, self._region.num_tokens)
+        emit, given = self._emit, tensor_of(expert.index)
+        assert given is not None
+        index = expert.index
+        if is_mask(index):
+            index = emit.call(operator.getitem, emit.call(torch.where, index), 0)
+        rank = emit.call(operator.floordiv, index, self._region.num_tokens)
+        place = emit.call(operator.mod, index, self._region.num_tokens)
         slice_of = emit.call(operator.floordiv, place, self._length)
         ahead = emit.call(operator.mul, rank, self._length)
         token = emit.call(operator.add, ahead, emit.call(operator.mod, place, self._length))
         order = emit.call(torch.argsort, slice_of, stable=True)
-        every = emit.call(torch.arange, self._num, device=index.device)
+        every = emit.call(torch.arange, self._num, device=given.device)
         is_in = emit.call(operator.eq, emit.method("unsqueeze", every, 1), slice_of)
         return _Rows(
             expert=expert,
@@ -152,13 +157,13 @@ class _Writer:
             is_in=is_in,
         )
 
-    def _split(self, rows: fx.Node, sizes: list[fx.Node]) -> Iterator[fx.Node]:
-        parts = self._emit.call(torch.split, rows, sizes)
+    def _split(self, rows: fx.Node, sizes: list[fx.Node], dim: int = 0) -> Iterator[fx.Node]:
+        parts = self._emit.call(torch.split, rows, sizes, dim)
         return (self._emit.call(operator.getitem, parts, c) for c in range(self._num))
 
     def _run(self, one: _Rows, tokens: list[fx.Node], sums: list[fx.Node]) -> list[fx.Node]:
         """Emit an expert on each slice; return what the sums of each are then."""
-        expert, emit = one.expert, self._emit
+        expert = one.expert
         envs: list[dict[fx.Node, Any]] = [
             {self._region.everyone: part, **dict.fromkeys(expert.indices, index)}
             for part, index in zip(tokens, self._split(one.tokens, one.sizes), strict=True)
@@ -173,10 +178,14 @@ class _Writer:
                 made = self._with_gradient(node, made, one, envs)
             for env, value in zip(envs, made, strict=True):
                 env[node] = value
-        written = expert.put.args[0]
-        assert isinstance(written, fx.Node)
-        pairs = zip(envs, sums, strict=True)
-        return [emit.copy(expert.put, {**env, written: part}) for env, part in pairs]
+        return [self._put(expert.put, env, part) for env, part in zip(envs, sums, strict=True)]
+
+    def _put(self, put: Put, env: dict[fx.Node, Any], sums: fx.Node) -> fx.Node:
+        """Emit the addition to the sums of a slice; return what they are then."""
+        env = {**env, put.before: sums}
+        for node in put.nodes:
+            env[node] = self._emit.copy(node, env)
+        return sums if put.is_in_place else env[put.nodes[-1]]
 
     def _give(self, one: _Rows, envs: list[dict[fx.Node, Any]]) -> None:
         """Emit each slice's part of what the expert reads beside the rows."""
@@ -219,12 +228,23 @@ class _Writer:
         for source in read:
             self._join(source, one, envs)
         whole = self._copy(node, {source: one.whole[source] for source in read})
-        by_slice = emit.call(PERMUTE_ROWS, whole, one.order, one.inverse)
-        parts = self._split(by_slice, one.sizes)
+        dim = one.expert.row_dims[node]
+        by_slice = self._permuted(whole, dim, one.order, one.inverse)
+        parts = self._split(by_slice, one.sizes, dim)
         return [emit.call(GRADIENT_BESIDE, a, b) for a, b in zip(made, parts, strict=True)]
 
     def _join(self, source: fx.Node, one: _Rows, envs: list[dict[fx.Node, Any]]) -> None:
         if source not in one.whole:
-            joined = self._emit.call(torch.cat, [env[source] for env in envs])
-            rows = self._emit.call(operator.getitem, joined, one.inverse)
+            dim = one.expert.row_dims.get(source, 0)
+            joined = self._emit.call(torch.cat, [env[source] for env in envs], dim)
+            rows = self._emit.call(torch.index_select, joined, dim, one.inverse)
             one.whole[source] = self._emit.method("detach", rows)
+
+    def _permuted(self, rows: fx.Node, dim: int, order: fx.Node, inverse: fx.Node) -> fx.Node:
+        """Emit `rows` in another order along `dim`."""
+        emit = self._emit
+        if not dim:
+            return emit.call(PERMUTE_ROWS, rows, order, inverse)
+        outermost = emit.method("transpose", rows, 0, dim)
+        permuted = emit.call(PERMUTE_ROWS, outermost, order, inverse)
+        return emit.method("transpose", permuted, 0, dim)

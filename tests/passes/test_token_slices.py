@@ -8,7 +8,7 @@ from moe_compile.codegen import trace_both
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.report.exchanges import exchanges_of
 from tests.capture import dynamo_graphs, state
-from tests.picking_layers import RoutedTogether, Searched
+from tests.picking_layers import ByMask, RoutedTogether, Searched
 
 WIDTH, HIDDEN, LOCAL, TOP_K, TOKENS = 64, 64, 2, 2, 256
 PRODUCTS = 2
@@ -96,6 +96,9 @@ def test_the_report_says_what_it_is(fake_ranks):
     (region,) = compilation.regions
     assert (region.verdict, region.num_chunks, region.sized_by) == ("chunked", 2, "gather")
     assert region.num_host_reads == LOCAL + 1  # a search for each expert, and one for all slices
+    _, compilation = traced(ByMask, fake_ranks)
+    (masked,) = compilation.regions
+    assert masked.num_host_reads == 2 * LOCAL + 1  # of each mask also for the scores, as written
     (exchange,) = (e for e in exchanges_of(compilation) if e.is_found)
     assert exchange.what == (
         "gather and sums of tokens, 2 experts on each of 2 ranks; runs in 2 chunks"

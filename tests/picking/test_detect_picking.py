@@ -26,6 +26,8 @@ REFUSED = {
     "WrittenMeanwhile": Reason.PICKED_OTHERWISE,
     "PutElsewhere": Reason.PICKED_OTHERWISE,
     "ReadSums": Reason.PICKED_OTHERWISE,
+    "OthersWritten": Reason.PICKED_OTHERWISE,
+    "NotOfRows": Reason.PICKED_OTHERWISE,
 }
 DECOYS = [d for d in gathering_layers.DECOYS if d is not gathering_layers.AroundExchanges]
 

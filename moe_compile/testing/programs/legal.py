@@ -178,8 +178,7 @@ def _legal_picking(layer: Picking) -> Picking:
     """Return `layer` less what a mask does not index, or products of all experts do not take."""
     also = layer.also - OF_ONE_EXPERT if layer.search is Search.GROUPED else layer.also
     if layer.search is Search.MASK:
-        is_index = layer.take in (Take.SELECT, Take.LEADING)
-        take = Take.INDEX if is_index else layer.take
+        take = Take.INDEX if layer.take is Take.SELECT else layer.take
         layer = replace(layer, take=take, add=Add.INDEXED)
         also -= {Also.ANEW}
     return replace(layer, top_k=min(layer.top_k, 2 * layer.local), also=also)

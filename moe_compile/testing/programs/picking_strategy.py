@@ -30,12 +30,7 @@ from moe_compile.testing.programs.picking_choices import (
 ACTS: Final = (Act.RELU, Act.WHERE, Act.MASKED_FILL, Act.FUNCTION)
 """Activations that make whole numbers of whole numbers, or parts of two, four and eight."""
 
-PICKS_LEFT_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
-    {
-        Search.MASK, Search.BEST, Take.COLUMNS, Take.LEADING, Add.INDEXED, Also.BATCH_OF_ONE,
-        Also.CHECKPOINT,
-    }
-)  # fmt: skip
+PICKS_LEFT_WHOLE: Final[frozenset[enum.Enum]] = frozenset({Search.BEST, Also.CHECKPOINT})
 """What leaves a layer whole whose experts take each row by itself."""
 
 FORMATS: Final = (
