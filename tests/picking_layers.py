@@ -356,3 +356,21 @@ class NotOfRows(Searched):
         total = super().total(everyone, scores, chosen)
         token = torch.where(chosen == self.first)[0]
         return total.index_add_(0, token, self.scale[:1].expand(token.shape[0], -1))
+
+
+class OneForAll(Searched):
+    """All rows of an expert get the same: no row of what is added is made of its own."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        for e in range(self.local):
+            token = torch.where(chosen == self.first + e)[0]
+            total[token] += everyone[token].new_ones(1, everyone.shape[1]) * 2
+        return total
+
+
+class TypeOfRows(Searched):
+    """A weight takes its type from the rows: what is made of both is no row."""
+
+    def expert(self, rows, e):
+        return super().expert(rows * self.scale[e].type_as(rows), e)

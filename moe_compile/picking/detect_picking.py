@@ -261,6 +261,7 @@ def _proven(
                 picks=expert.row_dims,
                 by_row=expert.by_row,
                 offsets=expert.offsets,
+                weights=expert.weights,
                 body=expert.body,
                 result=expert.put.rows,
             ),

@@ -41,6 +41,7 @@ class RowsOfExpert:
     """What takes rows of the tokens -> in which dimension they are then."""
     by_row: tuple[fx.Node, ...]
     offsets: tuple[fx.Node, ...]
+    weights: tuple[fx.Node, ...]
     body: tuple[fx.Node, ...]
     result: fx.Node
 
@@ -62,8 +63,12 @@ def prove_rows(rows: RowsOfExpert, anchor: fx.Node) -> dict[fx.Node, int]:
         proof = _Proof(rows, anchor)
         for node in rows.body:
             proof.follow(node)
-        proof.check_result(rows.result)
-        return proof.row_dims()
+        dims = proof.row_dims()
+        for node in rows.body:
+            _check_weights(node, rows, dims)
+        node = rows.result
+        proof.check_result(node)
+        return dims
     except Unproven as unproven:
         detail = f"{node.name}: {unproven.detail}" if unproven.detail else node.name
         raise Refuse(unproven.reason, detail) from unproven
@@ -157,8 +162,6 @@ class _Proof:
         """Raise Unproven unless the result has the rows as they were picked."""
         if self._known.value(self._env[result]) != Rows(0, self._facts.root):
             raise Unproven(Reason.ROWS_OUT_OF_ORDER)
-        if self._facts.premises or self._known.whole:
-            raise Unproven(Reason.ROWS_MIXED)
 
     def row_dims(self) -> dict[fx.Node, int]:
         """Return the dimension of rows of each tensor of the body that has one."""
@@ -169,6 +172,15 @@ class _Proof:
             if isinstance(value, Rows):
                 found[node] = value.dim
         return found
+
+
+def _check_weights(node: fx.Node, rows: RowsOfExpert, dims: Mapping[fx.Node, int]) -> None:
+    """Raise Unproven unless what reads a weight makes rows of rows: it runs on all of them."""
+    if not any(source in rows.weights for source in node.all_input_nodes):
+        return
+    inside = [source for source in (node, *node.all_input_nodes) if source in rows.body]
+    if any(source not in dims for source in inside):
+        raise Unproven(Reason.UNKNOWN_OPERATOR, "a parameter meets what is no row")
 
 
 def _sources(rows: RowsOfExpert) -> Iterable[fx.Node]:

@@ -28,6 +28,8 @@ REFUSED = {
     "ReadSums": Reason.PICKED_OTHERWISE,
     "OthersWritten": Reason.PICKED_OTHERWISE,
     "NotOfRows": Reason.PICKED_OTHERWISE,
+    "OneForAll": Reason.ROWS_OUT_OF_ORDER,
+    "TypeOfRows": Reason.UNKNOWN_OPERATOR,
 }
 DECOYS = [d for d in gathering_layers.DECOYS if d is not gathering_layers.AroundExchanges]
 
