@@ -197,9 +197,17 @@ class BatchesOfOne(Searched):
         return total
 
 
+class ChosenTwice(BatchesOfOne):
+    """Every token chooses its expert twice: of two rows written to one place the last stays."""
+
+    def route(self, x):
+        scores, chosen = super().route(x)
+        return scores, chosen[:, :1].expand_as(chosen).contiguous()
+
+
 STYLES = (
-    Searched, ByOffsets, ByMask, AsMixtral, BatchesOfOne, WrittenTwice, RoutedTogether, ByLayers,
-    ByFunctions,
+    Searched, ByOffsets, ByMask, AsMixtral, BatchesOfOne, ChosenTwice, WrittenTwice, RoutedTogether,
+    ByLayers, ByFunctions,
 )  # fmt: skip
 
 
@@ -374,3 +382,15 @@ class TypeOfRows(Searched):
 
     def expert(self, rows, e):
         return super().expert(rows * self.scale[e].type_as(rows), e)
+
+
+class AddedMeanwhile(Searched):
+    """All rows of the sums are read before any is written: what one expert adds another loses."""
+
+    def total(self, everyone, scores, chosen):
+        total = torch.zeros_like(everyone)
+        token = [torch.where(chosen == self.first + e)[0] for e in range(self.local)]
+        before = [total[i] for i in token]
+        for e in range(self.local):
+            total[token[e]] = before[e] + self.expert(everyone[token[e]], e)
+        return total

@@ -2,11 +2,13 @@
 
 Contract
     Raises Refuse for sums in another form; the graph is not edited.
-    Nothing but what is returned, and the reduce-scatter, reads or writes the sums.
+    Nothing but what is returned, and the reduce-scatter, reads or writes the sums. One addition
+    ends before the next begins.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,6 +77,8 @@ def sums_of(
     in_place = {put.is_in_place for put in puts}
     if not puts or len(in_place) > 1 or any(put.nodes[-1] > ends[0] for put in puts):
         raise otherwise("rows are not added to the sums in one way")
+    if any(not before.nodes[-1] < after.nodes[0] for before, after in itertools.pairwise(puts)):
+        raise otherwise("rows are added to the sums while others are")
     made = [zeros, *(put.nodes[-1] for put in puts)]
     one_by_one = all(put.before is before for before, put in zip(made, puts, strict=False))
     if in_place == {False} and not (one_by_one and sums is made[-1]):

@@ -28,6 +28,7 @@ REFUSED = {
     "ReadSums": Reason.PICKED_OTHERWISE,
     "OthersWritten": Reason.PICKED_OTHERWISE,
     "NotOfRows": Reason.PICKED_OTHERWISE,
+    "AddedMeanwhile": Reason.PICKED_OTHERWISE,
     "OneForAll": Reason.ROWS_OUT_OF_ORDER,
     "TypeOfRows": Reason.UNKNOWN_OPERATOR,
 }
