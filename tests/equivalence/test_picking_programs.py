@@ -6,7 +6,7 @@ import pytest
 
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import Act, Backward, Rewrite, Routing
-from moe_compile.testing.programs.grammar import Picking, Program
+from moe_compile.testing.programs.grammar import Picking, Program, features
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.picking_choices import (
     Add,
@@ -17,7 +17,9 @@ from moe_compile.testing.programs.picking_choices import (
     Take,
     Weigh,
 )
+from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
 from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
 
 PROGRAMS = {
@@ -36,6 +38,15 @@ PROGRAMS = {
             ),
         ),
         tokens=((6, 6),), chunks=3, backward=Backward.TWICE, rewrite=Rewrite.TOKENS,
+    ),
+    "masks": Program(
+        layers=(
+            Picking(
+                top_k=2, search=Search.MASK, take=Take.LEADING, add=Add.INDEXED,
+                also=frozenset({Also.BATCH_OF_ONE, Also.LOSS}),
+            ),
+        ),
+        tokens=((4, 4),), dtype="float64", rewrite=Rewrite.TOKENS,
     ),
     "rows weighed ahead": Program(
         layers=(
@@ -59,6 +70,20 @@ def test_a_layer_that_gathers_its_tokens_equals_eager_in_slices(judge, name):
     judgement = judge.judge(source_of(PROGRAMS[name]))
     assert judgement.kind is Kind.SAME, judgement.detail
     assert judgement.is_chunked, judgement.verdicts
+
+
+LEFT_WHOLE = {*PICKS_LEFT_WHOLE, *Otherwise}
+SINGLE = [p for p in sweep() if p.rewrite is Rewrite.TOKENS and p.is_whole]
+"""The plainest program with every choice of such layers alone."""
+
+
+@pytest.mark.slow
+def test_every_choice_runs_in_slices_that_is_not_said_to_leave_a_layer_whole(judge):
+    told = {f"{type(c).__name__.lower()}: {c.name.lower()}" for c in LEFT_WHOLE}
+    chunked = [p for p in SINGLE if not features(p) & told]
+    assert len(chunked) > 20
+    judged = {source_of(p): judge.judge(source_of(p)) for p in chunked}
+    assert all(j.is_chunked and j.kind is Kind.SAME for j in judged.values()), judged
 
 
 def test_a_campaign_of_such_layers_draws_nothing_else():

@@ -260,6 +260,8 @@ def with_choice(layer: LayerOfExperts, choice: enum.Enum) -> LayerOfExperts:
         layer = replace(layer, style=STYLE_OF.get(kind, layer.style))
         layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
         layer = replace(layer, order=Order.PIECES) if choice is Back.PIECES else layer
+    if choice is Also.ANEW:
+        layer = changed(layer, "search", Search.OFFSETS)
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
     return changed(layer, kind.__name__.lower(), choice)

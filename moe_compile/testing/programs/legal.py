@@ -180,5 +180,5 @@ def _legal_picking(layer: Picking) -> Picking:
     if layer.search is Search.MASK:
         take = Take.INDEX if layer.take is Take.SELECT else layer.take
         layer = replace(layer, take=take, add=Add.INDEXED)
-        also -= {Also.ANEW}
+    also -= {Also.ANEW} if layer.search not in (Search.OFFSETS, Search.GROUPED) else set()
     return replace(layer, top_k=min(layer.top_k, 2 * layer.local), also=also)

@@ -70,6 +70,8 @@ class Also(enum.Enum):
     SHARED_EXPERT = "a shared expert runs in between"
     LOSS = "a loss of the scores is returned"
     READ_AHEAD = "the gathered tokens are read ahead of the experts"
+    POSITION = "rows scaled by their position"
+    INDEX_READ = "rows scaled by the number of their token"
     CHECKPOINT = "experts are checkpointed"
 
 
@@ -80,8 +82,6 @@ class Otherwise(enum.Enum):
     FLIP = "rows upside down, added"
     CUMSUM = "running sum over rows"
     LENGTH = "rows scaled by how many there are"
-    POSITION = "rows scaled by their position"
-    INDEX_READ = "rows scaled by the number of their token"
     DROPOUT = "dropout on rows"
     IN_PLACE = "rows are written in place"
     KEPT = "a sum of the rows is returned"

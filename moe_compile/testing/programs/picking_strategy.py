@@ -67,9 +67,8 @@ def _beside(draw: st.DrawFn, searches: list[Search]) -> tuple[Layer, ...]:
     kind = draw(st.sampled_from(["nothing", "nothing", "another", "whole", "otherwise"]))
     if kind == "nothing":
         return ()
-    search = draw(st.sampled_from(searches if kind != "whole" else [*searches, *Search]))
-    if search is Search.GROUPED and search not in searches:
-        search = Search.MASK
+    more = [Search.BEST] * len(searches) if kind == "whole" else []
+    search = draw(st.sampled_from([*searches, *more]))
     layer = draw(picking_layers(search, whole=kind == "whole"))
     if kind == "otherwise":
         least, most = draw(st.sampled_from([(1, 1), (1, 1), (4, 6)]))  # several hide a fault

@@ -7,6 +7,7 @@ y (what an expert makes of them) and extra (values returned besides).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from moe_compile.testing.programs.expert_lines import ACTS
@@ -116,20 +117,20 @@ ADDS: Final = {
     Add.NEW: "total = total.index_add(0, {i}, {y})",
     Add.INDEXED: "total[{i}] += {y}",
 }
-ROWS: Final = {
+ROWS: Final[Mapping[Also | Otherwise, list[str]]] = {
     Otherwise.MEAN: ["rows = rows - rows.mean(0)"],
     Otherwise.FLIP: ["rows = rows + rows.flip(0)"],
     Otherwise.CUMSUM: ["rows = rows + rows.detach().cumsum(0) * 0.125"],
     Otherwise.LENGTH: ["rows = rows * (rows.shape[0] * 0.125)"],
-    Otherwise.POSITION: ["rows = rows * torch.arange(rows.shape[0])[:, None].to(rows.dtype)"],
-    Otherwise.INDEX_READ: ["rows = rows * {i}[:, None].to(rows.dtype)"],
+    Also.POSITION: ["rows = rows * torch.arange(rows.shape[0])[:, None].to(rows.dtype)"],
+    Also.INDEX_READ: ["rows = rows * {i}[:, None].to(rows.dtype)"],
     Otherwise.DROPOUT: ["rows = F.dropout(rows, 0.25)"],
     Otherwise.IN_PLACE: ["rows = rows * 1", "rows.mul_(2)"],
     Otherwise.KEPT: ["extra.append(rows.sum())"],
 }
-"""What happens to rows ahead of the experts, and makes them no rows by themselves."""
+"""What happens to rows ahead of the experts; most of it makes them no rows by themselves."""
 
-BEHIND: Final = {
+BEHIND: Final[Mapping[Also | Otherwise, list[str]]] = {
     Otherwise.READ_LATE: ["extra.append(everyone.sum() * 0.125)"],
     Otherwise.SUMS_READ: ["extra.append(total.sum())"],
     Otherwise.SUMS_CHANGED: ["total = total * 2"],
@@ -210,9 +211,10 @@ def _total(layer: Picking) -> list[str]:
     also, index = layer.also, "i"
     wide = Also.WIDER_SUMS in also
     if Also.ANEW in also:
-        index = "(j // {k})" if layer.search in (Search.OFFSETS, Search.GROUPED) else "(i + 0)"
+        index = "(j // {k})"
     if Otherwise.ELSEWHERE in layer.otherwise:
-        index = f"({index} + 1) % everyone.shape[0]"
+        is_mask = layer.search is Search.MASK
+        index = "i.roll(1)" if is_mask else f"({index} + 1) % everyone.shape[0]"
     zeros = "torch.zeros_like(everyone" + (", dtype=SUMS)" if wide else ")")
     if Otherwise.ONTO_TOKENS in layer.otherwise:
         zeros = "everyone.to(SUMS)" if wide else "everyone * 1"
@@ -238,8 +240,9 @@ def _total(layer: Picking) -> list[str]:
     return ["def total(self, everyone, scores, chosen, extra):", *indented(body)]
 
 
-def _lines(lines: dict[Otherwise, list[str]], layer: Picking) -> list[str]:
-    found = [line for member in lines if member in layer.otherwise for line in lines[member]]
+def _lines(lines: Mapping[Also | Otherwise, list[str]], layer: Picking) -> list[str]:
+    chosen = {*layer.also, *layer.otherwise}
+    found = [line for member in lines if member in chosen for line in lines[member]]
     number = "i.nonzero()[:, 0]" if layer.search is Search.MASK else "i"
     return [line.replace("{i}", number) for line in found]
 
