@@ -1,6 +1,7 @@
 """Layers that differ in what stands around the exchanges: the gather before, the sum after."""
 
 import torch
+import torch.distributed as dist
 
 from tests.layers import GroupedExperts
 
@@ -10,8 +11,8 @@ class Around(GroupedExperts):
 
     def forward(self, x):
         scores, chosen = self.route(x)
-        flat = chosen.reshape(-1)
-        order = self.by_expert(flat)
+        flat = self.own(chosen).reshape(-1)
+        order = self.among_all(self.by_expert(flat), x)
         counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
         received = self.exchange_counts(counts)
         sent_rows, got_rows = self.splits(counts, received)
@@ -19,6 +20,14 @@ class Around(GroupedExperts):
         rows = self.exchange(rows, got_rows, sent_rows)
         out = self.exchange(self.experts(rows, received), sent_rows, got_rows)
         return self.total(x, order, out, scores)
+
+    def own(self, chosen):
+        """Return the experts of the tokens whose rows this rank sends."""
+        return chosen
+
+    def among_all(self, order, x):
+        """Return numbers of these rows among those of all tokens."""
+        return order
 
     def by_expert(self, flat):
         return torch.argsort(flat, stable=True)
@@ -70,3 +79,30 @@ class OntoTokens(Around):
     def total(self, x, order, out, scores):
         weights = scores.reshape(-1)[order][:, None].to(out.dtype)
         return (x * 2).index_add(0, order // self.top_k, out * weights)
+
+
+class SharedOut:
+    """Ranks have tokens in pairs, and each sends the rows of one half: torchtitan's form under
+    tensor parallelism."""
+
+    def first(self, tokens):
+        return dist.get_rank(self.group) % 2 * (tokens.shape[0] // 2)
+
+    def own(self, chosen):
+        first = self.first(chosen)
+        return chosen[first : first + chosen.shape[0] // 2]
+
+    def among_all(self, order, x):
+        return order + self.first(x) * self.top_k
+
+
+class SharedInOrder(SharedOut, InOrder):
+    pass
+
+
+class SharedInOrderWeighted(SharedOut, InOrderWeighted):
+    pass
+
+
+class SharedByIndex(SharedOut, Around):
+    pass

@@ -91,6 +91,8 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
             raise Refuse(proof.reason, proof.detail)
         if isinstance(rows, NotFound):
             raise Refuse(rows.reason, rows.detail)
+        if rows.part is not None:
+            raise Refuse(Reason.OTHER_INDEX, rows.index.name)
         if rows.chosen is None or not rows.is_chosen_once:
             raise Refuse(Reason.CHOSEN_TWICE, rows.index.name)
         found.append((SplitRegion(region=region, found=rows), proof))

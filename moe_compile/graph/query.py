@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 C10D: Final = torch.ops._c10d_functional
@@ -123,6 +124,14 @@ def number_of(size: Any) -> int | None:
     """Return a size that can have one value only, as what the program asserts to be a number."""
     expression = expression_of(size)
     return int(expression) if getattr(expression, "is_Integer", type(expression) is int) else None
+
+
+def is_never_negative(size: Any) -> bool:
+    """Whether an integer, or one that the host knows at run time, is at least 0 for any sizes."""
+    value = value_of(size) if isinstance(size, fx.Node) else size
+    if isinstance(value, torch.SymInt):
+        return statically_known_true(value >= 0)
+    return type(value) is int and value >= 0
 
 
 def value_of(node: fx.Node) -> Any:

@@ -16,7 +16,7 @@ from moe_compile.graph.query import expression_of, is_integer, number_of, tensor
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.regions.label_bins import FLOATS, bins_of
 from moe_compile.regions.row_chain import num_rows, shape_of, type_of
-from moe_compile.regions.token_index import CASTS, HOLDS_ALL, TOPK, TokenIndex
+from moe_compile.regions.token_index import CASTS, HOLDS_ALL, TokenIndex
 from moe_compile.regions.token_sums import OF_ZEROS, is_zeros
 
 TO_FLOATS: Final = ("to", "float", "double")
@@ -56,7 +56,7 @@ def _before_cast(known: TokenIndex, node: fx.Node, casts: tuple[str, ...] | froz
 
 def _has_bins(known: TokenIndex, chosen: fx.Node, labels: fx.Node, given: dict[str, Any]) -> bool:
     """Whether each label that `topk` may choose has its own bin, or none if there is no more."""
-    topk = known.output(chosen, 1, "topk", *TOPK) or {}
+    topk = known.topk_of(chosen) or {}
     scores, dtype = _node(topk.get("input")), type_of(labels)
     shape = [] if scores is None else shape_of(scores)
     num_labels = number_of(shape[topk.get("dim", -1)]) if shape else None

@@ -5,7 +5,8 @@ Contract
     same when the same operators read the same inputs, and nothing writes what they read.
 
 Worked example, two experts a token of four: chosen [[2, 0], [0, 3]], flat [2, 0, 0, 3], order
-[1, 2, 0, 3], tokens of the rows order // 2 = [0, 1, 0, 1]: every token has two rows.
+[1, 2, 0, 3], tokens of the rows order // 2 = [0, 1, 0, 1]: every token has two rows. Where the
+same are tokens 2 and 3 of four, others being some other rank's, (order + 4) // 2 = [2, 3, 2, 3].
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ import torch.fx as fx
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
 from moe_compile.graph.legality import Legality
-from moe_compile.graph.query import called_name, expression_of, is_integer, tensor_of
+from moe_compile.graph.query import (
+    called_name,
+    expression_of,
+    is_integer,
+    is_never_negative,
+    tensor_of,
+    value_of,
+)
 from moe_compile.graph.torch_calls import arguments_of
 from moe_compile.regions.row_chain import num_rows, shape_of
+from moe_compile.regions.token_regions import TokenPart
 
 FORMS: Final = frozenset(
     {"to", "int", "long", "view", "reshape", "flatten", "contiguous", "ravel", "detach", "squeeze"}
@@ -109,10 +118,22 @@ class TokenIndex:
         `order` must be a permutation of as many rows as `k` times the tokens.
         """
         divided = self._divided(index)
-        if divided is None or self._sorted_by(divided[0]) is None:
+        if divided is None or self._sorted_by(divided[0]) is None or self._shift(divided[0]) != 0:
             return None
         rows, k = _length(index), divided[1]
         return k if rows is not None and rows == k * _length(tokens) else None
+
+    def part_of(self, index: fx.Node) -> TokenPart | None:
+        """Return the tokens that have rows where those are a part of all, one after another.
+
+        `index` is then `(order + k * first) // k`, and `order` sorts what a slice that begins at
+        `first` takes of the results of a `topk`, k for each token: all of these have k rows.
+        """
+        divided, chosen = self._divided(index), self.chosen_of(index)
+        first = None if chosen is None else self._first_of_slice(chosen)
+        if divided is None or first is None:
+            return None
+        return TokenPart(first=first, rows_per_token=divided[1])
 
     def order_of(self, index: fx.Node) -> fx.Node | None:
         """Return `order` where `index` is `order // k`, else None."""
@@ -122,6 +143,7 @@ class TokenIndex:
     def chosen_of(self, index: fx.Node) -> fx.Node | None:
         """Return the indices of the `topk` whose flat order sorts the rows; None when not found.
 
+        They may be those of a part of the tokens: row j of them is of token `first + j`.
         A token has at most one row for an expert: `topk` of k chooses k different ones for it.
         """
         divided = self._divided(index)
@@ -129,11 +151,20 @@ class TokenIndex:
         if divided is None or key is None:
             return None
         chosen = self.origin(key)
-        given, tensor = self.output(chosen, 1, "topk", *TOPK), tensor_of(chosen)
+        given, tensor = self.topk_of(chosen), tensor_of(chosen)
         if given is None or tensor is None or given.get("k") != divided[1]:
             return None
         whole = expression_of(tensor.numel()) == num_rows(key)
-        return chosen if whole and given.get("dim", -1) in (-1, tensor.dim() - 1) else None
+        in_rows = given.get("dim", -1) in (-1, tensor.dim() - 1) and tensor.shape[-1] == divided[1]
+        first = self._first_of_slice(chosen) or 0
+        is_of_these = self._shift(divided[0]) == expression_of(first) * divided[1]
+        return chosen if whole and in_rows and is_of_these else None
+
+    def topk_of(self, chosen: fx.Node) -> dict[str, Any] | None:
+        """Return the arguments of the `topk` whose indices are `chosen`, or rows of it are."""
+        source = None if self._first_of_slice(chosen) is None else _node(chosen.args[0])
+        whole = chosen if source is None else self.origin(source)
+        return self.output(whole, 1, "topk", *TOPK)
 
     def is_sorted_stably(self, index: fx.Node) -> bool:
         """Whether `index` is `order // k` of a stable sort from the least value to the greatest."""
@@ -159,9 +190,30 @@ class TokenIndex:
         return key if key is not None and len(shape_of(key)) == 1 else None
 
     def _sort(self, order: fx.Node) -> dict[str, Any] | None:
-        """Return the arguments of the sort that gives the permutation `order`."""
-        order = self.origin(order)
+        """Return the arguments of the sort that gives the permutation `order`, or that plus a
+        number."""
+        order = self.origin(self._unshifted(order)[0])
         return self.arguments(order, "argsort", *SORTS) or self.output(order, 1, "sort", *SORTS)
+
+    def _shift(self, order: fx.Node) -> Any:
+        """Return the number that is added to a permutation, as `expression_of` has it."""
+        return expression_of(self._unshifted(order)[1])
+
+    def _unshifted(self, order: fx.Node) -> tuple[fx.Node, Any]:
+        """Return (p, c) of `p + c`, c one number; (order, 0) of anything else."""
+        given = self.arguments(self.origin(order), "add", "input", "other") or {}
+        source, number = _node(given.get("input")), given.get("other")
+        return (source, number) if source is not None and _is_size(number) else (order, 0)
+
+    def _first_of_slice(self, rows: fx.Node) -> int | fx.Node | None:
+        """Return which row of a matrix is the first of `rows`, where these are a slice of it."""
+        if rows.target is not operator.getitem or self.is_written(rows):
+            return None
+        bounds, is_matrix = rows.args[1], len(shape_of(rows)) == 2
+        if not isinstance(bounds, slice) or not is_matrix or bounds.step not in (None, 1):
+            return None
+        first = bounds.start or 0
+        return first if is_never_negative(first) else None
 
     def output(
         self, result: fx.Node, position: int, name: str, *parameters: str
@@ -195,6 +247,12 @@ def _same_integers(node: fx.Node) -> fx.Node | None:
         return None
     widened = node.target in CASTS and after.dtype in HOLDS_ALL
     return source if widened or after.dtype is before.dtype else None
+
+
+def _is_size(number: object) -> bool:
+    """Whether the argument is an integer that the host knows, not a tensor."""
+    value = value_of(number) if isinstance(number, fx.Node) else number
+    return type(value) is int or isinstance(value, torch.SymInt)
 
 
 def _length(node: fx.Node) -> Any:

@@ -37,6 +37,19 @@ class TokenSum:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPart:
+    """Tokens that follow one another, of which a rank sends the rows; others send those of others.
+
+    So it is where ranks of tensor parallelism have the same tokens, and share the routing out.
+    """
+
+    first: int | fx.Node
+    """The number of its first token."""
+    rows_per_token: int
+    """Rows of every token of the part; the others have none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRows:
     """The gather before a region's dispatch and the sum after its combine.
 
@@ -54,14 +67,18 @@ class TokenRows:
     """Factors per row that `before` and `after` read, each once."""
     sums: TokenSum
     rows_per_token: int | None
-    """Rows that every token has; None when not proven to be one number."""
+    """Rows that every token has, of a part every one of that; None when not proven to be one
+    number."""
+    part: TokenPart | None = None
+    """The tokens that have rows, where not all are proven to."""
     mean_rows_per_token: int | None
     """Rows of a rank over its tokens where that is proven to be one number in every step and on
     every rank, whichever tokens the rows are of; else None."""
     is_chosen_once: bool
     """Whether no token is proven to have two rows for one expert."""
     chosen: fx.Node | None
-    """The experts of each token, `[..., k]`, by which the rows are sorted; None when not found."""
+    """The experts of each token, `[..., k]`, by which the rows are sorted, of a part those of its
+    tokens; None when not found."""
     keeps_order: bool
     """Whether the rows of one expert stand in the order of their tokens."""
 

@@ -70,7 +70,9 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     tokens, index = gathered
     after, found = find_token_sum(region.result, dependence)
     known = TokenIndex(frozenset().union(*dependence.writes.values()))
-    rows_per_token = known.rows_of_each_token(index, tokens)
+    of_each = known.rows_of_each_token(index, tokens)
+    part = known.part_of(index) if of_each is None else None
+    rows_per_token = of_each if part is None else part.rows_per_token
     summed_by = known.order_of(index) if found.is_order else index
     legality = Legality(dependence, region.result.graph)
     in_slots = not found.is_order or rows_per_token == found.num_slots
@@ -93,7 +95,8 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         factors=tuple(dict.fromkeys([*before.factors, *after.factors])),
         sums=found,
         rows_per_token=rows_per_token,
-        mean_rows_per_token=rows_per_token or mean_rows_per_token(index, tokens),
+        part=part,
+        mean_rows_per_token=None if part else of_each or mean_rows_per_token(index, tokens),
         is_chosen_once=chosen is not None and counts_values(known, region.counts, chosen),
         chosen=chosen,
         keeps_order=known.is_sorted_stably(index),

@@ -90,6 +90,8 @@ def emit_hops(
     num_far, num_near = total_of(emit, far_sent), total_of(emit, near_sent)
     first = emit.call(FAR_ROWS, form.chosen, nodes.num_nodes, per_node, num_far)
     far, masks = (emit.call(operator.getitem, first, i) for i in range(2))
+    if (part := form.found.part) is not None and part.first != 0:
+        far = emit.call(operator.add, far, part.first)
     across = (far_got, far_sent, nodes.cross)
     of_masks = emit.call(C10D.all_to_all_single, masks, *across)
     tokens = emit.method("detach", form.found.tokens)

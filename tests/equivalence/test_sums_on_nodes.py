@@ -9,7 +9,14 @@ from torch import nn
 from moe_compile.hardware.profile import PROFILES
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
+from tests.dispatch_layers import (
+    Around,
+    InOrder,
+    InOrderWeighted,
+    OntoTokens,
+    SharedInOrder,
+    SharedInOrderWeighted,
+)
 from tests.equivalence.test_layers import build, inputs
 from tests.equivalence.test_token_chunks import WholeNumbers
 from tests.equivalence.test_two_hops import (
@@ -86,6 +93,12 @@ CASES = (
 def test_sums_that_do_not_round_are_equal(two_nodes, style, dtype):  # noqa: F811
     """Output, gradients of tokens, of weights of rows and of experts; uneven numbers of tokens."""
     check(two_nodes.run(differing, whole_case(TOKENS, dtype=dtype, top_k=4), style))
+
+
+@pytest.mark.parametrize("style", slow_but([SharedInOrder], [SharedInOrder, SharedInOrderWeighted]))
+def test_tokens_of_which_another_rank_sends_the_rows_have_sums_of_zero(two_nodes, style):  # noqa: F811
+    dtype = torch.float32 if style is SharedInOrderWeighted else torch.float64
+    check(two_nodes.run(differing, whole_case((6, 1, 11, 4), dtype=dtype, top_k=4), style))
 
 
 @pytest.mark.parametrize("routing", slow_but([], list(Routing)))

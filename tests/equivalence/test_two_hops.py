@@ -7,7 +7,15 @@ import torch
 
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
+from tests.dispatch_layers import (
+    Around,
+    InOrder,
+    InOrderWeighted,
+    OntoTokens,
+    SharedByIndex,
+    SharedInOrder,
+    SharedInOrderWeighted,
+)
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
 from tests.node_ranks import BytesBetweenNodes, in_two_hops, seat
@@ -68,9 +76,19 @@ def test_ranks_without_tokens_and_without_rows(two_nodes, routing):
 
 
 @pytest.mark.slow
-def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes):
+@pytest.mark.parametrize("style", [GroupedExperts, SharedInOrder])
+def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes, style):
     case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
-    check(two_nodes.run(differing, case, GroupedExperts))
+    check(two_nodes.run(differing, case, style))
+
+
+PARTS = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
+
+
+@pytest.mark.parametrize("style", slow_but(PARTS[:1], PARTS))
+def test_ranks_that_send_the_rows_of_one_half_of_their_tokens(two_nodes, style):
+    """One rank has one token, and no row; the last token of an odd number has none."""
+    check(two_nodes.run(differing, a_case(GroupedExperts, (6, 1, 11, 4)), style))
 
 
 def forced(case, style, experts):

@@ -16,13 +16,16 @@ DIM, HIDDEN, EXPERTS, TOP_K = 32, 16, 8, 2
 EPS = torch.finfo(torch.bfloat16).eps
 
 
-def build(score_before_experts):
-    torch.manual_seed(0)
-    arguments = MoEArgs(
+def arguments_of_layer(score_before_experts):
+    return MoEArgs(
         num_experts=EXPERTS, top_k=TOP_K, score_before_experts=score_before_experts,
         load_balance_coeff=None,
     )  # fmt: skip
-    layer = MoE(arguments, DIM, HIDDEN)
+
+
+def build(score_before_experts):
+    torch.manual_seed(0)
+    layer = MoE(arguments_of_layer(score_before_experts), DIM, HIDDEN)
     with torch.no_grad():
         layer.init_weights(0.05, torch.device("cpu"))
         layer.router.gate.weight.mul_(20)

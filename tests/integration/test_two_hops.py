@@ -8,9 +8,12 @@ import torch
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
-from torchtitan.models.moe import utils
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
+from torchtitan.models.moe import MoE, utils
 
-from tests.integration.test_gathered_tokens import DIM, build
+from tests.integration.test_gathered_tokens import DIM, arguments_of_layer, build
 from tests.node_ranks import in_two_hops, seat
 from torchtitan_integration.cpu_launcher import generate_permute_indices, prepare_torch
 
@@ -19,14 +22,13 @@ TOKENS = ((2, 12), (1, 7), (3, 3), (1, 2))
 """Sequences and their length, by rank."""
 
 
-def both_steps(rank, score_before_experts, dtype, num_nodes, options):
+def both_steps(rank, score_before_experts, dtype, num_nodes, options, made=build):
     """Return a step's tensors by name, compiled and eager, and what was not put in two hops."""
     prepare_torch()
     utils.generate_permute_indices = generate_permute_indices  # imported before it was replaced
     torch._dynamo.reset()
     seat(rank, num_nodes)
-    eager = build(score_before_experts).to(dtype)
-    other = build(score_before_experts).to(dtype)
+    eager, other = (made(score_before_experts).to(dtype) for _ in range(2))
     compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
     with in_two_hops() as left:
         ours, expected = (
@@ -35,9 +37,9 @@ def both_steps(rank, score_before_experts, dtype, num_nodes, options):
     return ours, expected, left
 
 
-def differing(rank, *settings):
+def differing(rank, *settings, made=build):
     """Return which of output, input gradient and parameters' gradients differ from eager's."""
-    ours, expected, left = both_steps(rank, *settings, OPTIONS)
+    ours, expected, left = both_steps(rank, *settings, OPTIONS, made)
     return left + [name for name in expected if not torch.equal(expected[name], ours[name])]
 
 
@@ -52,7 +54,8 @@ def far(rank, *settings):
 def run(rank, dtype, function, layer):
     """Return what a step of `function`, which runs `layer`, computes, by name."""
     own = torch.Generator().manual_seed(rank)
-    x, gradient = (torch.randn(*TOKENS[rank], DIM, generator=own).to(dtype) for _ in range(2))
+    tokens = SEQUENCES if isinstance(layer, Block) else TOKENS
+    x, gradient = (torch.randn(*tokens[rank], DIM, generator=own).to(dtype) for _ in range(2))
     x.requires_grad_()
     output = function(x)
     output.backward(gradient)
@@ -83,3 +86,52 @@ def test_no_bit_changes_whether_scores_come_before_or_after_the_experts(
 @pytest.mark.parametrize("score_before_experts", [True, False])
 def test_sums_on_the_nodes_differ_by_their_order(four_ranks, score_before_experts):
     assert four_ranks.run(far, score_before_experts, torch.float32, 2) == [[]] * 4
+
+
+# --- tensor parallelism, two ranks to a token, as in the recipe of DeepSeek-V3 671B --------------
+
+
+class Block(nn.Module):
+    """A block with experts and nothing else, as torchtitan lays them out."""
+
+    moe_enabled = True
+
+    def __init__(self, arguments):
+        super().__init__()
+        self.moe = MoE(arguments, DIM, 16)
+
+    def forward(self, x):
+        return self.moe(x)
+
+
+def build_tensor_parallel(score_before_experts):
+    """Return the block over all ranks, two to a token; experts lie on all of them."""
+    torch.manual_seed(0)
+    block = Block(arguments_of_layer(score_before_experts))
+    with torch.no_grad():
+        block.moe.init_weights(0.05, torch.device("cpu"))
+        block.moe.router.gate.weight.mul_(20)
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    model = nn.Module()
+    model.layers = {"0": block}
+    apply_moe_ep_tp(model, dense["tp"], sparse, None, None)
+    return block
+
+
+def differing_with_tensor_parallelism(rank, *settings):
+    return differing(rank, *settings, made=build_tensor_parallel)
+
+
+SEQUENCES = ((2, 6), (2, 6), (1, 9), (1, 9))
+"""Of the ranks of a pair alike: each has one half of the sequence, and all of it in the layer."""
+
+
+@pytest.mark.parametrize(
+    "score_before_experts", [pytest.param(True, marks=pytest.mark.slow), False]
+)
+def test_no_bit_changes_where_two_ranks_share_the_routing_of_a_token(
+    four_ranks, score_before_experts
+):
+    settings = (score_before_experts, torch.bfloat16, 2)
+    assert four_ranks.run(differing_with_tensor_parallelism, *settings) == [[]] * 4

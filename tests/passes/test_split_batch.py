@@ -18,6 +18,7 @@ from moe_compile.journal.reasons import Reason
 from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed
 from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
+from tests.dispatch_layers import SharedByIndex
 from tests.layers import GroupedExperts, SharedAndBias
 
 
@@ -66,6 +67,7 @@ REFUSED = {
     "loss": (lambda group: WithLoss(GroupedExperts, torch.bfloat16), Reason.BATCH_MIXED),
     "bias by load": (lambda group: Block(SharedAndBias, torch.bfloat16), Reason.BATCH_MIXED),
     "in place": (lambda group: Written(GroupedExperts, torch.bfloat16), Reason.BATCH_LOST),
+    "rows of a part": (lambda group: Block(SharedByIndex, torch.bfloat16), Reason.OTHER_INDEX),
 }
 
 

@@ -10,7 +10,14 @@ from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted
+from tests.dispatch_layers import (
+    Around,
+    InOrder,
+    InOrderWeighted,
+    SharedByIndex,
+    SharedInOrder,
+    SharedInOrderWeighted,
+)
 from tests.layers import STYLES, GroupedExperts
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 32
@@ -428,3 +435,58 @@ def test_as_many_rows_on_every_rank_are_proven_by_what_chose_them(fake_ranks, st
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_has_as_many_rows_on_every_rank(fake_ranks, style):
     assert found_in(style, fake_ranks).mean_rows_per_token == TOP_K
+
+
+# --- a part of the tokens -------------------------------------------------------------------------
+
+
+SECOND = TOKENS // 2
+"""First token of the second half."""
+
+
+def second_half(style, **changes):
+    """Return a layer of `style` that sends rows of its second half, as every other rank does."""
+    return type(style.__name__, (style,), {"first": lambda self, x: x.shape[0] // 2, **changes})
+
+
+@pytest.mark.parametrize("style", [SharedByIndex, SharedInOrder, SharedInOrderWeighted])
+def test_the_rows_of_a_part_of_the_tokens_are_known(fake_ranks, style):
+    for half, first in ((style, 0), (second_half(style), SECOND)):
+        found = found_in(half, fake_ranks)
+        assert (found.part.first, found.rows_per_token) == (first, TOP_K)
+        assert found.is_chosen_once and found.keeps_order
+        assert tuple(found.chosen.meta["example_value"].shape) == (TOKENS // 2, TOP_K)
+        assert found.mean_rows_per_token is None  # of all tokens: not every one has rows
+
+
+def test_all_tokens_are_no_part(fake_ranks):
+    assert found_in(InOrder, fake_ranks).part is None
+
+
+WRONG = {
+    "the first half by the numbers of the second": lambda self, chosen: chosen[: TOKENS // 2],
+    "one token on": lambda self, chosen: chosen[SECOND + 1 :],
+    "counted from the end": lambda self, chosen: chosen[-SECOND:],
+    "every other token": lambda self, chosen: chosen[SECOND % 2 :: 2],
+    "half of each token": lambda self, chosen: chosen.view(-1, TOP_K // 2)[SECOND : 2 * SECOND],
+}
+
+
+@pytest.mark.parametrize("own", WRONG.values(), ids=WRONG)
+def test_rows_of_other_tokens_than_were_chosen_for_are_not_proven(fake_ranks, own):
+    """A slice from the end is of those tokens, but not seen to be."""
+    found = found_in(second_half(SharedByIndex, own=own), fake_ranks)
+    assert (found.part, found.chosen, found.rows_per_token) == (None, None, None)
+    assert not found.is_chosen_once
+    put_in_order = second_half(SharedInOrder, own=own)
+    assert found_in(put_in_order, fake_ranks).reason is Reason.OTHER_INDEX
+
+
+@pytest.mark.parametrize("shift", [1, TOP_K, -TOP_K])
+def test_numbers_of_rows_that_are_moved_on_are_of_other_tokens(fake_ranks, shift):
+    class Moved(Around):
+        def among_all(self, order, x):
+            return order + shift
+
+    found = found_in(Moved, fake_ranks)
+    assert (found.part, found.chosen, found.rows_per_token) == (None, None, None)
