@@ -4,7 +4,8 @@ Contract
     Pure arithmetic on the amounts of `cost/amounts.py` and the rates of a hardware profile, as
     the planner's; nothing is measured. Compute is max(operations / matmul rate, bytes / memory
     rate) plus a fixed cost per kernel; a collective is latency plus bytes / link rate, over a
-    node's link and the network at once; a wait is free.
+    node's link and the network at once: nodes as they were registered, or else of the profile's
+    size. A wait is free.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch.fx as fx
 from moe_compile.cost.amounts import amounts_of, called_module, ranks_of
 from moe_compile.cost.rates import Bound, Rates
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.query import is_all_to_all, is_launch
+from moe_compile.graph.query import group_name, is_all_to_all, is_launch
 from moe_compile.hardware import HardwareProfile
+from moe_compile.runtime.node_groups import ranks_of_a_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile)
 
 
 class _Estimator:
-    """Prices nodes; keeps the rates of each size of group."""
+    """Prices nodes; keeps the rates of each size of group, and of node."""
 
     def __init__(self, sizes: NominalSizes, hardware: HardwareProfile) -> None:
         self.sizes = sizes
-        self.rates_of = functools.cache(lambda num_ranks: Rates.of(hardware, num_ranks))
+        self.rates_of = functools.cache(functools.partial(Rates.of, hardware))
         self.rates = self.rates_of(0)
 
     def cost(self, node: fx.Node) -> Cost:
@@ -74,7 +76,8 @@ class _Estimator:
             return Cost(sum(cost.compute_us for cost in inner), bound=longest.bound)
         found = amounts_of(node, self.sizes)
         if is_launch(node):
-            rates, is_gather = self.rates_of(ranks_of(node)), not is_all_to_all(node)
+            rates = self.rates_of(ranks_of(node), ranks_of_a_node(group_name(node)))
+            is_gather = not is_all_to_all(node)
             us = rates.link_us(found.link_bytes, is_gather=is_gather)
             slower = rates.contention, rates.overlap_slowdown
             return Cost(self.rates.op_overhead_us, us, Bound.LINK, *slower)

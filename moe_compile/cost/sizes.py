@@ -3,14 +3,15 @@
 Contract
     Estimates only: no decision that ranks must agree on may read them.
     A backed symbol is worth its hint. An unbacked one is worth its balanced share: an all-to-all
-    receives as many rows as it sends, and rows that are split are split evenly.
+    receives as many rows as it sends, which may be noted on it, and rows that are split are split
+    evenly.
     What the forward graph taught is kept in the dictionary given, for the backward graph.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import sympy
@@ -18,6 +19,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.launch_order import ANNOTATIONS
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
@@ -29,7 +31,17 @@ from moe_compile.graph.query import (
 
 ROUNDS: Final = 3
 """Passes over the graph while one solved size may still solve another."""
+NOMINAL_ROWS: Final = "megamoe_nominal_rows"
+"""Key in `node.meta[ANNOTATIONS]` of rows that an all-to-all sends where experts are chosen evenly,
+if nothing else in the graph tells."""
 SPLITS: Final = ("aten::split_with_sizes", "aten::split_with_sizes_copy")
+
+
+def note_nominal_rows(launches: Iterable[fx.Node], rows: int) -> None:
+    """Note on all-to-alls how many rows they send where experts are chosen evenly."""
+    for launch in launches:
+        known = launch.meta.get(ANNOTATIONS) or {}
+        launch.meta[ANNOTATIONS] = {**known, NOMINAL_ROWS: rows}
 
 
 class NominalSizes:
@@ -86,7 +98,8 @@ class NominalSizes:
         if source is None or not source.dim():
             return
         if is_all_to_all(node):
-            rows = source.shape[0]
+            noted = (node.meta.get(ANNOTATIONS) or {}).get(NOMINAL_ROWS)
+            rows = source.shape[0] if noted is None else noted
             self._share(rows, input_splits(node))
             self._share(rows, output_splits(node))
             return

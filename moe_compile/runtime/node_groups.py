@@ -104,6 +104,18 @@ def node_groups_of(group: str) -> NodeGroups | None:
     return _Registered.groups.get(group) if is_theirs else None
 
 
+def ranks_of_a_node(group: str) -> int:
+    """Return how many ranks of the process group of that name share a node: of a registered group,
+    or of one of its node or cross groups; 0 where nothing was said of it."""
+    if (nodes := node_groups_of(group)) is not None:
+        return nodes.num_local
+    known = _Registered.groups.values() if _Registered.store is default_store() else ()
+    for nodes in known:
+        if group in (nodes.node, nodes.cross):
+            return nodes.num_local if group == nodes.node else 1
+    return 0
+
+
 def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
     """Return how many of `ranks`, those of a group in order, share a node.
 

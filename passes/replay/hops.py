@@ -14,6 +14,8 @@ from typing import Final
 import torch
 import torch.fx as fx
 
+from moe_compile.cost.hop_shape import HopShape
+from moe_compile.cost.sizes import note_nominal_rows
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.hop_rows import FAN_ROWS, FAR_ROWS, HOP_TABLE, NEAR_ROWS
@@ -101,6 +103,24 @@ def emit_hops(
     there = emit.call(C10D.wait_tensor, hop_1)
     on = emit.method("index_select", there, 0, near)
     hop_2 = emit.call(C10D.all_to_all_single, on, near_got, near_sent, nodes.node)
+    _note_nominal_rows(form, (of_masks, hop_1), hop_2)
     fan = emit.call(FAN_ROWS, table.received, num_rows)
     rows = emit.method("index_select", emit.call(C10D.wait_tensor, hop_2), 0, fan)
     return Hops((far, near, fan), splits, (hop_1, hop_2), rows)
+
+
+def _note_nominal_rows(form: DividedForm, across: tuple[fx.Node, ...], inside: fx.Node) -> None:
+    """Note on launches of both hops what they send where experts are chosen evenly, for prices."""
+    region, nodes, chosen = form.region, form.nodes, tensor_of(form.chosen)
+    if chosen is None or type(num_rows := chosen.numel()) is not int:
+        return
+    shape = HopShape(
+        num_nodes=nodes.num_nodes,
+        num_local=nodes.num_local,
+        num_experts=region.num_ranks * region.num_local_experts,
+        rows_per_token=chosen.shape[-1],
+        row_bytes=0.0,
+    )
+    tokens = num_rows / shape.rows_per_token
+    note_nominal_rows(across, round(tokens * shape.nodes_per_token))
+    note_nominal_rows([inside], num_rows)

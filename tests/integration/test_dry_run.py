@@ -171,6 +171,39 @@ def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages(d
 
 
 @pytest.mark.slow
+def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
+    """Two ranks have the same tokens, and send the rows of one half each; two nodes of two ranks.
+
+    Two of eight experts: a token needs one node, unless they are on both.
+    """
+    output = dry_run(
+        world=4,
+        **{DEGREE("data_parallel_shard"): 2, DEGREE("tensor_parallel"): 2},
+        **{DEGREE("expert_parallel"): 4, "megamoe.nodes": "exact", "megamoe.node_ranks": 2},
+        megamoe__chunks=1,
+    )
+    assert "dispatched in two hops, 2 local experts in one piece" in output
+    tokens, row = TOKENS // 2, DIM * FLOAT32
+    far, near = 2 * (round(tokens * 2 * (1 - 6 / 28)) // 2), tokens * TOP_K  # alike to both nodes
+    words = 2 + 2 + 1  # of a pair of ranks: its experts' rows, rows of each rank there, tokens
+    beside = near * FLOAT32  # weights of rows
+    rows = dict(
+        re.findall(r"^ +all_to_all_single +(ep\S*(?: \S+)*?)  +(\d.*)$", output, re.MULTILINE)
+    )
+    assert rows["ep, from node to node"].split() == [
+        "2", f"{far * (row + INT32) / 1e6:.2f}", "1", f"{far * row / 1e6:.2f}"
+    ]  # fmt: skip
+    assert rows["ep, inside a node"].split() == ["1", f"{near * row / 1e6:.2f}"] * 2
+    crossing = (far * (row + INT32) + near * row + beside + 4 * words * INT32) / 2
+    inside = near * row / 2 + (near * row + beside + 4 * words * INT32) / 4
+    said = f"forward {crossing / 1e6:.2f} MB from node to node, {inside / 1e6:.2f} MB inside"
+    assert said in " ".join(output.split())
+    names = [row[:2] for row in re.findall(CHOICE, output, re.MULTILINE)]
+    assert ("as asked", "1 chunk, two hops, dispatch same, combine same") in names
+    assert len(names) == 4 and all(what for _, what in names)
+
+
+@pytest.mark.slow
 def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_latent(dry_run):
     degrees = {DEGREE("context_parallel"): 2, DEGREE("data_parallel_shard"): 1}
     output = dry_run(**degrees)

@@ -13,6 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
+from moe_compile.cost.cost_model import estimate_costs
+from moe_compile.cost.sizes import NominalSizes
 from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import (
     group_name,
@@ -29,7 +31,14 @@ from moe_compile.runtime.node_groups import node_groups_of
 from passes.pipeline import DYNAMO, run_level
 from passes.planned.dividing import against_routing
 from tests.capture import carried_out, dynamo_graphs, state
-from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
+from tests.dispatch_layers import (
+    Around,
+    InOrder,
+    InOrderWeighted,
+    OntoTokens,
+    SharedByIndex,
+    SharedInOrderWeighted,
+)
 from tests.layers import (
     FusedGateUp,
     GatheredCounts,
@@ -82,7 +91,10 @@ def exchanges(graph):
     return [node for node in graph.nodes if is_all_to_all(node)]
 
 
-@pytest.mark.parametrize("style", [*STYLES, InOrder, InOrderWeighted])
+PARTS = (SharedByIndex, SharedInOrderWeighted)
+
+
+@pytest.mark.parametrize("style", [*STYLES, InOrder, InOrderWeighted, *PARTS])
 def test_one_read_by_the_host_and_one_exchange_of_counts_serve_both_hops(fake_nodes, style):
     gm, report = divided(layer(style, fake_nodes))
     assert report.applied == ("region 0",)
@@ -269,6 +281,32 @@ def test_auto_keeps_the_all_to_all_where_two_hops_gain_nothing(fake_nodes, tmp_p
     assert any(Reason.BY_PRICE.value in remark for remark in region.remarks)
 
 
+def test_the_scheduler_sees_both_links_and_what_they_carry(fake_nodes):
+    """A hop between nodes takes the network, one inside a node its link, though both are of two
+    ranks; of 32 tokens some need both nodes, two of eight experts being chosen evenly."""
+    profile = load_profile("h100")
+    known = {}
+    for graph in aot_graphs(layer(GroupedExperts, fake_nodes)):
+        sizes = NominalSizes(known)
+        sizes.learn(graph)
+        costs, nodes = estimate_costs(graph, sizes, profile), node_groups_of(fake_nodes.group_name)
+        for launch in exchanges(graph):
+            sent = tensor_of(launch.all_input_nodes[0])
+            if sent.dim() < 2 or sent.shape[1] != WIDTH:
+                continue
+            rows, _ = sizes.shape(sent)
+            rate, latency = profile.node.gb_per_s, profile.node.latency_us
+            if group_name(launch) == nodes.cross:
+                assert rows == round(32 * 2 * (1 - 6 / 28))
+                rate, latency = profile.link_gb_per_s, profile.link_latency_us
+            elif group_name(launch) == nodes.node:
+                assert rows == 32 * TOP_K
+            else:
+                continue
+            us = latency + rows * WIDTH * 2 / 2 / rate / 1e3
+            assert costs[launch].link_us == pytest.approx(us, rel=0.01)
+
+
 # --- when not --------------------------------------------------------------------------------
 
 
@@ -297,6 +335,14 @@ def test_groups_that_nobody_registered_are_not_guessed(fake_nodes):
     (gm,) = dynamo_graphs(layer(GroupedExperts, other), tokens())
     with pytest.raises(RegionRefused, match="which of its ranks share a node is not registered"):
         rewrite(gm, state(strict=True, **ASKED).config)
+
+
+def test_a_part_of_the_tokens_is_not_gathered(fake_nodes):
+    """Other ranks have the same tokens, and would gather them as often."""
+    (gm,) = dynamo_graphs(layer(SharedByIndex, fake_nodes), tokens())
+    asked = {"dispatch": "all_gather", "equal_tokens": True}
+    (verdict,) = carried_out(run_level(DYNAMO, gm.graph, state(**asked)), "dispatch").skipped
+    assert verdict.reason is Reason.ROWS_MAY_DIFFER
 
 
 def test_one_node_has_nothing_to_save(fake_nodes):

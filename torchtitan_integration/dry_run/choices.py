@@ -26,6 +26,7 @@ FREE: Final[Mapping[str, Any]] = {
     "dispatch": "auto",
     "dispatch_wire": "auto",
     "combine_wire": "auto",
+    "nodes": "auto",
 }
 
 STEP: Final = ("compute_us", "exposed_us")
@@ -75,6 +76,8 @@ def _described(compilation: Compilation) -> str:
     for region in compilation.regions:
         parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1))
         parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
+        if region.nodes != "off":
+            parts.append("two hops" + ", sums on the nodes" * (region.nodes == "rounded"))
         parts += [f"{name} {wire[0]}" for name, wire in region.wires.items()]
     for attention in compilation.attention:
         if attention.is_region:

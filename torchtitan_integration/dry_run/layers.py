@@ -19,11 +19,20 @@ from torch._dynamo.exc import BackendCompilerFailed
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
+from moe_compile.cost.amounts import amounts_of, ranks_of
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.pristine import pristine_copy
-from moe_compile.graph.query import group_name, is_launch, overload_name, tensor_of
+from moe_compile.graph.query import (
+    group_name,
+    is_all_to_all,
+    is_launch,
+    overload_name,
+    tensor_of,
+)
+from moe_compile.hardware.collectives import spread_of
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
+from moe_compile.runtime.node_groups import ranks_of_a_node
 from torchtitan_integration.dry_run.blocks import calls_of_blocks, kind_of, one_block_of_each_kind
 from torchtitan_integration.dry_run.choices import Choice, choice, choices
 from torchtitan_integration.dry_run.world import FakeRank
@@ -38,6 +47,7 @@ NOTHING_HIDDEN: Final[Mapping[str, Any]] = {
     "attention_chunks": 1,
     "dispatch_wire": "same",
     "combine_wire": "same",
+    "nodes": "off",
 }
 """Options of the block that others are compared with; its order is the one its graph came in."""
 
@@ -51,6 +61,10 @@ class Launch:
     """Of the mesh: `ep`, `tp`, ..."""
     sent_bytes: int
     """What one rank hands in."""
+    crossing_bytes: float = 0.0
+    """Of these, what leaves the node of the rank; 0 where nobody said which ranks share one."""
+    node_bytes: float = 0.0
+    """What goes to other ranks of its node; likewise."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +100,7 @@ def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
         options["megamoe.hardware"] = DEFAULT_HARDWARE
-    axes = rank.axis_of_groups()
+    axes: dict[str, str] = {}
     found: list[Traced] = []
     job = copy.deepcopy(rank.job)
     job.compile.enable = True
@@ -98,6 +112,7 @@ def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
     job.compile.backend = backend
     model = one_block_of_each_kind(rank)
     apply_model_parallelism(model, rank.dims, job)
+    axes.update(rank.axis_of_groups())
     for block, arguments in calls_of_blocks(model, rank):
         _compile(block.compiled, arguments)
         found[-1].kind = kind_of(block)
@@ -145,23 +160,32 @@ def _unhidden_us(
     gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
 ) -> dict[str, float]:
     """Return the exposed time of each phase where nothing is chunked, reordered or quantised."""
-    state, _ = rewrite(gm, replace(config, **NOTHING_HIDDEN))
-    phases = zip(("forward", "backward"), trace_both(gm, inputs, state), strict=True)
+    copied = pristine_copy(gm)
+    state, _ = rewrite(copied, replace(config, **NOTHING_HIDDEN))
+    phases = zip(("forward", "backward"), trace_both(copied, inputs, state), strict=True)
     return {
         name: predicted_measures(one.graph).get("exposed_us_before", 0.0) for name, one in phases
     }
 
 
 def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> list[Launch]:
-    return [
-        Launch(
-            operator=overload_name(node).rpartition("::")[2],
-            axis=axes.get(group_name(node), "world"),
-            sent_bytes=sizes.nbytes(tensor_of(node.all_input_nodes[0])),
-        )
-        for node in graph.nodes
-        if is_launch(node)
-    ]
+    return [_launch(node, sizes, axes) for node in graph.nodes if is_launch(node)]
+
+
+def _launch(node: fx.Node, sizes: NominalSizes, axes: dict[str, str]) -> Launch:
+    group, sent_bytes = group_name(node), sizes.nbytes(tensor_of(node.all_input_nodes[0]))
+    crossing, inside = 0.0, 0.0
+    if node_ranks := ranks_of_a_node(group):
+        leaving = amounts_of(node, sizes).link_bytes
+        spread = spread_of(ranks_of(node), node_ranks, is_gather=not is_all_to_all(node))
+        crossing, inside = leaving * spread.between, leaving * spread.within
+    return Launch(
+        operator=overload_name(node).rpartition("::")[2],
+        axis=axes.get(group, "world"),
+        sent_bytes=sent_bytes,
+        crossing_bytes=crossing,
+        node_bytes=inside,
+    )
 
 
 def _saved_bytes(forward: fx.Graph, backward: fx.Graph, sizes: NominalSizes) -> int:

@@ -35,6 +35,8 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
     """Print regions with their chunks, collectives, and predicted times of each kind of block."""
     for layer in traced:
         console.print(_collectives(layer))
+        if said := _over_links(layer):
+            console.print(f"  over links: {said}", highlight=False)
         for region in layer.compilation.regions:
             remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
             console.print(f"  {region.where}: {_made_of(region)}{remarks}", highlight=False)
@@ -77,6 +79,17 @@ def _collectives(layer: Traced) -> Table:
     if not counts:
         table.add_row("none", "", "0", "", "0", "")
     return table
+
+
+def _over_links(layer: Traced) -> str:
+    """Return what collectives of groups whose nodes are registered send over either link."""
+    phases = []
+    for phase, launches in layer.launches.items():
+        crossing = sum(launch.crossing_bytes for launch in launches) / MB
+        inside = sum(launch.node_bytes for launch in launches) / MB
+        if crossing or inside:
+            phases.append(f"{phase} {crossing:.2f} MB from node to node, {inside:.2f} MB inside")
+    return "; ".join(phases) + (", experts chosen evenly" if phases else "")
 
 
 def _times(measures: dict[str, float]) -> str:

@@ -27,6 +27,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from moe_compile.errors import InvalidConfig, listed
+from moe_compile.runtime.node_groups import node_groups_of
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.layout import Layout, of_model, read_layout
@@ -55,11 +56,18 @@ class FakeRank:
             return self.spec.model_cls(self.model_args)
 
     def axis_of_groups(self) -> dict[str, str]:
-        """Return the mesh axis of each process group, by the group's name."""
+        """Return the mesh axis of each process group, by the group's name.
+
+        Groups of nodes, and across them, are called after the axis that was divided so.
+        """
         names: dict[str, str] = {}
         for axis in AXES:
             if (mesh := _mesh_of(self.dims, axis)) is not None and mesh.size() > 1:
-                names.setdefault(mesh.get_group().group_name, axis)
+                group = mesh.get_group().group_name
+                names.setdefault(group, axis)
+                if (nodes := node_groups_of(group)) is not None:
+                    names.setdefault(nodes.cross, f"{axis}, from node to node")
+                    names.setdefault(nodes.node, f"{axis}, inside a node")
         return names
 
 
