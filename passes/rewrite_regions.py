@@ -34,6 +34,7 @@ from passes.replay.capacity_chunks import emit_capacity_chunks
 from passes.replay.divided import emit_divided
 from passes.replay.gathered import emit_gathered
 from passes.replay.head_groups import emit_head_groups
+from passes.replay.hops import Cut
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
 from passes.replay.token_slices import emit_token_slices
 
@@ -94,7 +95,8 @@ def _emit_experts(
         dispatches, combines = gathered.gathers, gathered.reduces
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
     elif one.divided is not None:
-        divided = emit_divided(one.divided, around, dependence)
+        cut = _cut(one)
+        divided = emit_divided(one.divided, one.proof, cut, around, dependence)
         dispatches, combines, instead = divided.hops, divided.combines, divided.instead
     else:
         num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
@@ -112,6 +114,14 @@ def _emit_experts(
         move_before(region.between, region.result)
 
     return replace_and_move
+
+
+def _cut(one: PlannedExperts) -> Cut:
+    """Return the parts in which rows go in two hops: chunks of experts, or slices of tokens."""
+    local, num = one.found.region.num_local_experts, one.plan.num_chunks
+    if one.plan.by_tokens:
+        return Cut((0, local), slices=num)
+    return Cut((0, *(chunk.stop for chunk in chunk_bounds(local, num))), slices=1)
 
 
 def _rank_in(group: str) -> int:

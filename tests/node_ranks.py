@@ -23,13 +23,18 @@ def seat(rank, num_nodes):
 
 
 @contextlib.contextmanager
-def in_two_hops():
-    """Yield a list that has, afterwards, the verdicts on what was compiled and has no two hops."""
+def in_two_hops(num_parts=1):
+    """Yield a list that has, afterwards, the verdicts on what was compiled and has no two hops.
+
+    In so many parts each, or in as many as there are experts of a rank.
+    """
     left, before = [], len(REPORT.compilations)
     yield left
     compiled = REPORT.compilations[before:]
     left += ["nothing was compiled"] * (not compiled)
-    left += [r.verdict for c in compiled for r in c.regions if r.verdict != IN_TWO_HOPS]
+    regions = [r for c in compiled for r in c.regions]
+    left += [r.verdict for r in regions if r.verdict != IN_TWO_HOPS]
+    left += [f"{r.num_chunks} parts" for r in regions if r.num_chunks != num_parts]
 
 
 class BytesBetweenNodes(TorchDispatchMode):

@@ -5,21 +5,26 @@ Contract
     by expert, then by token. Every index is computed on the device; the host reads sizes alone.
     No token chooses an expert twice, and the rows of an expert stand in the order of tokens.
 
-Ranks are `node * L + place`, N nodes of L ranks, E experts on each, n = N L. T tokens, k of the n E
-experts for each.
+Ranks are `node * L + place`, N nodes of L ranks, E experts on each, n = N L. T tokens, k of the
+n E experts for each. Hop 1 goes in S slices of tokens, token t in slice t S // T; hop 2 of each
+slice in C chunks of every rank's experts, chunk c those from `edges[c]` to `edges[c + 1]`.
 
-    hop 1, over ranks of equal place    x[far]: a token once for each node it needs, by node, token
-    hop 2, over the ranks of a node     [near]: once for each expert there, by rank, expert, node
-    [fan]                               by sender, expert: the flat rows
-    [back]                              rows in the order of `fan` as hop 2 brought them
+    hop 1, over ranks of equal place    x[far]: a token once for each node it needs, by slice, node,
+                                        token
+    hop 2, over the ranks of a node     [near], of a slice: once for each expert there, by chunk,
+                                        rank, expert, node
+    [fan], of a chunk                   by sender, expert: the flat rows of its experts
+    [back], of a chunk                  rows in the order of `fan` as hop 2 brought them
 
 Worked example: 2 nodes of one rank, 2 experts each; tokens that choose [0, 3] and [2, 3]. Rank 0
 sends token 0 to itself and tokens 0, 1 to node 1: far = [0, 0, 1], whose masks there are [10] for
 token 0 (expert 3) and [11] for token 1. Node 1 takes near = [1, 0, 1]: expert 2 of token 1,
-expert 3 of both.
+expert 3 of both. In two slices far = [0, 0 | 1], and near = [0 | 0, 0] of what each brought.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -29,87 +34,157 @@ from moe_compile.ops.permute import LIBRARY
 WORD = 32
 """Experts that one integer of a mask stands for."""
 
-LIBRARY.define("hop_table(Tensor chosen, Tensor counts, int nodes, int local) -> (Tensor, Tensor)")
-LIBRARY.define("hop_sizes(Tensor table, Tensor tokens, int place) -> Tensor")
 LIBRARY.define(
-    "far_rows(Tensor chosen, int nodes, int per_node, SymInt num_rows) -> (Tensor, Tensor)"
+    "hop_table(Tensor chosen, Tensor counts, int nodes, int local, int[] edges, int slices) "
+    "-> (Tensor, Tensor)"
 )
-LIBRARY.define("near_rows(Tensor masks, int per_node, SymInt num_rows) -> Tensor")
+LIBRARY.define("hop_sizes(Tensor table, Tensor tokens, int[] edges, int place) -> Tensor")
+LIBRARY.define(
+    "far_rows(Tensor chosen, int nodes, int per_node, int slices, SymInt num_rows) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "near_rows(Tensor masks, int per_node, int[] edges, SymInt num_rows) -> (Tensor, Tensor)"
+)
 LIBRARY.define("fan_rows(Tensor counts, SymInt num_rows) -> Tensor")
 LIBRARY.define("back_rows(Tensor counts, SymInt num_rows) -> Tensor")
+LIBRARY.define("chunk_rows(Tensor counts, int[] edges, SymInt num_rows) -> (Tensor, Tensor)")
 
 
 def hop_table(
-    chosen: torch.Tensor, counts: torch.Tensor, nodes: int, local: int
+    chosen: torch.Tensor,
+    counts: torch.Tensor,
+    nodes: int,
+    local: int,
+    edges: list[int],
+    slices: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what every rank is told, `[n, E + L + 1]` int32, and tokens for each node, `[N]`.
+    """Return what every rank is told, `[n, S (E + C L + 1)]` int32, and tokens for each node.
 
-    Rank (b, m) is told the rows for each of its experts, those for each rank of node b, and how
-    many tokens need node b. `chosen` `[..., k]` are experts, `counts` the rows for each.
+    Rank (b, m) is told, of each slice, the rows for each of its experts, those of each chunk for
+    each rank of node b, and how many tokens need node b. `chosen` `[..., k]` are experts, `counts`
+    the rows for each. Tokens are `[S, N]`.
     """
-    by_rank = counts.reshape(nodes, local, -1).to(torch.int64)
-    per_node = local * by_rank.shape[2]
-    tokens = _needs(chosen // per_node, nodes).sum(0)
-    on_node = by_rank.sum(2)
-    told = [
-        by_rank,
-        on_node[:, None, :].expand(-1, local, -1),
-        tokens[:, None, None].expand(-1, local, -1),
-    ]
-    return torch.cat(told, 2).flatten(0, 1).to(torch.int32), tokens
+    per_node = local * edges[-1]
+    needs = _needs(chosen // per_node, nodes).to(torch.int64)
+    by_expert, tokens = counts.reshape(1, -1).to(torch.int64), needs.sum(0, keepdim=True)
+    if slices > 1:
+        of_expert = _needs(chosen, nodes * per_node).to(torch.int64)
+        by_expert, tokens = _by_slice(of_expert, slices), _by_slice(needs, slices)
+    by_rank = by_expert.view(slices, nodes, local, -1)
+    told = [by_rank]
+    for first, last in itertools.pairwise(edges):
+        on_node = by_rank[..., first:last].sum(3)
+        told.append(on_node[:, :, None, :].expand(-1, -1, local, -1))
+    told.append(tokens[:, :, None, None].expand(-1, -1, local, -1))
+    table = torch.cat(told, 3).permute(1, 2, 0, 3)
+    return table.reshape(nodes * local, -1).to(torch.int32), tokens
 
 
-def hop_sizes(table: torch.Tensor, tokens: torch.Tensor, place: int) -> torch.Tensor:
+def hop_sizes(
+    table: torch.Tensor, tokens: torch.Tensor, edges: list[int], place: int
+) -> torch.Tensor:
     """Return rows of hop 1 to and from each node, then of hop 2 to and from each place.
 
-    `table` `[N, L, E + L + 1]` is what this rank was told by all, `tokens` `[N]` its own.
+    Those of hop 1 by slice, those of hop 2 by slice and chunk. `table` `[N, L, S, E + C L + 1]` is
+    what this rank was told by all, `tokens` `[S, N]` its own.
     """
     local = table.shape[1]
-    on_node = table[:, :, -1 - local : -1]
+    on_node = table[..., edges[-1] : -1].unflatten(3, (-1, local))
     return torch.cat(
         [
-            tokens,
-            table[:, place, -1],
-            on_node[:, place].sum(0),
-            on_node[:, :, place].sum(0),
+            tokens.reshape(-1),
+            table[:, place, :, -1].T.reshape(-1),
+            on_node[:, place].sum(0).reshape(-1),
+            on_node[..., place].sum(0).permute(1, 2, 0).reshape(-1),
         ]
     )
 
 
 def far_rows(
-    chosen: torch.Tensor, nodes: int, per_node: int, num_rows: int
+    chosen: torch.Tensor, nodes: int, per_node: int, slices: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens of hop 1, `[num_rows]`, and which of their node's experts each needs.
 
     The latter are masks, `[num_rows, words]` int32: one bit an expert, `per_node` of them.
     """
     needs = _needs(chosen, nodes * per_node).view(-1, nodes, per_node)
-    pairs = torch.nonzero_static(needs.any(2).T, size=num_rows)
+    node, token = torch.nonzero_static(needs.any(2).T, size=num_rows).unbind(1)
+    if slices > 1:
+        order = torch.argsort(_slice_of(token, needs.shape[0], slices), stable=True)
+        node, token = node[order], token[order]
     bits = F.pad(needs, (0, -per_node % WORD)).unflatten(2, (-1, WORD)).to(torch.int64)
     masks = (bits << torch.arange(WORD, device=chosen.device)).sum(3).to(torch.int32)
-    return pairs[:, 1], masks[pairs[:, 1], pairs[:, 0]]
+    return token, masks[token, node]
 
 
-def near_rows(masks: torch.Tensor, per_node: int, num_rows: int) -> torch.Tensor:
-    """Return which of the rows that hop 1 brought go on, by expert of the node, `[num_rows]`."""
+def near_rows(
+    masks: torch.Tensor, per_node: int, edges: list[int], num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of the rows that hop 1 brought go on, and to which experts of the node.
+
+    Both `[num_rows]`, by chunk and then by expert.
+    """
     bits = (masks[:, :, None] >> torch.arange(WORD, device=masks.device)) & 1
-    needs = bits.flatten(1)[:, :per_node]
-    return torch.nonzero_static(needs.T, size=num_rows)[:, 1]
+    needs, experts = bits.flatten(1)[:, :per_node], None
+    if len(edges) > 2:
+        experts = _by_chunk(per_node // edges[-1], edges, masks.device)
+        needs = needs[:, experts]
+    place, row = torch.nonzero_static(needs.T, size=num_rows).unbind(1)
+    return row, place if experts is None else experts[place]
 
 
 def fan_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return where each flat row is among those that hop 2 brought, `[num_rows]`.
 
-    `counts` `[N, L, E]` are rows by sender and expert. Rows came by place, expert, node.
+    `counts` `[N, L, S, E]` are rows by sender, slice and expert. Rows came by slice, place, expert,
+    node.
     """
-    ahead = _starts(counts.permute(1, 2, 0)).permute(2, 0, 1)
-    return _moved_runs(counts, ahead - _starts(counts), num_rows)
+    ahead = _starts(counts.permute(2, 1, 3, 0)).permute(3, 1, 2, 0)
+    flat = counts.permute(0, 1, 3, 2)
+    return _moved_runs(flat, ahead - _starts(flat), num_rows)
 
 
 def back_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the inverse of `fan_rows`: which flat row each row is that hop 2 brought."""
-    came = counts.permute(1, 2, 0)
-    return _moved_runs(came, _starts(counts).permute(1, 2, 0) - _starts(came), num_rows)
+    came, flat = counts.permute(2, 1, 3, 0), counts.permute(0, 1, 3, 2)
+    return _moved_runs(came, _starts(flat).permute(3, 1, 2, 0) - _starts(came), num_rows)
+
+
+def chunk_rows(
+    counts: torch.Tensor, edges: list[int], num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which flat row each row is when they lie by chunk, and the inverse of that.
+
+    `counts` `[N, L, S, E]`. Within a chunk rows lie by sender and expert, as in the flat order.
+    """
+    by_expert = counts.sum(2).reshape(-1)
+    runs = _by_chunk(by_expert.shape[0] // edges[-1], edges, counts.device)
+    moved = by_expert[runs]
+    starts, flat = _starts(moved), _starts(by_expert)
+    shifts_back = torch.empty_like(flat).scatter(0, runs, starts - flat[runs])
+    order = _moved_runs(moved, flat[runs] - starts, num_rows)
+    return order, _moved_runs(by_expert, shifts_back, num_rows)
+
+
+def _by_chunk(ranks: int, edges: list[int], device: torch.device) -> torch.Tensor:
+    """Return the numbers of the experts of so many ranks by chunk, then by rank and expert."""
+    first = torch.arange(ranks, device=device)[:, None] * edges[-1]
+    pairs = itertools.pairwise(edges)
+    return torch.cat([(first + torch.arange(*pair, device=device)).view(-1) for pair in pairs])
+
+
+def _by_slice(needs: torch.Tensor, slices: int) -> torch.Tensor:
+    """Return the sums `[S, ...]` of what each token has, `[T, ...]`, by slice."""
+    tokens = torch.arange(needs.shape[0], device=needs.device)
+    of_slice = _slice_of(tokens, needs.shape[0], slices)
+    sums = torch.zeros((slices, needs.shape[1]), dtype=needs.dtype, device=needs.device)
+    return sums.index_add(0, of_slice, needs)
+
+
+def _slice_of(token: torch.Tensor, number: int, slices: int) -> torch.Tensor:
+    """Return the slice of each token of so many."""
+    return token * slices // number
 
 
 def _moved_runs(counts: torch.Tensor, shift: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -132,7 +207,7 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
     return (torch.cumsum(flat, 0) - flat).view(counts.shape)
 
 
-for function in (hop_table, hop_sizes, far_rows, near_rows, fan_rows, back_rows):
+for function in (hop_table, hop_sizes, far_rows, near_rows, fan_rows, back_rows, chunk_rows):
     LIBRARY.impl(function.__name__, function, "CompositeImplicitAutograd")
 HOP_TABLE = torch.ops.megamoe.hop_table.default
 HOP_SIZES = torch.ops.megamoe.hop_sizes.default
@@ -140,3 +215,4 @@ FAR_ROWS = torch.ops.megamoe.far_rows.default
 NEAR_ROWS = torch.ops.megamoe.near_rows.default
 FAN_ROWS = torch.ops.megamoe.fan_rows.default
 BACK_ROWS = torch.ops.megamoe.back_rows.default
+CHUNK_ROWS = torch.ops.megamoe.chunk_rows.default

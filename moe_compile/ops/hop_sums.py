@@ -10,35 +10,43 @@ Contract
     sum_of_places      their sums
     tokens_received    tokens that came in two hops; what they get of the rows' gradients is summed
 
+Chunks of experts and slices of tokens, as `ops/hop_rows.py` has them, change no sum: a node adds up
+once the rows of all chunks are there.
+
 Worked example: rows [a, b, c] of tokens [1, 0, 1], at most two a token: places [[1, -1], [0, 2]],
 sums [b, a + c].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from moe_compile.ops.permute import LIBRARY
-from moe_compile.ops.two_hops import exchanged
+from moe_compile.ops.two_hops import cut, exchanged, grouped, joined
 
-LIBRARY.define("places_of(Tensor index, SymInt number, int most) -> Tensor")
+LIBRARY.define("places_of(Tensor index, Tensor? by, SymInt number, int most) -> Tensor")
 LIBRARY.define("sum_of_places(Tensor rows, Tensor places) -> Tensor")
 LIBRARY.define(
-    "tokens_received(Tensor value, Tensor tokens, Tensor back, Tensor on_node, Tensor at_home, "
-    "SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
-    "str cross, str node) -> Tensor"
+    "tokens_received(Tensor[] value, Tensor tokens, Tensor[] back, Tensor[] on_node, "
+    "Tensor at_home, SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
+    "str cross, str node) -> Tensor[]"
 )
 
 
-def places_of(index: torch.Tensor, number: int, most: int) -> torch.Tensor:
+def places_of(index: torch.Tensor, by: torch.Tensor | None, number: int, most: int) -> torch.Tensor:
     """Return where each of 0, ..., `number` - 1 stands in `index`, `[number, most]`, in order.
 
-    -1 where it stands fewer times than `most`; none may stand there more often.
+    In order of `by`, where that is given. -1 where it stands fewer times than `most`; none may
+    stand there more often.
     """
     order = torch.argsort(index, stable=True)
+    if by is not None:
+        first = torch.argsort(by, stable=True)
+        order = first[torch.argsort(index[first], stable=True)]
     numbers, ordered = torch.arange(number, device=index.device), index[order]
     first = torch.searchsorted(ordered, numbers)
     times = torch.searchsorted(ordered, numbers, right=True) - first
@@ -66,9 +74,9 @@ def _taken(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 def merged(
-    rows: torch.Tensor,
-    back: torch.Tensor,
-    on_node: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    back: Sequence[torch.Tensor],
+    on_node: Sequence[torch.Tensor],
     at_home: torch.Tensor,
     far_sent: list[int],
     far_got: list[int],
@@ -77,43 +85,53 @@ def merged(
     cross: str,
     node: str,
 ) -> torch.Tensor:
-    """Return the sums `[T, D]` of rows `[R, D]` of all ranks, by the two hops of `spread` reversed.
+    """Return the sums `[T, D]` of rows `[R, D]` of each chunk and all ranks, by the two hops of
+    `spread` reversed.
 
-    `back` is `hop_rows.back_rows`, `on_node` and `at_home` are the places of `near` and `far`.
-    Wide, as `sum_of_places`: whoever reads them rounds.
+    `back` is `hop_rows.back_rows` of each chunk, `on_node` and `at_home` are the places of `near`
+    of each slice and of `far`. Wide, as `sum_of_places`: whoever reads them rounds.
     """
-    there = exchanged(rows.index_select(0, back), near_sent, near_got, node)
-    sums = sum_of_places(there, on_node).to(rows.dtype)
-    return sum_of_places(exchanged(sums, far_sent, far_got, cross), at_home)
+    slices, chunks = len(on_node), len(back)
+    to_nodes, from_nodes = grouped(far_got, slices), grouped(far_sent, slices)
+    to_places, from_places = (grouped(sizes, slices, chunks) for sizes in (near_got, near_sent))
+    there: list[list[torch.Tensor]] = [[] for _ in on_node]
+    for chunk, (part, order) in enumerate(zip(rows, back, strict=True)):
+        sent = [of_slice[chunk] for of_slice in to_places]
+        for of_slice, piece in enumerate(cut(part.index_select(0, order), sent)):
+            got = from_places[of_slice][chunk]
+            there[of_slice].append(exchanged(piece, got, sent[of_slice], node))
+    home = []
+    for of_slice, (came, places) in enumerate(zip(there, on_node, strict=True)):
+        sums = sum_of_places(joined(came), places).to(rows[0].dtype)
+        home.append(exchanged(sums, from_nodes[of_slice], to_nodes[of_slice], cross))
+    return sum_of_places(joined(home), at_home)
 
 
 class _TokensReceived(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        value: torch.Tensor,
-        tokens: torch.Tensor,
-        back: torch.Tensor,
-        on_node: torch.Tensor,
-        at_home: torch.Tensor,
-        *way: Any,
+        ctx: Any, tokens: torch.Tensor, at_home: torch.Tensor, chunks: int, way: Any, *tensors: Any
     ) -> Any:
-        ctx.save_for_backward(back, on_node, at_home)
+        ctx.save_for_backward(at_home, *tensors[chunks:])
         ctx.way, ctx.dtype = way, tokens.dtype
-        return value.clone()
+        return tuple(value.clone() for value in tensors[:chunks])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        sums = merged(grads[0], *ctx.saved_tensors, *ctx.way)
-        return None, sums.to(ctx.dtype), *(None,) * (3 + len(ctx.way))
+        at_home, *orders = ctx.saved_tensors
+        back, on_node = orders[: len(grads)], orders[len(grads) :]
+        sums = merged(grads, back, on_node, at_home, *ctx.way)
+        return sums.to(ctx.dtype), *(None,) * (3 + len(grads) + len(orders))
 
 
-def _tokens_received(*args: Any) -> Any:
-    """Return `value`, `[R, D]`, rows of `tokens`, `[T, D]`, as two hops bring them.
+def _tokens_received(
+    value: list[Any], tokens: Any, back: list[Any], on_node: list[Any], at_home: Any, *way: Any
+) -> Any:
+    """Return `value`, `[R, D]` of each chunk, rows of `tokens`, `[T, D]`, as two hops bring them.
 
     The other operands are those of `merged`, by which the gradient of `tokens` is summed.
     """
-    return _TokensReceived.apply(*args)
+    return list(_TokensReceived.apply(tokens, at_home, len(value), way, *value, *back, *on_node))
 
 
 LIBRARY.impl("places_of", places_of, "CompositeImplicitAutograd")

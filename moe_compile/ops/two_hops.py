@@ -8,11 +8,15 @@ Contract
     summed_at_home   a sum per token of rows that came home flat; what the rows get of its gradient
                      is copies, which go out in two hops: a token crosses to a node once
 
-Shapes: R rows of this rank's experts, S rows it sent, T tokens, D columns.
+Rows are in C chunks of experts, and hop 1 goes in S slices of tokens, as `ops/hop_rows.py` has it:
+of each slice all chunks in hop 2. Sizes are those of `hop_sizes`, by slice and chunk.
+
+Shapes: R rows of this rank's experts of a chunk, T tokens, D columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ LIBRARY.define(
     "str group) -> Tensor"
 )
 LIBRARY.define(
-    "summed_at_home(Tensor total, Tensor rows, Tensor far, Tensor near, Tensor fan, "
+    "summed_at_home(Tensor total, Tensor[] rows, Tensor far, Tensor[] near, Tensor[] fan, "
     "SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
     "str cross, str node) -> Tensor"
 )
@@ -40,24 +44,56 @@ def exchanged(
     return received
 
 
+def grouped(sizes: Sequence[Any], *shape: int) -> list[Any]:
+    """Return a list of sizes as nested lists: of so many equal parts, each of these of so many."""
+    if not shape:
+        return list(sizes)
+    length = len(sizes) // shape[0]
+    return [grouped(sizes[i * length : (i + 1) * length], *shape[1:]) for i in range(shape[0])]
+
+
+def cut(rows: torch.Tensor, splits: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return the rows in pieces, each of the rows that one exchange sends by its splits."""
+    if len(splits) == 1:
+        return [rows]
+    return list(torch.split(rows, [torch.sym_sum(sizes) for sizes in splits]))
+
+
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all pieces."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
 def spread(
     tokens: torch.Tensor,
     far: torch.Tensor,
-    near: torch.Tensor,
-    fan: torch.Tensor,
+    near: Sequence[torch.Tensor],
+    fan: Sequence[torch.Tensor],
     far_sent: list[int],
     far_got: list[int],
     near_sent: list[int],
     near_got: list[int],
     cross: str,
     node: str,
-) -> torch.Tensor:
-    """Return rows `[R, D]` of tokens `[T, D]` of all ranks, by two hops; `far` etc. as `hop_rows`.
+) -> list[torch.Tensor]:
+    """Return rows `[R, D]` of each chunk of tokens `[T, D]` of all ranks, by two hops.
 
-    The gradient is no business of this function.
+    `far` etc. as `hop_rows`, `near` by slice, `fan` by chunk. The gradient is no business of this
+    function.
     """
-    there = exchanged(tokens.index_select(0, far), far_got, far_sent, cross)
-    return exchanged(there.index_select(0, near), near_got, near_sent, node).index_select(0, fan)
+    slices, chunks = len(near), len(fan)
+    to_nodes, from_nodes = grouped(far_sent, slices), grouped(far_got, slices)
+    to_places, from_places = (grouped(sizes, slices, chunks) for sizes in (near_sent, near_got))
+    sent = cut(tokens.index_select(0, far), to_nodes)
+    hop_1 = zip(sent, from_nodes, to_nodes, strict=True)
+    there = [exchanged(rows, got, splits, cross) for rows, got, splits in hop_1]
+    came: list[list[torch.Tensor]] = [[] for _ in fan]
+    for of_slice, (rows, on) in enumerate(zip(there, near, strict=True)):
+        pieces = cut(rows.index_select(0, on), to_places[of_slice])
+        hop_2 = zip(pieces, from_places[of_slice], to_places[of_slice], strict=True)
+        for chunk, (piece, got, splits) in enumerate(hop_2):
+            came[chunk].append(exchanged(piece, got, splits, node))
+    return [joined(rows).index_select(0, order) for rows, order in zip(came, fan, strict=True)]
 
 
 class _RowsReceived(torch.autograd.Function):
@@ -82,18 +118,18 @@ class _RowsReceived(torch.autograd.Function):
 class _SummedAtHome(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, total: torch.Tensor, rows: torch.Tensor, far: Any, near: Any, fan: Any, *way: Any
+        ctx: Any, total: torch.Tensor, far: Any, chunks: int, way: Any, *tensors: Any
     ) -> Any:
-        del rows  # whose gradient it is
-        ctx.save_for_backward(far, near, fan)
-        ctx.way = way
+        ctx.save_for_backward(far, *tensors[chunks:])  # those before it get the gradient
+        ctx.chunks, ctx.way = chunks, way
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (gradient,) = grads
-        rows = spread(gradient, *ctx.saved_tensors, *ctx.way)
-        return gradient, rows, *(None,) * (3 + len(ctx.way))
+        (gradient,), (far, *orders) = grads, ctx.saved_tensors
+        fan, near = orders[: ctx.chunks], orders[ctx.chunks :]
+        rows = spread(gradient, far, near, fan, *ctx.way)
+        return gradient, None, None, None, *rows, *(None for _ in orders)
 
 
 def _rows_received(*args: Any) -> Any:
@@ -104,13 +140,15 @@ def _rows_received(*args: Any) -> Any:
     return _RowsReceived.apply(*args)
 
 
-def _summed_at_home(*args: Any) -> Any:
-    """Return `total`, `[T, D]`, the sums per token of `rows`, `[R, D]`, sent home.
+def _summed_at_home(
+    total: torch.Tensor, rows: list[Any], far: Any, near: list[Any], fan: list[Any], *way: Any
+) -> Any:
+    """Return `total`, `[T, D]`, the sums per token of `rows`, `[R, D]` of each chunk, sent home.
 
     Each row must count once, by the factor 1, in the sum of the token it is of; what else `total`
     is made of gets its gradient as without this.
     """
-    return _SummedAtHome.apply(*args)
+    return _SummedAtHome.apply(total, far, len(rows), way, *rows, *fan, *near)
 
 
 LIBRARY.impl("rows_received", _rows_received, "CompositeImplicitAutograd")

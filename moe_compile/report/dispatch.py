@@ -42,6 +42,7 @@ def node_remarks(one: PlannedExperts) -> list[str]:
         return [f"not in two hops: {left.why}", *prices]
     nodes, ranks = one.plan.num_nodes, one.plan.num_ranks
     where = f"{nodes} nodes of {ranks // nodes} ranks: "
+    prices = _parts(one) + prices
     if (rounding := one.node_rounding) is not None:
         return [
             f"{where}in dispatch and combine, forward and backward, a token crosses to a node once",
@@ -53,6 +54,15 @@ def node_remarks(one: PlannedExperts) -> list[str]:
         "once; what is summed goes as written, and no bit changes",
         *prices,
     ]
+
+
+def _parts(one: PlannedExperts) -> list[str]:
+    """Return what of the two hops goes in parts."""
+    if (num := one.plan.num_chunks) == 1:
+        return []
+    if one.plan.by_tokens:
+        return [f"hop 1 in {num} slices of tokens, hop 2 of each once it is there; experts wait"]
+    return [f"hop 2, experts and the way home in {num} chunks of experts"]
 
 
 def _prices(prices: HopPrices) -> list[str]:

@@ -146,7 +146,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     region, plan = one.found.region, one.plan
     left, chunks = dict(one.left), one.left.get("chunks")
     remarks = [chunks.reason.value] if chunks and isinstance(one.proof, RowProof) else []
-    remarks += [Bound.BY_TOKENS.value] if plan.by_tokens else []
+    remarks += [Bound.BY_TOKENS.value] if plan.by_tokens and not plan.is_divided else []
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)

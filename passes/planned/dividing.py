@@ -61,10 +61,11 @@ def divided_form(
     return form
 
 
-def dividing(form: DividedForm, proof: RowProof) -> Rewrite:
+def dividing(form: DividedForm, proof: RowProof, sliced: tuple[fx.Node, ...] = ()) -> Rewrite:
     """Say what two hops take the place of: the region's body, and its exchange of counts.
 
-    Where sums are made on the nodes, all from the gather of the rows to their sums.
+    Where sums are made on the nodes, all from the gather of the rows to their sums. `sliced` are
+    grouped products whose weights are cut into pieces.
     """
     region, found, replaces_counts = form.region, form.found, form.told[-1:]
     if form.rounds:
@@ -78,6 +79,7 @@ def dividing(form: DividedForm, proof: RowProof) -> Rewrite:
             others=(found.gather, *form.told),
             read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
             counts_first=True,
+            sliced=sliced,
         )
     return Rewrite(
         region=region,
@@ -86,6 +88,7 @@ def dividing(form: DividedForm, proof: RowProof) -> Rewrite:
         also_replaced=replaces_counts,
         others=form.told,
         counts_first=True,
+        sliced=sliced,
     )
 
 

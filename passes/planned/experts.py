@@ -51,6 +51,7 @@ from passes.planned.gathering import (
     may_be_priced,
     reads_host,
 )
+from passes.planned.hop_parts import plan_hop_parts
 from passes.planned.hopping import (
     Forms,
     chosen_form,
@@ -78,7 +79,8 @@ def plan_experts(
         _decide_dispatch(draft, regions, state, layers.around(draft.region), dependence)
     for draft in drafts:
         if draft.divided is not None:
-            draft.not_chunked = Reason.TWO_HOPS if state.config.chunks != 1 else None
+            parts = plan_hop_parts(draft.found, state.config, dependence)
+            draft.num_chunks, draft.not_chunked = parts
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
             _check_gradients(draft, draft.proof, state.config, dependence)
@@ -203,7 +205,7 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft], config: MegaMoEConfig) -> Re
         regions = [other.region for other in drafts]
         return gathering(draft.region, draft.proof, regions, draft.gathered.found)
     if draft.divided is not None:
-        return dividing(draft.divided, draft.proof)
+        return dividing(draft.divided, draft.proof, _sliced(draft, config))
     return Rewrite(
         region=draft.region,
         proof=draft.proof,
@@ -211,8 +213,14 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft], config: MegaMoEConfig) -> Re
         also_replaced=draft.region.results[:-1],
         counts_first=True,
         enters_autocast=True,
-        sliced=() if config.chunk_by == "tokens" else draft.proof.sliceable,
+        sliced=_sliced(draft, config),
     )
+
+
+def _sliced(draft: Draft, config: MegaMoEConfig) -> tuple[fx.Node, ...]:
+    """Return the grouped products whose weights go in pieces, one for each chunk."""
+    is_whole = config.chunk_by == "tokens" or draft.num_chunks == 1
+    return () if is_whole or isinstance(draft.proof, Refused) else draft.proof.sliceable
 
 
 def _planned(

@@ -13,6 +13,7 @@ Worked example by tokens, N = 2, counts [3, 1]: chunk 0 takes [1, 0] rows, chunk
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +35,24 @@ class ChunkAxis:
     chunk_of_run: fx.Node
 
 
-def split_by_experts(emit: Emitter, region: MoERegion, num_chunks: int) -> ChunkAxis:
-    """Emit counts zeroed for the experts of other chunks; a run is one expert of one rank."""
+def split_by_experts(
+    emit: Emitter,
+    region: MoERegion,
+    num_chunks: int,
+    instead: Mapping[fx.Node, fx.Node] | None = None,
+) -> ChunkAxis:
+    """Emit counts zeroed for the experts of other chunks; a run is one expert of one rank.
+
+    Counts are read where `instead` has them.
+    """
     local = region.num_local_experts
     experts = emit.call(torch.arange, local * region.num_ranks, device=_device(region))
     scaled = emit.call(operator.mul, emit.call(operator.mod, experts, local), num_chunks)
     chunk_of = emit.call(operator.floordiv, scaled, local)
-    inputs = tuple(_masked(emit, region, chunk_of, chunk) for chunk in range(num_chunks))
+    inputs = tuple(
+        _masked(emit, region, instead or {}, emit.call(operator.eq, chunk_of, chunk))
+        for chunk in range(num_chunks)
+    )
     return ChunkAxis(inputs, emit.method("reshape", region.counts, -1), chunk_of)
 
 
@@ -64,9 +76,8 @@ def _up_to(emit: Emitter, counts: fx.Node, chunk: int, num_chunks: int) -> fx.No
 
 
 def _masked(
-    emit: Emitter, region: MoERegion, chunk_of: fx.Node, chunk: int
+    emit: Emitter, region: MoERegion, instead: Mapping[fx.Node, fx.Node], mask: fx.Node
 ) -> dict[fx.Node, fx.Node]:
-    mask = emit.call(operator.eq, chunk_of, chunk)
     env = {}
     for node in (region.counts, region.received_counts):
         tensor = tensor_of(node)
@@ -75,7 +86,7 @@ def _masked(
         repeats = tensor.numel() // size  # all-gathered counts hold every rank's vector
         flat = mask if repeats == 1 else emit.method("repeat", mask, repeats)
         shaped = emit.method("to", emit.method("view", flat, *tensor.shape), tensor.dtype)
-        env[node] = emit.call(operator.mul, node, shaped)
+        env[node] = emit.call(operator.mul, instead.get(node, node), shaped)
     return env
 
 

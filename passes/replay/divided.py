@@ -9,42 +9,53 @@ Contract
     Sends     forward rows, and backward gradients of sums, in two hops; what is summed per token,
               the results and the gradients of rows, flat and un-summed, in the order it had, or
               (`rounds`) in two hops as well, summed on the node.
+    Order     hop 1 of all slices of tokens, hop 2 of each slice once that is there, then per chunk
+              of experts: wait, experts, the way home. A chunk has the rows of all slices.
 
 Pseudo-code
     where counts are exchanged: the table that tells every rank the sizes of all exchanges
     one read by the host: these sizes
     hop 1 of tokens -> hop 2 -> changed as the model changes rows at home: the experts' rows
-    the region's body on them -> home, without a gradient -> the model's own sum per token
+    the region's body on those of each chunk -> home, without a gradient -> the model's own sum
                               or, if it rounds, changed as at home -> back, summed after each hop
     that sum, its gradient sent in two hops and changed as the model's would be
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, input_splits, output_splits, waits_on
-from moe_compile.ops.hop_rows import HOP_SIZES
+from moe_compile.ops.hop_rows import CHUNK_ROWS, HOP_SIZES
 from moe_compile.ops.hop_sums import TOKENS_RECEIVED
+from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.two_hops import ROWS_RECEIVED, SUMMED_AT_HOME
-from moe_compile.regions.new_order import parts
-from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm
 from passes.replay.changed_rows import changed_rows, weighted_rows, weights_of_rows
+from passes.replay.chunk_axis import ChunkAxis, split_by_experts
+from passes.replay.chunk_reads import ChunkReads, read_chunks
 from passes.replay.hop_sums import emit_sums, emit_way_home
-from passes.replay.hops import Hops, Table, as_received, emit_hops, exchange_table
-from passes.replay.host_reads import BulkRead
-from passes.replay.replayed import Replay, emit_rest, emit_until_reads, needed_for
+from passes.replay.hops import Cut, Hops, Sizes, Table, as_received, emit_hops, exchange_table
+from passes.replay.masked_replay import emit_results
+from passes.replay.prune import prune_other_experts
+from passes.replay.replayed import Replay, emit_rest
+from passes.replay.row_order import emit_row_order
+from passes.replay.weight_slices import slice_to_chunk, split_weights
 
 Way: TypeAlias = tuple[list[Any], list[Any]]
 """Rows that an exchange receives from each rank, and sends to each."""
+Factors: TypeAlias = list[dict[fx.Node, fx.Node]]
+"""Of each chunk: a factor of the model's rows -> that of the chunk's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,69 +64,100 @@ class Divided:
 
     instead: dict[fx.Node, fx.Node]
     """What the graph outside the region reads -> what to read instead."""
-    hops: tuple[fx.Node, fx.Node]
+    hops: tuple[fx.Node, ...]
     """Launches that bring the rows."""
     combines: tuple[fx.Node, ...]
     """Launches that bring the results home."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrived:
     """What there is once tokens have come."""
 
     form: DividedForm
+    proof: RowProof
+    cut: Cut
     table: Table
-    num_rows: fx.Node
-    """Of this rank's experts."""
+    reads: ChunkReads
     hops: Hops
-    replay: Replay
+    replays: list[Replay]
+    axis: ChunkAxis | None
+    """How the rows sent fall apart in chunks; None where there is one."""
     way: Way
-    """Of the flat exchange."""
-    factors: Mapping[fx.Node, fx.Node]
-    """Factors that the model has before its dispatch -> those of this rank's rows."""
+    """Of the flat exchange of all chunks."""
+    factors: Factors
+    """Those that the model has before its dispatch."""
+    by_chunk: tuple[fx.Node, fx.Node] | None = None
+    """Which of the flat rows each is that lie by chunk, and the inverse of that."""
 
 
-def emit_divided(form: DividedForm, around: Surroundings, dependence: Dependence) -> Divided:
+def emit_divided(
+    form: DividedForm, proof: RowProof, cut: Cut, around: Surroundings, dependence: Dependence
+) -> Divided:
     """Emit the region in its new form; the old one is for the caller to take out.
 
     `around` says where the host reads, and which host reads of the region others need.
     `dependence` is of the graph as it was before any region was emitted.
     """
-    region, found = form.region, form.found
-    table = exchange_table(form)
-    replay = Replay(range(region.num_local_experts), {})
+    region = form.region
+    table = exchange_table(form, cut)
     instead: dict[fx.Node, fx.Node] = {}
     if form.told:
-        received = as_received(region, table)
-        instead[region.received_counts] = replay.env[region.received_counts] = received
-    splits, num_rows = _read_host(form, table, replay, around, dependence)
+        instead[region.received_counts] = as_received(region, table)
+    emit = Emitter(around.read_at)
+    whole, replays, axis = Replay(range(region.num_local_experts), dict(instead)), [], None
+    if len(cut.chunks) == 1:
+        replays.append(whole)
+    else:
+        axis = split_by_experts(emit, region, len(cut.chunks), instead)
+        pairs = zip(axis.inputs, cut.chunks, strict=True)
+        replays += [Replay(e, env, prune_other_experts(region, proof, e)) for env, e in pairs]
+    sizes = emit.call(HOP_SIZES, table.everyone, table.tokens, list(cut.edges), form.nodes.place)
+    told = {"received": table.received, "others": (sizes, Sizes.number(form, cut))}
+    reads = read_chunks(emit, region, whole, replays, around, dependence, **told)
     emit = Emitter(region.result)
-    hops = emit_hops(emit, form, table, splits, num_rows)
-    emit_rest(emit, region.count_side, replay)
-    way = _splits_of(region, replay)
-    early = {factor: factor for factor in _factors(form, found.before)}
-    factors = _send_factors(emit, form, early, way)
-    arrived = _Arrived(form, table, num_rows, hops, replay, way, factors)
+    hops = emit_hops(emit, form, cut, table, Sizes.of(form, cut, reads.others), reads.received)
+    for replay in replays:
+        emit_rest(emit, region.count_side, replay)
+    way = _whole_way(emit, region, replays)
+    arrived = _Arrived(form, proof, cut, table, reads, hops, replays, axis, way, [])
+    early = {factor: factor for factor in _factors(form, form.found.before)}
+    arrived.factors = _send_factors(emit, arrived, early)
     divided = _summed_on_nodes(emit, arrived) if form.rounds else _summed_as_written(emit, arrived)
-    served = {node: replay.env[node] for node in around.served}
+    served = {node: whole.env[node] for node in around.served}
     return Divided(instead | served | divided.instead, divided.hops, divided.combines)
 
 
 def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
     """Emit the experts, the flat way home, and the sum of the model with a gradient in two hops."""
-    form, hops, way = arrived.form, arrived.hops, arrived.way
+    form, hops, replays = arrived.form, arrived.hops, arrived.replays
     region, found, total = form.region, form.found, form.found.sums.total
-    rows = changed_rows(emit, found.gather, hops.rows, found.before, arrived.factors)
-    rows = emit.call(ROWS_RECEIVED, rows, region.rows, *way, region.group)
-    rows = _run_experts(emit, region, arrived.replay, rows)
-    sent = _sends(region, emit.method("detach", rows), arrived.replay)
-    combine = emit.copy(region.combine, sent)
-    result = emit.call(C10D.wait_tensor, combine)
-    result.meta.update(region.result.meta)  # later passes read its sizes
+    parts, order = [region.rows], None
+    if arrived.axis is not None:
+        order = emit_row_order(emit, region, arrived.axis, arrived.reads.sent)
+        moved = emit.call(PERMUTE_ROWS, region.rows, *order)
+        parts = _split(emit, moved, arrived.reads.sent)
+    rows = []
+    for came, part, of, replay in zip(hops.rows, parts, arrived.factors, replays, strict=True):
+        changed = changed_rows(emit, found.gather, came, found.before, of)
+        way = _splits_of(region, replay)
+        rows.append(emit.call(ROWS_RECEIVED, changed, part, *way, region.group))
+    rows = _run_experts(emit, arrived, rows)
+    combines = []
+    for made, replay in zip(rows, replays, strict=True):
+        sent = _sends(region, emit.method("detach", made), replay)
+        combines.append(emit.copy(region.combine, sent))
+    for combine, replay in zip(combines, replays, strict=True):
+        replay.env[region.result] = emit.call(C10D.wait_tensor, combine)
+    result = replays[0].env[region.result]
+    if order is None:
+        result.meta.update(region.result.meta)  # later passes read its sizes
+    else:
+        result = emit_results(emit, region.result, replays, *order)
     emit = Emitter(total.next)
     rows = _changed_after(emit, arrived, rows)
-    instead = {region.result: result, total: _with_gradient_in_hops(emit, form, hops, total, rows)}
-    return Divided(instead, hops.launches, (combine,))
+    instead = {region.result: result, total: _with_gradient_in_hops(emit, arrived, total, rows)}
+    return Divided(instead, hops.launches, tuple(combines))
 
 
 def _summed_on_nodes(emit: Emitter, arrived: _Arrived) -> Divided:
@@ -124,42 +166,21 @@ def _summed_on_nodes(emit: Emitter, arrived: _Arrived) -> Divided:
     found, total = form.found, form.found.sums.total
     # read where the model gathers: the gradients of its readers are added up in that order
     tokens = Emitter(found.gather).method("view_as", found.tokens, found.tokens)
-    home = emit_way_home(emit, form, arrived.table, hops, arrived.num_rows)
-    way = (*hops.splits, form.nodes.cross, form.nodes.node)
-    rows = emit.call(TOKENS_RECEIVED, hops.rows, tokens, *home, *way)
-    rows = changed_rows(emit, found.gather, rows, found.before, arrived.factors)
-    rows = _run_experts(emit, form.region, arrived.replay, rows)
+    home = emit_way_home(emit, form, arrived.table, hops, arrived.reads.received)
+    way = (*hops.sizes.flat, form.nodes.cross, form.nodes.node)
+    integers = (home.back, home.on_node, home.at_home)
+    came = emit.call(TOKENS_RECEIVED, hops.rows, tokens, *integers, *way)
+    rows = []
+    for chunk, factors in enumerate(arrived.factors):
+        of_chunk = emit.call(operator.getitem, came, chunk)
+        rows.append(changed_rows(emit, found.gather, of_chunk, found.before, factors))
+    rows = _run_experts(emit, arrived, rows)
     emit = Emitter(total)
     rows = _changed_after(emit, arrived, rows)
-    launches, made = emit_sums(emit, form, emit.method("detach", rows), home, hops)
-    instead = {total: _with_gradient_in_hops(emit, form, hops, made, rows)}
+    detached = [emit.method("detach", part) for part in rows]
+    launches, made = emit_sums(emit, form, detached, home, hops)
+    instead = {total: _with_gradient_in_hops(emit, arrived, made, rows)}
     return Divided(instead, hops.launches, launches)
-
-
-def _read_host(
-    form: DividedForm,
-    table: Table,
-    replay: Replay,
-    around: Surroundings,
-    dependence: Dependence,
-) -> tuple[tuple[list[fx.Node], ...], fx.Node]:
-    """Emit the one read of all that the host must know; return sizes of hops and rows received."""
-    region, nodes = form.region, form.nodes
-    emit = Emitter(around.read_at)
-    reads = BulkRead(emit)
-    part_of = parts(region, around.bulk, dependence)
-    needed = needed_for((*around.bulk, *around.served), region, dependence)
-    emit_until_reads(emit, region, replay, reads, part_of, needed)
-    reads.add_sum(emit.method("sum", region.counts), replay, input_splits(region.dispatch))
-    received = emit.method("sum", table.received)
-    num_rows = reads.add_sum(received, replay, output_splits(region.dispatch))
-    sizes = emit.call(HOP_SIZES, table.everyone, table.tokens, nodes.place)
-    lengths = (nodes.num_nodes, nodes.num_nodes, nodes.num_local, nodes.num_local)
-    asked = iter(reads.add_vector(sizes, sum(lengths)))
-    values = reads.finish()
-    replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
-    splits = tuple([values[next(asked)] for _ in range(length)] for length in lengths)
-    return splits, values[num_rows]
 
 
 def _factors(form: DividedForm, readers: Iterable[fx.Node]) -> list[fx.Node]:
@@ -168,15 +189,23 @@ def _factors(form: DividedForm, readers: Iterable[fx.Node]) -> list[fx.Node]:
     return [factor for factor in form.found.factors if factor in read]
 
 
-def _run_experts(emit: Emitter, region: MoERegion, replay: Replay, rows: fx.Node) -> fx.Node:
-    """Emit the region's body on `rows`; return what it sends back."""
-    replay.env.update(dict.fromkeys((region.dispatch, *waits_on(region.dispatch)), rows))
+def _run_experts(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) -> list[fx.Node]:
+    """Emit the region's body on the rows of each chunk; return what each sends back."""
+    region, proof = arrived.form.region, arrived.proof
+    sliceable = proof.sliceable if arrived.axis is not None else ()
+    weights = split_weights(emit, sliceable, arrived.cut.chunks)
     back = {region.combine, *waits_on(region.combine)}
-    emit_rest(emit, [node for node in region.row_side if node not in back], replay)
-    sent = region.combine.all_input_nodes[0]
-    made = replay.env.get(sent, sent)
-    assert isinstance(made, fx.Node)
-    return made
+    body = [node for node in region.row_side if node not in back]
+    sent, results = region.combine.all_input_nodes[0], []
+    for chunk, (part, replay) in enumerate(zip(rows, arrived.replays, strict=True)):
+        replay.env.update(dict.fromkeys((region.dispatch, *waits_on(region.dispatch)), part))
+        own = {gemm: weights[gemm][chunk] for gemm in sliceable}
+        slice_to_chunk(emit, region, proof, own, replay)
+        emit_rest(emit, body, replay)
+        made = replay.env.get(sent, sent)
+        assert isinstance(made, fx.Node)
+        results.append(made)
+    return results
 
 
 def _sends(region: MoERegion, rows: fx.Node, replay: Replay) -> dict[fx.Node, Any]:
@@ -184,23 +213,30 @@ def _sends(region: MoERegion, rows: fx.Node, replay: Replay) -> dict[fx.Node, An
     return {**replay.env, region.combine.all_input_nodes[0]: rows}
 
 
-def _changed_after(emit: Emitter, arrived: _Arrived, rows: fx.Node) -> fx.Node:
-    """Emit what the model makes of `rows` at home before it adds them up."""
+def _changed_after(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) -> list[fx.Node]:
+    """Emit what the model makes of the rows of each chunk at home before it adds them up."""
     form, found, sums = arrived.form, arrived.form.found, arrived.form.found.sums
-    late = {f: f for f in _factors(form, found.after) if f not in arrived.factors}
+    late = {f: f for f in _factors(form, found.after) if f not in arrived.factors[0]}
     if sums.weights is not None:
         late[sums.weights] = weights_of_rows(emit, sums)
-    factors = {**arrived.factors, **_send_factors(emit, form, late, arrived.way)}
-    rows = changed_rows(emit, form.region.result, rows, found.after, factors)
-    return weighted_rows(emit, sums, rows, factors)
+    changed = []
+    sent = _send_factors(emit, arrived, late)
+    for part, early, own in zip(rows, arrived.factors, sent, strict=True):
+        factors = {**early, **own}
+        part = changed_rows(emit, form.region.result, part, found.after, factors)
+        changed.append(weighted_rows(emit, sums, part, factors))
+    return changed
 
 
 def _with_gradient_in_hops(
-    emit: Emitter, form: DividedForm, hops: Hops, total: fx.Node, rows: fx.Node
+    emit: Emitter, arrived: _Arrived, total: fx.Node, rows: list[fx.Node]
 ) -> fx.Node:
     """Emit the sum `total` of `rows`, which are read for their gradient alone."""
-    names = (form.nodes.cross, form.nodes.node)
-    return emit.call(SUMMED_AT_HOME, total, rows, *hops.indices, *hops.splits, *names)
+    hops, nodes = arrived.hops, arrived.form.nodes
+    integers = (hops.far, hops.near, hops.fan)
+    return emit.call(
+        SUMMED_AT_HOME, total, rows, *integers, *hops.sizes.flat, nodes.cross, nodes.node
+    )
 
 
 def _splits_of(region: MoERegion, replay: Replay) -> Way:
@@ -209,23 +245,56 @@ def _splits_of(region: MoERegion, replay: Replay) -> Way:
     return [replay.env.get(n, n) for n in received], [replay.env.get(n, n) for n in sent]
 
 
-def _send_factors(
-    emit: Emitter, form: DividedForm, factors: Mapping[fx.Node, fx.Node], way: Way
-) -> dict[fx.Node, fx.Node]:
-    """Emit, for the rows of this rank's experts, what the model has for its rows, each by its name.
+def _whole_way(emit: Emitter, region: MoERegion, replays: Sequence[Replay]) -> Way:
+    """Return what the dispatch of all chunks receives from each rank, and sends to each."""
+    ways = [_splits_of(region, replay) for replay in replays]
+    if len(ways) == 1:
+        return ways[0]
+    both = [
+        [emit.call(torch.sym_sum, list(of_rank)) for of_rank in zip(*of_chunks, strict=True)]
+        for of_chunks in zip(*ways, strict=True)
+    ]
+    return both[0], both[1]
 
-    They go flat, a number for each row, and so do their gradients home, where sums are made on the
-    nodes; else they get none here: the model's own use gives it.
+
+def _split(emit: Emitter, rows: fx.Node, sizes: list[fx.Node]) -> list[fx.Node]:
+    parts = emit.call(torch.split, rows, sizes)
+    return [emit.call(operator.getitem, parts, i) for i in range(len(sizes))]
+
+
+def _send_factors(emit: Emitter, arrived: _Arrived, factors: Mapping[fx.Node, fx.Node]) -> Factors:
+    """Emit, for the rows of each chunk, what the model has for its rows, each by its name.
+
+    They go flat and at once, a number for each row, and so do their gradients home, where sums are
+    made on the nodes; else they get none here: the model's own use gives it.
     """
-    group = form.region.group
+    form, reads = arrived.form, arrived.reads
+    way = (*arrived.way, form.region.group)
     launches = {
-        name: emit.call(C10D.all_to_all_single, emit.method("detach", factor), *way, group)
+        name: emit.call(C10D.all_to_all_single, emit.method("detach", factor), *way)
         for name, factor in factors.items()
     }
     came = {name: emit.call(C10D.wait_tensor, launch) for name, launch in launches.items()}
-    if not form.rounds:
-        return came
-    return {
-        name: emit.call(ROWS_RECEIVED, came[name], factor, *way, group)
-        for name, factor in factors.items()
-    }
+    if form.rounds:
+        came = {
+            name: emit.call(ROWS_RECEIVED, came[name], factor, *way)
+            for name, factor in factors.items()
+        }
+    if arrived.axis is None:
+        return [came]
+    found: Factors = [{} for _ in arrived.replays]
+    for name, numbers in came.items():
+        moved = emit.call(PERMUTE_ROWS, numbers, *_by_chunk(emit, arrived))
+        for own, part in zip(found, _split(emit, moved, reads.received), strict=True):
+            own[name] = part
+    return found
+
+
+def _by_chunk(emit: Emitter, arrived: _Arrived) -> tuple[fx.Node, fx.Node]:
+    """Return in which order flat rows lie by chunk, emitted once, and the inverse."""
+    if arrived.by_chunk is None:
+        num_rows = emit.call(torch.sym_sum, arrived.reads.received)
+        both = emit.call(CHUNK_ROWS, arrived.table.whole, list(arrived.cut.edges), num_rows)
+        order, inverse = (emit.call(operator.getitem, both, i) for i in range(2))
+        arrived.by_chunk = order, inverse
+    return arrived.by_chunk

@@ -7,7 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -16,51 +16,69 @@ from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.hop_rows import BACK_ROWS
 from moe_compile.ops.hop_sums import PLACES_OF, SUM_OF_PLACES
 from moe_compile.regions.token_regions import DividedForm
-from passes.replay.hops import Hops, Table, total_of
+from passes.replay.hops import Hops, Table, joined, launched, total_of
 from passes.replay.sizes import extent
 
-WayHome: TypeAlias = tuple[fx.Node, fx.Node, fx.Node]
-"""Rows in the order in which they came, the places of each row of hop 1 among those that come back
-to its place on the node, and of each token among those that come home."""
+
+@dataclass(frozen=True, slots=True)
+class WayHome:
+    """The integers of the way home."""
+
+    back: list[fx.Node]
+    """Rows of each chunk in the order in which they came."""
+    on_node: list[fx.Node]
+    """Places of each row of hop 1, of each slice, among those that come back to its place on the
+    node."""
+    at_home: fx.Node
+    """Places of each token among those that come home."""
 
 
 def emit_way_home(
-    emit: Emitter, form: DividedForm, table: Table, hops: Hops, num_rows: fx.Node
+    emit: Emitter, form: DividedForm, table: Table, hops: Hops, num_rows: list[fx.Node]
 ) -> WayHome:
     """Emit the integers of the way home."""
     region, nodes, k = form.region, form.nodes, form.found.rows_per_token
     assert k is not None
-    far, near, _ = hops.indices
-    _, far_got, _, _ = hops.splits
-    back = emit.call(BACK_ROWS, table.received, num_rows)
     on_node = min(k, nodes.num_local * region.num_local_experts)
-    came = total_of(emit, far_got)
+    places = []
+    for near, experts, got in zip(hops.near, hops.experts, hops.sizes.far_got, strict=True):
+        by = experts if len(table.received) > 1 else None  # of one chunk they lie by expert
+        places.append(emit.call(PLACES_OF, near, by, total_of(emit, got), on_node))
     num_tokens = extent(emit, form.found.tokens, 0)
-    return (
-        back,
-        emit.call(PLACES_OF, near, came, on_node),
-        emit.call(PLACES_OF, far, num_tokens, min(k, nodes.num_nodes)),
+    return WayHome(
+        [emit.call(BACK_ROWS, *given) for given in zip(table.received, num_rows, strict=True)],
+        places,
+        emit.call(PLACES_OF, hops.far, None, num_tokens, min(k, nodes.num_nodes)),
     )
 
 
 def emit_sums(
-    emit: Emitter, form: DividedForm, rows: fx.Node, home: WayHome, hops: Hops
-) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-    """Emit the sums per token of `rows`, added to what the model adds them to.
+    emit: Emitter, form: DividedForm, rows: list[fx.Node], home: WayHome, hops: Hops
+) -> tuple[tuple[fx.Node, ...], fx.Node]:
+    """Emit the sums per token of `rows`, of each chunk, added to what the model adds them to.
 
-    Return the launches, and the sums in the type that the model's have, rounded to it once.
+    Return the launches, and the sums in the type that the model's have, rounded to it once. A node
+    adds up the rows of a slice once those of all chunks are there, by expert.
     """
-    sums, nodes = form.found.sums, form.nodes
-    back, on_node, at_home = home
-    far_sent, far_got, near_sent, near_got = hops.splits
+    sums, nodes, sizes = form.found.sums, form.nodes, hops.sizes
     total = tensor_of(sums.total)
     assert total is not None
-    rows = emit.method("index_select", rows, 0, back)
-    inside = emit.call(C10D.all_to_all_single, rows, near_sent, near_got, nodes.node)
-    wide = emit.call(SUM_OF_PLACES, emit.call(C10D.wait_tensor, inside), on_node)
-    rows = emit.method("to", wide, total.dtype)
-    across = emit.call(C10D.all_to_all_single, rows, far_sent, far_got, nodes.cross)
-    wide = emit.call(SUM_OF_PLACES, emit.call(C10D.wait_tensor, across), at_home)
+    inside: list[list[fx.Node]] = []
+    for chunk, (part, order) in enumerate(zip(rows, home.back, strict=True)):
+        sent = emit.method("index_select", part, 0, order)
+        got = [of_slice[chunk] for of_slice in sizes.near_sent]
+        splits = [of_slice[chunk] for of_slice in sizes.near_got]
+        inside.append(launched(emit, sent, got, splits, nodes.node))
+    across: list[fx.Node] = []
+    for of_slice, places in enumerate(home.on_node):
+        came = [emit.call(C10D.wait_tensor, launches[of_slice]) for launches in inside]
+        wide = emit.call(SUM_OF_PLACES, joined(emit, came), places)
+        rows_of_nodes = emit.method("to", wide, total.dtype)
+        got, splits = [sizes.far_sent[of_slice]], [sizes.far_got[of_slice]]
+        across += launched(emit, rows_of_nodes, got, splits, nodes.cross)
+    sent = joined(emit, [emit.call(C10D.wait_tensor, launch) for launch in across])
+    wide = emit.call(SUM_OF_PLACES, sent, home.at_home)
     if sums.base is not None:
         wide = emit.method("add", wide, sums.base)
-    return (inside, across), emit.method("to", wide, total.dtype)
+    launches = (*(launch for of_chunk in inside for launch in of_chunk), *across)
+    return launches, emit.method("to", wide, total.dtype)

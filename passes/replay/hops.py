@@ -7,9 +7,10 @@ Contract
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.fx as fx
@@ -19,10 +20,23 @@ from moe_compile.cost.sizes import note_nominal_rows
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.hop_rows import FAN_ROWS, FAR_ROWS, HOP_TABLE, NEAR_ROWS
+from moe_compile.ops.two_hops import grouped
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import DividedForm
 
-EVERY: Final = slice(None)
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How rows go in parts, as `moe_compile.ops.hop_rows` has it: 1 and 1 where in none."""
+
+    edges: tuple[int, ...]
+    """Of the chunks: the first of this rank's experts of each, and their number."""
+    slices: int
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """The experts of each chunk."""
+        return tuple(range(first, last) for first, last in itertools.pairwise(self.edges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,46 +44,102 @@ class Table:
     """What every rank told this one, and what it told of its own."""
 
     everyone: fx.Node
-    """`[N, L, E + L + 1]`, as `moe_compile.ops.hop_rows` has it."""
+    """`[N, L, S, E + C L + 1]`, as `moe_compile.ops.hop_rows` has it."""
     tokens: fx.Node
-    """How many of this rank's tokens need each node, `[N]`."""
-    received: fx.Node
-    """Its part that says how many rows of each sender each expert of this rank gets, `[N, L, E]`"""
+    """How many of this rank's tokens need each node, `[S, N]`."""
+    received: tuple[fx.Node, ...]
+    """Its part that says how many rows of each sender each expert of this rank gets: of each chunk
+    `[N, L, S, experts]`."""
+    whole: fx.Node
+    """That of all chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows of hop 1 sent to and got from each node, by slice; of hop 2 and each place, also by
+    chunk."""
+
+    far_sent: list[list[fx.Node]]
+    far_got: list[list[fx.Node]]
+    near_sent: list[list[list[fx.Node]]]
+    near_got: list[list[list[fx.Node]]]
+
+    @classmethod
+    def of(cls, form: DividedForm, cut: Cut, values: list[fx.Node]) -> Sizes:
+        """Return what the host read, in the order of `moe_compile.ops.hop_rows.hop_sizes`."""
+        nodes, chunks = form.nodes, len(cut.edges) - 1
+        of_hop_1, of_hop_2 = cut.slices * nodes.num_nodes, cut.slices * chunks * nodes.num_local
+        edges = itertools.accumulate((of_hop_1, of_hop_1, of_hop_2, of_hop_2), initial=0)
+        far_sent, far_got, near_sent, near_got = (
+            values[first:last] for first, last in itertools.pairwise(edges)
+        )
+        return cls(
+            grouped(far_sent, cut.slices),
+            grouped(far_got, cut.slices),
+            grouped(near_sent, cut.slices, chunks),
+            grouped(near_got, cut.slices, chunks),
+        )
+
+    @staticmethod
+    def number(form: DividedForm, cut: Cut) -> int:
+        """Return how many there are."""
+        nodes, chunks = form.nodes, len(cut.edges) - 1
+        return 2 * cut.slices * (nodes.num_nodes + chunks * nodes.num_local)
+
+    @property
+    def flat(self) -> tuple[list[fx.Node], ...]:
+        """The same as operators take them."""
+        once = (_chained(sizes) for sizes in (self.far_sent, self.far_got))
+        twice = (_chained(map(_chained, sizes)) for sizes in (self.near_sent, self.near_got))
+        return (*once, *twice)
 
 
 @dataclass(frozen=True, slots=True)
 class Hops:
     """The way of tokens to this rank's experts, as operators take it."""
 
-    indices: tuple[fx.Node, fx.Node, fx.Node]
-    """`far`, `near` and `fan`."""
-    splits: tuple[list[fx.Node], ...]
-    """Rows sent and received by hop 1, then by hop 2."""
-    launches: tuple[fx.Node, fx.Node]
-    rows: fx.Node
+    far: fx.Node
+    near: list[fx.Node]
+    """Of each slice."""
+    fan: list[fx.Node]
+    """Of each chunk."""
+    experts: list[fx.Node]
+    """Of each row of `near` the expert of the node that it is for."""
+    sizes: Sizes
+    launches: tuple[fx.Node, ...]
+    rows: list[fx.Node]
+    """Of each chunk."""
 
 
-def exchange_table(form: DividedForm) -> Table:
+def exchange_table(form: DividedForm, cut: Cut) -> Table:
     """Exchange the table where counts are exchanged."""
-    region, nodes = form.region, form.nodes
+    region, nodes, edges = form.region, form.nodes, list(cut.edges)
     emit = Emitter(region.count_exchange)
-    sizes = (nodes.num_nodes, nodes.num_local)
-    told = emit.call(HOP_TABLE, form.chosen, region.counts, *sizes)
+    shape = (nodes.num_nodes, nodes.num_local)
+    told = emit.call(HOP_TABLE, form.chosen, region.counts, *shape, edges, cut.slices)
     table, tokens = (emit.call(operator.getitem, told, i) for i in range(2))
     even = [1] * region.num_ranks
     launch = emit.call(C10D.all_to_all_single, table, even, even, region.group)
     emit = Emitter(region.received_counts)
-    everyone = emit.method("view", emit.call(C10D.wait_tensor, launch), *sizes, -1)
+    everyone = emit.method("view", emit.call(C10D.wait_tensor, launch), *shape, cut.slices, -1)
     everyone = emit.method("to", everyone, torch.int64)
-    experts = (EVERY, EVERY, slice(None, region.num_local_experts))
-    return Table(everyone, tokens, emit.call(operator.getitem, everyone, experts))
+    parts = [_of_experts(emit, everyone, chunk) for chunk in cut.chunks]
+    whole = parts[0]
+    if len(parts) > 1:
+        whole = _of_experts(emit, everyone, range(region.num_local_experts))
+    return Table(everyone, tokens, tuple(parts), whole)
+
+
+def _of_experts(emit: Emitter, everyone: fx.Node, experts: range) -> fx.Node:
+    """Emit what a table says of some of this rank's experts."""
+    return emit.call(operator.getitem, everyone, (..., slice(experts.start, experts.stop)))
 
 
 def as_received(region: MoERegion, table: Table) -> fx.Node:
     """Emit the counts in the form in which the region receives its own."""
     emit, tensor = Emitter(region.received_counts), tensor_of(region.received_counts)
     assert tensor is not None
-    shaped = emit.method("reshape", table.received, list(tensor.shape))
+    shaped = emit.method("reshape", emit.method("sum", table.whole, 2), list(tensor.shape))
     return emit.method("to", shaped, tensor.dtype)
 
 
@@ -81,35 +151,79 @@ def total_of(emit: Emitter, sizes: list[fx.Node]) -> fx.Node:
 def emit_hops(
     emit: Emitter,
     form: DividedForm,
+    cut: Cut,
     table: Table,
-    splits: tuple[list[fx.Node], ...],
-    num_rows: fx.Node,
+    sizes: Sizes,
+    num_rows: list[fx.Node],
 ) -> Hops:
-    """Emit both hops: the rows of this rank's experts, as tokens have them."""
+    """Emit both hops: the rows of this rank's experts, as tokens have them.
+
+    `num_rows` are those of each chunk. Hop 2 of a slice is launched once its hop 1 is there.
+    """
     region, nodes = form.region, form.nodes
-    far_sent, far_got, near_sent, near_got = splits
     per_node = nodes.num_local * region.num_local_experts
-    num_far, num_near = total_of(emit, far_sent), total_of(emit, near_sent)
-    first = emit.call(FAR_ROWS, form.chosen, nodes.num_nodes, per_node, num_far)
+    num_far = total_of(emit, _chained(sizes.far_sent))
+    first = emit.call(FAR_ROWS, form.chosen, nodes.num_nodes, per_node, cut.slices, num_far)
     far, masks = (emit.call(operator.getitem, first, i) for i in range(2))
     if (part := form.found.part) is not None and part.first != 0:
         far = emit.call(operator.add, far, part.first)
-    across = (far_got, far_sent, nodes.cross)
-    of_masks = emit.call(C10D.all_to_all_single, masks, *across)
     tokens = emit.method("detach", form.found.tokens)
-    hop_1 = emit.call(C10D.all_to_all_single, emit.method("index_select", tokens, 0, far), *across)
-    masks = emit.call(C10D.wait_tensor, of_masks)
-    near = emit.call(NEAR_ROWS, masks, per_node, num_near)
-    there = emit.call(C10D.wait_tensor, hop_1)
-    on = emit.method("index_select", there, 0, near)
-    hop_2 = emit.call(C10D.all_to_all_single, on, near_got, near_sent, nodes.node)
-    _note_nominal_rows(form, (of_masks, hop_1), hop_2)
-    fan = emit.call(FAN_ROWS, table.received, num_rows)
-    rows = emit.method("index_select", emit.call(C10D.wait_tensor, hop_2), 0, fan)
-    return Hops((far, near, fan), splits, (hop_1, hop_2), rows)
+    across = (sizes.far_got, sizes.far_sent)
+    of_masks = launched(emit, masks, *across, nodes.cross)
+    hop_1 = launched(emit, emit.method("index_select", tokens, 0, far), *across, nodes.cross)
+    near: list[fx.Node] = []
+    experts: list[fx.Node] = []
+    hop_2: list[list[fx.Node]] = []
+    for of_slice, launch in enumerate(hop_1):
+        masks = emit.call(C10D.wait_tensor, of_masks[of_slice])
+        sent = sizes.near_sent[of_slice]
+        num_near = total_of(emit, _chained(sent))
+        on = emit.call(NEAR_ROWS, masks, per_node, list(cut.edges), num_near)
+        near.append(emit.call(operator.getitem, on, 0))
+        experts.append(emit.call(operator.getitem, on, 1))
+        there = emit.call(C10D.wait_tensor, launch)
+        there = emit.method("index_select", there, 0, near[-1])
+        hop_2.append(launched(emit, there, sizes.near_got[of_slice], sent, nodes.node))
+    fan, rows = [], []
+    for chunk, counts in enumerate(table.received):
+        came = [emit.call(C10D.wait_tensor, of_slice[chunk]) for of_slice in hop_2]
+        fan.append(emit.call(FAN_ROWS, counts, num_rows[chunk]))
+        rows.append(emit.method("index_select", joined(emit, came), 0, fan[-1]))
+    _note_nominal_rows(form, cut, (*of_masks, *hop_1), _chained(hop_2))
+    return Hops(far, near, fan, experts, sizes, (*hop_1, *_chained(hop_2)), rows)
 
 
-def _note_nominal_rows(form: DividedForm, across: tuple[fx.Node, ...], inside: fx.Node) -> None:
+def launched(
+    emit: Emitter, rows: fx.Node, got: list[list[fx.Node]], sent: list[list[fx.Node]], group: str
+) -> list[fx.Node]:
+    """Emit the exchanges of rows in parts, each by its splits."""
+    pieces = pieces_of(emit, rows, sent)
+    return [
+        emit.call(C10D.all_to_all_single, piece, *way, group)
+        for piece, *way in zip(pieces, got, sent, strict=True)
+    ]
+
+
+def pieces_of(emit: Emitter, rows: fx.Node, splits: list[list[fx.Node]]) -> list[fx.Node]:
+    """Emit the rows in pieces, each of the rows that one exchange sends by its splits."""
+    if len(splits) == 1:
+        return [rows]
+    parts = emit.call(torch.split, rows, [total_of(emit, sizes) for sizes in splits])
+    return [emit.call(operator.getitem, parts, i) for i in range(len(splits))]
+
+
+def joined(emit: Emitter, pieces: list[fx.Node]) -> fx.Node:
+    """Emit the rows of all pieces."""
+    return pieces[0] if len(pieces) == 1 else emit.call(torch.cat, pieces)
+
+
+def _chained(lists: Iterable[list[fx.Node]]) -> list[fx.Node]:
+    return [*itertools.chain.from_iterable(lists)]
+
+
+def _note_nominal_rows(
+    form: DividedForm, cut: Cut, across: Sequence[fx.Node], inside: Sequence[fx.Node]
+) -> None:
     """Note on launches of both hops what they send where experts are chosen evenly, for prices."""
     region, nodes, chosen = form.region, form.nodes, tensor_of(form.chosen)
     if chosen is None or type(num_rows := chosen.numel()) is not int:
@@ -122,5 +236,8 @@ def _note_nominal_rows(form: DividedForm, across: tuple[fx.Node, ...], inside: f
         row_bytes=0.0,
     )
     tokens = num_rows / shape.rows_per_token
-    note_nominal_rows(across, round(tokens * shape.nodes_per_token))
-    note_nominal_rows([inside], num_rows)
+    note_nominal_rows(across, round(tokens * shape.nodes_per_token / cut.slices))
+    for launches in zip(*[iter(inside)] * len(cut.chunks), strict=True):
+        for launch, chunk in zip(launches, cut.chunks, strict=True):
+            share = len(chunk) / region.num_local_experts / cut.slices
+            note_nominal_rows([launch], round(num_rows * share))

@@ -27,7 +27,9 @@ def test_such_a_program_is_for_four_ranks_and_others_for_two(rewrite):
     one = program(rewrite, splits=Splits.RUNNING)
     assert one.tokens == (TOKENS,) and legal(one) == one
     assert "\nRANKS, NODES = 4, 2\n" in source_of(one) and "MIRRORED = False" in source_of(one)
-    assert options_of(one)["megamoe.nodes"] == {"HOPS": "exact"}.get(rewrite.name, "rounded")
+    asked = options_of(one)
+    assert asked["megamoe.nodes"] == ("exact" if "HOP" in rewrite.name else "rounded")
+    assert (asked.get("megamoe.chunk_by") == "tokens") is ("SLICES" in rewrite.name)
     other = legal(Program(layers=one.layers, tokens=one.tokens, rewrite=Rewrite.CHUNKS))
     assert other.tokens == ((4, 0),) and "RANKS" not in source_of(other)
 
@@ -50,6 +52,8 @@ PROGRAMS = (
     (Rewrite.NODE_SUMS, {"style": Style.GROUPED, "counts": Counts.GATHERED}),
     (Rewrite.HOPS, {"style": Style.RUNS, "splits": Splits.SLICE_SUM}),
     (Rewrite.NODE_SUMS, {"style": Style.SORTED_LOOP, "counts": Counts.MATRIX}),
+    (Rewrite.HOP_SLICES, {"style": Style.SORTED_LOOP}),
+    (Rewrite.SUM_SLICES, {"style": Style.GROUPED}),
 )
 
 

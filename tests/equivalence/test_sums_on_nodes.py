@@ -70,11 +70,12 @@ def whole_pairs(case, rank):
     return [tuple((t * 2).round() for t in pair) for pair in inputs(case, rank)]
 
 
-def differing(rank, case, style):
+def differing(rank, case, style, axis="experts", num_parts=1):
     torch._dynamo.reset()
-    with in_two_hops() as left:
+    options = {**OPTIONS, "megamoe.chunks": num_parts, "megamoe.chunk_by": axis}
+    with in_two_hops(num_parts) as left:
         layer = whole(style)
-        found = differing_tensors(lambda: build(case, layer), whole_pairs(case, rank), OPTIONS)
+        found = differing_tensors(lambda: build(case, layer), whole_pairs(case, rank), options)
     return [*found, *left]
 
 
@@ -126,6 +127,51 @@ def differing_where_forced(rank, case, experts_of_rank):
 @pytest.mark.parametrize("experts", [OWN, ((4, 6, 7),) * 4], ids=["own node", "one node"])
 def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):  # noqa: F811
     check(two_nodes.run(differing_where_forced, whole_case(TOKENS), experts))
+
+
+IN_PARTS = (
+    (Around, "experts", 2),
+    (InOrderWeighted, "tokens", 3),
+    (SharedInOrder, "experts", 2),
+    (InOrder, "tokens", 2),
+)
+
+
+@pytest.mark.parametrize(("style", "axis", "num_parts"), slow_but(IN_PARTS[:1], IN_PARTS))
+def test_parts_are_added_up_once_all_are_there(two_nodes, style, axis, num_parts):  # noqa: F811
+    """Three experts a rank; ranks without tokens."""
+    dtype = torch.float32 if style is InOrderWeighted else torch.float64
+    case = whole_case(EMPTY, dtype=dtype, num_experts=12, top_k=4)
+    check(two_nodes.run(differing, case, style, axis, num_parts))
+
+
+def bits_in_parts(rank, case, style, num_parts):
+    """Return output and gradients of a layer whose sums round, by `num_parts` chunks of experts."""
+    torch._dynamo.reset()
+    layer = build(case, whole(style))
+    options = {**OPTIONS, "megamoe.chunks": num_parts}
+    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+    ((x, gradient),) = inputs(case, rank)
+    x.requires_grad_()
+    with in_two_hops(num_parts) as left:
+        output = compiled(x)
+        output.backward(gradient)
+    assert not left, left
+    named = layer.named_parameters()
+    gradients = {name: p.grad for name, p in named if p.grad is not None}
+    return {"output": output.detach(), "input": x.grad, **gradients}
+
+
+def test_chunks_do_not_change_the_order_of_a_sum(two_nodes):  # noqa: F811
+    """By expert, then by node: bit for bit as in one chunk, where sums of float32 round."""
+    case = whole_case(TOKENS, dtype=torch.float32, num_experts=12, top_k=9)
+    results = []
+    for num_parts in (1, 3):
+        two_nodes.regroup()  # programs of one place would have two plans, and run as written
+        two_nodes.run(seat, NODES)
+        results.append(two_nodes.run(bits_in_parts, case, InOrder, num_parts))
+    for one, other in zip(*results, strict=True):
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 # --- the bound ---------------------------------------------------------------------------------

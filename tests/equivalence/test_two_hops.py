@@ -46,10 +46,11 @@ def a_case(style, *tokens, **changes):
     return one_case(known, *tokens, **more)
 
 
-def differing(rank, case, style):
+def differing(rank, case, style, **options):
     torch._dynamo.reset()
-    with in_two_hops() as left:
-        found = differing_tensors(lambda: build(case, style), inputs(case, rank), OPTIONS)
+    asked = {**OPTIONS, **{f"megamoe.{name}": value for name, value in options.items()}}
+    with in_two_hops(options.get("chunks", 1)) as left:
+        found = differing_tensors(lambda: build(case, style), inputs(case, rank), asked)
     return [*found, *left]
 
 
@@ -118,6 +119,42 @@ def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):
     check(two_nodes.run(differing_where_forced, a_case(GroupedExperts, TOKENS), experts))
 
 
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def differing_in_parts(rank, case, style, axis, num_parts):
+    return differing(rank, case, style, chunks=num_parts, chunk_by=axis)
+
+
+IN_PARTS = (
+    (GroupedExperts, "experts", 2, Routing.BALANCED),
+    (GroupedExperts, "tokens", 3, Routing.FIRST_RANK),
+    (SharedInOrderWeighted, "experts", 3, Routing.FIRST_RANK),
+    (LoopExperts, "experts", 2, Routing.BALANCED),
+    (InOrder, "experts", 2, Routing.SKEWED),
+    (SegmentStarts, "tokens", 2, Routing.SKEWED),
+    (SharedInOrder, "tokens", 2, Routing.BALANCED),
+)
+
+
+@pytest.mark.parametrize(
+    ("style", "axis", "num_parts", "routing"), slow_but(IN_PARTS[:2], IN_PARTS)
+)
+def test_no_bit_changes_in_chunks_of_experts_or_slices_of_tokens(
+    two_nodes, style, axis, num_parts, routing
+):
+    """Three experts a rank, in two chunks and one say; ranks without tokens and without rows."""
+    case = a_case(style, EMPTY, num_experts=12, routing=routing)
+    check(two_nodes.run(differing_in_parts, case, style, axis, num_parts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["experts", "tokens"])
+def test_a_second_number_of_tokens_in_parts(two_nodes, axis):
+    case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
+    check(two_nodes.run(differing_in_parts, case, GroupedExperts, axis, 2))
+
+
 # --- bytes -----------------------------------------------------------------------------------
 
 
@@ -160,6 +197,9 @@ def check_bytes(pool, num_nodes, case, options=OPTIONS):
         row_bytes = 2 * case.width
         local = case.num_ranks // num_nodes
         told = case.num_experts // case.num_ranks + local + 1
+        if num_parts := options.get("megamoe.chunks"):
+            by_experts = options["megamoe.chunk_by"] == "experts"
+            told = told + (num_parts - 1) * local if by_experts else told * num_parts
         back = came if rounds else home
         assert forward == {
             (torch.int32, told): 4 * told * (case.num_ranks - local),
@@ -173,10 +213,13 @@ def check_bytes(pool, num_nodes, case, options=OPTIONS):
     assert saved > 0
 
 
-def test_a_token_crosses_to_a_node_once(two_nodes):
+@pytest.mark.parametrize("axis", ["", *slow_but(["experts"], ["experts", "tokens"])])
+def test_a_token_crosses_to_a_node_once(two_nodes, axis):
     """Forward once for each node it needs, and back as many rows as the model sends; the gradient
-    of the combine likewise. Beside that the table, a mask of four bytes, and weights of rows."""
-    check_bytes(two_nodes, NODES, a_case(GroupedExperts, (40, 33, 21, 50)))
+    of the combine likewise. Beside that the table, a mask of four bytes, and weights of rows. In
+    parts no more, but for the table."""
+    asked = {"megamoe.chunk_by": axis, "megamoe.chunks": 2} if axis else {}
+    check_bytes(two_nodes, NODES, a_case(GroupedExperts, (40, 33, 21, 50)), {**OPTIONS, **asked})
 
 
 # --- more nodes ------------------------------------------------------------------------------

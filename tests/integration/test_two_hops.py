@@ -30,16 +30,17 @@ def both_steps(rank, score_before_experts, dtype, num_nodes, options, made=build
     seat(rank, num_nodes)
     eager, other = (made(score_before_experts).to(dtype) for _ in range(2))
     compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
-    with in_two_hops() as left:
+    with in_two_hops(options.get("megamoe.chunks", 1)) as left:
         ours, expected = (
             run(rank, dtype, layer, of) for layer, of in ((compiled, other), (eager, eager))
         )
     return ours, expected, left
 
 
-def differing(rank, *settings, made=build):
+def differing(rank, *settings, made=build, **asked):
     """Return which of output, input gradient and parameters' gradients differ from eager's."""
-    ours, expected, left = both_steps(rank, *settings, OPTIONS, made)
+    options = {**OPTIONS, **{f"megamoe.{name}": value for name, value in asked.items()}}
+    ours, expected, left = both_steps(rank, *settings, options, made)
     return left + [name for name in expected if not torch.equal(expected[name], ours[name])]
 
 
@@ -119,8 +120,14 @@ def build_tensor_parallel(score_before_experts):
     return block
 
 
-def differing_with_tensor_parallelism(rank, *settings):
-    return differing(rank, *settings, made=build_tensor_parallel)
+def differing_with_tensor_parallelism(rank, *settings, axis="experts", num_parts=1):
+    made, parts = build_tensor_parallel, {"chunks": num_parts, "chunk_by": axis}
+    return differing(rank, *settings, made=made, **parts)
+
+
+def differing_in_parts(rank, axis):
+    settings = (False, torch.bfloat16, 2)
+    return differing_with_tensor_parallelism(rank, *settings, axis=axis, num_parts=2)
 
 
 SEQUENCES = ((2, 6), (2, 6), (1, 9), (1, 9))
@@ -135,3 +142,9 @@ def test_no_bit_changes_where_two_ranks_share_the_routing_of_a_token(
 ):
     settings = (score_before_experts, torch.bfloat16, 2)
     assert four_ranks.run(differing_with_tensor_parallelism, *settings) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["experts", "tokens"])
+def test_nor_in_parts(four_ranks, axis):
+    assert four_ranks.run(differing_in_parts, axis) == [[]] * 4

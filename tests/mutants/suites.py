@@ -100,6 +100,8 @@ GROUPS: Final = (
             "moe_compile/graph/edit.py",
             "passes/rewrite_regions.py",
             "passes/replay/masked_replay.py",
+            "passes/replay/chunk_reads.py",
+            "passes/replay/weight_slices.py",
             "passes/replay/replayed.py",
             "passes/replay/gradient_paths.py",
             "passes/replay/row_order.py",

@@ -13,14 +13,19 @@ from moe_compile.ops.hop_sums import places_of, sum_of_places
 @given(st.lists(st.integers(0, 4), max_size=12), st.integers(0, 2))
 def test_places_are_where_a_number_stands_in_order(index, more):
     most = max([1, *map(index.count, range(5))]) + more
-    places = places_of(torch.tensor(index, dtype=torch.int64), 5, most)
+    places = places_of(torch.tensor(index, dtype=torch.int64), None, 5, most)
     for number, row in enumerate(places.tolist()):
         stands = [i for i, n in enumerate(index) if n == number]
         assert row == stands + [-1] * (most - len(stands))
 
 
+def test_places_are_in_another_order_where_that_is_asked_for():
+    index, by = torch.tensor([1, 0, 1, 1, 0]), torch.tensor([7, 2, 3, 5, 1])
+    assert places_of(index, by, 2, 3).tolist() == [[4, 1, -1], [2, 3, 0]]
+
+
 def test_nothing_comes_to_a_rank_without_tokens():
-    places = places_of(torch.tensor([], dtype=torch.int64), 0, 3)
+    places = places_of(torch.tensor([], dtype=torch.int64), None, 0, 3)
     assert places.shape == (0, 3)
     assert sum_of_places(torch.empty(0, 8), places).shape == (0, 8)
 
@@ -30,7 +35,7 @@ def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
     rows = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     index = torch.tensor([0, 3, 3, 1, 3, 0, 3, 1, 3, 2] * 2)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    found = sum_of_places(rows, places_of(index, 4, 10))
+    found = sum_of_places(rows, places_of(index, None, 4, 10))
     for number in range(4):
         *_, expected = itertools.accumulate(rows[index == number].to(wide), torch.add)
         assert torch.equal(found[number], expected) and found.dtype is wide
@@ -38,6 +43,6 @@ def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
 
 def test_a_sum_of_one_row_is_that_row_to_the_sign_of_its_zeros():
     rows = torch.tensor([[-0.0, 1.0], [float("nan"), float("inf")]])
-    found = sum_of_places(rows, places_of(torch.tensor([0, 2]), 3, 2))
+    found = sum_of_places(rows, places_of(torch.tensor([0, 2]), None, 3, 2))
     assert torch.equal(found[0], rows[0]) and found[0, 0].signbit()
     assert found[1].tolist() == [0.0, 0.0], "no row, and not even that of others"

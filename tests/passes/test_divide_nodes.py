@@ -19,6 +19,7 @@ from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import (
     group_name,
     is_all_to_all,
+    is_wait,
     number_of,
     overload_name,
     tensor_of,
@@ -214,15 +215,80 @@ def test_the_report_states_the_bound_of_sums_on_the_nodes(
     assert (f"off by at most {WIDTH} eps" in said) is of_weights
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("chunks", 2), ("dispatch_wire", "fp8"), ("combine_wire", "fp8")],
-)
-def test_two_hops_are_one_chunk_in_the_models_format(fake_nodes, option, value):
+@pytest.mark.parametrize("option", ["dispatch_wire", "combine_wire"])
+def test_two_hops_are_in_the_models_format(fake_nodes, option):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
-    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, option: value}))
+    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, option: "fp8"}))
     (verdict,) = carried_out(results, option).skipped
     assert verdict.reason is Reason.TWO_HOPS
+
+
+# --- in parts ----------------------------------------------------------------------------------
+
+
+def by_group(graph, fake_nodes):
+    """Return the numbers of rows' exchanges between nodes, inside a node, and flat."""
+    nodes = node_groups_of(fake_nodes.group_name)
+    groups = [
+        group_name(n)
+        for n in exchanges(graph)
+        if (t := tensor_of(n.all_input_nodes[0])).dim() == 2 and t.shape[1] == WIDTH
+    ]
+    return tuple(groups.count(g) for g in (nodes.cross, nodes.node, fake_nodes.group_name))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "axis", "forward", "backward"),
+    [
+        ("exact", "experts", (1, 2, 2), (1, 2, 2)),
+        ("exact", "tokens", (2, 2, 1), (2, 2, 1)),
+        ("rounded", "experts", (2, 4, 0), (2, 4, 0)),
+        ("rounded", "tokens", (4, 4, 0), (4, 4, 0)),
+    ],
+)
+def test_hop_1_goes_in_slices_of_tokens_and_hop_2_in_chunks_of_experts(
+    fake_nodes, nodes, axis, forward, backward
+):
+    """Experts wait for all slices: what is flat goes in one piece then."""
+    graphs = aot_graphs(layer(GroupedExperts, fake_nodes), nodes=nodes, chunks=2, chunk_by=axis)
+    assert [by_group(graph, fake_nodes) for graph in graphs] == [forward, backward]
+    products = [sum("_grouped_mm" in overload_name(n) for n in graph.nodes) for graph in graphs]
+    one_piece = aot_graphs(layer(GroupedExperts, fake_nodes), nodes=nodes)
+    whole = [sum("_grouped_mm" in overload_name(n) for n in graph.nodes) for graph in one_piece]
+    assert products == [n * (2 if axis == "experts" else 1) for n in whole]
+
+
+def test_hop_2_of_a_chunk_is_under_way_while_experts_of_the_one_before_compute(fake_nodes):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
+    options = {**ASKED, "chunks": 2, "equal_tokens": True, "strict": True, "hardware": "h100"}
+    compile_state, _ = rewrite(gm, state(**options).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    nodes = node_groups_of(fake_nodes.group_name)
+    for module in trace_both(gm, inputs, compile_state):
+        order = [*module.graph.nodes]
+        launches = [n for n in exchanges(module.graph) if group_name(n) == nodes.node]
+        (waited,) = (n for n in launches[1].users if is_wait(n))
+        products = [i for i, n in enumerate(order) if "_grouped_mm" in overload_name(n)]
+        assert order.index(launches[1]) < products[0] < order.index(waited), (
+            "the second chunk is sent before the first product and needed after it"
+        )
+
+
+def test_parts_that_nobody_asked_for_by_number_have_no_price(fake_nodes):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
+    compile_state = state(**{**ASKED, "chunks": "auto"})
+    results = run_level(DYNAMO, gm.graph, compile_state)
+    (verdict,) = carried_out(results, "chunks").skipped
+    assert verdict.reason is Reason.TWO_HOPS and compile_state.plan.experts[0].num_chunks == 1
+
+
+def test_more_chunks_than_experts_are_as_many_as_there_are(fake_nodes):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
+    compile_state, compilation = rewrite(gm, state(**{**ASKED, "chunks": 8}).config)
+    (plan,), (region,) = compile_state.plan.experts, compilation.regions
+    assert plan.num_chunks == region.num_chunks == 2
+    said = "; ".join(region.remarks)
+    assert "hop 2, experts and the way home in 2 chunks of experts" in said
 
 
 # --- by price -----------------------------------------------------------------------------------

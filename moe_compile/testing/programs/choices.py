@@ -263,4 +263,6 @@ class Rewrite(enum.Enum):
     GATHERED = "dispatch = all_gather"
     PADDED = "dispatch = all_gather, dispatch_padding = worst"
     HOPS = "nodes = exact, four ranks on two nodes"
+    HOP_SLICES = "nodes = exact, chunk_by = tokens, four ranks on two nodes"
     NODE_SUMS = "nodes = rounded, four ranks on two nodes"
+    SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"

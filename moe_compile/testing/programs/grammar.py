@@ -94,7 +94,9 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
-HOPPING: Final = frozenset({Rewrite.HOPS, Rewrite.NODE_SUMS})
+HOPPING: Final = frozenset(
+    {Rewrite.HOPS, Rewrite.HOP_SLICES, Rewrite.NODE_SUMS, Rewrite.SUM_SLICES}
+)
 """Rewrites by which a token crosses to a node once."""
 
 NUM_NODES: Final = 2

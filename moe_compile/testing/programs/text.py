@@ -128,12 +128,14 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.GATHERED: GATHERED,
     Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
     Rewrite.HOPS: {"megamoe.nodes": "exact"},
+    Rewrite.HOP_SLICES: {"megamoe.nodes": "exact", "megamoe.chunk_by": "tokens"},
     Rewrite.NODE_SUMS: {"megamoe.nodes": "rounded"},
+    Rewrite.SUM_SLICES: {"megamoe.nodes": "rounded", "megamoe.chunk_by": "tokens"},
 }
 
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
 
-BOUNDS: Final[Mapping[Rewrite, float]] = {Rewrite.TOKENS: 0.05, Rewrite.NODE_SUMS: 0.05}
+BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, Rewrite.NODE_SUMS, Rewrite.SUM_SLICES), 0.05)
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
 sums per token."""
 

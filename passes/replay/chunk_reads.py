@@ -1,0 +1,86 @@
+"""All that the host must know of the chunks of a region, in one read.
+
+Contract
+    Splits of the whole dispatch that others need are the sums of those of its chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import input_splits, output_splits, tensor_of
+from moe_compile.regions.new_order import parts
+from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.rewrites import Surroundings
+from passes.replay.host_reads import BulkRead
+from passes.replay.replayed import Replay, emit_until_reads, needed_for
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReads:
+    """What the host read."""
+
+    sent: list[fx.Node]
+    """Rows of each chunk."""
+    received: list[fx.Node]
+    """Likewise; [] where the region's counts do not tell."""
+    others: list[fx.Node]
+    """The elements of another vector."""
+
+
+def read_chunks(
+    emit: Emitter,
+    region: MoERegion,
+    whole: Replay,
+    replays: Sequence[Replay],
+    around: Surroundings,
+    dependence: Dependence,
+    *,
+    received: Sequence[fx.Node] = (),
+    others: tuple[fx.Node, int] | None = None,
+) -> ChunkReads:
+    """Emit the read; fill in what `whole` and the replays read.
+
+    `whole` is the one replay where there is one. `received` are counts of each chunk, in place of
+    the region's; `others` is a vector of so many elements, to be read as well.
+    """
+    is_alone = whole is replays[0]
+    reads = BulkRead(emit)
+    sent, got = input_splits(region.dispatch), output_splits(region.dispatch)
+    asked = (*around.bulk, *around.served) if is_alone else around.bulk
+    wanted, part = needed_for(asked, region, dependence), parts(region, around.bulk, dependence)
+    for replay in replays:
+        emit_until_reads(emit, region, replay, reads, part, wanted)
+    of_chunks = {n for n in (*sent, *got) if all(n in reads.asked_by(r) for r in replays)}
+    if not is_alone:
+        read_whole = [node for node in around.served if node not in of_chunks]
+        served = needed_for(read_whole, region, dependence)
+        emit_until_reads(emit, region, whole, reads, part, served)
+    rows_sent, rows_received = [], []
+    told = received or (region.received_counts,) * len(replays)
+    for replay, counts in zip(replays, told, strict=True):
+        total = emit.method("sum", replay.env.get(region.counts, region.counts))
+        rows_sent.append(reads.add_sum(total, replay, sent))
+        if received or _counts_one_rank(region):
+            total = emit.method("sum", replay.env.get(counts, counts))
+            rows_received.append(reads.add_sum(total, replay, got))
+    numbers = [] if others is None else reads.add_vector(*others)
+    values = reads.finish()
+    for replay in (whole, *replays):
+        replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
+    for node in around.served:
+        if node in of_chunks and not is_alone:
+            whole.env[node] = emit.call(torch.sym_sum, [replay.env[node] for replay in replays])
+    return ChunkReads(*([values[i] for i in of] for of in (rows_sent, rows_received, numbers)))
+
+
+def _counts_one_rank(region: MoERegion) -> bool:
+    """Whether the counts are of the rows that one rank receives, not of all ranks' rows."""
+    tensor = tensor_of(region.received_counts)
+    return tensor is not None and tensor.numel() == region.num_ranks * region.num_local_experts
