@@ -12,13 +12,13 @@ Contract
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Lost
+from moe_compile.attention.head_factors import Lost, holds
 from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.batch.batch_split import BatchSplit
@@ -26,12 +26,13 @@ from moe_compile.errors import ContractViolation
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, read_instead
 from moe_compile.graph.observation import fake_mode_of
-from moe_compile.graph.query import value_of
+from moe_compile.graph.query import expression_of, tensor_of, value_of
 from moe_compile.graph.stored_values import store_values
 from moe_compile.journal.entries import PassReport, Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
+from moe_compile.proof.row_trace import UNTRACEABLE
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.token_regions import TokenRows
 from moe_compile.regions.token_rows import find_token_rows
@@ -56,13 +57,13 @@ class SplitBatch(GraphPass):
             return PassReport(pass_name=self.name)
         try:
             split = find_batch_split(graph, num_parts)
+            if split is None:
+                return PassReport(pass_name=self.name)
+            _carry_out(graph, split, num_parts)
         except Refuse as refused:
             return self._skipped(state, refused.reason, refused.detail)
         except Lost as refused:
             return self._skipped(state, Reason.BATCH_LOST, str(refused))
-        if split is None:
-            return PassReport(pass_name=self.name)
-        _carry_out(graph, split, num_parts)
         said = f"{num_parts} parts"
         state.rewrites += (RewritePlan(name=self.name, proposals=(said,)),)
         return PassReport(pass_name=self.name, applied=(f"{BATCH}, in {said}",))
@@ -75,20 +76,48 @@ class SplitBatch(GraphPass):
 
 
 def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
+    """Have `graph` run in parts; raise Refuse, and leave it as it was, where a part cannot run."""
     (output,) = graph.find_nodes(op="output")
     before = set(graph.nodes)
-    parts = emit_parts(split, part_sizes(split.size, num_parts), output)
-    fake = fake_mode_of([value_of(node) for node in split.cut])
-    if fake is None:
-        raise ContractViolation("the batch is of no tensors that the tracer made")
-    copies = {copy: node for env in parts.envs for node, copy in env.items()}
-    copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
-    store_values([n for n in graph.nodes if n not in before], fake, copies)
+    shares = part_sizes(split.size, num_parts)
+    parts = emit_parts(split, shares, output)
+    new = [n for n in graph.nodes if n not in before]
+    try:
+        _store_values(new, split, parts)
+        _check_sizes(split, parts, shares)
+    except Refuse:
+        erase_dead(new)
+        raise
     for node in output.all_input_nodes:
         if node in parts.joined or node in split.kept:
             read_instead(output, node, parts.joined.get(node, parts.kept.get(node)))
     erase_dead(split.dead)
     _check(graph, split, parts)
+
+
+def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> None:
+    fake = fake_mode_of([value_of(node) for node in split.cut])
+    if fake is None:
+        raise ContractViolation("the batch is of no tensors that the tracer made")
+    copies = {copy: node for env in parts.envs for node, copy in env.items()}
+    copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
+    try:
+        store_values(new, fake, copies)
+    except UNTRACEABLE as error:
+        raise Refuse(Reason.BATCH_LOST, f"a part does not run: {error}") from error
+
+
+def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
+    """Raise Refuse where a value of a part is not as large as its share of the batch says."""
+    for env, share in zip(parts.envs, shares, strict=True):
+        for node, copy in env.items():
+            dims = split.tracker.dims(node) if node in split.tracker else []
+            tensor = tensor_of(copy)
+            if tensor is None or not any(holds(dim, split.batch) for dim in dims):
+                continue
+            sizes = [expression_of(size) for size in tensor.shape]
+            if sizes != split.sizes(dims, share):
+                raise Refuse(Reason.BATCH_LOST, f"{node.name} has other sizes in a part: {sizes}")
 
 
 def _check(graph: fx.Graph, split: BatchSplit, parts: Parts) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention_layers import SplitAttention
-from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
+from tests.dispatch_layers import InOrder, InOrderWeighted, OntoNewZeros, OntoTokens, OntoZeros
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
 
 WIDTH, HIDDEN, HEADS, POSITIONS = 64, 64, 4, 16
@@ -101,4 +101,7 @@ class Stack(nn.Module):
         return x * scale
 
 
-LAYERS = (GroupedExperts, LoopExperts, FusedGateUp, InOrder, InOrderWeighted, OntoTokens)
+LAYERS = (
+    GroupedExperts, LoopExperts, FusedGateUp, InOrder, InOrderWeighted, OntoTokens, OntoZeros,
+    OntoNewZeros,
+)  # fmt: skip

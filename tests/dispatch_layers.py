@@ -73,6 +73,25 @@ class InOrderWeighted(InOrder):
         return torch.bmm(weights, by_token.float()).to(by_token.dtype).squeeze(1)
 
 
+class OntoZeros(Around):
+    """Adds the rows to zeros whose sizes are written, and not those of another tensor."""
+
+    def total(self, x, order, out, scores):
+        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
+        base = self.zeros(x)
+        return base.index_add(0, order // self.top_k, out * weights)
+
+    def zeros(self, x):
+        return torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype)
+
+
+class OntoNewZeros(OntoZeros):
+    """The same of the type of another tensor."""
+
+    def zeros(self, x):
+        return x.new_zeros(x.shape[0], x.shape[1])
+
+
 class OntoTokens(Around):
     """Adds the rows to what stands there already."""
 

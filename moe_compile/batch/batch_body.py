@@ -19,6 +19,7 @@ from moe_compile.attention.head_factors import Factor, Lost, flat
 from moe_compile.attention.head_proof import REFUSALS, Refuse
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import is_pure
 from moe_compile.graph.legality import Legality
@@ -94,12 +95,15 @@ def body_of(
     if obstacle is not None:
         raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
     read = {source for node in body for source in node.all_input_nodes}
+    given = [node for node in found.cut if node in read]
+    anew = {n for n in given if maker_of(n) is not None and not dependence.writers(n)}
     return BatchSplit(
         batch=batch,
         tracker=tracker,
         regions=regions,
         rows=tuple(_outer_of_rows(regions, tracker, batch)),
-        cut=tuple(node for node in found.cut if node in read),
+        cut=tuple(node for node in given if node not in anew),
+        anew=tuple(node for node in given if node in anew),
         segments=tuple(_segments(graph, regions, set(body))),
         alone=tuple(_read_twice(body, found.cut)),
         results=tuple(n for n in output.all_input_nodes if n in found.apart),

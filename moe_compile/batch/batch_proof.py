@@ -33,6 +33,7 @@ from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
 from moe_compile.batch.sorted_factors import check_factors
 from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
 from moe_compile.graph.query import has_gradient, is_assertion, is_launch, tensor_of
@@ -136,8 +137,8 @@ class _Proof:
                     found.cut[node] = None
             elif node in self.lost or node in mixing or not self._has_batch(node):
                 found.routed.add(node)
-            elif any(source in found.routed for source in sources) and node not in sums:
-                raise Refuse(Reason.BATCH_MIXED, node.name)
+            elif node not in sums and (routed := [n for n in sources if n in found.routed]):
+                raise self._refusal(routed[0], found)
             else:
                 found.apart.add(node)
         return found
@@ -193,6 +194,8 @@ class _Proof:
         """Return why `node` is not computed by parts."""
         if draws_random(node):
             return Refuse(Reason.RANDOM, node.name)
+        if maker_of(node) is not None:
+            return Lost(f"{node.name} reads the batch for its type alone")
         why = self.lost.get(node)
         is_first = any(n in found.apart or n in found.cut for n in node.all_input_nodes)
         return Lost(why) if why and is_first else Refuse(Reason.BATCH_MIXED, node.name)

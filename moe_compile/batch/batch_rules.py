@@ -20,6 +20,7 @@ from moe_compile.attention.head_tracking import sizes_of
 from moe_compile.attention.move_arguments import from_left, moved
 from moe_compile.capacity import expert_rules
 from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import argument_of, is_integer
 
@@ -42,6 +43,9 @@ SEVERAL: Final = frozenset({"topk", "sort"})
 
 def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     """Find the factors of `node` from those of its inputs; those from outside begin here."""
+    if maker_of(node) is not None:
+        tracker.start(node)  # what it is given says its sizes, its type and its device
+        return
     rule = RULES.get(operator_name(node))
     if _is_one_of_several(node):
         rule = _kept

@@ -38,6 +38,8 @@ class BatchSplit:
     """Outer factors of what is in the order of rows: a part has its share of these too."""
     cut: tuple[fx.Node, ...]
     """What parts read and do not make, and has the index: each part reads its share."""
+    anew: tuple[fx.Node, ...]
+    """Zeros and ones that have the index, and nobody writes: each part makes its own."""
     segments: tuple[tuple[fx.Node, ...], ...]
     """What runs for each part, in graph order, cut where segments of other parts may run."""
     alone: tuple[fx.Node, ...]

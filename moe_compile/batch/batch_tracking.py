@@ -13,12 +13,14 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Factor, Lost, flat
+from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
 from moe_compile.batch import batch_rules
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
+from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.regions.token_regions import TokenRows
 
 
 def follow_graph(
@@ -35,8 +37,7 @@ def follow_graph(
             continue
         try:
             if node in sums:
-                tokens = tracker.dims(sums[node].found.tokens)
-                tracker.put(node, [tokens[0], [Factor(f.size) for f in tokens[1]]])
+                tracker.put(node, _summed(tracker, sums[node].found))
             elif node in inner:
                 lost[node] = ""
             else:
@@ -45,6 +46,23 @@ def follow_graph(
             lost[node] = str(refused)
             _start(tracker, node, lost)
     return tracker, lost
+
+
+def _summed(tracker: ExpertTracker, found: TokenRows) -> Dims:
+    """Return the factors of a region's sums: their rows are the tokens'.
+
+    So are those of what they are added to, of the weights, and of the experts that are chosen.
+    """
+    tokens, columns = tracker.dims(found.tokens)
+    given = arguments_of(found.sums.total, "index_add", "input", "dim", "index", "source", "alpha")
+    by_row = [found.sums.weights, None if given is None else given["input"]]
+    for node in by_row:
+        if isinstance(node, fx.Node):
+            unify(tokens, tracker.dims(node)[0])
+    if found.chosen is not None:
+        chosen = [factor for dim in tracker.dims(found.chosen) for factor in dim]
+        unify([*tokens, Factor(size_of(chosen) // size_of(tokens))], chosen)
+    return [flat(tokens), [Factor(size_of(columns))]]
 
 
 def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> None:

@@ -133,6 +133,11 @@ class Dependence:
         """Return the storages of the tensors `node` takes as arguments."""
         return frozenset(s for a in node.all_input_nodes for s in storages(a))
 
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """Return what writes the memory of the tensors that `node` makes, in graph order."""
+        mine = storages(node)
+        return [writer for writer, written in self.writes.items() if written & mine]
+
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return what needs `node`: its users, and later readers of what it wrote."""
         return [*node.users, *self._later.get(node, ())]

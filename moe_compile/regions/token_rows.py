@@ -16,7 +16,7 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import may_attend
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.modes import changes_mode, chooses_attention
@@ -52,9 +52,8 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
     kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
-        writer = _writer(dependence, node)
-        if writer is not None:
-            return NotFound(reason=Reason.WRITTEN, detail=f"{node.name} by {writer.name}")
+        if writers := dependence.writers(node):
+            return NotFound(reason=Reason.WRITTEN, detail=f"{node.name} by {writers[0].name}")
     attends = any(map(may_attend, region.body))
     if (change := _state_change(found.gather, found.sums.total, attends=attends)) is not None:
         return NotFound(reason=Reason.STATE_CHANGES, detail=change.name)
@@ -137,11 +136,6 @@ def _gathered(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     is_vector = len(shape_of(index)) == 1 and type_of(index) in (torch.int32, torch.int64)
     return (source, index) if is_vector and len(shape_of(source)) == 2 else None
-
-
-def _writer(dependence: Dependence, node: fx.Node) -> fx.Node | None:
-    mine = storages(node)
-    return next((w for w, written in dependence.writes.items() if written & mine), None)
 
 
 def _state_change(first: fx.Node, last: fx.Node, *, attends: bool) -> fx.Node | None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of, torch_name
 from moe_compile.journal.reasons import Reason
@@ -75,22 +75,17 @@ def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSu
     if not (known and by_row and type_of(total) is type_of(rows)):
         raise NotByRow(Reason.NO_SUM, total)
     assert isinstance(base, fx.Node) and isinstance(index, fx.Node)
-    adds_nothing = is_zeros(base) and not _writers(base, dependence)
+    adds_nothing = is_zeros(base) and not dependence.writers(base)
     return TokenSum(
         total=total, index=index, is_order=False, base=None if adds_nothing else base, tail=(total,)
     )
-
-
-def _writers(node: fx.Node, dependence: Dependence) -> list[fx.Node]:
-    mine = storages(node)
-    return [writer for writer, written in dependence.writes.items() if written & mine]
 
 
 def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
     """Read the form that puts rows in order, `k` to a token, and sums these."""
     tokens, order, written = write.args
     alone = is_zeros(tokens) and written is rows and isinstance(order, fx.Node)
-    if not alone or not isinstance(tokens, fx.Node) or _writers(tokens, dependence) != [write]:
+    if not alone or not isinstance(tokens, fx.Node) or dependence.writers(tokens) != [write]:
         raise NotByRow(Reason.NO_SUM, write)
     readers = [user for user in tokens.users if user is not write]
     if len(readers) != 1 or torch_name(readers[0]) not in FORMS:

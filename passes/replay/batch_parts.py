@@ -92,6 +92,9 @@ class _Replay:
         for source in self._split.cut:
             for env, piece in zip(self.parts.envs, self._pieces.cut(source), strict=True):
                 env[source] = piece
+        for source in self._split.anew:
+            for env, share in zip(self.parts.envs, self._shares, strict=True):
+                self._pieces.replay(source, env, share)
         for source in self._split.alone:
             for env in reversed(self.parts.envs):
                 env[source] = self._emit.method("view_as", source, source)
@@ -133,5 +136,4 @@ class _Replay:
         zeros, _, by_token = found.sums.tail[:3]
         if node is by_token:
             return self._emit.method("reshape", env[zeros], sizes)
-        like = {"dtype": tensor.dtype, "device": tensor.device}
-        return self._emit.instead(node, torch.zeros, sizes, **like)
+        return self._pieces.made(node, torch.zeros, sizes)

@@ -19,7 +19,8 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, Factor, flat, group_size, holds, size_of
 from moe_compile.attention.head_tracking import CUTS, Tracker, cut_dim, is_form, move_name
 from moe_compile.attention.move_arguments import moved
-from moe_compile.graph.query import is_launch, output_splits, value_of
+from moe_compile.graph.constant_tensors import maker_of
+from moe_compile.graph.query import is_launch, output_splits, tensor_of, value_of
 
 
 class Emits(Protocol):
@@ -85,7 +86,9 @@ class Pieces:
     def replay(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> None:
         """Emit `node` for a group of `share` indices, its sizes those of the group."""
         emit = self._emit
-        if is_form(node) or move_name(node) == "expand":
+        if (make := maker_of(node)) is not None:
+            env[node] = self.made(node, make, self.sizes_of(node, share))
+        elif is_form(node) or move_name(node) == "expand":
             name = "expand" if move_name(node) == "expand" else "reshape"
             env[node] = emit.method(name, _source(node, env), self.sizes_of(node, share))
         elif move_name(node) in CUTS:
@@ -98,6 +101,12 @@ class Pieces:
             env[node] = emit.instead(node, node.target, exchanged, splits, splits, *node.args[3:])
         else:
             env[node] = emit.copy(node, env)
+
+    def made(self, node: fx.Node, make: Callable[..., Any], sizes: list[int]) -> Any:
+        """Emit zeros or ones in other sizes, in the place of `node`."""
+        tensor = tensor_of(node)
+        assert tensor is not None
+        return self._emit.instead(node, make, sizes, dtype=tensor.dtype, device=tensor.device)
 
     def sizes(self, dims: Dims, share: int) -> list[int]:
         """Return the sizes of dimensions of these factors in a group of `share` indices."""

@@ -41,14 +41,6 @@ EQUIVALENT: Final[dict[Key, str]] = {
         "for tensor, result in zip(call.outputs, results, strict=True):",
         "True  ->  False",
     ): "a rule gives one result for each output, so neither list is longer",
-    (
-        CHOICE,
-        "is_capped |= len(fitting) < len(candidates) and _fastest(candidates) is not best",
-        "len(fitting) < len(candidates)  ->  len(fitting) <= len(candidates)",
-    ): (
-        "where all candidates fit, `best` is the fastest of the same list, so the other half of "
-        "the condition is false"
-    ),
 }
 """No input can tell the changed source from the one written."""
 

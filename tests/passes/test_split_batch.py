@@ -18,7 +18,13 @@ from moe_compile.journal.reasons import Reason
 from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed
 from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
-from tests.dispatch_layers import SharedByIndex
+from tests.dispatch_layers import (
+    Around,
+    InOrderWeighted,
+    OntoNewZeros,
+    OntoZeros,
+    SharedByIndex,
+)
 from tests.layers import GroupedExperts, SharedAndBias
 
 
@@ -78,6 +84,100 @@ def test_what_parts_would_compute_otherwise_is_left_whole(fake_ranks, name):
     assert skipped == [reason]
     with pytest.raises(RegionRefused, match="batch_parts"):
         verdicts(build(fake_ranks), drawn(), strict=True)
+
+
+class WrittenZeros(OntoZeros):
+    """Something is written into the zeros before rows are added to them."""
+
+    def zeros(self, x):
+        zeros = super().zeros(x)
+        zeros[0] = 1
+        return zeros
+
+
+class OntoOnes(OntoZeros):
+    def zeros(self, x):
+        return torch.ones(x.shape, dtype=x.dtype)
+
+
+class OntoTable(OntoZeros):
+    """Each token of the batch has a row of its own in a table of constants."""
+
+    def zeros(self, x):
+        return torch.arange(x.shape[0], dtype=x.dtype)[:, None] * torch.ones(
+            x.shape[1], dtype=x.dtype
+        )
+
+
+@pytest.mark.parametrize("layer", [OntoZeros, OntoNewZeros, OntoOnes, OntoTable])
+def test_what_sums_are_added_to_is_as_large_as_a_part(fake_ranks, layer):
+    gm, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
+    assert skipped == []
+    assert compilation.rewrites == ["split_batch: applied to the batch, in 2 parts"]
+    added = [n for n in gm.graph.nodes if n.target == "index_add"]
+    assert [len(n.args[0].meta["example_value"]) for n in added] == [2 * POSITIONS] * 2
+
+
+class OfItsType(OntoZeros):
+    """What has no batch is given the type of what has."""
+
+    def zeros(self, x):
+        return torch.zeros_like(x) + x.new_ones(x.shape[1])
+
+
+def test_constants_that_read_a_type_off_the_batch_are_named(fake_ranks):
+    _, skipped, compilation = verdicts(Block(OfItsType, torch.bfloat16), drawn())
+    assert skipped == [Reason.BATCH_LOST]
+    assert "new_ones reads the batch for its type alone" in compilation.rewrites[0]
+
+
+def test_what_is_written_into_zeros_is_not_left_out(fake_ranks):
+    _, skipped, _ = verdicts(Block(WrittenZeros, torch.bfloat16), drawn())
+    assert skipped == [Reason.WRITTEN]
+
+
+class OfSaidLength(OntoZeros):
+    """An operator is told how long its result is, which is not how long it is of a part."""
+
+    def zeros(self, x):
+        twice = x.repeat_interleave(2, 0, output_size=2 * len(x))
+        return twice.view(len(x), 2, -1).sum(1)
+
+
+def test_a_graph_that_a_part_cannot_run_is_left_as_it_was(fake_ranks):
+    program = Block(OfSaidLength, torch.bfloat16)
+    plain, *_ = verdicts(program, drawn(), batch_parts=1)
+    gm, skipped, _ = verdicts(program, drawn())
+    assert skipped == [Reason.BATCH_LOST]
+    assert len(gm.graph.nodes) == len(plain.graph.nodes)
+
+
+def by_position(x):
+    """Put tokens in the order of positions, sequences one after another at each."""
+    return x.view(4, POSITIONS, -1).transpose(0, 1).flatten(0, 1)
+
+
+class OntoOthers(OntoZeros):
+    def zeros(self, x):
+        return by_position(x)
+
+
+class WeighedByOthers(InOrderWeighted):
+    def summed(self, by_token, scores):
+        return super().summed(by_token, by_position(scores))
+
+
+class ChosenByOthers(Around):
+    def route(self, x):
+        return super().route(by_position(x))
+
+
+@pytest.mark.parametrize("layer", [OntoOthers, WeighedByOthers, ChosenByOthers])
+def test_what_is_of_other_tokens_is_refused(fake_ranks, layer):
+    """A token of one part would be added to, weighted as, or sent like one of another."""
+    _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
+    assert len(skipped) == 1
+    assert compilation.rewrites[0].startswith("split_batch: left alone the batch")
 
 
 class Gathered(Block):
