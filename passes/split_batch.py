@@ -35,7 +35,7 @@ from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_trace import UNTRACEABLE
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.token_regions import TokenRows
-from moe_compile.regions.token_rows import find_token_rows
+from moe_compile.regions.token_rows import read_token_rows
 from passes.contract import Fact, GraphPass
 from passes.replay.batch_parts import Parts, emit_parts, part_sizes
 
@@ -89,8 +89,9 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
         erase_dead(new)
         raise
     for node in output.all_input_nodes:
-        if node in parts.joined or node in split.kept:
-            read_instead(output, node, parts.joined.get(node, parts.kept.get(node)))
+        made = parts.joined.get(node, parts.kept.get(node))
+        if made is not None:
+            read_instead(output, node, made)
     erase_dead(split.dead)
     _check(graph, split, parts)
 
@@ -121,13 +122,16 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
 
 
 def _check(graph: fx.Graph, split: BatchSplit, parts: Parts) -> None:
-    """Raise ContractViolation unless each part has its regions, with its tokens and routing."""
+    """Raise ContractViolation unless each part has its regions, with its tokens and routing.
+
+    Modes may be switched between a region's rows and their sums: for what other parts run there.
+    """
     dependence = Dependence(graph)
     regions = {region.dispatch: region for region in find_moe_regions(graph)[0]}
     for env in parts.envs:
         for one in split.regions:
             region = regions.get(env[one.region.dispatch])
-            found = None if region is None else find_token_rows(region, dependence)
+            found = None if region is None else read_token_rows(region, dependence)
             if not isinstance(found, TokenRows):
                 raise ContractViolation(f"{one.region.name} is none in a part: {found}")
             for whole, part in _pairs(one.found, found):

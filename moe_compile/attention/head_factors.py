@@ -70,7 +70,7 @@ def regroup(factors: Sequence[Factor], sizes: Sequence[int]) -> Dims:
             elif factor.size % left == 0:
                 outer, inner = factor.split(left)
                 dim.append(outer)
-                todo.insert(0, inner)
+                todo = flat([inner, *todo])  # the same factor may stand further on
                 left = 1
             else:
                 raise Lost("a view cuts across factors")
@@ -91,12 +91,14 @@ def unify(left: Sequence[Factor], right: Sequence[Factor], *, prefix: bool = Fal
             common = math.gcd(a[0].size, b[0].size)
             if common not in (a[0].size, b[0].size):
                 raise Lost("two dimensions have no common factors")
-            for todo in (a, b):
-                if todo[0].size != common:
-                    todo[0:1] = todo[0].split(common)
+            for factor in (a[0], b[0]):
+                if factor.size != common:
+                    factor.split(common)
+            a, b = flat(a), flat(b)
             if a[0].pieces or b[0].pieces:
                 raise Lost("a concatenation meets another dimension")
             b[0].parts = [a[0]]
+            a, b = flat(a), flat(b)  # what was renamed may stand further on too, in both
         a.pop(0)
         b.pop(0)
     if a or (b and not prefix):

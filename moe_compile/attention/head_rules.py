@@ -105,7 +105,8 @@ def _normed(tracker: Tracker, node: fx.Node) -> Dims:
 def _reduced(tracker: Tracker, node: fx.Node) -> Dims:
     dims = _source(tracker, node)
     given = argument(node, "dim")
-    along = given if isinstance(given, list | tuple) else [given]
+    every = list(range(len(dims))) if given is None else [given]
+    along = given if isinstance(given, list | tuple) else every
     if not along or not all(isinstance(d, int) for d in along):
         raise Lost(f"{node.name} reduces an unknown dimension")
     along = [d % len(dims) for d in along]

@@ -9,7 +9,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Factor, Lost, flat
 from moe_compile.attention.head_proof import REFUSALS, Refuse
+from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
+from moe_compile.capacity.expert_rules import one_index
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
@@ -30,7 +32,7 @@ from moe_compile.graph.modes import (
     chooses_attention,
     modes,
 )
-from moe_compile.graph.query import called_name, has_gradient
+from moe_compile.graph.query import called_name, has_gradient, tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_index import TokenIndex
 
@@ -47,8 +49,10 @@ class Dependents:
     """What depends on the batch in another way."""
     counters: set[fx.Node] = field(default_factory=set)
     """What adds counts to tensors from outside."""
+    summed: set[fx.Node] = field(default_factory=set)
+    """Counts, sums and means over the batch that what leaves the graph is made of."""
     kept: set[fx.Node] = field(default_factory=set)
-    """What leaves the graph and is computed of counts: to be computed of those of all parts."""
+    """What leaves the graph and is computed of these: to be computed of those of all parts."""
     needed: set[fx.Node] = field(default_factory=set)
     """What the results and the counters depend on."""
 
@@ -65,18 +69,17 @@ class Dependents:
         self,
         graph: fx.Graph,
         dependence: Dependence,
-        regions: Sequence[SplitRegion],
+        sums: set[fx.Node],
         counters: set[fx.Node],
     ) -> None:
-        """Take in what leaves the graph, of parts and of counts."""
+        """Take in what leaves the graph, of parts and of `sums` over the batch."""
         (output,) = graph.find_nodes(op="output")
         leaving = [n for n in output.all_input_nodes if n in self.routed]
-        counts = {n for one in regions for n in (one.region.counts, one.region.received_counts)}
-        self.kept = (dependence.above(leaving, stops=counts) & self.nodes) - counts
+        above = dependence.above(leaving, stops=sums) & self.nodes
+        self.summed, self.kept = above & sums, above - sums
         self.counters = counters
         results = [n for n in output.all_input_nodes if n in self.apart]
-        sums = counts if self.kept else set()
-        self.needed = dependence.above([*results, *counters, *sums])
+        self.needed = dependence.above([*results, *counters, *self.summed])
 
 
 def body_of(
@@ -89,9 +92,11 @@ def body_of(
 ) -> BatchSplit:
     """Return the split of a graph of which `found` depends on the batch."""
     (output,) = graph.find_nodes(op="output")
-    made = _made_of_parameters(found.needed - found.nodes - set(found.cut), dependence)
+    made = _made_of_parameters(found, dependence)
     body = dependence.in_order((found.nodes & found.needed) | made)
-    obstacle = Legality(dependence, graph).obstacle(body, output, keeps_modes=True)
+    legality = Legality(dependence, graph)
+    obstacle = legality.obstacle(body, output, keeps_modes=True)
+    obstacle = obstacle or legality.obstacle(found.kept, output)
     if obstacle is not None:
         raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
     read = {source for node in body for source in node.all_input_nodes}
@@ -107,21 +112,41 @@ def body_of(
         segments=tuple(_segments(graph, regions, set(body))),
         alone=tuple(_read_twice(body, found.cut)),
         results=tuple(n for n in output.all_input_nodes if n in found.apart),
+        summed=tuple(dependence.in_order(found.summed)),
         kept=tuple(dependence.in_order(found.kept)),
         dead=tuple(dependence.in_order(found.nodes)),
     )
 
 
-def _made_of_parameters(nodes: Collection[fx.Node], dependence: Dependence) -> set[fx.Node]:
-    """Return those of `nodes` that give parameters a gradient, but for mere views of them."""
-    found = set[fx.Node]()
-    for node in dependence.in_order(nodes):
+def _made_of_parameters(found: Dependents, dependence: Dependence) -> set[fx.Node]:
+    """Return what gives parameters a gradient and has no batch, but for their only views.
+
+    Parts may share a view, and add up its gradient, where nothing else adds to the same elements.
+    """
+    made = set[fx.Node]()
+    for node in dependence.in_order(found.needed - found.nodes - set(found.cut)):
         if node.op not in ("call_function", "call_method") or not has_gradient(node):
             continue
         is_view = bool(storages(node) & dependence.reads(node))
-        if is_pure(node) and (not is_view or any(n in found for n in node.all_input_nodes)):
-            found.add(node)
-    return found
+        read_twice = any(_is_read_twice(n, found.needed) for n in node.all_input_nodes)
+        is_of_made = any(n in made for n in node.all_input_nodes)
+        if is_pure(node) and (not is_view or read_twice or is_of_made):
+            made.add(node)
+    return made
+
+
+def _is_read_twice(source: fx.Node, needed: Collection[fx.Node]) -> bool:
+    """Whether several of `needed` read the same elements.
+
+    Pieces of a split have none in common, nor have single indices of one dimension.
+    """
+    readers = [user for user in source.users if user in needed]
+    tensor = tensor_of(source)
+    if len(readers) < 2 or tensor is None:
+        return False
+    taken = [one_index(n) if operator_name(n) in ("getitem", "select") else None for n in readers]
+    indices = {(dim, index % tensor.shape[dim]) for dim, index in filter(None, taken)}
+    return len(indices) < len(readers) or len({dim for dim, _ in indices}) > 1
 
 
 def _outer_of_rows(
@@ -144,20 +169,23 @@ def _segments(
     """Yield the body, with the switches of modes in it, in runs that end with launches of rows."""
     launches = {n for one in regions for n in (one.region.dispatch, one.region.combine)}
     (output,) = graph.find_nodes(op="output")
-    state = _State(modes(graph)[output][0])
+    grad_modes = [modes(graph)[node][0] for node in (next(iter(graph.nodes)), output)]
+    state = _State(*grad_modes)
     nodes: list[fx.Node] = []
     is_begun = is_launched = False
-    for node in graph.nodes:
-        if changes_mode(node):
-            state.throw(node)
-        elif node not in body:
-            continue
-        elif not (is_begun or state.is_settled):
+    is_led = state.is_settled
+    for node in _thrown_and(body, graph, state):
+        if node in body and not is_led:
             raise Refuse(Reason.STATE_CHANGES, node.name)
         is_begun |= node in body
-        nodes += [node] if is_begun else []
+        nodes.append(node)
         is_launched |= node in launches
-        if is_launched and state.is_settled:
+        if not state.is_settled:
+            continue
+        is_led = True
+        if not is_begun:
+            nodes = []  # switches thrown and thrown back
+        elif is_launched:
             yield tuple(nodes)
             nodes, is_launched = [], False
     if not state.is_settled:
@@ -165,11 +193,21 @@ def _segments(
     yield tuple(nodes)
 
 
+def _thrown_and(body: Collection[fx.Node], graph: fx.Graph, state: _State) -> Iterator[fx.Node]:
+    """Yield the body, and every switch of a mode once `state` has taken it in, in graph order."""
+    for node in graph.nodes:
+        if changes_mode(node):
+            state.throw(node)
+            yield node
+        elif node in body:
+            yield node
+
+
 class _State:
     """Which modes are other than where a graph ends."""
 
-    def __init__(self, grad_mode: object) -> None:
-        self._grad_mode = self._grad_mode_now = grad_mode
+    def __init__(self, begins: object, ends: object) -> None:
+        self._grad_mode, self._grad_mode_now = ends, begins
         self._num_entered = self._num_chosen = 0
 
     @property

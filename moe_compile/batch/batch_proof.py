@@ -7,7 +7,8 @@ Contract
     token's result comes of the token, its experts and its scores (`TokenRows`), whichever tokens
     are beside it: a part sorts, counts and exchanges its own rows.
     What a graph writes outside of itself is refused, but for a sum of counts: whole numbers, which
-    parts add up as the whole does. So may what leaves it be made of counts.
+    parts add up as the whole does. What leaves it may be made of counts, sums and means over the
+    batch, whose terms parts add up.
 
 Pseudo-code
     follow factors from all inputs; a region's sums have the factors of its tokens
@@ -27,11 +28,13 @@ import torch.fx as fx
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, holds
 from moe_compile.attention.head_proof import Refuse
+from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
 from moe_compile.batch.sorted_factors import check_factors
+from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
@@ -57,7 +60,12 @@ def find_batch_split(graph: fx.Graph, num_parts: int) -> BatchSplit | None:
     """
     dependence = Dependence(graph)
     regions = _regions(graph, dependence)
-    return split_around(graph, dependence, regions, num_parts) if regions else None
+    if not regions:
+        with_capacity = find_capacity_regions(graph, (), 0)
+        if with_capacity.exchanges:
+            raise Refuse(Reason.BATCH_CAPACITY, ", ".join(sorted(with_capacity.exchanges)))
+        return None
+    return split_around(graph, dependence, regions, num_parts)
 
 
 def split_around(
@@ -117,7 +125,7 @@ class _Proof:
         found = self._dependents(mixing)
         self._check_inputs(found)
         counters = {node for node in found.routed if self._is_counter(node, found.apart)}
-        found.end(self.graph, self.dependence, [one for one, _ in self.regions], counters)
+        found.end(self.graph, self.dependence, self._sums(found), counters)
         self._check_routed(found)
         for split, _ in self.regions:
             if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
@@ -142,6 +150,16 @@ class _Proof:
             else:
                 found.apart.add(node)
         return found
+
+    def _sums(self, found: Dependents) -> set[fx.Node]:
+        """Return what adds up over parts: counts, and sums and means of what has the batch."""
+        regions = (split.region for split, _ in self.regions)
+        sums = {n for region in regions for n in (region.counts, region.received_counts)}
+        for node, dim in self.tracker.closed:
+            is_sum = operator_name(node) in ("sum", "mean") and node not in self.lost
+            if is_sum and holds(dim, self.batch) and not self._has_batch(node):
+                sums |= {node} if found.apart | {*found.cut} >= {*node.all_input_nodes} else set()
+        return sums
 
     def _check_inputs(self, found: Dependents) -> None:
         """Refuse an input whose gradient would be a sum over parts, but for parameters."""
@@ -175,9 +193,9 @@ class _Proof:
             known |= inside(split, self.dependence)
             known |= self.dependence.above(ends, stops=stops) & found.routed
         kept = self.dependence.in_order(found.kept)
-        if any(n in found.apart or has_gradient(n) or n in self.dependence.writes for n in kept):
-            raise self._refusal(next(n for n in kept if n in found.routed - known), found)
-        known |= found.kept
+        if bad := next((n for n in kept if not self._is_done_once(n, found)), None):
+            raise self._refusal(next((n for n in kept if n in found.routed - known), bad), found)
+        known |= found.kept | found.summed
         for node in self.dependence.in_order(found.routed - known):
             is_idle = node not in found.needed and is_pure(node)
             if not is_idle and not self._is_host_side(node):
@@ -186,6 +204,12 @@ class _Proof:
             if not (is_even_exchange(node) and self._travels_whole(node)):
                 raise Refuse(Reason.COMMUNICATES, node.name)
 
+    def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
+        """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
+        if node in found.apart or node in self.dependence.writes or draws_random(node):
+            return False
+        return not (has_gradient(node) and any(n in found.cut for n in node.all_input_nodes))
+
     def _travels_whole(self, exchange: fx.Node) -> bool:
         """Whether each rank is sent something of every index of the batch, and all of these."""
         return not holds(self.tracker.sent.get(exchange, [self.batch]), self.batch)
@@ -193,7 +217,7 @@ class _Proof:
     def _refusal(self, node: fx.Node, found: Dependents) -> Refuse | Lost:
         """Return why `node` is not computed by parts."""
         if draws_random(node):
-            return Refuse(Reason.RANDOM, node.name)
+            return Refuse(Reason.BATCH_RANDOM, node.name)
         if maker_of(node) is not None:
             return Lost(f"{node.name} reads the batch for its type alone")
         why = self.lost.get(node)

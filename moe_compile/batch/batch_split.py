@@ -46,8 +46,10 @@ class BatchSplit:
     """What has a gradient and is read by a part more than once: a part adds up its own terms."""
     results: tuple[fx.Node, ...]
     """Outputs of the graph that are made of parts, joined."""
+    summed: tuple[fx.Node, ...]
+    """Counts, sums and means over the batch that are added up over parts, in graph order."""
     kept: tuple[fx.Node, ...]
-    """What outputs of the graph are computed by from counts, to be those of all parts."""
+    """What outputs of the graph are computed by from these, once."""
     dead: tuple[fx.Node, ...]
     """What depends on the batch, and is not needed once parts run, in graph order."""
 

@@ -49,6 +49,8 @@ class Reason(enum.Enum):
     NO_BATCH = "no dimension of its inputs divides all of it, experts included", Kind.UNPROVEN
     BATCH_MIXED = "something is computed from several parts of the batch", Kind.UNPROVEN
     BATCH_LOST = "the batch was not followed through an operator", Kind.UNPROVEN
+    BATCH_RANDOM = "it draws random numbers, and parts would draw others", Kind.UNPROVEN
+    BATCH_CAPACITY = "experts with a capacity drop other rows of a part", Kind.UNPROVEN
     BATCH_TOO_SMALL = "the batch has fewer sequences than parts", Kind.NOT_POSSIBLE
 
     # exchanges that are no dispatch

@@ -42,10 +42,14 @@ _OPTIONS_AND_PRICE: Final = {
 _BATCH: Final = {
     Reason.NO_BATCH: "give the compiled function whole sequences, [batch, sequence, width], and "
     "route tokens that come of them",
-    Reason.BATCH_MIXED: "compute it outside of the compiled function, as a loss or a norm over the "
-    "batch, or leave batch_parts at 1",
+    Reason.BATCH_MIXED: "return a sum or a mean over the batch, a loss say, beside the output, and "
+    "compute what else reads all of it outside of the compiled function, or leave batch_parts at 1",
     Reason.BATCH_LOST: "use operators of torch out of place, and sizes that are known when it is "
     "compiled, between the inputs and the outputs",
+    Reason.BATCH_RANDOM: "set the probability of dropout to 0, call it outside of the compiled "
+    "function, or leave batch_parts at 1",
+    Reason.BATCH_CAPACITY: "exchange as many rows as experts are chosen by, or leave batch_parts "
+    "at 1 and split the batch outside of the compiled function",
     Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to no more than the sequences of a step",
 }
 _EXCHANGES: Final = {

@@ -45,10 +45,9 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
 
     `dependence` is of its graph.
     """
-    try:
-        found = _find(region, dependence)
-    except NotByRow as stopped:
-        return stopped.found
+    found = read_token_rows(region, dependence)
+    if isinstance(found, NotFound):
+        return found
     kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
@@ -58,6 +57,14 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
     if (change := _state_change(found.gather, found.sums.total, attends=attends)) is not None:
         return NotFound(reason=Reason.STATE_CHANGES, detail=change.name)
     return found
+
+
+def read_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | NotFound:
+    """Return where the rows of `region` come from and go to, whatever is switched meanwhile."""
+    try:
+        return _find(region, dependence)
+    except NotByRow as stopped:
+        return stopped.found
 
 
 def _find(region: MoERegion, dependence: Dependence) -> TokenRows:

@@ -5,7 +5,8 @@ Contract
     Order     the segments of all parts in turn: while rows of one part travel, attention and
               experts of others can run. Within a turn the last part first, so that autograd adds
               up gradients from the first part on, as gradient accumulation over the parts does.
-    What leaves the graph and is made of counts is computed of the sums of all parts' counts.
+    What leaves the graph and is made of counts, sums or means over the batch is computed once, of
+    those of all parts added up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, size_of
+from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
@@ -31,7 +33,7 @@ class Parts:
     envs: list[dict[fx.Node, Any]]
     """Of each part: node of the whole -> its copy."""
     kept: dict[fx.Node, Any] = field(default_factory=dict)
-    """What is computed of counts -> the same of those of all parts."""
+    """Sums over the batch, and what is computed of them -> the same of all parts."""
     joined: dict[fx.Node, Any] = field(default_factory=dict)
     """Output of the whole -> that of all parts."""
 
@@ -81,11 +83,6 @@ class _Replay:
             if one.found.sums.is_order
             for node in (one.found.sums.tail[0], one.found.sums.tail[2])
         }
-        self._counts = {
-            node
-            for one in split.regions
-            for node in (one.region.counts, one.region.received_counts)
-        }
 
     def give_inputs(self) -> None:
         """Cut what has the batch; name for each part what it reads more than once."""
@@ -100,19 +97,29 @@ class _Replay:
                 env[source] = self._emit.method("view_as", source, source)
 
     def run(self, segment: Sequence[fx.Node]) -> None:
-        """Emit a segment for each part, and what is made of the counts of all once these are."""
+        """Emit a segment for each part, and what is made of sums over all once these are there."""
         envs, kept = self.parts.envs, self.parts.kept
         for env, share in reversed(list(zip(envs, self._shares, strict=True))):
             for node in segment:
                 self._emit_node(node, env, share)
-        if not self._split.kept or kept or not self._counts <= envs[0].keys():
+        if kept or not self._split.summed or not {*self._split.summed} <= envs[0].keys():
             return
-        for node in sorted(self._counts):
-            kept[node] = envs[0][node]
-            for env in envs[1:]:
-                kept[node] = self._emit.call(torch.add, kept[node], env[node])
+        for node in self._split.summed:
+            kept[node] = self._sum(node)
         for node in self._split.kept:
             kept[node] = self._emit.copy(node, kept)
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        """Emit the sum over all parts: of means, each by its part's share of the batch."""
+        values = [env[node] for env in self.parts.envs]
+        if operator_name(node) == "mean":
+            whole = sum(self._shares)
+            shared = zip(values, self._shares, strict=True)
+            values = [self._emit.call(torch.mul, value, n / whole) for value, n in shared]
+        total = values[0]
+        for value in values[1:]:
+            total = self._emit.call(torch.add, total, value)
+        return total
 
     def join(self, node: fx.Node) -> None:
         """Emit an output of the whole."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_compile.attention.head_factors import Lost, flat
+from moe_compile.attention.head_factors import Factor, Lost, flat, regroup, unify
 from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_proof import split_around
 from moe_compile.graph.dependence import Dependence
@@ -82,6 +82,21 @@ TURNED = {
 }
 """Sequences stay apart, in another place."""
 STEPS = APART | MIXED | TURNED
+
+
+def test_dimensions_that_change_places_become_one():
+    """[S, B] meets [B, S], both of two indices: each was named after the other, for ever."""
+    s, b = Factor(2), Factor(2)
+    unify([s, b], [b, s])
+    (first, second), other = flat([s, b]), flat([b, s])
+    assert first is second and other == [first, second]
+
+
+def test_a_factor_that_stands_twice_is_cut_once():
+    twice = Factor(4)
+    dims = regroup([twice, twice], [2, 2, 2, 2])
+    outer, inner = flat([twice])
+    assert [flat(dim) for dim in dims] == [[outer], [inner]] * 2
 
 
 class Steps(nn.Module):

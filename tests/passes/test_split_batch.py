@@ -69,7 +69,7 @@ def verdicts(program, x, **options):
 
 
 REFUSED = {
-    "dropout": (lambda group: Dropped(GroupedExperts, torch.bfloat16), Reason.RANDOM),
+    "dropout": (lambda group: Dropped(GroupedExperts, torch.bfloat16), Reason.BATCH_RANDOM),
     "loss": (lambda group: WithLoss(GroupedExperts, torch.bfloat16), Reason.BATCH_MIXED),
     "bias by load": (lambda group: Block(SharedAndBias, torch.bfloat16), Reason.BATCH_MIXED),
     "in place": (lambda group: Written(GroupedExperts, torch.bfloat16), Reason.BATCH_LOST),
@@ -210,11 +210,48 @@ def test_sizes_that_are_not_known_are_said_to_be(fake_ranks):
     assert "a size is not known when compiling" in compilation.rewrites[0]
 
 
-def test_graphs_without_a_region_that_is_counted_are_not_looked_at(fake_ranks):
-    """Experts with a capacity drop what is too much of the whole batch."""
+def test_experts_with_a_capacity_drop_what_is_too_much_of_the_whole_batch(fake_ranks):
     _, skipped, compilation = verdicts(OfCapacity(fake_ranks), drawn())
-    assert skipped == []
+    assert skipped == [Reason.BATCH_CAPACITY]
     assert len(compilation.regions) == 1
+    with pytest.raises(RegionRefused, match="batch_parts"):
+        verdicts(OfCapacity(fake_ranks), drawn(), strict=True)
+
+
+def test_graphs_without_experts_are_not_spoken_of(fake_ranks):
+    _, skipped, _ = verdicts(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), drawn())
+    assert skipped == []
+
+
+class LeftOff(Block):
+    """Gradients are off once it has run."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        torch.set_grad_enabled(False)
+        return y
+
+
+def test_parts_do_not_run_in_a_mode_that_is_left_on(fake_ranks):
+    try:
+        _, skipped, _ = verdicts(LeftOff(GroupedExperts, torch.bfloat16), drawn())
+    finally:
+        torch.set_grad_enabled(True)
+    assert skipped == [Reason.STATE_CHANGES]
+
+
+class UnderAutocast(Block):
+    """Attention, not the experts, runs under autocast."""
+
+    def attend(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().attend(x)
+
+
+def test_modes_that_other_parts_switch_leave_a_region_what_it_is(fake_ranks):
+    _, skipped, compilation = verdicts(UnderAutocast(GroupedExperts, torch.bfloat16), drawn())
+    assert skipped == []
+    assert len(compilation.regions) == 2
 
 
 def test_every_part_is_dispatched_before_the_first_part_is_combined(fake_ranks):
