@@ -1,22 +1,32 @@
-"""Programs of which something is asked by name, and those in two hops made plain more often.
+"""Programs of which something is asked by name; those in two hops, or in parts, plainer.
 
 Contract
-    What stands around the rows keeps most layers out of two hops: two thirds of the programs that
-    ask for them have nothing that reads or sends more than rows and their sums.
+    What stands around the rows keeps most layers out of two hops, and most graphs whole: two thirds
+    of the programs that ask for hops or parts have nothing that reads or sends more than rows and
+    their sums. Those in parts have attention over sequences beside their experts, and more tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Final
 
 from hypothesis import strategies as st
 
-from moe_compile.testing.programs.choices import Detail, Rewrite
+from moe_compile.testing.programs.choices import Detail, Rewrite, Within
 from moe_compile.testing.programs.exchange_choices import Move
-from moe_compile.testing.programs.grammar import HOPPING, Experts, Layer, Program
+from moe_compile.testing.programs.grammar import (
+    HOPPING,
+    PARTED,
+    Attention,
+    Capacity,
+    Experts,
+    Layer,
+    OwnAttention,
+    Program,
+)
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.strategy import LEAVES_WHOLE, programs
+from moe_compile.testing.programs.strategy import ALIGNED, LEAVES_WHOLE, programs
 
 SENDS_MORE: Final = frozenset({Detail.PROBS_TRAVEL, Detail.SURE, Detail.ONE_NUMBER})
 """What travels beside the rows, or instead of them."""
@@ -28,9 +38,40 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
     program = draw(programs(layers))
     if rewrite:
         program = legal(replace(program, rewrite=Rewrite[rewrite]))
-    if program.rewrite in HOPPING and draw(st.sampled_from([True, True, False])):
-        program = legal(replace(program, layers=tuple(map(_plainer, program.layers))))
+    if program.rewrite in PARTED:
+        program = legal(draw(_in_sequences(program)))
+    if program.rewrite in {*HOPPING, *PARTED} and draw(st.sampled_from([True, True, False])):
+        layers = tuple(map(_plainer, program.layers))
+        if program.rewrite in PARTED:  # one layer that is left whole keeps the others so
+            layers = tuple(map(_proven, layers))
+            width = ALIGNED if program.dtype != "bfloat16" else program.width
+            program = replace(program, width=width, hidden=max(width, program.hidden // 8 * 8))
+        program = legal(replace(program, layers=layers))
     return program
+
+
+@st.composite
+def _in_sequences(draw: st.DrawFn, program: Program) -> Program:
+    """Return `program` with attention over sequences between its layers, and some tokens more."""
+    layers: list[Layer] = []
+    for layer in program.layers:
+        attention = st.sampled_from(Within).map(lambda within: OwnAttention(within=within))
+        layers += [*draw(st.lists(attention, max_size=2)), layer]
+    more = draw(st.sampled_from([0, 2, 3, 4]))
+    tokens = tuple(tuple(n + more for n in step) for step in program.tokens)
+    doubled = tuple(tuple(2 * n for n in step) for step in tokens)
+    in_sequences = len(layers) > len(program.layers)
+    return replace(program, layers=tuple(layers), tokens=doubled if in_sequences else tokens)
+
+
+def _proven(layer: Layer) -> Layer:
+    """Return a layer of experts without what leaves it whole, or stands in a loop of its own."""
+    if isinstance(layer, Attention | Capacity):
+        return Experts(top_k=2)
+    if not isinstance(layer, Experts):
+        return layer
+    names = [f.name for f in fields(layer) if getattr(layer, f.name) in LEAVES_WHOLE]
+    return replace(layer, **{name: getattr(Experts(), name) for name in names})
 
 
 def _plainer(layer: Layer) -> Layer:

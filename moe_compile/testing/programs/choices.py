@@ -205,6 +205,26 @@ class Heads(enum.Enum):
     DROPPED = "decoy: dropout in the attention"
 
 
+class Within(enum.Enum):
+    """Attention over sequences of a rank's own tokens."""
+
+    PLAIN = "causal, one head"
+    HEADS = "two heads"
+    NORM = "behind a norm with a weight"
+    MASK = "a causal mask written out"
+    TURNED = "positions before sequences in memory, before and after"
+    SCALED = "tokens scaled by their positions"
+    SUMMED = "the mean of each sequence added"
+    GATED = "a gate for each sequence"
+    ONTO_ZEROS = "added onto zeros of written sizes"
+    ONTO_NEW = "added onto zeros of written sizes and the input's type"
+    FOLDED = "a product over positions and features together"
+    BY_TOKEN = "tokens in one dimension, cut by a view of written sizes"
+    ALL_MEAN = "decoy: the mean of all sequences added"
+    ALL_SUM = "decoy: a running sum over tokens"
+    TURNED_BACK = "decoy: positions before sequences in memory, taken for sequences after"
+
+
 class Routing(enum.Enum):
     """Which experts tokens choose."""
 
@@ -266,3 +286,5 @@ class Rewrite(enum.Enum):
     HOP_SLICES = "nodes = exact, chunk_by = tokens, four ranks on two nodes"
     NODE_SUMS = "nodes = rounded, four ranks on two nodes"
     SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"
+    PARTS = "batch_parts = 2"
+    THREE_PARTS = "batch_parts = 3"

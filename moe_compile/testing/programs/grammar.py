@@ -8,6 +8,7 @@ Contract
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
@@ -33,6 +34,7 @@ from moe_compile.testing.programs.choices import (
     Routing,
     Sharing,
     Style,
+    Within,
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
@@ -102,6 +104,12 @@ HOPPING: Final = frozenset(
 NUM_NODES: Final = 2
 """On which the ranks of such programs are, two on each."""
 
+PARTED: Final[Mapping[Rewrite, int]] = {Rewrite.PARTS: 2, Rewrite.THREE_PARTS: 3}
+"""Rewrites by which a graph runs on parts of its batch -> how many."""
+
+POSITIONS: Final = 2
+"""Tokens of a sequence."""
+
 GATHERING: Final = frozenset({Rewrite.GATHERED, Rewrite.PADDED})
 """Rewrites by which tokens are gathered instead of rows exchanged."""
 
@@ -121,6 +129,13 @@ class Attention:
     """One attention layer, even exchanges around it."""
 
     heads: Heads = Heads.PLAIN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnAttention:
+    """One attention layer over sequences of a rank's own tokens."""
+
+    within: Within = Within.PLAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +204,7 @@ class Picking:
     otherwise: frozenset[Otherwise] = frozenset()
 
 
-Layer = Experts | Attention | Capacity | Picking
+Layer = Experts | Attention | OwnAttention | Capacity | Picking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,9 +239,14 @@ class Program:
         """Whether all its numbers are whole: its layers gather their tokens themselves."""
         return all(isinstance(layer, Picking) for layer in self.layers)
 
+    @property
+    def positions(self) -> int:
+        """Return of how many tokens a sequence is."""
+        return POSITIONS if any(isinstance(a, OwnAttention) for a in self.layers) else 1
+
 
 LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity, Picking)
-Part = TypeVar("Part", Program, Experts, Attention, Capacity, Picking, Layer)
+Part = TypeVar("Part", Program, Experts, Attention, OwnAttention, Capacity, Picking, Layer)
 
 
 def changed(part: Part, name: str, value: Any) -> Part:
@@ -248,7 +268,7 @@ def features(program: Program) -> frozenset[str]:
 
 def all_features() -> list[str]:
     """Return the name of every choice of the grammar, in its order."""
-    of_programs = (Heads, Routing, Groups, Sharing, Backward, Wrapping, Rewrite)
+    of_programs = (Heads, Within, Routing, Groups, Sharing, Backward, Wrapping, Rewrite)
     kinds: tuple[type[enum.Enum], ...] = (
         CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + CHOICES_OF_PICKING + of_programs
     )

@@ -21,6 +21,7 @@ from moe_compile.testing.programs.choices import (
     Rewrite,
     Sharing,
     Style,
+    Within,
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Splits
@@ -29,11 +30,13 @@ from moe_compile.testing.programs.grammar import (
     GATHERING,
     HOPPING,
     NUM_RANKS,
+    PARTED,
     READ_IN,
     WITHOUT_ORDER,
     Capacity,
     Experts,
     Layer,
+    OwnAttention,
     Picking,
     Program,
     changed,
@@ -83,14 +86,14 @@ ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
 
 def legal(program: Program) -> Program:
     """Return `program` less what does not go together."""
-    program = _on_its_ranks(program)
+    program = _of_whole_sequences(_on_its_ranks(program))
     recomputed = program.wrapping is Wrapping.CHECKPOINT
     banned: set[Reader] = set(WRITES) if recomputed else set()
     if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
         banned.add(Reader.FAILING_CHECK)
     if program.sharing is Sharing.ROUTING:  # the second region repeats what the counts say
         banned.add(Reader.ARRIVED_WRITTEN)
-    layers = tuple(_legal_layer(layer, banned) for layer in program.layers)
+    layers = tuple(_legal_layer(layer, banned, program.width) for layer in program.layers)
     program = replace(program, layers=layers)
     if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
         program = replace(program, sharing=Sharing.NOTHING)
@@ -124,6 +127,19 @@ def _on_its_ranks(program: Program) -> Program:
     )
 
 
+def _of_whole_sequences(program: Program) -> Program:
+    """Return `program` with no sequence cut short; of one size where it is to run in parts.
+
+    With other sizes Dynamo compiles anew, for any of them, and these steps run whole.
+    """
+    if program.rewrite in PARTED:
+        same = program.tokens[:1] * len(program.tokens)
+        program = replace(program, tokens=same, dynamic=False)
+    number = program.positions
+    whole = tuple(tuple(-(-n // number) * number for n in step) for step in program.tokens)
+    return replace(program, tokens=whole)
+
+
 def _may_rewrite(program: Program) -> bool:
     """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
     if program.rewrite in GATHERING:
@@ -132,9 +148,11 @@ def _may_rewrite(program: Program) -> bool:
     return program.rewrite not in ROUNDING or alone or program.is_whole
 
 
-def _legal_layer(layer: Layer, banned: set[Reader]) -> Layer:
+def _legal_layer(layer: Layer, banned: set[Reader], width: int) -> Layer:
     if isinstance(layer, Picking):
         return _legal_picking(layer)
+    if isinstance(layer, OwnAttention) and layer.within is Within.HEADS and width % 2:
+        return OwnAttention()
     if not isinstance(layer, Experts):
         return _legal_capacity(layer) if isinstance(layer, Capacity) else layer
     details = set(layer.details)

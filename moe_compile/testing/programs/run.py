@@ -7,6 +7,7 @@ Contract
     bound, floating-point tensors by the norm of their difference. What megamoe may send in eight
     bits the eager program either leaves or rounds so too, row by row, forward and backward: in all
     its layers or in some, since a layer that is left as it is rounds nothing.
+    What may run in parts of its batch computes what eager does of the whole, or adds up over parts.
     A program that raises eagerly must raise compiled too, in the same step.
 """
 
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -29,9 +31,13 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import nn
 
+from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.mirrored_rank import become_mirrored
+from moe_compile.testing.programs.accumulation import accumulated
+from moe_compile.testing.programs.differences import Named, all_differences
 from moe_compile.testing.programs.groups import register_nodes
+from passes.replay.batch_parts import part_sizes
 
 REWRITTEN: Final = ("chunked", "all-gathered", "dispatched in two hops")
 """Verdicts on regions that do not run as they were written."""
@@ -42,13 +48,13 @@ IN_PIECES: Final = "aot_eager in pieces"
 SUMMED_BY_TORCH: Final = "aot_eager, rows of each expert summed by torch"
 """AOTAutograd on the program that sums rows of experts before the host reads them, not after."""
 
+IN_PARTS: Final = "eager, one part of the batch after another"
+"""Eager gradient accumulation over the parts of each step."""
+
 SUMMED_BY_HOST: Final = re.compile(
     r"sizes = \[runs\[(.+?)\] \+ runs\[(\d+) \+ \1\] for e in range\(\2\)\]"
 )
 """Sizes whose concatenation torch 2.13 cannot differentiate: an assertion in its shape analysis."""
-
-Named = dict[str, Any]
-"""What one step computed, by name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,22 +114,39 @@ def _compare_module(
     found = Findings(raises=module.RAISES)
     expected, found.eager_error = _steps(module, rank, reference)
     actual, found.compiled_error = _steps(module, rank, backend)
-    found.differences = _all_differences(expected, actual, module.BOUND)
-    for rounding in _roundings(module, text):  # all, on both ranks, whatever this one found
-        module.__dict__.update(rounding)
-        rounded, _ = _steps(module, rank, reference)
+    found.differences = all_differences(expected, actual, module.BOUND)
+    for other in _other_results(module, rank, text, reference):
         if found.differences:
-            found.differences = _all_differences(rounded, actual, module.BOUND)
+            found.differences = all_differences(other, actual, module.BOUND)
     if len(expected) != len(actual) and not found.compiled_error:
         found.differences.append(f"{len(actual)} steps ran, eagerly {len(expected)}")
     for compilation in REPORT.compilations[known:]:
-        verdicts = [r.verdict for r in compilation.regions]
-        verdicts += [a.verdict for a in compilation.attention]
-        found.verdicts += [*verdicts, *compilation.left_alone]
-        found.num_rewritten += sum(verdict in REWRITTEN for verdict in verdicts)
-        found.dropped += compilation.dropped
+        _note(found, compilation, in_parts=hasattr(module, "PARTS"))
     found.cpu_s = time.process_time() - began
     return found
+
+
+def _note(found: Findings, compilation: Compilation, *, in_parts: bool) -> None:
+    """Note what became of a graph, which was to run `in_parts` perhaps."""
+    verdicts = [r.verdict for r in compilation.regions]
+    verdicts += [a.verdict for a in compilation.attention]
+    found.verdicts += [*verdicts, *compilation.left_alone]
+    found.dropped += compilation.dropped
+    if in_parts:
+        found.num_rewritten += any("split_batch: applied" in s for s in compilation.rewrites)
+    else:
+        found.num_rewritten += sum(verdict in REWRITTEN for verdict in verdicts)
+
+
+def _other_results(
+    module: ModuleType, rank: int, text: str, reference: str
+) -> Iterator[list[Named]]:
+    """Yield what else would be right: as many results on both ranks, whatever one of them found."""
+    if hasattr(module, "PARTS"):
+        yield _steps(module, rank, IN_PARTS)[0]
+    for rounding in _roundings(module, text):
+        module.__dict__.update(rounding)
+        yield _steps(module, rank, reference)[0]
 
 
 def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:
@@ -162,7 +185,8 @@ def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], st
         x, gradient = (_drawn(module, tokens[rank], own) for _ in ("x", "gradient"))
         try:
             with functorch_config.patch(donated_buffer=False):  # else no graph is used twice
-                done.append(_step(module, number, program, function, x, gradient))
+                in_parts = _in_parts(module, number, program, x, gradient, backend)
+                done.append(_step(module, number, program, function, x, gradient, in_parts))
         except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
             return done, f"{type(error).__name__}: {error}"[:1500]
     return done, ""
@@ -174,6 +198,33 @@ def _drawn(module: ModuleType, num_rows: int, own: torch.Generator) -> torch.Ten
     if getattr(module, "WHOLE", False):  # none in programs of earlier versions
         return torch.randint(-2, 3, shape, generator=own).to(module.DTYPE)
     return torch.randn(shape, generator=own).to(module.DTYPE)
+
+
+def _in_parts(
+    module: ModuleType,
+    number: int,
+    program: nn.Module,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    backend: str,
+) -> Named:
+    """Return what differs in a step where its parts run one after another: {} if they do not."""
+    if backend != IN_PARTS:
+        return {}
+    if module.BACKWARD != "accumulated":
+        program.zero_grad()
+    num_sequences = len(x) // module.POSITIONS
+    sizes = [n * module.POSITIONS for n in part_sizes(num_sequences, module.PARTS)]
+    backwards = [partial(_backward, retain=True)] * _num_backwards(module, number)
+    return accumulated(program, x, gradient, sizes, backwards)
+
+
+def _num_backwards(module: ModuleType, number: int) -> int:
+    """Return how often a step goes back."""
+    kind = module.BACKWARD
+    if kind == "none" or (kind == "evaluated" and number % 2):
+        return 0
+    return 2 if kind == "twice" else 1
 
 
 def _summed_by_torch(module: ModuleType) -> ModuleType:
@@ -191,7 +242,7 @@ def _summed_by_torch(module: ModuleType) -> ModuleType:
 
 
 def _compiled(module: ModuleType, program: nn.Module, backend: str) -> Callable[..., Any]:
-    if backend == "eager":
+    if backend in ("eager", IN_PARTS):
         return program
     options = {"megamoe.codegen": "fx", **module.OPTIONS} if backend == "megamoe" else None
     return torch.compile(program, backend=backend, options=options, dynamic=module.DYNAMIC)
@@ -204,17 +255,18 @@ def _step(
     function: Callable[..., Any],
     x: torch.Tensor,
     gradient: torch.Tensor,
+    instead: Named,
 ) -> Named:
-    kind = module.BACKWARD
-    trained = kind != "none" and not (kind == "evaluated" and number % 2)
+    """Run a step and return what it computed, some of it given by name `instead`."""
+    kind, times = module.BACKWARD, _num_backwards(module, number)
+    trained = times > 0
     if kind != "accumulated":
         program.zero_grad()
     x.requires_grad_(trained)
     with torch.set_grad_enabled(trained):
         output, extra = function(x)
-    if trained:
-        for again in (True, False) if kind == "twice" else (False,):
-            _backward([output, *extra], gradient, retain=again)
+    for left in reversed(range(times)):
+        _backward([output, *extra], gradient, retain=left > 0)
     computed: Named = {"output": output, "input gradient": x.grad}
     computed |= {f"extra value {i}": value for i, value in enumerate(extra)}
     computed |= {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
@@ -222,7 +274,10 @@ def _step(
     for name, part in program.named_modules():
         computed |= {f"{name}.{k}": v for k, v in vars(part).items() if type(v) is int}
     computed["random state"] = torch.get_rng_state()
+    computed |= instead
     copied = {name: _copy(value) for name, value in computed.items()}
+    for name, parameter in program.named_parameters():
+        parameter.grad = instead.get(f"gradient of {name}", parameter.grad)
     if trained and kind != "accumulated" and not getattr(module, "WHOLE", False):
         _update(program)
     return copied
@@ -244,30 +299,3 @@ def _update(program: nn.Module) -> None:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _all_differences(expected: list[Named], actual: list[Named], bound: float) -> list[str]:
-    steps = enumerate(zip(expected, actual, strict=False))
-    return [f"step {i}: {d}" for i, (a, b) in steps for d in _differences(a, b, bound)]
-
-
-def _differences(theirs: Named, ours: Named, bound: float) -> Iterator[str]:
-    for name in dict.fromkeys([*theirs, *ours]):
-        if said := _difference(theirs.get(name), ours.get(name), bound):
-            yield f"{name} {said}"
-
-
-def _difference(theirs: Any, ours: Any, bound: float) -> str:
-    if not (isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor)):
-        return "" if theirs is ours or theirs == ours else f"is {ours}, eagerly {theirs}"
-    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-        return f"is {ours.dtype} {[*ours.shape]}, eagerly {theirs.dtype} {[*theirs.shape]}"
-    if torch.equal(theirs, ours):
-        return ""
-    a, b = theirs.double().nan_to_num(123.0), ours.double().nan_to_num(123.0)
-    if torch.equal(a, b):
-        return ""
-    error, size = (a - b).norm().item(), a.norm().item()
-    if theirs.is_floating_point() and error <= bound * size:
-        return ""
-    return f"differs by {error:.3g}, of {size:.3g}"

@@ -168,9 +168,10 @@ def _programs_with_capacity(draw: st.DrawFn) -> Program:
 
 
 REWRITES_DRAWN: Final = (
-    *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, Rewrite.GATHERED, Rewrite.PADDED,
+    *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, *[Rewrite.PARTS] * 8,
+    Rewrite.THREE_PARTS, Rewrite.THREE_PARTS, Rewrite.GATHERED, Rewrite.PADDED,
 )  # fmt: skip
-"""Those that only some programs allow more often: others are chunked."""
+"""Those that only some programs allow, or that leave many whole, more often."""
 
 BESIDE: Final = ("nothing",) * 8 + ("whole",) * 20 + ("decoy",) * 9 + ("heads",) * 7 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""

@@ -15,6 +15,7 @@ from moe_compile.testing.programs.choices import (
     Rewrite,
     Routing,
     Sharing,
+    Within,
     Wrapping,
 )
 from moe_compile.testing.programs.grammar import (
@@ -24,6 +25,7 @@ from moe_compile.testing.programs.grammar import (
     Attention,
     Capacity,
     Experts,
+    OwnAttention,
     Picking,
     Program,
     changed,
@@ -58,6 +60,8 @@ def _all() -> Iterator[Program]:
         yield from (replace(plain, layers=(with_choice(layer, c),)) for c in kind)
     for heads in Heads:
         yield replace(plain, layers=(Attention(heads=heads),), tokens=((4, 4),))
+    parts = replace(plain, tokens=((6, 6),), rewrite=Rewrite.PARTS)
+    yield from (replace(parts, layers=(OwnAttention(within=kind), layer)) for kind in Within)
     slots = Program(layers=(Capacity(top_k=2),), tokens=((5, 5),), dtype="float32")
     yield slots
     yield replace(slots, width=32, hidden=32, dtype="bfloat16", layers=(WIDE_CAPACITY,))

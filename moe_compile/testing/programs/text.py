@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from moe_compile.testing.programs.attention_text import attention_class, may_round
 from moe_compile.testing.programs.capacity_text import capacity_class
@@ -26,16 +26,20 @@ from moe_compile.testing.programs.grammar import (
     GATHERING,
     NUM_NODES,
     NUM_RANKS,
+    PARTED,
     Attention,
     Capacity,
     Experts,
     Layer,
+    OwnAttention,
     Picking,
     Program,
 )
 from moe_compile.testing.programs.layer_text import layer_class
 from moe_compile.testing.programs.model_text import model_class
 from moe_compile.testing.programs.picking_text import OF_KNOWN_LENGTH, PARTS, picking_class
+from moe_compile.testing.programs.program_options import options_of
+from moe_compile.testing.programs.sequence_text import own_attention_class
 
 HEAD: Final = """\
 import torch
@@ -116,23 +120,6 @@ if __name__ == "__main__":
     print_judgement(__file__)
 """
 
-GATHERED: Final = {"megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True}
-
-REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
-    Rewrite.CHUNKS: {},
-    Rewrite.UNSCHEDULED: {"megamoe.schedule": False},
-    Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
-    Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
-    Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
-    Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
-    Rewrite.GATHERED: GATHERED,
-    Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
-    Rewrite.HOPS: {"megamoe.nodes": "exact"},
-    Rewrite.HOP_SLICES: {"megamoe.nodes": "exact", "megamoe.chunk_by": "tokens"},
-    Rewrite.NODE_SUMS: {"megamoe.nodes": "rounded"},
-    Rewrite.SUM_SLICES: {"megamoe.nodes": "rounded", "megamoe.chunk_by": "tokens"},
-}
-
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
 
 BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, Rewrite.NODE_SUMS, Rewrite.SUM_SLICES), 0.05)
@@ -167,14 +154,6 @@ def source_of(program: Program) -> str:
     return "\n\n".join(blocks)
 
 
-def options_of(program: Program) -> dict[str, Any]:
-    """Return the options of `torch.compile` that `program` is compiled with."""
-    extra = REWRITES[program.rewrite]
-    heads = any(isinstance(layer, Attention) for layer in program.layers)
-    groups = {"megamoe.attention_chunks": 2} if heads else {}
-    return {"megamoe.chunks": program.chunks, **groups, **extra}
-
-
 def _settings(program: Program) -> str:
     heads = [layer.heads for layer in program.layers if isinstance(layer, Attention)]
     rounds = any(may_round(kind, program.dtype) for kind in heads)
@@ -201,6 +180,9 @@ def _settings(program: Program) -> str:
     ]
     if program.num_ranks != NUM_RANKS:
         lines += [f"RANKS, NODES = {program.num_ranks}, {NUM_NODES}"]
+    if program.rewrite in PARTED:
+        parts = f"{PARTED[program.rewrite]}, {program.positions}"
+        lines += [f"PARTS, POSITIONS = {parts}  # of the batch; of a sequence"]
     return "\n".join(lines) + "\n"
 
 
@@ -252,6 +234,8 @@ def _class(layer: Layer, number: int) -> list[str]:
         return capacity_class(layer, number)
     if isinstance(layer, Picking):
         return picking_class(layer, number)
+    if isinstance(layer, OwnAttention):
+        return own_attention_class(layer, number)
     return attention_class(layer, number)
 
 

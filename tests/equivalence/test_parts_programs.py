@@ -1,0 +1,71 @@
+"""Generated programs in parts of their batch equal gradient accumulation over the parts.
+
+One process is both ranks (`moe_compile/testing/mirrored_rank.py`), which takes seconds a program.
+"""
+
+import itertools
+
+import pytest
+
+from moe_compile.testing.programs.campaign import drawn_programs
+from moe_compile.testing.programs.choices import Backward, Rewrite, Sharing, Within
+from moe_compile.testing.programs.grammar import PARTED, Experts, OwnAttention, Program
+from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.legal import legal
+from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.text import source_of
+from tests.slow_parameters import slow_but
+
+MIXING = (Within.ALL_MEAN, Within.ALL_SUM, Within.TURNED_BACK)
+
+
+def program(*withins, rewrite=Rewrite.PARTS, **changes):
+    layers = (*(OwnAttention(within=within) for within in withins), Experts(top_k=2))
+    given = {"tokens": ((6, 6),), "rewrite": rewrite} | changes
+    return legal(Program(layers=layers, **given))
+
+
+def judged(program, old="", new=""):
+    text = source_of(program)
+    assert not old or text.count(old) == 1
+    return judgement_of([run(0, text.replace(old, new) if old else text)])
+
+
+def test_steps_are_of_one_size_and_of_whole_sequences():
+    one = program(Within.PLAIN, tokens=((5, 5), (2, 2)), dynamic=True)
+    assert one.tokens == ((6, 6), (6, 6)) and not one.dynamic and legal(one) == one
+    assert "\nPARTS, POSITIONS = 2, 2 " in source_of(one)
+    other = program(rewrite=Rewrite.THREE_PARTS, tokens=((5, 5),))
+    assert other.tokens == ((5, 5),) and "\nPARTS, POSITIONS = 3, 1 " in source_of(other)
+
+
+def test_a_campaign_of_parts_draws_nothing_else():
+    drawn = [*itertools.islice(drawn_programs(2, "PARTS"), 20)]
+    assert {p.rewrite for p in drawn} == {Rewrite.PARTS}
+    assert any(isinstance(layer, OwnAttention) for p in drawn for layer in p.layers)
+
+
+QUICK = (Within.ONTO_NEW, Within.ALL_SUM)
+
+
+@pytest.mark.parametrize("within", slow_but(QUICK, Within), ids=lambda within: within.name)
+def test_a_program_equals_accumulation_or_is_left_whole(within):
+    judgement = judged(program(within))
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.is_chunked == (within not in MIXING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rewrite", sorted(PARTED, key=str))
+def test_gradients_of_several_steps_and_calls_are_added_up(rewrite):
+    tokens = ((6, 6), (6, 6))
+    for backward in (Backward.TWICE, Backward.ACCUMULATED, Backward.EVALUATED):
+        given = {"tokens": tokens, "backward": backward, "sharing": Sharing.WEIGHTS}
+        judgement = judged(program(Within.PLAIN, rewrite=rewrite, **given))
+        assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+
+
+def test_what_a_program_in_parts_does_otherwise_is_found():
+    right = "scores = torch.sigmoid((x @ self.router).float())"
+    wrong = f"{right} + 0.5 * torch.compiler.is_compiling()"
+    assert judged(program(), right, wrong).kind is Kind.WRONG
