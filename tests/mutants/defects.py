@@ -292,6 +292,16 @@ DEFECTS: Final = (
             ),
         ),
     ),
+    Defect(
+        "parts of the batch add up a weight's gradient in turn, not one part after another",
+        (
+            Change(
+                "moe_compile/batch/batch_body.py",
+                "yield from (source for source, count in times.items() if count > 1)",
+                "yield from ()",
+            ),
+        ),
+    ),
 )
 
 
