@@ -107,4 +107,4 @@ def test_blocks_in_parts_equal_gradient_accumulation():
 @pytest.mark.parametrize("first", range(1000, 2300, PER_TEST))
 def test_more_blocks_in_parts_equal_gradient_accumulation(first):
     """1,300 blocks, of which more than 1,000 run in parts."""
-    assert check(range(first, first + PER_TEST)) >= 0.75 * PER_TEST
+    assert check(range(first, first + PER_TEST)) >= 0.7 * PER_TEST
