@@ -6,7 +6,8 @@ import pytest
 
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import Act, Backward, Rewrite, Routing
-from moe_compile.testing.programs.grammar import Picking, Program, features
+from moe_compile.testing.programs.features import features
+from moe_compile.testing.programs.grammar import Picking, Program
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.picking_choices import (
     Add,

@@ -13,7 +13,6 @@ Key = tuple[str, str, str]
 """Module, line of source without its indent, change."""
 
 PROOF: Final = "moe_compile/proof/"
-CHOICE: Final = "moe_compile/schedule/choose_schedule.py"
 
 DECLARED: Final = (
     "the default given here is never used: every overload of the operator declares the argument, "
@@ -60,10 +59,6 @@ HARMLESS: Final[dict[Key, str]] = {
     ): (
         "gradients between 2 and 3 instead of 1 and 2 are tried on every number of two bytes: as "
         "many, with a bit less of mantissa"
-    ),
-    (CHOICE, "SMALLEST_WINDOW: Final = 16", "16  ->  17"): (
-        "the smallest look-ahead that is tried: either number gives schedules that keep every "
-        "precedence and the memory allowed; which is better no test should pin"
     ),
 }
 """Behaviour differs, and the tests do not show it; they count as survivors."""

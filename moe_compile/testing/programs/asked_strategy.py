@@ -41,12 +41,12 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
     if program.rewrite in PARTED:
         program = legal(draw(_in_sequences(program)))
     if program.rewrite in {*HOPPING, *PARTED} and draw(st.sampled_from([True, True, False])):
-        layers = tuple(map(_plainer, program.layers))
+        plainer = tuple(map(_plainer, program.layers))
         if program.rewrite in PARTED:  # one layer that is left whole keeps the others so
-            layers = tuple(map(_proven, layers))
+            plainer = tuple(map(_proven, plainer))
             width = ALIGNED if program.dtype != "bfloat16" else program.width
             program = replace(program, width=width, hidden=max(width, program.hidden // 8 * 8))
-        program = legal(replace(program, layers=layers))
+        program = legal(replace(program, layers=plainer))
     return program
 
 

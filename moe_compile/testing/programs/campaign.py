@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
 from moe_compile.testing.programs.asked_strategy import asked_programs
-from moe_compile.testing.programs.grammar import Program, features
+from moe_compile.testing.programs.features import features
+from moe_compile.testing.programs.grammar import Program
 from moe_compile.testing.programs.judge import Judge, Judgement, Kind
 from moe_compile.testing.programs.shrink import simplest
 from moe_compile.testing.programs.text import source_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final
 
-from moe_compile.testing.programs.grammar import all_features
+from moe_compile.testing.programs.features import all_features
 from moe_compile.testing.programs.judge import FAILURES, Kind
 
 LEAST: Final = 50

@@ -221,10 +221,9 @@ def _in_parts(
 
 def _num_backwards(module: ModuleType, number: int) -> int:
     """Return how often a step goes back."""
-    kind = module.BACKWARD
-    if kind == "none" or (kind == "evaluated" and number % 2):
+    if module.BACKWARD == "none" or (module.BACKWARD == "evaluated" and number % 2):
         return 0
-    return 2 if kind == "twice" else 1
+    return 2 if module.BACKWARD == "twice" else 1
 
 
 def _summed_by_torch(module: ModuleType) -> ModuleType:
