@@ -58,7 +58,7 @@ def places_of(index: torch.Tensor, by: torch.Tensor | None, number: int, most: i
 def sum_of_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the sums `[number, D]` of the `rows` `[R, D]` at `places` `[number, most]`.
 
-    In float32, of float64 rows in float64.
+    In float32, of float64 rows in float64. There must be a row where there is a place, be it -1.
     """
     wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
     first, *others = places.unbind(1)
@@ -104,7 +104,8 @@ def merged(
     for of_slice, (came, places) in enumerate(zip(there, on_node, strict=True)):
         sums = sum_of_places(joined(came), places).to(rows[0].dtype)
         home.append(exchanged(sums, from_nodes[of_slice], to_nodes[of_slice], cross))
-    return sum_of_places(joined(home), at_home)
+    rows_home = F.pad(joined(home), (0, 0, 0, 1))  # others may send all rows of the tokens
+    return sum_of_places(rows_home, at_home)
 
 
 class _TokensReceived(torch.autograd.Function):

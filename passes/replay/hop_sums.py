@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.fx as fx
+import torch.nn.functional as F
 
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
@@ -77,6 +78,8 @@ def emit_sums(
         got, splits = [sizes.far_sent[of_slice]], [sizes.far_got[of_slice]]
         across += launched(emit, rows_of_nodes, got, splits, nodes.cross)
     sent = joined(emit, [emit.call(C10D.wait_tensor, launch) for launch in across])
+    if form.found.part is not None:  # others may send all rows of the tokens
+        sent = emit.call(F.pad, sent, (0, 0, 0, 1))
     wide = emit.call(SUM_OF_PLACES, sent, home.at_home)
     if sums.base is not None:
         wide = emit.method("add", wide, sums.base)
