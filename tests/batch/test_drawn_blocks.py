@@ -15,9 +15,11 @@ from passes.replay.batch_parts import part_sizes
 from passes.split_batch import SplitBatch
 from tests.batch.drawn_blocks import APART, DTYPE, FORMS, MIXED, TALLIES, WIDTH, DrawnBlock
 from tests.capture import state
+from tests.slow_parameters import exhaustive_but
 
 ATTENTION = [name for name in APART if "attention" in name or name == "fewer KV heads"]
 PER_TEST = 100
+FIRST = 1000
 
 
 def drawn(seed):
@@ -103,8 +105,7 @@ def test_blocks_in_parts_equal_gradient_accumulation():
     assert check(range(12)) >= 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 2300, PER_TEST))
+@pytest.mark.parametrize("first", exhaustive_but([FIRST], range(FIRST, 2300, PER_TEST)))
 def test_more_blocks_in_parts_equal_gradient_accumulation(first):
     """1,300 blocks, of which more than 1,000 run in parts."""
     assert check(range(first, first + PER_TEST)) >= 0.7 * PER_TEST

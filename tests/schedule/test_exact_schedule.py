@@ -76,7 +76,7 @@ def check(pool, number, seed):
 
 @pytest.mark.slow
 def test_schedules_are_near_the_least_time(two_ranks):
-    check(two_ranks, 24, 0)
+    check(two_ranks, 16, 0)
 
 
 @pytest.mark.exhaustive
