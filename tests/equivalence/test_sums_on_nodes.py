@@ -32,7 +32,7 @@ from tests.equivalence.test_two_hops import (
 )
 from tests.layers import GroupedExperts
 from tests.node_ranks import in_two_hops, seat
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 OPTIONS = {"megamoe.nodes": "rounded", "megamoe.strict": True, "megamoe.codegen": "fx"}
 WEIGHTED = (Around, InOrder, InOrderWeighted)
@@ -137,7 +137,9 @@ IN_PARTS = (
 )
 
 
-@pytest.mark.parametrize(("style", "axis", "num_parts"), slow_but(IN_PARTS[:1], IN_PARTS))
+@pytest.mark.parametrize(
+    ("style", "axis", "num_parts"), [IN_PARTS[0], *exhaustive_but(IN_PARTS[1:2], IN_PARTS[1:])]
+)
 def test_parts_are_added_up_once_all_are_there(two_nodes, style, axis, num_parts):  # noqa: F811
     """Three experts a rank; ranks without tokens."""
     dtype = torch.float32 if style is InOrderWeighted else torch.float64

@@ -19,7 +19,7 @@ from tests.dispatch_layers import (
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
 from tests.node_ranks import BytesBetweenNodes, in_two_hops, seat
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
 TOKENS = (9, 14, 5, 7)
@@ -138,7 +138,8 @@ IN_PARTS = (
 
 
 @pytest.mark.parametrize(
-    ("style", "axis", "num_parts", "routing"), slow_but(IN_PARTS[:2], IN_PARTS)
+    ("style", "axis", "num_parts", "routing"),
+    [*IN_PARTS[:2], *exhaustive_but(IN_PARTS[2:3], IN_PARTS[2:])],
 )
 def test_no_bit_changes_in_chunks_of_experts_or_slices_of_tokens(
     two_nodes, style, axis, num_parts, routing
@@ -148,8 +149,7 @@ def test_no_bit_changes_in_chunks_of_experts_or_slices_of_tokens(
     check(two_nodes.run(differing_in_parts, case, style, axis, num_parts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["experts", "tokens"])
+@pytest.mark.parametrize("axis", exhaustive_but(["tokens"], ["experts", "tokens"]))
 def test_a_second_number_of_tokens_in_parts(two_nodes, axis):
     case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
     check(two_nodes.run(differing_in_parts, case, GroupedExperts, axis, 2))

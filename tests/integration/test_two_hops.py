@@ -15,6 +15,7 @@ from torchtitan.models.moe import MoE, utils
 
 from tests.integration.test_gathered_tokens import DIM, arguments_of_layer, build
 from tests.node_ranks import in_two_hops, seat
+from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.cpu_launcher import generate_permute_indices, prepare_torch
 
 OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
@@ -144,7 +145,6 @@ def test_no_bit_changes_where_two_ranks_share_the_routing_of_a_token(
     assert four_ranks.run(differing_with_tensor_parallelism, *settings) == [[]] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["experts", "tokens"])
+@pytest.mark.parametrize("axis", exhaustive_but(["experts"], ["experts", "tokens"]))
 def test_nor_in_parts(four_ranks, axis):
     assert four_ranks.run(differing_in_parts, axis) == [[]] * 4
