@@ -30,13 +30,12 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
-from moe_compile.testing.programs.features import all_features
+from moe_compile.testing.programs.features import all_features, features
 from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
     Layer,
     Program,
-    features,
 )
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.picking_choices import Otherwise
