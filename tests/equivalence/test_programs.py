@@ -277,6 +277,7 @@ def test_a_failing_program_shrinks_to_what_makes_it_fail():
 
     culprit = Experts(counts=Counts.LEGACY, readers=frozenset({Reader.RETURNED}))
     drawn = (p for p in drawn_programs(5) if any(isinstance(a, Experts) for a in p.layers))
+    drawn = (p for p in drawn if p.positions == 1)  # else tokens come in whole sequences
     for program in itertools.islice(drawn, 5):
         noisy, *others = sorted(program.layers, key=lambda part: not isinstance(part, Experts))
         noisy = replace(noisy, counts=Counts.LEGACY, readers=noisy.readers | {Reader.RETURNED})
