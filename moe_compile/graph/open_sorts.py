@@ -15,7 +15,7 @@ import torch.fx as fx
 from moe_compile.graph.edit import call_otherwise
 from moe_compile.graph.torch_calls import arguments_of
 
-PARAMETERS: Final = ("input", "dim", "descending", "stable")
+SORT_PARAMETERS: Final = ("input", "dim", "descending", "stable")
 FUNCTIONS: Final = {"sort": torch.sort, "argsort": torch.argsort}
 OPERATORS: Final = (torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
 
@@ -46,6 +46,6 @@ def stable_call(
 
 def _arguments(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
     for name in FUNCTIONS:
-        if (given := arguments_of(node, name, *PARAMETERS)) is not None:
+        if (given := arguments_of(node, name, *SORT_PARAMETERS)) is not None:
             return name, {key: value for key, value in given.items() if key != "stable" or value}
     return None

@@ -35,9 +35,9 @@ class Snapshot:
         env: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(output):
             for kept in self._nodes:
-                if kept.node.op == "output":
+                if kept.op == "output":
                     output.args = fx.node.map_arg(kept.args, env.__getitem__)
-                elif kept.node.op == "placeholder":
+                elif kept.op == "placeholder":
                     env[kept.node] = kept.node
                 else:
                     env[kept.node] = kept.copy_to(graph, env)
@@ -50,6 +50,7 @@ class _Node:
 
     node: fx.Node
     """Of the snapshot's time: it may have been erased since."""
+    op: str
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -58,14 +59,13 @@ class _Node:
 
     @staticmethod
     def of(node: fx.Node) -> _Node:
-        return _Node(node, node.target, node.args, node.kwargs, node.name, dict(node.meta))
+        return _Node(node, node.op, node.target, node.args, node.kwargs, node.name, dict(node.meta))
 
     def copy_to(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> fx.Node:
         """Add a node like it to `graph`, its arguments as `env` has them."""
         args = fx.node.map_arg(self.args, env.__getitem__)
         kwargs = fx.node.map_arg(self.kwargs, env.__getitem__)
-        node = self.node
-        copied = graph.create_node(node.op, self.target, args, kwargs, type_expr=node.type)
+        copied = graph.create_node(self.op, self.target, args, kwargs, type_expr=self.node.type)
         copied.name = self.name
         copied.meta = dict(self.meta)
         return copied

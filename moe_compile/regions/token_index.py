@@ -21,6 +21,7 @@ import torch.fx as fx
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
 from moe_compile.graph.legality import Legality
+from moe_compile.graph.open_sorts import SORT_PARAMETERS
 from moe_compile.graph.query import (
     called_name,
     expression_of,
@@ -41,7 +42,6 @@ CASTS: Final = frozenset({"to", "int", "long"})
 HOLDS_ALL: Final = (torch.int32, torch.int64)
 """Types of integers that hold every row's number: a rank has fewer than 2**31."""
 FLOOR: Final = "floor"
-SORTS: Final = ("input", "dim", "descending", "stable")
 TOPK: Final = ("input", "k", "dim", "largest", "sorted")
 
 
@@ -193,7 +193,9 @@ class TokenIndex:
         """Return the arguments of the sort that gives the permutation `order`, or that plus a
         number."""
         order = self.origin(self._unshifted(order)[0])
-        return self.arguments(order, "argsort", *SORTS) or self.output(order, 1, "sort", *SORTS)
+        return self.arguments(order, "argsort", *SORT_PARAMETERS) or self.output(
+            order, 1, "sort", *SORT_PARAMETERS
+        )
 
     def _shift(self, order: fx.Node) -> Any:
         """Return the number that is added to a permutation, as `expression_of` has it."""
