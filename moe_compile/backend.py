@@ -47,6 +47,7 @@ from moe_compile.hardware import load_profile
 from moe_compile.host_read_fallback import eager_where_a_value_is_needed
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.ops.product_counts import count_grouped_products
+from moe_compile.parts_by_price import decide_parts
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
@@ -148,7 +149,10 @@ def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
     """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
-    state = CompileState(config=config, hardware=load_profile(config.hardware))
+    hardware = load_profile(config.hardware)
+    parts = decide_parts(gm, config, rewrite) if config.batch_parts == "auto" else None
+    now = config if parts is None else dataclasses.replace(config, chunks=parts.chunks)
+    state = CompileState(config=now, hardware=hardware, parts=parts)
     state.predict = lambda graph, new: predicted_us(graph, state, is_rewritten=new)
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []

@@ -3,7 +3,6 @@
 Contract
     A `MegaMoEConfig` that exists is valid; every field is one of the documented options.
     Precedence: `options=` over the TOML table over `MEGAMOE_*` variables over the defaults.
-    A value whose pass is not built yet is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
-from moe_compile.option_checks import check_choice, check_chunks, check_parts, check_share
+from moe_compile.option_checks import check_choice, check_number, check_share
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "chunks": (1,),
-    "batch_parts": (1,),
+    "batch_parts": (1, "auto"),
     "dispatch": ("all_to_all", "auto"),
     "dispatch_wire": ("same", "auto"),
     "combine_wire": ("same", "auto"),
@@ -62,7 +61,9 @@ class MegaMoEConfig:
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
     one part run while rows of another travel. A parameter's gradient is the sum over parts, as
-    gradient accumulation over them makes it. At most the number of sequences."""
+    gradient accumulation over them makes it. At most the number of sequences. "auto": 1, 2 or 4 by
+    price, together with the number of chunks, where `numerics` is "bounded" or "lossy"
+    (docs/batch.md#what-auto-does)."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
     must divide the local KV heads. "auto" chooses as for `chunks`, else takes 2 where that divides
@@ -150,9 +151,9 @@ class MegaMoEConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a value no documented option takes."""
-        check_chunks("chunks", self.chunks)
-        check_chunks("attention_chunks", self.attention_chunks)
-        check_parts(self.batch_parts)
+        check_number("chunks", self.chunks)
+        check_number("attention_chunks", self.attention_chunks)
+        check_number("batch_parts", self.batch_parts)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.attention_split != "none" and self.attention_chunks == 1:

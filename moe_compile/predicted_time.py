@@ -1,4 +1,4 @@
-"""How long a Dynamo graph is predicted to take, traced through every level that it would run.
+"""What a Dynamo graph is predicted to take, traced through every level that it would run.
 
 Contract
     A function of the graph, the options and the hardware profile; nothing is measured, no code is
@@ -11,18 +11,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch.fx as fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from moe_compile.codegen import trace_graphs
 from moe_compile.cost.cost_model import estimate_costs
+from moe_compile.cost.perturbed_profiles import perturbed_profiles
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, value_of
+from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.plan.state import CompileState
+from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """Of a program, forward and backward."""
+
+    us: float
+    """Time, microseconds to three digits."""
+    off_us: tuple[float, ...]
+    """The same order of nodes where one constant of the profile is off, for each, up and down."""
+    peak_bytes: int
+    """Of the phase with the larger peak of live bytes."""
 
 
 def predicted_us(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> float:
@@ -30,27 +46,60 @@ def predicted_us(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool)
 
     `is_rewritten` says that later levels run on it even where `state` has no work for them.
     """
+    phases = _phases(gm, state, is_rewritten=is_rewritten)
+    return round(sum(phase.step_us(state.hardware) for phase in phases), 3)
+
+
+def predicted(gm: fx.GraphModule, state: CompileState) -> Predicted:
+    """Return what `gm` is predicted to take, which passes on the Dynamo graph have been at."""
+    phases = _phases(gm, state, is_rewritten=False)
+
+    def us(hardware: HardwareProfile) -> float:
+        return round(sum(phase.step_us(hardware) for phase in phases), 3)
+
+    return Predicted(
+        us=us(state.hardware),
+        off_us=tuple(map(us, perturbed_profiles(state.hardware))),
+        peak_bytes=max((phase.peak_bytes() for phase in phases), default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """The forward or the backward graph, in its order."""
+
+    graph: fx.Graph
+    sizes: NominalSizes
+    keeps_program: bool
+
+    def step_us(self, hardware: HardwareProfile) -> float:
+        costs = estimate_costs(self.graph, self.sizes, hardware)
+        problem = ScheduleProblem.of(self.graph, costs, keeps_program=self.keeps_program)
+        return simulate(problem, range(len(problem.nodes))).step_us
+
+    def peak_bytes(self) -> int:
+        nodes = tuple(self.graph.nodes)
+        return Liveness.of(nodes, self.sizes).peak_bytes(range(len(nodes)))
+
+
+def _phases(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> list[_Phase]:
     apart = dataclasses.replace(
         state, journal=Journal(), measures={}, nominal_sizes={}, dropped=[], tell_dropped=None
     )
     apart.leave_out(())
     apart.has_work |= is_rewritten or any(map(is_all_to_all, _nodes_of_bodies(gm)))
     inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    phases = []
     with tracing(TracingContext(detect_fake_mode(inputs))):
-        graphs = [traced.graph for traced in trace_graphs(gm, inputs, apart)]
-    return round(sum(_step_us(graph, apart) for graph in graphs), 3)
+        for traced in trace_graphs(gm, inputs, apart):
+            sizes = NominalSizes(apart.nominal_sizes)
+            sizes.learn(traced.graph)
+            keeps_program = not apart.config.equal_tokens
+            phases.append(_Phase(traced.graph, sizes, keeps_program))
+    return phases
 
 
 def _nodes_of_bodies(gm: fx.GraphModule) -> Iterator[fx.Node]:
     for body in gm.modules():
         if body is not gm and isinstance(body, fx.GraphModule):
             yield from body.graph.nodes
-
-
-def _step_us(graph: fx.Graph, state: CompileState) -> float:
-    sizes = NominalSizes(state.nominal_sizes)
-    sizes.learn(graph)
-    costs = estimate_costs(graph, sizes, state.hardware)
-    keeps_program = not state.config.equal_tokens
-    problem = ScheduleProblem.of(graph, costs, keeps_program=keeps_program)
-    return simulate(problem, range(len(problem.nodes))).step_us

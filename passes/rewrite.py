@@ -22,12 +22,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Generic, TypeVar
 
-import torch
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.pristine import pristine_copy
-from moe_compile.graph.query import value_of
+from moe_compile.graph.query import has_static_inputs
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.plan import RewritePlan
@@ -146,6 +145,4 @@ def _can_price(graph: fx.Graph, state: CompileState) -> bool:
     by_rank = any(one.plan.gathers or one.plan.is_divided for one in state.experts)
     if not state.config.equal_tokens or by_rank or state.graph_name != "dynamo":
         return False
-    values = [value_of(node) for node in graph.find_nodes(op="placeholder")]
-    sizes = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
-    return None not in values and not any(isinstance(v, torch.SymInt) for v in (*values, *sizes))
+    return has_static_inputs(graph)

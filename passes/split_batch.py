@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch.fx as fx
@@ -41,6 +41,10 @@ from passes.replay.batch_parts import Parts, emit_parts, part_sizes
 
 BATCH: Final = "the batch"
 """The one candidate."""
+BOUND: Final = (
+    "a parameter's gradient is the sum over parts, off by at most its number of terms times eps "
+    "times the sum of their magnitudes"
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,12 @@ class SplitBatch(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Prove, emit parts, have the outputs read these, erase the whole, look again."""
-        num_parts = state.config.batch_parts
-        if not isinstance(num_parts, int) or num_parts == 1:
+        num_parts, decided = state.num_parts, state.parts
+        if decided is not None and decided.left is not None:
+            is_first = state.graph_name == "dynamo"  # it is of the program, bodies included
+            left = self._left(state, decided.left) if is_first else PassReport(pass_name=self.name)
+            return replace(left, measures=decided.measures)
+        if num_parts == 1:
             return PassReport(pass_name=self.name)
         try:
             split = find_batch_split(graph, num_parts)
@@ -66,10 +74,14 @@ class SplitBatch(GraphPass):
             return self._skipped(state, Reason.BATCH_LOST, str(refused))
         said = f"{num_parts} parts"
         state.rewrites += (RewritePlan(name=self.name, proposals=(said,)),)
-        return PassReport(pass_name=self.name, applied=(f"{BATCH}, in {said}",))
+        measures = decided.measures if decided is not None else {}
+        applied = f"{BATCH}, in {said} (bounded: {BOUND})"
+        return PassReport(pass_name=self.name, applied=(applied,), measures=measures)
 
     def _skipped(self, state: CompileState, reason: Reason, detail: str) -> PassReport:
-        verdict = Verdict(candidate=BATCH, reason=reason, detail=detail)
+        return self._left(state, Verdict(candidate=BATCH, reason=reason, detail=detail))
+
+    def _left(self, state: CompileState, verdict: Verdict) -> PassReport:
         return PassReport(
             pass_name=self.name, skipped=(judged(state.config, "batch_parts", verdict),)
         )

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from moe_compile import config
 from moe_compile.config import CHOICES, HINTS, KINDS, TABLE_ONLY, MegaMoEConfig
-from moe_compile.option_checks import NOT_BUILT
 from torchtitan_integration.job_config import RECIPE_DEFAULTS
 
 HEAD: Final = """\
@@ -73,7 +72,7 @@ def _texts(body: list[ast.stmt]) -> dict[str, str]:
 
 def _values(name: str) -> str:
     known = {**CHOICES, **TABLE_ONLY}.get(name, ())
-    built = (json.dumps(value) for value in known if value not in NOT_BUILT.get(name, ()))
+    built = map(json.dumps, known)
     return ", ".join(built) or OPEN[HINTS[name]]
 
 

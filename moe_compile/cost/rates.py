@@ -85,12 +85,12 @@ class Rates:
         is_far = 0 < node_ranks < num_ranks
         link = hardware.link_of(0 if is_far else num_ranks)
         intra = node if node is not None and num_ranks > node.num_ranks else None
-        origins = {name: _kind(text) for name, text in hardware.origins.items()}
+        origins = dict(hardware.origins)
         if link is node:
             origins |= {"link_gb_per_s": "assumed", "link_latency_us": "assumed"}
         if intra:
             origins |= {"intra_node_gb_per_s": "assumed"}
-        shares = {name: UNCERTAINTY.get(origins.get(name, ""), UNKNOWN) for name in CONSTANTS}
+        shares = {name: share_off(origins.get(name, "")) for name in CONSTANTS}
         if link is node:
             shares["gather_share"] = GATHER_STEP
         if link.gather_share is None:  # one rate for all collectives: they are off together
@@ -169,5 +169,7 @@ CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 """Names of the rates that may be off."""
 
 
-def _kind(origin: str) -> str:
-    return origin.partition(":")[0].split(" ")[0]
+def share_off(origin: str) -> float:
+    """Return the share by which a number may be off that comes from where `origin` says."""
+    kind = origin.partition(":")[0].split(" ")[0]
+    return UNCERTAINTY.get(kind, UNKNOWN)

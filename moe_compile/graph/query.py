@@ -159,6 +159,13 @@ def has_gradient(node: fx.Node) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
+def has_static_inputs(graph: fx.Graph) -> bool:
+    """Whether all inputs are known to have sizes that are numbers."""
+    values = [value_of(node) for node in graph.find_nodes(op="placeholder")]
+    sizes = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
+    return None not in values and not any(isinstance(v, torch.SymInt) for v in (*values, *sizes))
+
+
 def known_rows(node: fx.Node) -> int:
     """Return the length of the first dimension where it is known when compiling, else 0."""
     tensor = tensor_of(node)

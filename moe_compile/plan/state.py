@@ -16,6 +16,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.journal.reasons import Reason
+from moe_compile.plan.choose_parts import PartsDecision
 from moe_compile.plan.plan import Plan, RewritePlan
 from moe_compile.plan.planned import (
     Findings,
@@ -32,6 +33,9 @@ class CompileState:
 
     config: MegaMoEConfig
     hardware: HardwareProfile
+    parts: PartsDecision | None = None
+    """In how many parts of its batch the program runs, where `batch_parts` is "auto"; None where
+    it has no batch that could be divided."""
     found: Findings = field(default_factory=Findings)
     """Of the Dynamo graph at hand."""
     experts: tuple[PlannedExperts, ...] = ()
@@ -118,6 +122,14 @@ class CompileState:
         has_regions = any(one.plan.group for one in self.regions)
         self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
         self.has_work |= self.async_tp or has_regions or self.has_outside_rewrites
+
+    @property
+    def num_parts(self) -> int:
+        """Return in how many parts of its batch the program is to run."""
+        asked = self.config.batch_parts
+        if self.parts is not None:
+            return self.parts.num_parts
+        return asked if isinstance(asked, int) else 1
 
     @property
     def regions(

@@ -48,7 +48,7 @@ def write(folder, text):
             f'{OURS}[megamoe]\nattention = "ulysses"\n',
             'write megamoe.attention = "auto"',
         ),
-        ('[megamoe]\nbatch_parts = "auto"\n', "not available in this version"),
+        ('[megamoe]\nbatch_parts = "half"\n', 'write "auto" or a whole number'),
         ("megamoe = 3\n", "must be a table"),
         ("[megamoe\n", "is not TOML"),
         (OURS.replace("deepseek_v3", "llama3"), 'write model.name = "deepseek_v3"'),
@@ -112,7 +112,7 @@ def test_a_wrong_file_is_named_with_what_to_write(tmp_path, capsys, text, messag
         (["--megamoe.no-strickt"], "Did you mean 'strict'?"),
         (["--megamoe.chunks=0"], "megamoe.chunks is 0"),
         (["--megamoe.codegen", "fxx"], "megamoe.codegen is 'fxx'"),
-        (["--megamoe.batch-parts", "auto"], "not available in this version"),
+        (["--megamoe.batch-parts", "half"], 'write "auto" or a whole number'),
         (["--megamoe.attention", "ring"], "write one of auto, tensor, ulysses"),
         (
             ["--parallelism.context_parallel_degree", "2", "--megamoe.attention", "tensor"],

@@ -17,10 +17,13 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import CHOICES, MegaMoEConfig
 from moe_compile.graph.pristine import pristine_copy
+from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
+from passes.split_batch import SplitBatch
 
 FREE: Final[Mapping[str, Any]] = {
+    "batch_parts": "auto",
     "chunks": "auto",
     "attention_chunks": "auto",
     "dispatch": "auto",
@@ -52,27 +55,34 @@ def choices(
     for numerics in CHOICES["numerics"]:
         copied = pristine_copy(gm)
         state, compilation = rewrite(copied, replace(config, **FREE, numerics=numerics))
-        what = _described(compilation)
+        what = _described(compilation, state)
         known = next((one for one in found if one.what == what), None)
         if known is None:
             measures = [predicted_measures(m.graph) for m in trace_both(copied, inputs, state)]
-            known = choice(numerics, compilation, measures)
+            known = choice(numerics, compilation, state, measures)
         found.append(replace(known, name=numerics))
     return found
 
 
-def choice(name: str, compilation: Compilation, measures: Sequence[Mapping[str, float]]) -> Choice:
+def choice(
+    name: str,
+    compilation: Compilation,
+    state: CompileState,
+    measures: Sequence[Mapping[str, float]],
+) -> Choice:
     """Return what was compiled and what its phases are predicted to take."""
     return Choice(
         name=name,
-        what=_described(compilation),
+        what=_described(compilation, state),
         step_us=sum(phase.get(part, 0.0) for phase in measures for part in STEP),
         exposed_us=sum(phase.get("exposed_us", 0.0) for phase in measures),
     )
 
 
-def _described(compilation: Compilation) -> str:
-    parts = []
+def _described(compilation: Compilation, state: CompileState) -> str:
+    divided = f"{SplitBatch.name}: applied"
+    is_divided = any(line.startswith(divided) for line in compilation.rewrites)
+    parts = [f"{state.num_parts} parts of the batch"] * is_divided
     for region in compilation.regions:
         parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1))
         parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
@@ -82,4 +92,4 @@ def _described(compilation: Compilation) -> str:
     for attention in compilation.attention:
         if attention.is_region:
             parts.append(f"attention in {attention.num_chunks}")
-    return ", ".join(parts)
+    return ", ".join(dict.fromkeys(parts))

@@ -43,6 +43,7 @@ DEFAULT_HARDWARE: Final = "h100"
 
 
 NOTHING_HIDDEN: Final[Mapping[str, Any]] = {
+    "batch_parts": 1,
     "chunks": 1,
     "attention_chunks": 1,
     "dispatch_wire": "same",
@@ -150,7 +151,7 @@ def _trace(
         traced.launches[phase] = _launches(graph, sizes, axes)
         traced.measures[phase] = predicted_measures(graph)
     if compilation.has_regions:
-        own = choice("as asked", compilation, list(traced.measures.values()))
+        own = choice("as asked", compilation, state, list(traced.measures.values()))
         traced.choices = choices(as_written, inputs, config, own)
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     return traced

@@ -40,8 +40,10 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
         for region in layer.compilation.regions:
             remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
             console.print(f"  {region.where}: {_made_of(region)}{remarks}", highlight=False)
-        for line in (*layer.compilation.left_alone, *layer.compilation.dropped):
-            console.print(f"  left alone: {line}", highlight=False)
+        left = (*layer.compilation.left_alone, *layer.compilation.dropped)
+        rewritten = (f"rewrite {line}" for line in layer.compilation.rewrites)
+        for line in (*(f"left alone: {one}" for one in left), *rewritten):
+            console.print(f"  {line}", highlight=False)
         for phase, measures in layer.measures.items():
             console.print(f"  {phase}: {_times(measures)}", highlight=False)
         if layer.unhidden_us and all("exposed_us" in m for m in layer.measures.values()):
