@@ -4,6 +4,9 @@ Contract
     Requires  FUNCTIONAL.
     Keeps     values: only the choice between saving and recomputing is written, as `recompute`.
 
+What nothing in the backward pass is computed from is not kept: rows that are only added up, say, or
+what was sent on to another rank.
+
 Inside a checkpointed function torch recomputes every collective in the backward pass. With
 `recompute = "save_exchanges"` what forward exchanges received is saved instead; with
 "recompute_exchanges" they are recomputed; "model" leaves the model's own policy. Other collectives,
@@ -16,7 +19,7 @@ what other ranks wait for, or launch it later.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +32,7 @@ from moe_compile.graph.query import (
     is_all_gather,
     is_all_to_all,
     is_reduce_scatter,
+    is_tangent,
     is_wait,
 )
 from moe_compile.journal.entries import PassReport, Verdict, judged
@@ -49,23 +53,47 @@ class SaveExchanges(GraphPass):
         """Write the policy on the launches and waits of checkpointed forward exchanges."""
         groups = state.gathered_groups
         nodes = [n for n in graph.nodes if _is_exchange(n, groups) or _is_received(n, groups)]
-        forward = [n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"]
+        forward = [n for n in nodes if not _is_backward(n)]
         asked, is_promised = state.config.recompute, state.config.equal_tokens
         if asked == "model" and is_promised:
             return _all_left(self.name, forward, Reason.MODEL_POLICY)
-        checkpointed = [n for n in forward if "recompute" in n.meta]
+        needed = _needed_backward(graph, frozenset(nodes))
+        checkpointed = [n for n in forward if "recompute" in n.meta and n in needed]
+        useless = [n for n in forward if "recompute" in n.meta and n not in needed]
         repeats = asked == "recompute_exchanges" and is_promised
         policy = CheckpointPolicy.MUST_RECOMPUTE if repeats else CheckpointPolicy.MUST_SAVE
         for node in checkpointed:  # launch and wait are one buffer: saving both costs one
             node.meta["recompute"] = policy
-        left = _all_left(
-            self.name, [n for n in forward if n not in checkpointed], Reason.NOT_CHECKPOINTED
+        others = [n for n in forward if "recompute" not in n.meta]
+        left = (
+            *_all_left(self.name, useless, Reason.NOT_READ_BACKWARD).skipped,
+            *_all_left(self.name, others, Reason.NOT_CHECKPOINTED).skipped,
         )
         return PassReport(
             pass_name=self.name,
             applied=tuple(n.name for n in checkpointed),
-            skipped=(*left.skipped, *_unmet(state.config, checkpointed)),
+            skipped=(*left, *_unmet(state.config, checkpointed)),
         )
+
+
+def _needed_backward(graph: fx.Graph, received: Collection[fx.Node]) -> set[fx.Node]:
+    """Return what the backward pass reads or may compute again, if it has what was `received`."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or _is_backward(node) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    (output,) = graph.find_nodes(op="output")
+    needed: set[fx.Node] = set()
+    todo = [n for node in backward - {output} for n in node.all_input_nodes if n not in backward]
+    while todo:
+        if (node := todo.pop()) in needed:
+            continue
+        needed.add(node)
+        if node in received:  # a wait with its launch: they are one buffer
+            needed.update(n for n in node.all_input_nodes if n in received)
+        else:
+            todo += node.all_input_nodes
+    return needed
 
 
 def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict, ...]:
@@ -74,6 +102,11 @@ def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict,
         return ()
     verdict = Verdict(candidate="checkpointed exchanges", reason=Reason.TOKENS_MAY_DIFFER)
     return (judged(config, "recompute", verdict),)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd says that a node of a joint graph is of the backward pass."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def _is_exchange(node: fx.Node, gathered_groups: Container[str]) -> bool:

@@ -42,6 +42,7 @@ class Reason(enum.Enum):
     ALREADY_DONE = "already in the wanted form", Kind.DONE
     ALREADY_HIDDEN = "as much compute as is useful already runs between launch and wait", Kind.DONE
     NOT_CHECKPOINTED = "not inside a checkpointed function: saved anyway", Kind.DONE
+    NOT_READ_BACKWARD = "nothing in the backward pass is computed from it", Kind.DONE
     HAS_KERNEL = "a kernel of ours runs it", Kind.DONE
     NO_COLLECTIVE = "it launches no collective", Kind.NOT_MEANT
 

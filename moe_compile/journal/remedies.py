@@ -36,6 +36,7 @@ _OPTIONS_AND_PRICE: Final = {
     Reason.ALREADY_DONE: f"{NOTHING}: it has the form that passes read",
     Reason.ALREADY_HIDDEN: f"{NOTHING}: more compute beside it would hide no more of it",
     Reason.NOT_CHECKPOINTED: f"{NOTHING}: what is not checkpointed is not computed again",
+    Reason.NOT_READ_BACKWARD: f"{NOTHING}: it is neither kept nor computed again",
     Reason.HAS_KERNEL: f"{NOTHING}: one kernel does what would be written out",
     Reason.NO_COLLECTIVE: f"{NOTHING}: there is no order for ranks to compare",
 }
