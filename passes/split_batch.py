@@ -105,7 +105,7 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
         if made is not None:
             read_instead(output, node, made)
     erase_dead(split.dead)
-    _check(graph, split, parts)
+    _check(graph, split, parts, shares)
 
 
 def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> None:
@@ -133,19 +133,21 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
                 raise Refuse(Reason.BATCH_LOST, f"{node.name} has other sizes in a part: {sizes}")
 
 
-def _check(graph: fx.Graph, split: BatchSplit, parts: Parts) -> None:
+def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
     """Raise ContractViolation unless each part has its regions, with its tokens and routing.
 
     Modes may be switched between a region's rows and their sums: for what other parts run there.
     """
     dependence = Dependence(graph)
     regions = {region.dispatch: region for region in find_moe_regions(graph)[0]}
-    for env in parts.envs:
+    for env, share in zip(parts.envs, shares, strict=True):
         for one in split.regions:
             region = regions.get(env[one.region.dispatch])
             found = None if region is None else read_token_rows(region, dependence)
             if not isinstance(found, TokenRows):
                 raise ContractViolation(f"{one.region.name} is none in a part: {found}")
+            if found.part != split.tokens_of(one.share, share):
+                raise ContractViolation(f"{one.region.name} has rows of {found.part} in a part")
             for whole, part in _pairs(one.found, found):
                 if part is not (None if whole is None else env.get(whole, whole)):
                     raise ContractViolation(f"{one.region.name} has {part} for {whole} in a part")

@@ -155,12 +155,14 @@ def _outer_of_rows(
     """Yield the outermost factor of each order of rows, and of each index of tokens."""
     known = TokenIndex(frozenset())
     for one in regions:
-        for node in dict.fromkeys((one.found.index, one.found.sums.index)):
-            for ordered in filter(None, (node, known.order_of(node))):
-                outer = flat(tracker.dims(ordered)[0])[:1]
-                if any(factor.size % batch.size for factor in outer):
-                    raise Lost(f"the rows of {one.region.name} are cut across the batch")
-                yield from outer
+        indices = dict.fromkeys((one.found.index, one.found.sums.index))
+        ordered = filter(None, (n for node in indices for n in (node, known.order_of(node))))
+        dims = [tracker.dims(node)[0] for node in ordered]
+        for dim in [*dims, *([[one.share.factor]] if one.share is not None else [])]:
+            outer = flat(dim)[:1]
+            if any(factor.size % batch.size for factor in outer):
+                raise Lost(f"the rows of {one.region.name} are cut across the batch")
+            yield from outer
 
 
 def _segments(

@@ -33,7 +33,9 @@ from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
+from moe_compile.batch.sharded_rules import is_about_ranks, keeps_indices
 from moe_compile.batch.sorted_factors import check_factors
+from moe_compile.batch.token_shares import check_share, find_share
 from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
@@ -100,11 +102,10 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
             raise Refuse(proof.reason, proof.detail)
         if isinstance(rows, NotFound):
             raise Refuse(rows.reason, rows.detail)
-        if rows.part is not None:
-            raise Refuse(Reason.OTHER_INDEX, rows.index.name)
         if rows.chosen is None or not rows.is_chosen_once:
             raise Refuse(Reason.CHOSEN_TWICE, rows.index.name)
-        found.append((SplitRegion(region=region, found=rows), proof))
+        share = find_share(rows, dependence)
+        found.append((SplitRegion(region=region, found=rows, share=share), proof))
     return found
 
 
@@ -131,6 +132,9 @@ class _Proof:
             if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
                 raise Refuse(Reason.NO_BATCH, split.found.tokens.name)
             check_factors(split, self.tracker)
+            if split.share is not None:
+                given = {n for n in found.cut if n.op == "placeholder"}
+                check_share(split, split.share, self.tracker, self.dependence, given)
         splits = tuple(split for split, _ in self.regions)
         return body_of(self.graph, self.dependence, splits, self.tracker, self.batch, found)
 
@@ -143,6 +147,8 @@ class _Proof:
             if not sources:
                 if self._has_batch(node):
                     found.cut[node] = None
+            elif is_about_ranks(node) and not any(n in found.routed for n in sources):
+                found.apart.add(node)
             elif node in self.lost or node in mixing or not self._has_batch(node):
                 found.routed.add(node)
             elif node not in sums and (routed := [n for n in sources if n in found.routed]):
@@ -201,7 +207,8 @@ class _Proof:
             if not is_idle and not self._is_host_side(node):
                 raise self._refusal(node, found)
         for node in self.dependence.in_order(filter(is_launch, found.nodes - known)):
-            if not (is_even_exchange(node) and self._travels_whole(node)):
+            keeps = is_even_exchange(node) and self._travels_whole(node)
+            if not (keeps or (node in found.apart and keeps_indices(node))):
                 raise Refuse(Reason.COMMUNICATES, node.name)
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:

@@ -18,11 +18,12 @@ from moe_compile.attention.head_factors import Dims, Factor, Lost, size_of, unif
 from moe_compile.attention.head_rules import CASTS, operator_name, pointwise
 from moe_compile.attention.head_tracking import sizes_of
 from moe_compile.attention.move_arguments import from_left, moved
+from moe_compile.batch.sharded_rules import sharded_rule
 from moe_compile.capacity import expert_rules
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import argument_of, is_integer
+from moe_compile.graph.query import argument_of, is_integer, overload_name
 
 COMPARED: Final = frozenset(
     {
@@ -31,14 +32,21 @@ COMPARED: Final = frozenset(
         "softplus",
     }
 )  # fmt: skip
-KEPT: Final = CASTS | {
-    "detach", "bool", "int", "long", "zeros_like", "ones_like", "full_like", "empty_like",
-}  # fmt: skip
+FILLED: Final = frozenset({"zeros_like", "ones_like", "full_like", "empty_like"})
+"""Operators that make a tensor of their own."""
+KEPT: Final = CASTS | FILLED | {"detach", "bool", "int", "long"}
 """Operators that give each element in another form, or one in its place."""
 ALONG: Final = {"softmax": 1, "log_softmax": 1, "cumsum": 1, "topk": 2, "sort": 1}
 """Operators whose elements depend on all of one dimension -> the place of that argument."""
 SEVERAL: Final = frozenset({"topk", "sort"})
 """Those that make several tensors of the same sizes."""
+FUSED: Final = frozenset(
+    {
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_cudnn_attention",
+    }
+)  # fmt: skip
+"""Operators that attend; what they make beside their result is for their gradients."""
 
 
 def follow(tracker: ExpertTracker, node: fx.Node) -> None:
@@ -46,7 +54,8 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     if maker_of(node) is not None:
         tracker.start(node)  # what it is given says its sizes, its type and its device
         return
-    rule = RULES.get(operator_name(node))
+    on_ranks = sharded_rule(node)
+    rule = on_ranks or RULES.get(_name(node))
     if _is_one_of_several(node):
         rule = _kept
     elif _taken_by(node) is not None:
@@ -54,20 +63,28 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     if rule is None:
         expert_rules.follow(tracker, node)
         return
-    if written_arguments(node):
+    if written_arguments(node) and rule is not _scattered:
         raise Lost(f"{node.name} writes in place")
-    for source in node.all_input_nodes:
+    sources = node.all_input_nodes[:1] if on_ranks else node.all_input_nodes  # not their mesh
+    for source in sources:
         if source not in tracker:
             tracker.start(source)
-    tracker.inherit(node, node.all_input_nodes)
+    tracker.inherit(node, sources)
     tracker.put(node, rule(tracker, node))
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name of an operator of PyTorch or Python; "" of another."""
+    name = overload_name(node).removeprefix("aten::")
+    return name if name in FUSED else operator_name(node)
 
 
 def _is_one_of_several(node: fx.Node) -> bool:
     """Whether the node takes one tensor of those that an operator in `SEVERAL` makes."""
     if node.target is not operator.getitem or type(node.args[1]) is not int:
         return False
-    return operator_name(node.all_input_nodes[0]) in SEVERAL
+    name = _name(node.all_input_nodes[0])
+    return name in SEVERAL or (name in FUSED and node.args[1] == 0)
 
 
 def _operand(call: fx.Node, position: int, name: str) -> fx.Node:
@@ -138,12 +155,32 @@ def _attention(tracker: ExpertTracker, node: fx.Node) -> Dims:
                 unify(dims[0][i], other[i])
             else:  # several query heads to a KV head
                 tracker.closed += [(node, dims[0][i]), (node, other[i])]
-    mask = argument_of(node, 3, "attn_mask")
+    mask = argument_of(node, 3, "attn_bias" if _name(node) in FUSED else "attn_mask")
     if isinstance(mask, fx.Node):
         _meet(dims[0], tracker.dims(mask), num_outer)
     for one in map(tracker.dims, (query, key, value)):
         tracker.closed += [(node, dim) for dim in one[num_outer:]]
     return [*tracker.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
+
+
+def _scattered(tracker: ExpertTracker, node: fx.Node) -> Dims:
+    """Follow `scatter_` into a tensor of one number: an element is written at its own place.
+
+    In all dimensions but one: along that all of them may be.
+    """
+    given = argument_of(node, 1, "dim")
+    target, index = (_operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
+    if not isinstance(argument_of(node, 3, "value"), bool | int | float):
+        raise Lost(f"{node.name} writes what it is given")
+    if operator_name(target) not in FILLED:
+        raise Lost(f"{node.name} writes in place")
+    dims = tracker.dims(target)
+    at = from_left(given, len(dims))
+    for i, (mine, other) in enumerate(zip(dims, tracker.dims(index), strict=True)):
+        if i != at:
+            unify(mine, other)
+    tracker.closed += [(node, tracker.dims(one)[at]) for one in (target, index)]
+    return tracker.dims(target)
 
 
 def _meet(query: Dims, mask: Dims, num_outer: int) -> None:
@@ -170,6 +207,8 @@ RULES: Final[dict[str, Callable[[ExpertTracker, fx.Node], Dims]]] = {
     **dict.fromkeys(KEPT, _kept),
     **dict.fromkeys(ALONG, _along),
     "gather": _gathered,
+    "scatter_": _scattered,
+    **dict.fromkeys(FUSED, _attention),
     "scaled_dot_product_attention": _attention,
     "embedding": _embedded,
     "one_hot": _one_hot,

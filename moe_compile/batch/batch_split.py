@@ -7,6 +7,7 @@ Contract
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -14,7 +15,24 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, Factor, flat
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.token_regions import TokenRows
+from moe_compile.regions.token_regions import TokenPart, TokenRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenShare:
+    """The part of the tokens that this rank routes."""
+
+    ranks: tuple[int, ...]
+    """Those that share the tokens out, in order."""
+    number: int
+    """Which of the equal shares, counted from 0."""
+    factor: Factor
+    """The index of the tokens in it."""
+    rows_per_token: int
+    slices: frozenset[fx.Node]
+    """What takes rows of the share, of a tensor that has one for each of all tokens."""
+    shifted: Mapping[fx.Node, fx.Node]
+    """The order of the rows counted from the first of all tokens -> from the first of the share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +41,8 @@ class SplitRegion:
 
     region: MoERegion
     found: TokenRows
+    share: TokenShare | None
+    """Of the tokens, where ranks share these out; None where it has the rows of all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +81,18 @@ class BatchSplit:
     def sizes(self, dims: Dims, share: int) -> list[int]:
         """Return the sizes of dimensions in a part that has `share` of the batch."""
         return [math.prod(self._size(factor, share) for factor in flat(dim)) for dim in dims]
+
+    def takes(self, node: fx.Node, own: TokenShare) -> bool:
+        """Whether `node` was followed to the tokens of a share."""
+        return node in self.tracker and flat(self.tracker.dims(node)[0]) == flat([own.factor])
+
+    def tokens_of(self, own: TokenShare | None, share: int) -> TokenPart | None:
+        """Return which tokens have rows in a part that has `share` of the batch; None for all."""
+        if own is None:
+            return None
+        (num_tokens,) = self.sizes([[own.factor]], share)
+        first = own.number * num_tokens
+        return TokenPart(first=first, rows_per_token=own.rows_per_token)
 
     def _size(self, factor: Factor, share: int) -> int:
         divided = factor is self.batch or factor in self.rows

@@ -16,11 +16,11 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
 from moe_compile.batch import batch_rules
 from moe_compile.batch.batch_split import SplitRegion
+from moe_compile.batch.token_shares import dims_of_slice
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of
-from moe_compile.regions.token_regions import TokenRows
 
 
 def follow_graph(
@@ -30,6 +30,7 @@ def follow_graph(
     tracker, lost = ExpertTracker(), dict[fx.Node, str]()
     sums = {split.found.sums.total: split for split in regions}
     inner = {n for split in regions for n in inside(split, dependence)} - sums.keys()
+    slices = {n: split for split in regions if split.share is not None for n in split.share.slices}
     for node in graph.nodes:
         if node.op == "placeholder" and tensor_of(node) is not None:
             _start(tracker, node, lost)
@@ -37,9 +38,11 @@ def follow_graph(
             continue
         try:
             if node in sums:
-                tracker.put(node, _summed(tracker, sums[node].found))
+                tracker.put(node, _summed(tracker, sums[node]))
             elif node in inner:
                 lost[node] = ""
+            elif node in slices and (dims := dims_of_slice(tracker, node, slices[node])):
+                tracker.put(node, dims)
             else:
                 batch_rules.follow(tracker, node)
         except Lost as refused:
@@ -48,18 +51,19 @@ def follow_graph(
     return tracker, lost
 
 
-def _summed(tracker: ExpertTracker, found: TokenRows) -> Dims:
+def _summed(tracker: ExpertTracker, split: SplitRegion) -> Dims:
     """Return the factors of a region's sums: their rows are the tokens'.
 
     So are those of what they are added to, of the weights, and of the experts that are chosen.
     """
+    found = split.found
     tokens, columns = tracker.dims(found.tokens)
     given = arguments_of(found.sums.total, "index_add", "input", "dim", "index", "source", "alpha")
     by_row = [found.sums.weights, None if given is None else given["input"]]
     for node in by_row:
         if isinstance(node, fx.Node):
             unify(tokens, tracker.dims(node)[0])
-    if found.chosen is not None:
+    if found.chosen is not None and split.share is None:
         chosen = [factor for dim in tracker.dims(found.chosen) for factor in dim]
         unify([*tokens, Factor(size_of(chosen) // size_of(tokens))], chosen)
     return [flat(tokens), [Factor(size_of(columns))]]

@@ -31,6 +31,10 @@ def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
     by_choice = [f for dim in tracker.dims(found.chosen) for f in flat(dim)]
     by_token = flat(tracker.dims(found.tokens)[0])
     orders: dict[fx.Node | None, list[Factor]] = {order: by_choice, index: by_token}
+    if split.share is not None:
+        by_both = [*by_token, *flat(tracker.dims(found.chosen)[-1])]
+        orders |= {node: by_both for node in split.share.shifted}
+        orders |= {node: by_choice for node in split.share.shifted.values()}
     for factor in found.factors:
         taken = _taken(factor)
         if taken is None:

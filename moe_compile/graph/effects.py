@@ -96,7 +96,7 @@ def draws_random(node: fx.Node) -> bool:
         return seeded or "inductor_seed" in target._schema.name
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = (getattr(target, name) for name in target.overloads())
-        return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+        return any(draws_by_schema(overload, node.args, node.kwargs) for overload in overloads)
     if is_higher_order(node):
         if is_opaque(node) or seeded_call(node) is not None:
             return True

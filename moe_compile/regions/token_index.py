@@ -192,17 +192,17 @@ class TokenIndex:
     def _sort(self, order: fx.Node) -> dict[str, Any] | None:
         """Return the arguments of the sort that gives the permutation `order`, or that plus a
         number."""
-        order = self.origin(self._unshifted(order)[0])
+        order = self.origin(self.unshifted(order)[0])
         return self.arguments(order, "argsort", *SORT_PARAMETERS) or self.output(
             order, 1, "sort", *SORT_PARAMETERS
         )
 
     def _shift(self, order: fx.Node) -> Any:
         """Return the number that is added to a permutation, as `expression_of` has it."""
-        return expression_of(self._unshifted(order)[1])
+        return expression_of(self.unshifted(order)[1])
 
-    def _unshifted(self, order: fx.Node) -> tuple[fx.Node, Any]:
-        """Return (p, c) of `p + c`, c one number; (order, 0) of anything else."""
+    def unshifted(self, order: fx.Node) -> tuple[fx.Node, Any]:
+        """Return (p, c) where `order` is `p + c`, c one number; (order, 0) of anything else."""
         given = self.arguments(self.origin(order), "add", "input", "other") or {}
         source, number = _node(given.get("input")), given.get("other")
         return (source, number) if source is not None and _is_size(number) else (order, 0)

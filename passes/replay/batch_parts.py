@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,9 @@ class _Replay:
             if one.found.sums.is_order
             for node in (one.found.sums.tail[0], one.found.sums.tail[2])
         }
+        routed = [one.share for one in split.regions if one.share is not None]
+        self._shared = {node: own for own in routed for node in own.shifted}
+        self._shared |= {n: own for own in routed for n in own.slices if split.takes(n, own)}
 
     def give_inputs(self) -> None:
         """Cut what has the batch; name for each part what it reads more than once."""
@@ -128,10 +132,23 @@ class _Replay:
     def _emit_node(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> None:
         if node in self._sized:
             env[node] = self._resized(node, env, share)
+        elif node in self._shared:
+            env[node] = self._of_share(node, env, share)
         elif node in self._totals or node not in self._split.tracker:
             env[node] = self._emit.copy(node, env)
         else:
             self._pieces.replay(node, env, share)
+
+    def _of_share(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
+        """Emit what takes a rank's share of the tokens, or counts rows from the first of all."""
+        own = self._shared[node]
+        (num_tokens,) = self._split.sizes([[own.factor]], share)
+        first = own.number * num_tokens
+        if (order := own.shifted.get(node)) is not None:
+            order = env.get(order, order)
+            return self._emit.instead(node, operator.add, order, own.rows_per_token * first)
+        source, rows = node.all_input_nodes[0], slice(first, first + num_tokens)
+        return self._emit.instead(node, operator.getitem, env.get(source, source), rows)
 
     def _resized(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
         """Emit the zeros that rows are put in order in, or the view of them by token."""

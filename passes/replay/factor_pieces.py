@@ -20,7 +20,7 @@ from moe_compile.attention.head_factors import Dims, Factor, flat, group_size, h
 from moe_compile.attention.head_tracking import CUTS, Tracker, cut_dim, is_form, move_name
 from moe_compile.attention.move_arguments import moved
 from moe_compile.graph.constant_tensors import maker_of
-from moe_compile.graph.query import is_launch, output_splits, tensor_of, value_of
+from moe_compile.graph.query import is_all_to_all, output_splits, tensor_of, value_of
 
 
 class Emits(Protocol):
@@ -94,7 +94,7 @@ class Pieces:
         elif move_name(node) in CUTS:
             pieces = self._cut_sizes(node, share)
             env[node] = emit.call(torch.split, _source(node, env), pieces, cut_dim(node))
-        elif is_launch(node):
+        elif is_all_to_all(node):
             exchanged = emit.method("contiguous", _source(node, env))
             num_ranks = len(output_splits(node))
             splits = [self.sizes_of(node, share)[0] // num_ranks] * num_ranks

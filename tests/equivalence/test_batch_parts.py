@@ -5,12 +5,14 @@ Outputs, gradients of inputs and of parameters, and what is counted, bit for bit
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from moe_compile.report.process_report import REPORT
 from passes.replay.batch_parts import part_sizes
 from tests.batch_layers import LAYERS, POSITIONS, WIDTH, Block, Counted, Recomputed, Stack, Ulysses
-from tests.dispatch_layers import InOrder
+from tests.dispatch_layers import InOrder, SharedByIndex, SharedInOrder, SharedInOrderWeighted
 from tests.layers import GroupedExperts
+from tests.sharded_blocks import GatheredSequence, Sharded
 from tests.slow_parameters import slow_but
 
 
@@ -24,7 +26,11 @@ def state_of(model, x, y):
     yield "output", y.detach()
     yield "input gradient", x.grad
     for name, parameter in model.named_parameters():
-        yield f"gradient of {name}", parameter.grad
+        gradient = parameter.grad
+        yield (
+            f"gradient of {name}",
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient,
+        )
     for name, buffer in model.named_buffers():
         yield f"buffer {name}", buffer
 
@@ -112,3 +118,23 @@ def test_rows_are_counted_in_all_parts(two_ranks):
 @pytest.mark.slow
 def test_ranks_may_have_other_numbers_of_sequences(two_ranks):
     check(two_ranks, Block, GroupedExperts, 2, 4, fewer=1)
+
+
+SHARED = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    slow_but(
+        [(Sharded, SharedInOrderWeighted)],
+        [(model, layer) for model in (Sharded, GatheredSequence) for layer in SHARED],
+    ),
+)
+def test_ranks_that_share_sequences_share_out_the_tokens_of_a_part(two_ranks, model, layer):
+    """Tensor parallelism with divided sequences: each rank routes half of the tokens of a part."""
+    check(two_ranks, model, layer, 2, 4)
+
+
+@pytest.mark.slow
+def test_parts_that_differ_in_size_are_shared_out_each_by_itself(two_ranks):
+    check(two_ranks, Sharded, SharedInOrderWeighted, 3, 5)

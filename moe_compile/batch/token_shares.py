@@ -1,0 +1,144 @@
+"""Tokens that ranks have alike, and share out: each routes as many, and the results are summed.
+
+Contract
+    A `TokenShare` is proven: of T tokens that all of n ranks have, this rank sends the rows of its
+    n-th part, in the order of ranks, and what these return is added up over the ranks, with
+    nothing else done to it before than sums, views and casts. Whichever rank sends a token's rows,
+    the sums are the same but for the order of terms: a part of the batch is shared out by the same
+    rule, as the program does with a smaller batch.
+    That all of the ranks have the same parameters and buffers, and run the same program, is taken
+    for granted, as `DTensor` takes it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch.distributed as dist
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Dims, Factor, Lost, flat
+from moe_compile.attention.head_proof import Refuse
+from moe_compile.attention.head_rules import CASTS
+from moe_compile.attention.head_tracking import is_movement
+from moe_compile.batch.batch_split import SplitRegion, TokenShare
+from moe_compile.batch.sharded_rules import same_on, summed_over, takes_own_part
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.query import is_launch, known_rows
+from moe_compile.graph.torch_calls import torch_name
+from moe_compile.journal.reasons import Reason
+from moe_compile.regions.token_index import TokenIndex
+from moe_compile.regions.token_regions import TokenRows
+
+
+def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
+    """Return the share of which a region has the rows, None where it has those of all tokens.
+
+    Raises Refuse where the rows are those of other tokens, or their sums are not added up over the
+    ranks that have the others.
+    """
+    if found.part is None:
+        return None
+    first, chosen = found.part.first, found.chosen
+    num_tokens, of_mine = (_rows(node) for node in (found.tokens, chosen))
+    if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
+        raise Refuse(Reason.BATCH_MIXED, found.index.name)
+    known, orders = TokenIndex(frozenset()), [found.sums.index] if found.sums.is_order else []
+    orders += filter(None, map(known.order_of, (found.index, found.sums.index)))
+    shifted = (node for node in map(known.origin, orders) if known.unshifted(node)[0] is not node)
+    return TokenShare(
+        ranks=_summing_ranks(found, dependence, num_tokens // of_mine, first // of_mine),
+        number=first // of_mine,
+        factor=Factor(of_mine),
+        rows_per_token=found.part.rows_per_token,
+        slices=frozenset(
+            node
+            for node in found.tokens.graph.nodes
+            if _is_slice(node, (first, first + of_mine, 1), num_tokens)
+        ),
+        shifted={node: known.unshifted(node)[0] for node in shifted},
+    )
+
+
+def _rows(node: fx.Node | None) -> int:
+    """Return how many rows a matrix has; 0 where that is not known."""
+    return 0 if node is None else known_rows(node)
+
+
+def _is_slice(node: fx.Node, bounds: tuple[int, int, int], num_tokens: int) -> bool:
+    """Whether the node is `x[first:last]` of a tensor with a row for every token."""
+    given = node.args[1] if node.target is operator.getitem else None
+    if not isinstance(given, slice) or known_rows(node.all_input_nodes[0]) != num_tokens:
+        return False
+    ends = (given.start, given.stop, given.step)
+    is_known = all(end is None or type(end) is int for end in ends)
+    return is_known and given.indices(num_tokens) == bounds
+
+
+def _summing_ranks(
+    found: TokenRows, dependence: Dependence, size: int, number: int
+) -> tuple[int, ...]:
+    """Return the ranks over which the sums of the rows are added up; raise Refuse without them."""
+    summing = set[tuple[int, ...]]()
+    for node in dependence.below([found.sums.total], stops=_Summing()) - {found.sums.total}:
+        if ranks := summed_over(node):
+            summing.add(ranks)
+        elif not _may_be_done_to_sums(node):
+            raise Refuse(Reason.BATCH_MIXED, f"{node.name} of some of the tokens")
+    for ranks in summing:
+        if len(ranks) != size or ranks.index(dist.get_rank()) != number or len(summing) > 1:
+            raise Refuse(Reason.BATCH_MIXED, f"{found.index.name} is no share of {len(ranks)}")
+    if not summing:
+        raise Refuse(Reason.BATCH_MIXED, f"{found.sums.total.name} of some of the tokens")
+    return summing.pop()
+
+
+def _may_be_done_to_sums(node: fx.Node) -> bool:
+    """Whether `node` may as well be done to a sum of what it is done to."""
+    is_move = is_movement(node) and not is_launch(node)
+    return is_move or torch_name(node) in CASTS or torch_name(node) == "add"
+
+
+class _Summing:
+    """What adds up terms over ranks."""
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, fx.Node) and bool(summed_over(node))
+
+
+def dims_of_slice(tracker: ExpertTracker, node: fx.Node, split: SplitRegion) -> Dims | None:
+    """Return the factors of what a share takes; None where it is taken of something else."""
+    tokens, source = (tracker.dims(n) for n in (split.found.tokens, node.all_input_nodes[0]))
+    if split.share is None or flat(tokens[0]) != flat(source[0]):
+        return None
+    tracker.closed.append((node, source[0]))
+    return [[split.share.factor], *source[1:]]
+
+
+def check_share(
+    split: SplitRegion,
+    share: TokenShare,
+    tracker: ExpertTracker,
+    dependence: Dependence,
+    given: Collection[fx.Node],
+) -> None:
+    """Refuse unless all of the ranks have the tokens, and their experts and scores.
+
+    `given` are inputs of the graph that have the batch: whether ranks have the same, none tells.
+    """
+    found, ranks = split.found, {*share.ranks}
+    assert found.chosen is not None
+    if flat(tracker.dims(found.chosen)[0]) != flat([share.factor]):
+        raise Lost(f"{found.chosen.name} is not followed to the tokens of {split.region.name}")
+    todo, seen = [found.tokens, found.chosen, *found.factors], set[fx.Node]()
+    todo += [found.sums.weights] if found.sums.weights is not None else []
+    while todo:
+        node = todo.pop()
+        if node in seen or ranks <= {*same_on(node)}:
+            continue
+        seen.add(node)
+        if node in given or is_launch(node) or takes_own_part(node):
+            raise Refuse(Reason.BATCH_MIXED, f"{node.name} may differ on ranks that share tokens")
+        todo += dependence.needs(node)
