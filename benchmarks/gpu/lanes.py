@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.gpu.device_time import poison
-from benchmarks.link.emulated_link import NO_LINK, LinkRate
+from benchmarks.link.link_model import NO_LINK, LinkRate
 
 PIECE_BYTES: Final = 8 * 2**20
 """Of a host copy: small enough that both directions overlap, large enough for full PCIe speed."""

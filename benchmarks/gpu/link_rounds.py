@@ -31,7 +31,7 @@ from benchmarks.gpu.one_rank_link import one_rank_link
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
-from benchmarks.link.emulated_link import LinkRate
+from benchmarks.link.link_model import LinkRate
 from benchmarks.link.machine import emulated_link_origin, write_profile
 from moe_compile.hardware import load_profile
 

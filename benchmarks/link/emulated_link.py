@@ -1,13 +1,13 @@
-"""A process group whose collectives end when a link of stated latency and bandwidth would end them.
+"""Process groups whose collectives end when links of stated latency and bandwidth would end them.
 
 Contract
-    The bytes really move, over gloo. An exchange (an all-to-all, an all-gather, a reduce-scatter)
-    starts when every rank has posted it and the one before it has ended; it takes
-    latency + (most bytes any rank sends or receives) / bandwidth.
+    The bytes really move, over gloo. When an exchange (an all-to-all, an all-gather, a
+    reduce-scatter) ends is said by benchmarks/link/link_model.py: one link, or one inside nodes and
+    one between them.
     Sending and receiving do not slow each other (duplex); what a rank keeps costs nothing. Of a
     gathered tensor, and of one that is reduced and scattered, (n - 1) / n crosses each way, as in
-    a ring: a gather sends on what it received, a reduction sends partial sums.
-    Every rank computes the same end of every exchange.
+    a ring: a gather sends on what it received, a reduction sends partial sums. Over nodes it
+    divides as moe_compile/hardware/collectives.py has it.
     A launch returns at once; only waiting moves the clock.
 
 Processors are not slowed by a transfer, nor by the sums of a reduction, as with RDMA and a network
@@ -18,53 +18,22 @@ real networks has no place in bytes over bandwidth. This is a model: call its ti
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.link.clocks import Clock
+from benchmarks.link.link_model import NO_LINK, ExchangeEnds, LinkRate, Span, Topology, Traffic
 from benchmarks.link.post_board import Post, PostBoard
-from moe_compile.testing.python_group import PythonGroup, new_group_of
+from moe_compile.hardware.collectives import spread_of
+from moe_compile.testing.python_group import PythonGroup, new_groups_of
 
 BACKEND: Final = "emulated"
-"""Name the process group is registered under."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkRate:
-    """How fast the link is."""
-
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-
-    def duration_s(self, wire_bytes: float) -> float:
-        """Return how long one exchange occupies the link."""
-        return self.latency_s + wire_bytes / self.bytes_per_s
-
-
-NO_LINK: Final = LinkRate()
-"""The control: exchanges take no time, so that nothing is left to hide."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What crossed the link since it was reset, and what the model made of it."""
-
-    num_exchanges: int = 0
-    wire_bytes: float = 0.0
-    waited_s: float = 0.0
-    """Time waits added to the clock: exposed communication, and waiting for slower ranks."""
-    host_s: float = 0.0
-    """CPU time this process group itself took on the main thread."""
-
-    def alone_s(self, rate: LinkRate) -> float:
-        """Return how long these exchanges take one after the other with no compute at all."""
-        return self.num_exchanges * rate.latency_s + self.wire_bytes / rate.bytes_per_s
+"""Name the process groups are registered under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +44,41 @@ class LinkEvent:
     ordinal: int
     time_s: float
     wire_bytes: float = 0.0
+    inside_bytes: float = 0.0
+    span: Span = Span.ALL
+
+
+class Wire:
+    """What the groups of a rank share: clock, rate, and the order of their exchanges."""
+
+    def __init__(self, board: PostBoard, clock: Clock, topology: Topology) -> None:
+        """Compare posts on `board`, wait on `clock`; `rate` may be changed between steps."""
+        self.clock, self.board, self.topology = clock, board, topology
+        self.rate: LinkRate = NO_LINK
+        self.traffic = Traffic()
+        self.events: list[LinkEvent] | None = None
+        """Filled while not None."""
+        self._posted = 0
+        self._ends = ExchangeEnds(board, topology, board.rank)
+
+    def post(self, span: Span, wire_bytes: float, inside_bytes: float) -> int:
+        """Tell the other ranks of an exchange; return its ordinal."""
+        self._posted += 1
+        now = self.clock.now()
+        self.board.write(self._posted, Post(now, wire_bytes, inside_bytes, span))
+        if self.events is not None:
+            sizes = wire_bytes, inside_bytes, span
+            self.events.append(LinkEvent("launch", self._posted, now, *sizes))
+        return self._posted
+
+    def note(self, kind: str, ordinal: int) -> None:
+        """Keep an event, where they are kept."""
+        if self.events is not None:
+            self.events.append(LinkEvent(kind, ordinal, self.clock.now()))
+
+    def end_of(self, ordinal: int) -> float:
+        """Return when an exchange ends."""
+        return self._ends.of(ordinal, self.rate, self.traffic)
 
 
 @dataclass(slots=True)
@@ -87,21 +91,19 @@ class _Pending:
 
 
 class EmulatedLink(PythonGroup):
-    """See the module docstring; `rate` may be changed between steps."""
+    """One group of ranks; see the module docstring."""
 
     backend_name = BACKEND
 
-    def __init__(self, inner: Any, board: PostBoard, clock: Clock) -> None:
-        """Move bytes by `inner`, compare posts on `board`, wait on `clock`."""
+    def __init__(self, inner: Any, wire: Wire, span: Span, ranks: Sequence[int]) -> None:
+        """Move bytes by `inner` among `ranks`, a group of kind `span`."""
         super().__init__(inner.rank(), inner.size())
-        self.clock = clock
-        self._inner, self._board = inner, board
-        self.rate = NO_LINK
-        self.traffic = Traffic()
-        self.events: list[LinkEvent] | None = None
-        """Filled while not None."""
-        self._posted = 0
-        self._ends = ExchangeEnds(board)
+        self.wire = wire
+        self._inner, self._span = inner, span
+        nodes = [wire.topology.node_of(rank) for rank in ranks]
+        own = nodes[self.rank()]
+        self._away = [i for i, node in enumerate(nodes) if node != own]
+        self._beside = [i for i, n in enumerate(nodes) if n == own and i != self.rank()]
 
     def alltoall_base(
         self,
@@ -112,12 +114,10 @@ class EmulatedLink(PythonGroup):
         options: Any,
     ) -> dist.Work:
         """Launch one exchange."""
-        crossing = max(
-            _wire_bytes(output, output_splits, self.rank(), self.size()),
-            _wire_bytes(input, input_splits, self.rank(), self.size()),
-        )
+        pairs = ((output, output_splits), (input, input_splits))
+        between, inside = zip(*(self._exchanged(*pair) for pair in pairs), strict=True)
         return self._launch(
-            crossing,
+            (max(between), max(inside)),
             (output, input),
             lambda: self._inner.alltoall_base(output, input, output_splits, input_splits, options),
         )
@@ -129,7 +129,7 @@ class EmulatedLink(PythonGroup):
         del options  # functional collectives leave them at their defaults
         (output,), (input,) = outputs, inputs
         return self._launch(
-            _wire_bytes(output, [], self.rank(), self.size()),
+            self._gathered(output),
             (output, input),
             lambda: self._inner._allgather_base(output, input),
         )
@@ -140,94 +140,93 @@ class EmulatedLink(PythonGroup):
         """Launch one reduce-scatter, the name under which functional collectives ask for it."""
         (output,), (input,) = outputs, inputs
         return self._launch(
-            _wire_bytes(input, [], self.rank(), self.size()),
+            self._gathered(input),
             (output, input),
             lambda: self._inner._reduce_scatter_base(output, input, options),
         )
 
+    def _exchanged(self, tensor: torch.Tensor, splits: list[int]) -> tuple[int, int]:
+        """Return the bytes that cross to other nodes and inside this one, sent or received."""
+        rows = splits or [1] * self.size()
+        total = sum(rows) or 1
+        levels = (self._away, self._beside)
+        between, inside = (tensor.nbytes * sum(rows[i] for i in at) // total for at in levels)
+        return between, inside
+
+    def _gathered(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Return the same of a tensor that is gathered, or reduced and scattered."""
+        crossing = tensor.nbytes * (self.size() - 1) // self.size()
+        num_local = 1 + len(self._beside)
+        spread = spread_of(self.size(), num_local, is_gather=True)
+        return crossing * spread.between, crossing * spread.within
+
     def _launch(
-        self, crossing: float, tensors: tuple[torch.Tensor, torch.Tensor], start: Callable[[], Any]
+        self,
+        crossing: tuple[float, float],
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        start: Callable[[], Any],
     ) -> dist.Work:
-        """Post an exchange of which `crossing` bytes cross the link, and start moving it."""
+        """Post an exchange of which so many bytes cross the links, and start moving it."""
         began = time.thread_time()
-        self._posted += 1
-        now = self.clock.now()
-        self._board.write(self._posted, Post(now, crossing))
-        if self.events is not None:
-            self.events.append(LinkEvent("launch", self._posted, now, crossing))
-        work = _LinkWork(self, _Pending(self._posted, start(), tensors))
-        self.traffic.host_s += time.thread_time() - began
+        ordinal = self.wire.post(self._span, *crossing)
+        work = _LinkWork(self.wire, _Pending(ordinal, start(), tensors))
+        self.wire.traffic.host_s += time.thread_time() - began
         return work
 
     def barrier(self, options: Any = None) -> dist.Work:
         """Wait for all ranks, outside the model."""
         return self._inner.barrier() if options is None else self._inner.barrier(options)
 
-    def finish(self, pending: _Pending) -> None:
-        """Return when the bytes are here and the clock says that the exchange has ended."""
-        began = time.thread_time()
-        if self.events is not None:
-            self.events.append(LinkEvent("wait", pending.ordinal, self.clock.now()))
-        pending.inner.wait()
-        end = self._ends.of(pending.ordinal, self.rate, self.traffic)
-        self.traffic.host_s += time.thread_time() - began
-        now = self.clock.now()
-        self.traffic.waited_s += max(0.0, end - now)
-        self.clock.wait_until(end)
-        if self.events is not None:
-            self.events.append(LinkEvent("resume", pending.ordinal, self.clock.now()))
+    def allgather(self, *args: Any) -> dist.Work:
+        """Gather what ranks tell one another before anything runs, outside the model."""
+        return self._inner.allgather(*args)
 
 
 class _LinkWork(dist.Work):
     """What a launch returns."""
 
-    def __init__(self, link: EmulatedLink, pending: _Pending) -> None:
+    def __init__(self, wire: Wire, pending: _Pending) -> None:
         super().__init__()
-        self._link = link
+        self._wire = wire
         self._pending: _Pending | None = pending
 
     def wait(self, timeout: Any = None) -> bool:
         del timeout  # the inner group has its own
         if self._pending is not None:
-            self._link.finish(self._pending)
+            _finish(self._wire, self._pending)
             self._pending = None
         return True
 
 
-@dataclass(slots=True)
-class ExchangeEnds:
-    """When each exchange ends, worked out in the order of the exchanges."""
-
-    board: PostBoard
-    known: dict[int, float] = field(default_factory=dict)
-    last: int = 0
-    last_end: float = -math.inf
-
-    def of(self, ordinal: int, rate: LinkRate, traffic: Traffic) -> float:
-        """Return the end of one exchange, once; counts in `traffic` those not ended before."""
-        while self.last < ordinal:
-            self.last += 1
-            posts = self.board.read(self.last)
-            crossing = max(post.wire_bytes for post in posts)
-            start = max(self.last_end, *(post.time_s for post in posts))
-            self.last_end = self.known[self.last] = start + rate.duration_s(crossing)
-            traffic.num_exchanges += 1
-            traffic.wire_bytes += crossing
-        return self.known.pop(ordinal)
+def _finish(wire: Wire, pending: _Pending) -> None:
+    """Return when the bytes are here and the clock says that the exchange has ended."""
+    began = time.thread_time()
+    wire.note("wait", pending.ordinal)
+    pending.inner.wait()
+    end = wire.end_of(pending.ordinal)
+    wire.traffic.host_s += time.thread_time() - began
+    wire.traffic.waited_s += max(0.0, end - wire.clock.now())
+    wire.clock.wait_until(end)
+    wire.note("resume", pending.ordinal)
 
 
-def _wire_bytes(tensor: torch.Tensor, splits: list[int], rank: int, num_ranks: int) -> int:
-    """Return the bytes of `tensor` that other ranks send or receive."""
-    if not splits:
-        return tensor.nbytes * (num_ranks - 1) // num_ranks
-    rows = sum(splits)
-    return tensor.nbytes * (rows - splits[rank]) // rows if rows else 0
+def make_emulated_groups(
+    board: PostBoard, clock: Clock, topology: Topology
+) -> tuple[EmulatedLink, ...]:
+    """Return this rank's group of every kind: all ranks, then where nodes have several ranks those
+    of its node, and those of its place. The default group must exist."""
+    wire = Wire(board, clock, topology)
+    spans = tuple(Span) if topology.num_local > 1 else (Span.ALL,)
+    wanted = [(span, ranks) for span in spans for ranks in topology.groups(span)]
+    own = iter([one for one in wanted if board.rank in one[1]])
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> EmulatedLink:
+        return EmulatedLink(dist.ProcessGroupGloo(store, rank, size, timeout), wire, *next(own))
+
+    return tuple(new_groups_of(EmulatedLink, create, ["cpu"], [ranks for _, ranks in wanted]))
 
 
 def make_emulated_group(board: PostBoard, clock: Clock) -> EmulatedLink:
-    """Return a group of all ranks over the emulated link; the default group must exist."""
-
-    def create(store: Any, rank: int, size: int, timeout: Any) -> EmulatedLink:
-        return EmulatedLink(dist.ProcessGroupGloo(store, rank, size, timeout), board, clock)
-
-    return new_group_of(EmulatedLink, create, ["cpu"])
+    """Return a group of all ranks over one link; the default group must exist."""
+    (link,) = make_emulated_groups(board, clock, Topology(num_ranks=board.num_ranks))
+    return link

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from benchmarks.link.cases import EVEN, LATENCY_S, NO_LINK_RATIO, RATIOS, Case, Plan, Preset
 from benchmarks.link.clocks import CLOCKS
 from benchmarks.link.compile_turns import CompileTurns
-from benchmarks.link.emulated_link import NO_LINK, LinkRate, make_emulated_group
+from benchmarks.link.emulated_link import make_emulated_group
+from benchmarks.link.link_model import NO_LINK, LinkRate
 from benchmarks.link.machine import measure_profile, write_profile
 from benchmarks.link.post_board import PostBoard
 from benchmarks.link.step import Forward, Sample, Stepper, relative_error

@@ -15,8 +15,9 @@ from typing import Final
 
 SLOTS: Final = 1024
 """Exchanges a rank may be ahead of another; a step makes under a hundred and ends in a barrier."""
-FIELDS: Final = 3
-"""Ordinal of the exchange, time of the post in seconds, bytes on the wire."""
+FIELDS: Final = 5
+"""Ordinal of the exchange; time of the post in seconds, bytes on the wire, bytes inside the node,
+kind of group."""
 DOUBLE: Final = 8
 POLL_S: Final = 50e-6
 TIMEOUT_S: Final = 120.0
@@ -28,6 +29,11 @@ class Post:
 
     time_s: float
     wire_bytes: float
+    """Of two links, on the one between nodes."""
+    inside_bytes: float = 0.0
+    """On the link inside a node."""
+    span: int = 0
+    """Kind of group, as benchmarks/link/link_model.py has them."""
 
 
 def create_board(path: Path, num_ranks: int) -> None:
@@ -43,24 +49,27 @@ class PostBoard:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self._cells = memoryview(self._memory).cast("d")
-        self._rank, self._num_ranks = rank, num_ranks
+        self.rank, self.num_ranks = rank, num_ranks
 
     def write(self, ordinal: int, post: Post) -> None:
         """Publish this rank's post; the ordinal last, so that a reader never sees half of it."""
-        at = self._cell(self._rank, ordinal)
+        at = self._cell(self.rank, ordinal)
         self._cells[at + 1] = post.time_s
         self._cells[at + 2] = post.wire_bytes
+        self._cells[at + 3] = post.inside_bytes
+        self._cells[at + 4] = post.span
         self._cells[at] = ordinal
 
     def read(self, ordinal: int) -> list[Post]:
         """Return every rank's post of this exchange; waits for those still to come."""
-        return [self._read(rank, ordinal) for rank in range(self._num_ranks)]
+        return [self._read(rank, ordinal) for rank in range(self.num_ranks)]
 
     def _read(self, rank: int, ordinal: int) -> Post:
         at = self._cell(rank, ordinal)
         if self._cells[at] < ordinal:
             self._wait(at, rank, ordinal)
-        post = Post(self._cells[at + 1], self._cells[at + 2])
+        time_s, wire_bytes, inside_bytes, span = self._cells[at + 1 : at + FIELDS]
+        post = Post(time_s, wire_bytes, inside_bytes, int(span))
         if self._cells[at] != ordinal:
             raise RuntimeError(f"exchange {ordinal} of rank {rank} was overwritten")
         return post

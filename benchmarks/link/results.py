@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from benchmarks.link.cases import NO_LINK_RATIO, QUANTIZED
-from benchmarks.link.emulated_link import NO_LINK, LinkRate
+from benchmarks.link.link_model import NO_LINK, LinkRate
 from benchmarks.link.measure import CaseResult, Job, Outcome
 from benchmarks.link.step import Sample
 from benchmarks.paired import Estimate, ratio

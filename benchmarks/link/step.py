@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.link.clocks import Clock
-from benchmarks.link.emulated_link import EmulatedLink, LinkRate, Traffic
+from benchmarks.link.emulated_link import EmulatedLink
+from benchmarks.link.link_model import LinkRate, Traffic
 from benchmarks.link.subjects import Subject, Values
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -41,7 +42,7 @@ class Stepper:
         self._tokens, self._grad = subject.tokens, subject.grad
         self._parameters = tuple(subject.module.parameters())
         self._is_part = [name in subject.replicated for name, _ in self.module.named_parameters()]
-        self._link, self._clock = link, clock
+        self._wire, self._clock = link.wire, clock
         self.expected = subject.expected or self.values(self.module)
 
     def run(self, forward: Forward) -> torch.Tensor:
@@ -62,8 +63,8 @@ class Stepper:
     def timed(self, forward: Forward, rate: LinkRate) -> Sample:
         """Make one step over a link of this rate."""
         self._clear()
-        self._link.rate = rate
-        self._link.traffic = traffic = Traffic()
+        self._wire.rate = rate
+        self._wire.traffic = traffic = Traffic()
         self._clock.align(largest(self._clock.now()))
         faults = _page_faults()
         began = self._clock.now()

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.link.charged_step import EmulatedDevice, compile_for
 from benchmarks.link.clocks import ChargedClock
-from benchmarks.link.emulated_link import EmulatedLink, LinkRate, make_emulated_group
+from benchmarks.link.emulated_link import EmulatedLink, make_emulated_group
+from benchmarks.link.link_model import LinkRate
 from benchmarks.link.post_board import PostBoard
 from benchmarks.link.step import Forward, Stepper, relative_error
 from benchmarks.link.subjects import OneLayer

@@ -41,6 +41,20 @@ def new_group_of(
 
     The default group must exist; a kind is registered once per process.
     """
+    (made,) = new_groups_of(kind, make, devices, [None])
+    return made
+
+
+def new_groups_of(
+    kind: type[Kind],
+    make: Callable[[Any, int, int, Any], Kind],
+    devices: Sequence[str],
+    groups: Sequence[Sequence[int] | None],
+) -> list[Kind]:
+    """Return, of new groups of these ranks each (None for all), those that this rank is in.
+
+    As `new_group_of` makes one; every rank must call with the same groups.
+    """
     made: list[Kind] = []
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Kind:
@@ -48,5 +62,6 @@ def new_group_of(
         return made[-1]
 
     dist.Backend.register_backend(kind.backend_name, create, devices=list(devices))
-    dist.new_group(backend=kind.backend_name)
-    return made[-1]
+    for ranks in groups:
+        dist.new_group(None if ranks is None else list(ranks), backend=kind.backend_name)
+    return made

@@ -12,7 +12,8 @@ from torch.distributed._functional_collectives import (
 )
 
 from benchmarks.link.clocks import VirtualClock, WallClock
-from benchmarks.link.emulated_link import LinkRate, Traffic, make_emulated_group
+from benchmarks.link.emulated_link import make_emulated_group
+from benchmarks.link.link_model import LinkRate, Traffic
 from benchmarks.link.post_board import PostBoard
 from benchmarks.link.step import largest
 
@@ -47,13 +48,13 @@ def open_link(rank, path):
 def run(rank, scenario, latency_s, bytes_per_s):
     """Run a scenario below; returns (its result, time it took, bytes, exchanges)."""
     link = STATE["link"]
-    link.rate = LinkRate(latency_s=latency_s, bytes_per_s=bytes_per_s)
-    link.traffic = Traffic()
-    began = largest(link.clock.now())
-    link.clock.align(began)
+    link.wire.rate = LinkRate(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    link.wire.traffic = Traffic()
+    began = largest(link.wire.clock.now())
+    link.wire.clock.align(began)
     result = scenario(rank, link, began)
-    took = link.clock.now() - began
-    return result, took, link.traffic.wire_bytes, link.traffic.num_exchanges
+    took = link.wire.clock.now() - began
+    return result, took, link.wire.traffic.wire_bytes, link.wire.traffic.num_exchanges
 
 
 def _exchange(link, rows, width=4):
@@ -70,7 +71,7 @@ def one_exchange(rank, link, began):
 def two_exchanges(rank, link, began):
     first, second = _exchange(link, 25), _exchange(link, 25)
     WAIT(first)
-    after_first = link.clock.now() - began
+    after_first = link.wire.clock.now() - began
     WAIT(second)
     return after_first
 
@@ -78,25 +79,25 @@ def two_exchanges(rank, link, began):
 def two_waited_backwards(rank, link, began):
     first, second = _exchange(link, 25), _exchange(link, 25)
     WAIT(second)
-    after_second = link.clock.now() - began
+    after_second = link.wire.clock.now() - began
     WAIT(first)
     return after_second
 
 
 def compute_between(rank, link, began):
     sent = _exchange(link, 25)
-    link.clock.time += 0.75
+    link.wire.clock.time += 0.75
     WAIT(sent)
 
 
 def long_compute_between(rank, link, began):
     sent = _exchange(link, 25)
-    link.clock.time += 5.0
+    link.wire.clock.time += 5.0
     WAIT(sent)
 
 
 def late_rank(rank, link, began):
-    link.clock.time += 3.0 * rank
+    link.wire.clock.time += 3.0 * rank
     WAIT(_exchange(link, 25))
 
 
@@ -155,11 +156,11 @@ def gathered_gradient(rank, link, began):
 
 
 def events(rank, link, began):
-    link.events = []
+    link.wire.events = []
     sent = _exchange(link, 25)
-    link.clock.time += 0.5
+    link.wire.clock.time += 0.5
     WAIT(sent)
-    seen, link.events = link.events, None
+    seen, link.wire.events = link.wire.events, None
     return [(e.kind, e.time_s - began) for e in seen]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.link.emulated_link import ExchangeEnds, LinkRate, Traffic
+from benchmarks.link.link_model import ExchangeEnds, LinkRate, Topology, Traffic
 from benchmarks.link.post_board import SLOTS, Post, PostBoard, create_board
 from tests.benchmarks import link_scenarios as scenarios
 
@@ -140,7 +140,8 @@ def test_the_busiest_of_several_ranks_decides(tmp_path):
     for board, wire_bytes in zip(boards, (100.0, 300.0, 200.0), strict=True):
         board.write(1, Post(1.0, wire_bytes))
     traffic, rate = Traffic(), LinkRate(latency_s=ALPHA, bytes_per_s=BANDWIDTH)
-    assert [ExchangeEnds(board).of(1, rate, traffic) for board in boards] == [4.5, 4.5, 4.5]
+    ends = [ExchangeEnds(board, Topology(num_ranks=3), board.rank) for board in boards]
+    assert [end.of(1, rate, traffic) for end in ends] == [4.5, 4.5, 4.5]
     assert traffic.wire_bytes == 900.0
 
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.record import Record, write_json
 from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import H200, LONGEST_S, PROMISED_S, SMOKE
-from benchmarks.link.emulated_link import LinkRate
+from benchmarks.link.link_model import LinkRate
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.link.cases import PRESETS, RATIOS, ROUTED, Preset
-from benchmarks.link.emulated_link import LinkRate, Traffic
+from benchmarks.link.link_model import Crossing, LinkRate, Traffic
 from benchmarks.link.measure import CaseResult, Job, Outcome
 from benchmarks.link.results import rows_of, warnings_of, with_other_cases
 from benchmarks.link.step import Sample
@@ -12,14 +12,14 @@ from benchmarks.link.variants import VARIANTS, named_variants
 
 JOB = Job(case=ROUTED, preset=PRESETS["quick"], clock="virtual", folder=Path(), cache=Path())
 LATENCY, BYTES = 0.5, 100.0
+TRAFFIC = Traffic([Crossing(BYTES), Crossing(0.0)])
 
 
 def outcome(control_s, **ratios_s):
     """Two rounds of the same time at every ratio."""
     times = {"inf": control_s, **{name: ratios_s["linked"] for name in RATIOS}}
     sample = {
-        name: [Sample(elapsed_s=t, traffic=Traffic(2, BYTES), page_faults=0)] * 2
-        for name, t in times.items()
+        name: [Sample(elapsed_s=t, traffic=TRAFFIC, page_faults=0)] * 2 for name, t in times.items()
     }
     return Outcome(samples=sample)
 
@@ -29,7 +29,7 @@ def result(**outcomes):
     return CaseResult(
         compute_s=2.0,
         rates=rates,
-        comm_s={name: Traffic(2, BYTES).alone_s(rate) for name, rate in rates.items()},
+        comm_s={name: TRAFFIC.alone_s(rate) for name, rate in rates.items()},
         wire_bytes=BYTES,
         num_exchanges=2,
         profile="",
