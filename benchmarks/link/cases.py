@@ -42,6 +42,24 @@ class BlockCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodesCase(Case):
+    """A layer whose ranks share nodes, each with a link inside and one to other nodes."""
+
+    num_local: int
+    """Ranks of a node."""
+    shares_adapter: bool = False
+    """Whether they have one adapter to other nodes among them, else one each."""
+    inside_speed: float = 6.0
+    """Rate of a rank's link inside its node over its share of that between nodes: 270 and 45 GB/s
+    in the profile h100."""
+
+    @property
+    def sharing_adapter(self) -> int:
+        """Return how many ranks have an adapter among them."""
+        return self.num_local if self.shares_adapter else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """How a block is divided over the ranks."""
 
@@ -68,6 +86,19 @@ DISPATCHES: Final = tuple(
     Case(name=f"top-{k}", num_ranks=4, tokens=1024, experts=16, top_k=k) for k in range(1, 5)
 )
 """Rows exchanged are k / n of the tokens gathered: 1/4 to as many."""
+NODES: Final = (
+    NodesCase(name="nodes-2x2", num_ranks=4, num_local=2, tokens=512, experts=32, top_k=8),
+    NodesCase(
+        name="nodes-2x2-shared",
+        num_ranks=4,
+        num_local=2,
+        tokens=512,
+        experts=32,
+        top_k=8,
+        shares_adapter=True,
+    ),
+)
+"""Two nodes: a token's eight rows need both, all but seldom."""
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
 
 RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5, "1:4": 0.25}
@@ -78,6 +109,9 @@ NO_LINK_RATIO: Final = "inf"
 
 LATENCY_S: Final = 50e-6
 """Of one exchange; a small all-to-all between nodes takes tens of microseconds."""
+
+INSIDE_LATENCY_S: Final = 10e-6
+"""Of one inside a node, about a quarter of that, as in the profile h100."""
 
 BASELINE: Final = "inductor"
 REORDERED: Final = "inductor reorder"
@@ -105,6 +139,8 @@ class Preset:
     timeout_s: float
     """For which no rank may do nothing; ten times that for one case, compilation included."""
     ratios: tuple[str, ...] = tuple(RATIOS)
+    told: str = EVEN
+    """The ratio whose link megamoe is told of; what it compiles is the same for all ratios."""
     baseline: str = BASELINE
     """Its compute and its exchanges set the link, for all variants."""
     reordered: str = REORDERED
@@ -199,6 +235,29 @@ PRESETS: Final[Mapping[str, Preset]] = {
         ratios=("2:1", "1:1", "1:2"),
         baseline=PARTS_BASELINE,
         reordered=PARTS_REORDERED,
+    ),
+    "nodes": Preset(
+        cases=NODES,
+        variants=(
+            BASELINE,
+            REORDERED,
+            "flat N=1",
+            "flat N=2",
+            "flat N=4",
+            "exact",
+            "exact experts N=2",
+            "exact experts N=4",
+            "exact tokens N=2",
+            "rounded",
+            "rounded experts N=2",
+            "rounded experts N=4",
+            "rounded tokens N=2",
+        ),
+        control_rounds=20,
+        rounds=11,
+        timeout_s=1800.0,
+        ratios=("1:2",),
+        told="1:2",
     ),
     "dispatch": Preset(
         cases=DISPATCHES,

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from benchmarks.link.cases import LATENCY_S, Case
-from moe_compile.hardware import HardwareProfile
+from benchmarks.link.cases import Case, NodesCase
+from benchmarks.link.link_model import LinkRate
+from moe_compile.hardware import GroupLink, HardwareProfile
 from moe_compile.hardware.measure import cpu_name, memory_gb_per_s, op_overhead_us, seconds_of
+from moe_compile.hardware.sourced_file import dump_sourced
 
 CPU: Final = "cpu"
 
 
-def measure_profile(case: Case, link_bytes_per_s: float) -> HardwareProfile:
-    """Measure this thread's rates at the sizes of `case`; the link's is the emulated one's."""
+def measure_profile(case: Case, rate: LinkRate) -> HardwareProfile:
+    """Measure this thread's rates at the sizes of `case`; the links' are the emulated ones'."""
     return HardwareProfile(
         name=f"{cpu_name()}, one thread; emulated link",
         matmul_tflops=_matmul_tflops(case),
         memory_gb_per_s=memory_gb_per_s(CPU),
         op_overhead_us=op_overhead_us(CPU),
-        link_gb_per_s=link_bytes_per_s / 1e9,
-        link_latency_us=LATENCY_S * 1e6,
+        link_gb_per_s=rate.bytes_per_s / _sharing_adapter(case) / 1e9,
+        link_latency_us=rate.latency_s * 1e6,
+        node=_node_link(case, rate),
         inter_node_overlap_slowdown=0.0,  # an exchange takes as long whatever runs beside it
         origins=_origins(),
     )
@@ -32,7 +35,41 @@ def measure_profile(case: Case, link_bytes_per_s: float) -> HardwareProfile:
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Write `profile` as the TOML that `megamoe.hardware` takes, to two digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile.as_toml())
+    links = {} if profile.node is None else {"link": [_table_of(profile.node)]}
+    path.write_text(profile.as_toml() + dump_sourced(links))
+
+
+def _sharing_adapter(case: Case) -> int:
+    return case.sharing_adapter if isinstance(case, NodesCase) else 1
+
+
+def _node_link(case: Case, rate: LinkRate) -> GroupLink | None:
+    """Return the link inside a node, where the case has nodes."""
+    if not isinstance(case, NodesCase):
+        return None
+    return GroupLink(
+        num_ranks=case.num_local,
+        gb_per_s=rate.inside_bytes_per_s / 1e9,
+        latency_us=rate.inside_latency_s * 1e6,
+    )
+
+
+def _table_of(link: GroupLink) -> dict[str, Any]:
+    """Return the link as profiles state it, under the name they give the link inside a node."""
+    numbers = {
+        "num_ranks": link.num_ranks,
+        "gb_per_s": link.gb_per_s,
+        "exchange_share": 1.0,
+        "gather_share": 1.0,
+        "latency_us": link.latency_us,
+        "contention": link.contention,
+        "overlap_slowdown": link.overlap_slowdown,
+    }
+    origin = emulated_link_origin()
+    return {
+        "name": "nvlink",
+        **{key: {"value": value, "origin": origin} for key, value in numbers.items()},
+    }
 
 
 def emulated_link_origin() -> str:

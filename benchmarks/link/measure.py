@@ -8,7 +8,7 @@ Contract
 
 Pseudo-code
     compile the baseline, run it without a link -> compute time, bytes -> rates of the links
-    compile the others, told the rate at 1:1
+    compile the others, told the rate at the ratio the preset names
     rounds without a link; then rounds at each ratio
 """
 
@@ -27,16 +27,26 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from benchmarks.link.cases import EVEN, LATENCY_S, NO_LINK_RATIO, RATIOS, Case, Plan, Preset
+from benchmarks.link.cases import (
+    INSIDE_LATENCY_S,
+    LATENCY_S,
+    NO_LINK_RATIO,
+    RATIOS,
+    Case,
+    NodesCase,
+    Plan,
+    Preset,
+)
 from benchmarks.link.clocks import CLOCKS
 from benchmarks.link.compile_turns import CompileTurns
-from benchmarks.link.emulated_link import make_emulated_group
-from benchmarks.link.link_model import NO_LINK, LinkRate
+from benchmarks.link.emulated_link import make_emulated_groups
+from benchmarks.link.link_model import NO_LINK, LinkRate, Topology
 from benchmarks.link.machine import measure_profile, write_profile
 from benchmarks.link.post_board import PostBoard
 from benchmarks.link.step import Forward, Sample, Stepper, relative_error
 from benchmarks.link.subjects import Values, subjects_of
 from benchmarks.link.variants import Variant, named_variants
+from moe_compile import register_node_groups
 from moe_compile.errors import MegaMoEError
 from moe_compile.testing.rank_pool import SLOWEST
 
@@ -73,7 +83,9 @@ class Outcome:
     is_from_cache: bool = False
     error: str = ""
     relative_error: float = 0.0
-    rival: str = ""
+    rivals: tuple[str, ...] = ()
+    has_bits: bool | None = None
+    """Whether it has the bits of its reference, as `Variant.keeps_bits` has it; None unasked."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     """By ratio, one per round."""
 
@@ -128,7 +140,10 @@ class _Run:
         self._rank, self._job = rank, job
         clock = CLOCKS[job.clock]()
         board = PostBoard(job.folder / "posts", rank, job.case.num_ranks)
-        link = make_emulated_group(board, clock)
+        link, *of_nodes = make_emulated_groups(board, clock, _topology(job.case))
+        if of_nodes:
+            node = rank // _topology(job.case).num_local
+            register_node_groups(link, *of_nodes, host=f"emulated node {node}")
         self._subjects = subjects_of(job.case, link)
         self._link, self._clock = link, clock
         self._steppers: dict[Plan | None, Stepper] = {}
@@ -152,12 +167,15 @@ class _Run:
         """Compile and check one variant; all ranks return the same verdict."""
         stepper = self._stepper(variant.plan)
         way = _Way(stepper, variant.build(stepper.module, self._job.profile))
-        mine = Outcome(rival=variant.rival)
+        mine = Outcome(rivals=variant.rivals)
         try:
             mine.relative_error = relative_error(self._first(variant, way), stepper.expected)
             if variant.backend:
                 mine.compile_s = self._turns.seconds
                 mine.is_from_cache = self._turns.is_from_cache
+            if variant.keeps_bits:
+                plain = variant.build(stepper.module, self._job.profile, codegen="fx")
+                mine.has_bits = stepper.values(plain).same_bits(stepper.expected)
         except (RuntimeError, MegaMoEError, AssertionError, TypeError) as error:
             mine.error = f"{type(error).__name__}: {error}"
         outcome = _worst_of_all_ranks(mine, variant.max_error)
@@ -182,9 +200,9 @@ class _Run:
         baseline = self.ways[self._job.preset.baseline]
         steps = [baseline.timed(NO_LINK) for _ in range(ESTIMATE_STEPS)]
         compute_s = statistics.median(s.elapsed_s for s in steps)
-        rate = _rate(steps[-1], compute_s, RATIOS[EVEN])
+        rate = link_rate(steps[-1], compute_s, RATIOS[self._job.preset.told], self._job.case)
         if self._rank == 0 and not self._job.profile.exists():
-            profile = measure_profile(self._job.case, rate.bytes_per_s)
+            profile = measure_profile(self._job.case, rate)
             write_profile(profile, self._job.profile)
         dist.barrier()
 
@@ -206,7 +224,8 @@ class _Run:
         compute_s = statistics.median(s.elapsed_s for s in control)
         traffic = control[-1].traffic
         rates = {
-            name: _rate(control[-1], compute_s, RATIOS[name]) for name in self._job.preset.ratios
+            name: link_rate(control[-1], compute_s, RATIOS[name], self._job.case)
+            for name in self._job.preset.ratios
         }
         return CaseResult(
             compute_s=compute_s,
@@ -224,10 +243,22 @@ class _Run:
             sys.stderr.flush()
 
 
-def _rate(sample: Sample, compute_s: float, ratio: float) -> LinkRate:
-    """Return the link on which this step's exchanges alone take compute / ratio."""
-    moving_s = compute_s / ratio - sample.traffic.num_exchanges * LATENCY_S
-    return LinkRate(latency_s=LATENCY_S, bytes_per_s=sample.traffic.wire_bytes / moving_s)
+def _topology(case: Case) -> Topology:
+    if not isinstance(case, NodesCase):
+        return Topology(num_ranks=case.num_ranks)
+    return Topology(
+        num_ranks=case.num_ranks, num_local=case.num_local, shares_adapter=case.shares_adapter
+    )
+
+
+def link_rate(sample: Sample, compute_s: float, ratio: float, case: Case) -> LinkRate:
+    """Return the link on which this step's exchanges alone take compute / ratio, between nodes."""
+    moving_s = compute_s / ratio - sample.traffic.num_between * LATENCY_S
+    rate = LinkRate(latency_s=LATENCY_S, bytes_per_s=sample.traffic.wire_bytes / moving_s)
+    if not isinstance(case, NodesCase):
+        return rate
+    inside = rate.bytes_per_s / case.sharing_adapter * case.inside_speed
+    return replace(rate, inside_latency_s=INSIDE_LATENCY_S, inside_bytes_per_s=inside)
 
 
 def _worst_of_all_ranks(mine: Outcome, max_error: float) -> Outcome:
@@ -239,6 +270,8 @@ def _worst_of_all_ranks(mine: Outcome, max_error: float) -> Outcome:
     error = next((o.error for o in outcomes if o.error), "")
     if not error and not worst <= max_error:
         error = f"differs from its reference by {worst:.3g}, relative"
+    if not error and any(o.has_bits is False for o in outcomes):
+        error = "has not the bits of its reference"
     return replace(outcomes[0], relative_error=worst, error=error)
 
 

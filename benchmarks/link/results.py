@@ -12,7 +12,9 @@ Of a block "inductor" is the preset's baseline, the block divided by heads and b
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -55,13 +57,17 @@ class Row:
     own_comm_ms: float | None = None
     exchanges: int | None = None
     wire_bytes: float | None = None
-    """That crossed the link in one step."""
+    """That crossed the link in one step; of two links, the one between nodes."""
+    inside_bytes: float | None = None
+    """That crossed the link inside a node."""
     vs_best_same_wire: float | None = None
     """Against the fastest variant, at this ratio, whose rows travel unquantised."""
     page_faults: float | None = None
     compile_s: float | None = None
     compile_from_cache: bool | None = None
     relative_error: float | None = None
+    has_bits: bool | None = None
+    """Whether it has eager's bits with codegen = "fx", on all ranks; None where it need not."""
     error: str = ""
 
 
@@ -95,12 +101,18 @@ def header_of_case(job: Job, result: CaseResult) -> dict[str, Any]:
         "comm_ms": {name: seconds * 1e3 for name, seconds in result.comm_s.items()},
         "wire_bytes_per_step": result.wire_bytes,
         "exchanges_per_step": result.num_exchanges,
-        "links": {
-            name: {"latency_us": rate.latency_s * 1e6, "mb_per_s": rate.bytes_per_s / 1e6}
-            for name, rate in result.rates.items()
-        },
+        "links": {name: _link_of(rate) for name, rate in result.rates.items()},
         "megamoe_profile": result.profile,
     }
+
+
+def _link_of(rate: LinkRate) -> dict[str, float]:
+    """Return the link's rates; those of a link inside nodes where there is one."""
+    link = {"latency_us": rate.latency_s * 1e6, "mb_per_s": rate.bytes_per_s / 1e6}
+    if math.isinf(rate.inside_bytes_per_s):
+        return link
+    inside = rate.inside_latency_s * 1e6, rate.inside_bytes_per_s / 1e6
+    return link | dict(zip(("inside_latency_us", "inside_mb_per_s"), inside, strict=True))
 
 
 def with_other_cases(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +155,7 @@ def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: 
         compile_s=outcome.compile_s,
         compile_from_cache=outcome.is_from_cache,
         relative_error=outcome.relative_error,
+        has_bits=outcome.has_bits,
         vs_best_same_wire=_against_best(result, name, ratio_name),
         **_against_rival(result, name, ratio_name),
         **_medians(samples, result.rates.get(ratio_name, NO_LINK)),
@@ -156,12 +169,13 @@ def _medians(samples: list[Sample], rate: LinkRate) -> dict[str, Any]:
         "link_host_ms": 1e3 * statistics.median(s.traffic.host_s for s in samples),
         "exchanges": samples[-1].traffic.num_exchanges,
         "wire_bytes": samples[-1].traffic.wire_bytes,
+        "inside_bytes": samples[-1].traffic.inside_bytes,
         "page_faults": statistics.median(s.page_faults for s in samples),
     }
 
 
 def _against_rival(result: CaseResult, name: str, ratio_name: str) -> dict[str, Any]:
-    rival = result.outcomes[name].rival
+    rival = _fastest(result, result.outcomes[name].rivals, ratio_name)
     found = _against(result, name, rival, ratio_name)
     return {
         "rival": rival,
@@ -172,15 +186,19 @@ def _against_rival(result: CaseResult, name: str, ratio_name: str) -> dict[str, 
 
 def _against_best(result: CaseResult, name: str, ratio_name: str) -> float | None:
     """Return the ratio to the fastest of the variants without a quantised wire."""
-    medians = {
-        other: statistics.median(s.elapsed_s for s in outcome.samples[ratio_name])
-        for other, outcome in result.outcomes.items()
-        if not outcome.error and QUANTIZED not in other
-    }
-    if not medians:
-        return None
-    best = _against(result, name, min(medians, key=medians.__getitem__), ratio_name)
+    plain = [other for other in result.outcomes if QUANTIZED not in other]
+    best = _against(result, name, _fastest(result, plain, ratio_name), ratio_name)
     return best and best.median
+
+
+def _fastest(result: CaseResult, names: Iterable[str], ratio_name: str) -> str:
+    """Return the variant of `names` that ran fastest; "" where none ran."""
+    medians = {
+        name: statistics.median(s.elapsed_s for s in result.outcomes[name].samples[ratio_name])
+        for name in names
+        if name in result.outcomes and not result.outcomes[name].error
+    }
+    return min(medians, key=medians.__getitem__, default="")
 
 
 def _against(result: CaseResult, name: str, other: str, ratio_name: str) -> Estimate | None:

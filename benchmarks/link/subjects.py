@@ -29,6 +29,14 @@ class Values:
     input_grad: torch.Tensor
     weight_grads: tuple[torch.Tensor, ...]
 
+    def same_bits(self, other: Values) -> bool:
+        """Whether all of both are equal bit for bit."""
+        pairs = zip(self._all(), other._all(), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+    def _all(self) -> tuple[torch.Tensor, ...]:
+        return self.out, self.input_grad, *self.weight_grads
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:

@@ -29,12 +29,23 @@ def print_case(console: Console, head: dict[str, Any], rows: list[Row]) -> None:
         f"step; latency {link['latency_us']:.0f} us",
         highlight=False,
     )
+    if "inside_mb_per_s" in link:
+        console.print(
+            f"nodes of {head['num_local']} ranks, {_adapter(head)} to other nodes; inside a node "
+            f"{link['inside_mb_per_s'] / link['mb_per_s']:.0f} times the rate, latency "
+            f"{link['inside_latency_us']:.0f} us",
+            highlight=False,
+        )
     console.print(_table(rows))
     for row in rows:
         if row.error and row.ratio == NO_LINK_RATIO:
             console.print(f"{row.variant} failed: {row.error}", style="red", markup=False)
     for warning in warnings_of(rows):
         console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+
+def _adapter(head: dict[str, Any]) -> str:
+    return "one adapter for all" if head["shares_adapter"] else "an adapter each"
 
 
 def _table(rows: list[Row]) -> Table:

@@ -50,11 +50,15 @@ class Variant:
     """Relative, against the reference."""
     plan: Plan | None = None
     """How a block is divided; None for a layer."""
-    rival: str = ""
-    """A variant to be compared with besides the baseline."""
+    rivals: tuple[str, ...] = ()
+    """Variants of which the fastest is to be compared with besides the baseline."""
+    keeps_bits: bool = False
+    """Whether, with codegen = "fx", it has the bits of its reference; else it is left out."""
 
-    def build(self, layer: nn.Module, profile: Path) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the layer run this way; it compiles at its first call.
+    def build(
+        self, layer: nn.Module, profile: Path, **more: Any
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the layer run this way, with `more` options; it compiles at its first call.
 
         megamoe is told the rates in `profile`, Inductor's own passes estimate by themselves.
         """
@@ -63,7 +67,8 @@ class Variant:
             return module
         options = dict(self.options)
         if self.backend == "megamoe":
-            options["megamoe.hardware"] = str(profile)
+            told = {"hardware": str(profile), **more}
+            options |= {f"megamoe.{name}": value for name, value in told.items()}
         return torch.compile(module, backend=self.backend, fullgraph=True, options=options)
 
 
@@ -102,7 +107,7 @@ OF_BLOCKS: Final = (
             plan=SEQUENCE_AND_EXPERTS,
             backend="megamoe",
             options=_split(chunks, attention_chunks),
-            rival="sp+a2a N=1",
+            rivals=("sp+a2a N=1",),
         )
         for chunks, attention_chunks in ((1, 1), (2, 2), (4, 2))
     ),
@@ -125,7 +130,7 @@ OF_PARTS: Final = (
             plan=EXPERTS_ALONE,
             backend="megamoe",
             options={**_split(chunks or 1, 1), **(IN_PARTS if in_parts else {})},
-            rival="" if chunks == 2 and not in_parts else "dp+a2a N=2",
+            rivals=() if chunks == 2 and not in_parts else ("dp+a2a N=2",),
         )
         for in_parts, chunks in (("", 1), ("", 2), ("parts", 0), ("parts", 2))
     ),
@@ -160,13 +165,45 @@ OF_LAYERS: Final = (
             name=f"ag/rs {padding} N={chunks}",
             backend="megamoe",
             options=_gathered(chunks, padding),
-            rival="megamoe N=2",
+            rivals=("megamoe N=2",),
         )
         for padding in ("exact", "worst")
         for chunks in (1, 2)
     ),
 )
-VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS, *OF_PARTS)
+
+
+def _over_nodes(nodes: str, chunk_by: str, chunks: int) -> Variant:
+    """Return a way over nodes: the flat exchange ("off") or two hops, in so many parts."""
+    by = f" {chunk_by}" if chunk_by != "auto" else ""
+    parts = f" N={chunks}" if chunks > 1 or nodes == "off" else ""
+    return Variant(
+        name=f"{'flat' if nodes == 'off' else nodes}{by}{parts}",
+        backend="megamoe",
+        options={
+            "megamoe.nodes": nodes,
+            "megamoe.chunks": chunks,
+            "megamoe.chunk_by": chunk_by,
+            "megamoe.equal_tokens": True,
+            "megamoe.strict": True,
+        },
+        rivals=() if nodes == "off" else tuple(f"flat N={n}" for n in FLAT_CHUNKS),
+        keeps_bits=nodes != "rounded",
+    )
+
+
+FLAT_CHUNKS: Final = (1, 2, 4)
+OF_NODES: Final = (
+    *(_over_nodes("off", "auto", chunks) for chunks in FLAT_CHUNKS),
+    *(
+        _over_nodes(nodes, chunk_by, chunks)
+        for nodes in ("exact", "rounded")
+        for chunk_by, chunks in (
+            ("auto", 1), ("experts", 2), ("experts", 4), ("tokens", 2), ("tokens", 4),
+        )
+    ),
+)  # fmt: skip
+VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS, *OF_PARTS, *OF_NODES)
 
 
 def named_variants(names: tuple[str, ...]) -> tuple[Variant, ...]:

@@ -60,7 +60,7 @@ def test_ratios_are_against_the_same_rounds_of_the_baselines():
 
 def test_a_rival_and_own_exchanges_are_told_beside_the_baseline():
     other = outcome(2.2, linked=2.4)
-    other.rival = "inductor reorder"
+    other.rivals = ("inductor reorder", "inductor", "not measured")
     both = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": outcome(2.0, linked=3.0)}
     row = rows(**both, other=other)
     assert row["other", "1:1"].vs_rival == pytest.approx(0.8)
