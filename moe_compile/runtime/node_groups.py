@@ -15,7 +15,7 @@ its `node` group and rank `node` of its `cross` group, which joins equal places:
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,14 @@ def register_node_groups(
 
 def node_groups_of(group: str) -> NodeGroups | None:
     """Return what was registered of the process group of that name; None for nothing."""
+    return _known().get(group)
+
+
+def _known() -> Mapping[str, NodeGroups]:
+    """Return what was said of the default process group at hand, by names of groups."""
     store = default_store()
     is_theirs = store is not None and store is _Registered.store
-    return _Registered.groups.get(group) if is_theirs else None
+    return _Registered.groups if is_theirs else {}
 
 
 def ranks_of_a_node(group: str) -> int:
@@ -109,11 +114,16 @@ def ranks_of_a_node(group: str) -> int:
     or of one of its node or cross groups; 0 where nothing was said of it."""
     if (nodes := node_groups_of(group)) is not None:
         return nodes.num_local
-    known = _Registered.groups.values() if _Registered.store is default_store() else ()
-    for nodes in known:
+    for nodes in _known().values():
         if group in (nodes.node, nodes.cross):
             return nodes.num_local if group == nodes.node else 1
     return 0
+
+
+def link_of_group(group: str) -> str:
+    """Return the name of the group whose link the process group of that name takes: ranks of equal
+    place leave their nodes as the registered group does, which they are of; others by their own."""
+    return next((whole for whole, nodes in _known().items() if group == nodes.cross), group)
 
 
 def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:

@@ -20,6 +20,7 @@ from moe_compile.graph.effects import may_draw
 from moe_compile.graph.launch_order import plan_launch_order
 from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
 from moe_compile.graph.query import group_name, is_launch, is_wait
+from moe_compile.runtime.node_groups import link_of_group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,8 @@ class ScheduleProblem:
     next_launch: Mapping[int, int]
     """Launch -> the launch that runs next; the one precedence that may go to a lower index."""
     group_of: Mapping[int, str]
-    """Launch -> name of its process group: one link each."""
+    """Launch -> name of the process group whose link it takes: ranks of equal place take that of
+    the group whose nodes they join."""
     awaits: Mapping[int, int | None]
     """Wait -> its launch; None when a graph input is waited for."""
     is_follower: tuple[bool, ...]
@@ -77,6 +79,7 @@ class ScheduleProblem:
         compute_us = tuple(costs[n].compute_us for n in nodes)
         link_us = tuple(costs[n].link_us for n in nodes)
         waits = {index[n]: awaited(n) for n in nodes if is_wait(n)}
+        link_of = {n: link_of_group(group_name(n)) for n in planned}
         return cls(
             nodes=nodes,
             before=before,
@@ -85,13 +88,13 @@ class ScheduleProblem:
             link_us=link_us,
             launches=launches,
             next_launch=dict(itertools.pairwise(launches)),
-            group_of={i: group_name(nodes[i]) for i in launches},
+            group_of={i: link_of[nodes[i]] for i in launches},
             awaits={w: None if launch is None else index[launch] for w, launch in waits.items()},
             is_follower=_followers(nodes),
             urgency=_urgency(after, launches),
             path_us=_path_us(after, compute_us, link_us),
             contention=max((costs[n].contention for n in planned), default=0.0),
-            overlap_slowdown={group_name(n): costs[n].overlap_slowdown for n in planned},
+            overlap_slowdown={link_of[n]: costs[n].overlap_slowdown for n in planned},
         )
 
 

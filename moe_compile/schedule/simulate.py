@@ -2,7 +2,8 @@
 
 Contract
     Virtual time from estimated costs; the host is taken to run ahead of the device.
-    Launches of one group share a link and are served in launch order.
+    Launches of one group share a link and are served in launch order; those of ranks of equal place
+    share that of the group whose nodes they join.
     Compute is slower while a collective runs: NCCL's kernels hold some of the SMs. A collective is
     slower while compute runs. By how much of either, profiles state (`cost/events.py`).
 """

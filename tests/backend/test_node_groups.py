@@ -4,9 +4,12 @@ import dataclasses
 
 import pytest
 import torch.distributed as dist
+import torch.fx as fx
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_compile.cost.cost_model import Cost
 from moe_compile.errors import InvalidConfig
+from moe_compile.graph.query import C10D
 from moe_compile.runtime.node_groups import (
     NodeGroups,
     Seat,
@@ -14,6 +17,8 @@ from moe_compile.runtime.node_groups import (
     node_groups_of,
     register_node_groups,
 )
+from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import simulate
 from tests.node_ranks import seat
 
 RANKS = (4, 5, 6, 7, 8, 9)
@@ -95,6 +100,42 @@ def test_all_ranks_are_told_the_same(four_ranks):
     (said,) = set(four_ranks.run(on_one_machine))
     assert "ranks 0 and 2 are on two nodes" in said
     assert "give `host`" in said
+
+
+def one_link_for(rank, groups, steps_us):
+    """Seat two nodes; return how long exchanges of so many microseconds take that are under way at
+    once, in groups of these kinds."""
+    seat(rank, 2)
+    whole = dist.group.WORLD.group_name
+    nodes = node_groups_of(whole)
+    names = {"all": whole, "node": nodes.node, "cross": nodes.cross}
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    launches = [
+        graph.call_function(C10D.all_to_all_single.default, (rows, [1], [1], names[kind]))
+        for kind in groups
+    ]
+    waits = [graph.call_function(C10D.wait_tensor.default, (launch,)) for launch in launches]
+    graph.output(tuple(waits))
+    costs = dict.fromkeys(graph.nodes, Cost())
+    costs |= {n: Cost(link_us=us) for n, us in zip(launches, steps_us, strict=True)}
+    problem = ScheduleProblem.of(graph, costs)
+    return simulate(problem, range(len(problem.nodes))).step_us
+
+
+@pytest.mark.parametrize(
+    ("groups", "step_us"),
+    [
+        (("cross", "all"), 10.0 + 4.0),
+        (("node", "cross"), 10.0),
+        (("node", "all"), 10.0),
+        (("cross", "node", "all"), 10.0 + 3.0),
+    ],
+)
+def test_equal_places_leave_a_node_by_the_adapters_of_all_its_ranks(four_ranks, groups, step_us):
+    """Exchanges among them and among all ranks follow one another; a node's run beside both."""
+    steps_us = (10.0, 4.0) if len(groups) == 2 else (10.0, 9.0, 3.0)
+    assert four_ranks.run(one_link_for, groups, steps_us) == [step_us] * 4
 
 
 def forgotten(rank):
