@@ -88,8 +88,18 @@ DISPATCHES: Final = tuple(
 """Rows exchanged are k / n of the tokens gathered: 1/4 to as many."""
 NODES: Final = (
     NodesCase(name="nodes-2x2", num_ranks=4, num_local=2, tokens=512, experts=32, top_k=8),
+    NodesCase(name="nodes-2x4", num_ranks=8, num_local=4, tokens=256, experts=32, top_k=8),
     NodesCase(
-        name="nodes-2x2-shared",
+        name="nodes-2x2-shared-expert",
+        num_ranks=4,
+        num_local=2,
+        tokens=512,
+        experts=32,
+        top_k=8,
+        shared_expert=True,
+    ),
+    NodesCase(
+        name="nodes-2x2-one-adapter",
         num_ranks=4,
         num_local=2,
         tokens=512,
@@ -98,7 +108,7 @@ NODES: Final = (
         shares_adapter=True,
     ),
 )
-"""Two nodes: a token's eight rows need both, all but seldom."""
+"""Two nodes: a token's eight rows need both, all but seldom. As many rows for each expert."""
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
 
 RATIOS: Final[Mapping[str, float]] = {"2:1": 2.0, "1:1": 1.0, "1:2": 0.5, "1:4": 0.25}

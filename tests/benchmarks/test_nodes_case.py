@@ -18,7 +18,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.hardware import load_profile
 
 PRESET = PRESETS["nodes"]
-OWN, SHARED = PRESET.cases[:2]
+OWN, SHARED = PRESET.cases[0], PRESET.cases[-1]
 FLAT = [Crossing(4e6, 2e6)] * 4
 STEP = Sample(elapsed_s=1.0, traffic=Traffic(FLAT), page_faults=0)
 
