@@ -54,7 +54,8 @@ def check_link(record: Record, sizes: Sizes) -> None:
     hardware = load_profile("detect")
     link_gb_per_s = paces["1:1"].rate.bytes_per_s / 1e9
     origins = {**hardware.origins, "link_gb_per_s": emulated_link_origin()}
-    write_profile(replace(hardware, link_gb_per_s=link_gb_per_s, origins=origins), profile)
+    told = replace(hardware, link_gb_per_s=link_gb_per_s, node=None, origins=origins)
+    write_profile(told, profile)
     for name in sizes.link_variants:
         if name != BASELINE:
             run.compile(name, profile)

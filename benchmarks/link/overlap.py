@@ -1,7 +1,8 @@
 """`python -m benchmarks.link.overlap`: what each variant of a layer or block hides.
 
 Every rank is a process of this machine; the link between them is emulated (emulated_link.py) and
-its bandwidth is set so that communication takes half to four times what compute takes.
+its bandwidth is set so that communication takes half to four times what compute takes. With
+--preset nodes ranks share nodes: one link inside them, and one between them whose bandwidth is set.
 """
 
 from __future__ import annotations
