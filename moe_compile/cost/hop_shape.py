@@ -2,12 +2,29 @@
 
 Contract
     Amounts for experts chosen evenly, each once by a token. Facts of graph and registration alone.
+    The planner's prices and the cluster simulator both take their bytes from here. Without torch:
+    `megamoe simulate` has none.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
+
+from moe_compile.hardware.collectives import leaving_share
+
+INDEX_KERNELS: Final = 40.0
+"""Small operators that find the rows of both hops (`moe_compile/ops/hop_rows.py`), as written; no
+generated code was counted."""
+PLACE_KERNELS: Final = 20.0
+"""The same of the places of sums (`moe_compile/ops/hop_sums.py`)."""
+MASK_BYTES: Final = 4.0
+"""Of each row of hop 1, which experts of a node it is for: one word of 32."""
+SCORE_BYTES: Final = 4.0
+"""Of each row's score, which goes flat."""
+MOVED: Final = 2.0
+"""Passes over bytes that are moved: read, written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +39,8 @@ class HopShape:
     rows_per_token: int
     row_bytes: float
     """Of one row, as it is dispatched."""
+    max_nodes: int = 0
+    """That the experts of one token may be on, where its router says so; 0 for any number."""
 
     @property
     def leaving(self) -> float:
@@ -34,7 +53,8 @@ class HopShape:
         elsewhere = self.num_experts - self.num_experts // self.num_nodes
         k = self.rows_per_token
         missed = math.comb(elsewhere, k) / math.comb(self.num_experts, k)
-        return self.num_nodes * (1.0 - missed)
+        hit = self.num_nodes * (1.0 - missed)
+        return min(hit, float(self.max_nodes)) if self.max_nodes else hit
 
     @property
     def flat_rows(self) -> float:
@@ -50,3 +70,32 @@ class HopShape:
         """Rows of a token that cross in all four exchanges, forward and backward."""
         num_in_hops = {"off": 0, "exact": 2, "rounded": 4}[nodes]
         return num_in_hops * self.hop_rows + (4 - num_in_hops) * self.flat_rows
+
+    def across_bytes(self, rows: float) -> float:
+        """Bytes of hop 1 that leave a rank, of so many bytes of its rows."""
+        return rows / self.rows_per_token * self.hop_rows
+
+    def inside_bytes(self, rows: float) -> float:
+        """Bytes of hop 2 that leave a rank, of so many bytes of its rows."""
+        return rows * (self.num_local - 1) / self.num_local
+
+    def mask_bytes(self, num_rows: float) -> float:
+        """Bytes of the masks beside hop 1 that leave a rank of so many rows."""
+        return num_rows / self.rows_per_token * self.hop_rows * MASK_BYTES
+
+    def score_bytes(self, num_rows: float) -> float:
+        """Bytes of the scores of so many rows, or of their gradients, that leave a rank."""
+        return num_rows * SCORE_BYTES * leaving_share(self.num_nodes * self.num_local)
+
+    def copied_bytes(self, rows: float) -> tuple[float, float, float]:
+        """Read and written where rows are copied: before hop 1, between the hops, after hop 2."""
+        return MOVED * self._far(rows), MOVED * rows, MOVED * rows
+
+    def summed_bytes(self, rows: float) -> tuple[float, float, float]:
+        """The same where rows are summed: before hop 2, on the node, at home."""
+        far = self._far(rows)
+        return MOVED * rows, rows + far, far + rows / self.rows_per_token
+
+    def _far(self, rows: float) -> float:
+        """Return the bytes of one row for each node of a token, the own included."""
+        return rows * self.nodes_per_token / self.rows_per_token

@@ -12,24 +12,12 @@ those of the own node; all are gathered for hop 2, go to ranks of the node, and 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from moe_compile.cost.hop_shape import HopShape
+from moe_compile.cost.hop_shape import INDEX_KERNELS, PLACE_KERNELS, HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.hardware.collectives import leaving_share
-
-INDEX_KERNELS: Final = 40.0
-"""Small operators that find the rows of both hops (`moe_compile/ops/hop_rows.py`), as written; no
-generated code was counted."""
-PLACE_KERNELS: Final = 20.0
-"""The same of the places of sums (`moe_compile/ops/hop_sums.py`)."""
-MASK_BYTES: Final = 4.0
-"""Of each row of hop 1, which experts of a node it is for: one word of 32."""
-SCORE_BYTES: Final = 4.0
-"""Of each row's score, which goes flat."""
-MOVED: Final = 2.0
-"""Passes over bytes that are moved: read, written."""
 
 
 class Step(NamedTuple):
@@ -62,20 +50,17 @@ def hop_steps(
     steps = _copied(hops, rows, rates) if copies else _summed(hops, rows, rates)
     if copies and is_forward:
         num_rows = rows / hops.row_bytes
-        return _told(hops, num_rows, nodes, region, rates) + steps
+        return _told(hops, num_rows, nodes, rates) + steps
     if not copies and not is_forward:  # gradients of scores come home
-        scores = rows / hops.row_bytes * SCORE_BYTES * leaving_share(region.num_ranks)
+        scores = hops.score_bytes(rows / hops.row_bytes)
         return (*steps, _launch(rates), Step("scores", rates.link_us(scores), is_sent=True))
     return steps
 
 
-def _told(
-    hops: HopShape, num_rows: float, nodes: str, region: RegionWork, rates: Rates
-) -> tuple[Step, ...]:
+def _told(hops: HopShape, num_rows: float, nodes: str, rates: Rates) -> tuple[Step, ...]:
     """Return what goes beside the rows, and finding them."""
     num_kernels = INDEX_KERNELS + (PLACE_KERNELS if nodes == "rounded" else 0.0)
-    masks = num_rows / hops.rows_per_token * hops.hop_rows * MASK_BYTES
-    scores = num_rows * SCORE_BYTES * leaving_share(region.num_ranks)
+    masks, scores = hops.mask_bytes(num_rows), hops.score_bytes(num_rows)
     return (
         Step("indices", rates.compute_us(0.0, 0.0, num_kernels), is_sent=False),
         Step("masks", rates.hop_us(masks, within=False), is_sent=True),
@@ -85,39 +70,25 @@ def _told(
 
 
 def _copied(hops: HopShape, rows: float, rates: Rates) -> tuple[Step, ...]:
-    far = rows * hops.nodes_per_token / hops.rows_per_token
-    return (
-        _moving(MOVED * far, rates),
-        _launch(rates),
-        _across(hops, rows, rates),
-        _moving(MOVED * rows, rates),
-        _launch(rates),
-        _inside(hops, rows, rates),
-        _moving(MOVED * rows, rates),
-    )
+    before, between, after = (_moving(nbytes, rates) for nbytes in hops.copied_bytes(rows))
+    across, inside = _across(hops, rows, rates), _inside(hops, rows, rates)
+    return (before, _launch(rates), across, between, _launch(rates), inside, after)
 
 
 def _summed(hops: HopShape, rows: float, rates: Rates) -> tuple[Step, ...]:
-    far = rows * hops.nodes_per_token / hops.rows_per_token
-    return (
-        _moving(MOVED * rows, rates),
-        _launch(rates),
-        _inside(hops, rows, rates),
-        _moving(rows + far, rates),
-        _launch(rates),
-        _across(hops, rows, rates),
-        _moving(far + rows / hops.rows_per_token, rates),
-    )
+    before, between, after = (_moving(nbytes, rates) for nbytes in hops.summed_bytes(rows))
+    across, inside = _across(hops, rows, rates), _inside(hops, rows, rates)
+    return (before, _launch(rates), inside, between, _launch(rates), across, after)
 
 
 def _across(hops: HopShape, rows: float, rates: Rates) -> Step:
-    sent = rows / hops.rows_per_token * hops.hop_rows
-    return Step("hop between nodes", rates.hop_us(sent, within=False), is_sent=True)
+    us = rates.hop_us(hops.across_bytes(rows), within=False)
+    return Step("hop between nodes", us, is_sent=True)
 
 
 def _inside(hops: HopShape, rows: float, rates: Rates) -> Step:
-    sent = rows * (hops.num_local - 1) / hops.num_local
-    return Step("hop inside the node", rates.hop_us(sent, within=True), is_sent=True)
+    us = rates.hop_us(hops.inside_bytes(rows), within=True)
+    return Step("hop inside the node", us, is_sent=True)
 
 
 def _launch(rates: Rates) -> Step:
