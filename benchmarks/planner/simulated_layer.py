@@ -7,7 +7,7 @@ from typing import Any, Final
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_time import time_layer
-from moe_compile.simulator.method import Attention, Method, Overlap
+from moe_compile.simulator.method import Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import ModelShape
 
 TOKENS: Final = 4096
@@ -28,7 +28,7 @@ def simulated_us(
         expert_ranks=expert_ranks,
         overlap=Overlap.CHUNKS if num_chunks > 1 else Overlap.INTER_OP,
         num_chunks=num_chunks,
-        sends_flat=True,
+        crossing=Crossing.FLAT,
         replays_chunks=True,
         **ways,
     )

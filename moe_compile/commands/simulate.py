@@ -29,9 +29,16 @@ from moe_compile.simulator.scenario import (
 from moe_compile.simulator.step import Setting
 
 TABLES: Final = ("megascale", "waterfall", "bounds")
-OURS: Final = ("2 chunks of experts", "2 chunks of tokens")
+OURS: Final[Sequence[str]] = ("2 chunks of experts", "2 chunks of tokens")
 """megamoe's own schedule: of experts where a rank has more than one."""
-DRAWN: Final = ("sequential", "inter-op", "two-batches", "ideal")
+OURS_BETWEEN: Final[Sequence[str]] = (
+    "flat: 2 chunks",
+    "exact: 2 chunks",
+    "rounded: 2 chunks",
+    "rounded: 2 parts",
+)
+"""The same where rows cross nodes."""
+DRAWN: Final = ("flat: sequential", "sequential", "inter-op", "two-batches", "ideal")
 """Other schedules of a timeline unless told."""
 GPUS: Final = (240, 480, 720, 960, 1440)
 SETTINGS: Final = (
@@ -51,7 +58,10 @@ def add_simulate(commands: Any) -> None:
         "simulate",
         help="predict training steps on a cluster",
         description="Predict the step of a mixture-of-experts model on a cluster by formulas, for "
-        "every schedule; or print a table. Needs no GPU and no torch.",
+        "every schedule; or print a table. Where experts are on several nodes schedules of megamoe "
+        "come first: flat, exact and rounded (its option nodes), in chunks of experts, slices of "
+        "tokens, parts of the batch; the others send a row once to a node over both links at "
+        "once. Needs no GPU and no torch.",
         epilog="What is not given is as in the model's published run.",
         allow_abbrev=False,
     )
@@ -174,9 +184,10 @@ def _setting(known: argparse.Namespace) -> Setting:
 def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
     """Write the file; return the names of the schedules in it."""
     found = schedules(setting)
-    own = next(name for name in OURS if name in found)
+    own = [name for name in OURS_BETWEEN if name in found]
+    own = own or [name for name in OURS if name in found][:1]
     first, *others = (name for name in DRAWN if name in found)
-    names = known.schedule or [first, own, *others]
+    names = known.schedule or [first, *own, *others]
     layers = {_named(name): time_layer(found[name].costs) for name in names}
     path: Path = known.timeline
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +202,8 @@ def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
 
 def _named(schedule: str) -> str:
     """Return the name of a schedule as timelines have it: which one is megamoe's is said."""
-    return f"{schedule} (megamoe)" if " chunks of " in schedule else schedule
+    is_own = any(mark in schedule for mark in (" chunks of ", " parts of ", ": "))
+    return f"{schedule} (megamoe)" if is_own and "sequential" not in schedule else schedule
 
 
 def _picture() -> Any:

@@ -1,4 +1,4 @@
-"""Tasks of one layer on one rank, and how they run on two streams.
+"""Tasks of one layer on one rank, and how they run on its streams.
 
 Contract
     A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
@@ -19,7 +19,9 @@ from moe_compile.cost.events import Served, Streams
 
 COMPUTE: Final = "compute"
 LINK: Final = "communication"
-STREAMS: Final = (COMPUTE, LINK)
+NODE_LINK: Final = "inside the node"
+"""Collectives inside a node that run beside those between nodes."""
+STREAMS: Final = (COMPUTE, LINK, NODE_LINK)
 
 
 class Priority(enum.Enum):
@@ -100,9 +102,15 @@ def run_tasks(
     contention: float,
     overlap_slowdown: float,
     priority: Priority = Priority.LONGEST_PATH,
+    *,
+    node_slowdown: float = 0.0,
 ) -> TaskTimeline:
-    """Run tasks as their needs allow; compute and collectives slow each other by these shares."""
-    streams = Streams(COMPUTE, contention, {LINK: overlap_slowdown})
+    """Run tasks as their needs allow; compute and collectives slow each other by these shares.
+
+    `node_slowdown` is the overlap slowdown of collectives inside the node, where they have a
+    stream of their own.
+    """
+    streams = Streams(COMPUTE, contention, {LINK: overlap_slowdown, NODE_LINK: node_slowdown})
     return _Run(tasks, streams, priority).timeline()
 
 

@@ -12,14 +12,15 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-from moe_compile.cost.tasks import STREAMS
 from moe_compile.report.cluster_timeline import (
     BACKWARD,
     EXCHANGES,
     FORWARD,
+    INSIDE,
     WEIGHTS,
     kind_of,
     placed_spans,
+    streams_of,
 )
 from moe_compile.simulator.layer_time import LayerTime
 
@@ -28,6 +29,7 @@ COLOURS: Final = {
     BACKWARD: "#7fa6d6",
     WEIGHTS: "#b9cde5",
     EXCHANGES: "#e07b39",
+    INSIDE: "#f2b78d",
 }
 SMALLEST_LABEL: Final = 0.045
 """Share of the axis below which a span has no room for its name."""
@@ -37,7 +39,7 @@ US_PER_MS: Final = 1e3
 
 
 def draw_timelines(layers: Mapping[str, LayerTime], title: str, path: Path) -> None:
-    """Write a PNG: one row per schedule, compute above communication."""
+    """Write a PNG: one row per schedule, compute above communication, hop 2 below both."""
     figure, axes = pyplot.subplots(
         len(layers), 1, figsize=(INCHES[0], INCHES[1] * len(layers) + 1.0), sharex=True
     )
@@ -56,15 +58,16 @@ def draw_timelines(layers: Mapping[str, LayerTime], title: str, path: Path) -> N
 
 
 def _draw(axis: Any, layer: LayerTime, longest_ms: float) -> None:
+    streams = streams_of(layer)
     for span in placed_spans(layer):
         start, width = span.start_us / US_PER_MS, (span.end_us - span.start_us) / US_PER_MS
         colour = COLOURS[kind_of(span)]
-        lane = len(STREAMS) - 1 - STREAMS.index(span.stream)
+        lane = len(streams) - 1 - streams.index(span.stream)
         axis.barh(
             lane, width, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.5
         )
         if width > SMALLEST_LABEL * longest_ms:
             axis.text(start + width / 2, lane, span.name, ha="center", va="center", fontsize=6)
-    axis.set_yticks(range(len(STREAMS)), reversed(STREAMS), fontsize=7)
+    axis.set_yticks(range(len(streams)), reversed(streams), fontsize=7)
     axis.set_xlim(0.0, longest_ms)
-    axis.set_ylim(-0.5, len(STREAMS) - 0.5)
+    axis.set_ylim(-0.5, len(streams) - 0.5)

@@ -22,6 +22,13 @@ from moe_compile.simulator.explain import Bound, Change
 from moe_compile.simulator.scenario import Prediction
 
 NOTE: Final = "Predicted by formulas; nothing was run."
+BETWEEN_NODES: Final = (
+    "flat, exact, rounded: megamoe's plain all-to-all and two hops, rows or rows and sums; chunks "
+    "are of experts, slices of tokens, parts of the batch, a sequence or more each. All others "
+    "send a row once to a node, over both links at once, as DeepEP's kernels do; tiles: fused too, "
+    "as MegaScale-MoE's; two-batches: as DeepSeek-V3 runs. MB: rows a rank sends to other nodes, "
+    "and to ranks of its own, in one layer for one micro-batch."
+)
 BOUND_COLUMNS: Final = ("sequential", "inter-op", "best chunks", "tiles", "two-batches")
 
 
@@ -38,23 +45,30 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("GPUs", justify="right")
     table.add_column("schedule", no_wrap=True)
-    for heading in ("step s", "tok/s", "MFU %", "layer ms", "exposed %", "of bound %", "GB"):
+    crosses = any(row.sent_between_mb for row in rows)
+    near = ("MB far", "near") if crosses else ("of bound %",)
+    for heading in ("step s", "tok/s", "MFU %", "layer ms", "exposed %", *near, "GB"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("over first", justify="right")
+    table.add_column("over", justify="right", no_wrap=True)
     for gpus, group in itertools.groupby(rows, key=lambda row: row.gpus):
         same = list(group)
         for row in same:
             over = same[0].seconds / row.seconds
-            table.add_row(str(gpus), *_figures(row), f"{over:.2f}x")
+            table.add_row(str(gpus), *_figures(row, crosses=crosses), f"{over:.2f}x")
         table.add_section()
     console.print(table)
     console.print(
         f"{NOTE} exposed: no compute runs; of bound: time with free collectives over time; GB: "
-        "counted, without allocator and NCCL."
+        "counted, without allocator and NCCL, ! where a GPU has less; over: the first row."
     )
+    if crosses:
+        console.print(BETWEEN_NODES)
 
 
-def _figures(row: Prediction) -> tuple[str, ...]:
+def _figures(row: Prediction, *, crosses: bool) -> tuple[str, ...]:
+    near: tuple[str, ...] = (f"{row.of_bound_percent:.1f}",)
+    if crosses:
+        near = (f"{row.sent_between_mb:.0f}", f"{row.sent_within_mb:.0f}")
     return (
         row.schedule,
         f"{row.seconds:.2f}",
@@ -62,8 +76,8 @@ def _figures(row: Prediction) -> tuple[str, ...]:
         f"{row.mfu_percent:.1f}",
         f"{row.layer_ms:.2f}",
         f"{row.exposed_percent:.1f}",
-        f"{row.of_bound_percent:.1f}",
-        f"{row.memory_gb:.0f}" + ("" if row.fits_memory else " too much"),
+        *near,
+        f"{row.memory_gb:.0f}" + ("" if row.fits_memory else "!"),
     )
 
 

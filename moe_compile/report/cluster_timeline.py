@@ -10,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from moe_compile.cost.tasks import COMPUTE, STREAMS, Span
+from moe_compile.cost.tasks import COMPUTE, NODE_LINK, STREAMS, Span
 from moe_compile.simulator.layer_time import LayerTime
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 WEIGHTS: Final = "weight gradients"
 EXCHANGES: Final = "communication"
+INSIDE: Final = NODE_LINK
 LEGEND: Final = (
     f"Each has two rows: compute ({FORWARD}; {BACKWARD}, whose names end in '; {WEIGHTS}, dW) and "
-    f"{EXCHANGES}. Where a row is empty its stream waits."
+    f"{EXCHANGES}; with two hops a third, {INSIDE}, for hop 2. Where a row is empty its stream "
+    "waits."
 )
 
 
 def kind_of(span: Span) -> str:
     """Return what a span is of the kinds in the legend."""
     if span.stream != COMPUTE:
-        return EXCHANGES
+        return INSIDE if span.stream == NODE_LINK else EXCHANGES
     if "dW" in span.name:
         return WEIGHTS
     return BACKWARD if "'" in span.name else FORWARD
@@ -46,12 +48,18 @@ def placed_spans(layer: LayerTime) -> Iterator[Span]:
         offset += phase.total_us
 
 
+def streams_of(layer: LayerTime) -> tuple[str, ...]:
+    """Return the streams that a schedule has: one of the node's link where two hops are."""
+    used = {span.stream for phase in layer.phases for span in phase.spans}
+    return tuple(stream for stream in STREAMS if stream != NODE_LINK or stream in used)
+
+
 def chrome_trace(layers: Mapping[str, LayerTime]) -> dict[str, Any]:
     """Return the trace of each schedule by name, in the trace event format."""
     events: list[dict[str, Any]] = []
     for process, (schedule, layer) in enumerate(layers.items()):
         events.append(_name("process_name", process, 0, f"{schedule} (predicted)"))
-        for thread, stream in enumerate(STREAMS):
+        for thread, stream in enumerate(streams_of(layer)):
             events.append(_name("thread_name", process, thread, stream))
         events.extend(_event(span, process) for span in placed_spans(layer))
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"legend": LEGEND}}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Curve, Fit, Link
-from moe_compile.hardware.collectives import leaving_share, spread_of
+from moe_compile.hardware.collectives import leaving_share
 
 TILE_ROWS: Final = 128
 TILE_COLUMNS: Final = 256
@@ -88,30 +88,21 @@ class Kernels:
         link = self.profile.nvlink
         return self._collective_us(nbytes * leaving_share(ranks), link, link.exchange_share)
 
-    def far_exchange_us(self, nbytes: float, remote_bytes: float) -> float:
-        """Return the time of an all-to-all between nodes: the slower of network and NVLink.
+    def far_exchange_us(self, between: float, within: float) -> float:
+        """Return the time of an all-to-all that sends so many bytes to other nodes and within.
 
-        `remote_bytes` cross the network once per node hit and fan out there by NVLink, as in
-        DeepSeek-V3 (section 3.2.2); `nbytes` is all that a rank sends.
+        Both links at once: the slower counts.
         """
-        return self._both_ways_us(remote_bytes, nbytes)
-
-    def flat_exchange_us(self, nbytes: float, ranks: int) -> float:
-        """Return the time of a plain all-to-all between nodes of `nbytes` per rank.
-
-        Each row crosses the network once per expert it goes to on another node; what stays in the
-        node goes by NVLink meanwhile.
-        """
-        spread = spread_of(ranks, self.profile.nvlink.num_ranks, is_gather=False)
-        leaving = nbytes * leaving_share(ranks)
-        return self._both_ways_us(leaving * spread.between, leaving * spread.within)
-
-    def _both_ways_us(self, remote_bytes: float, near_bytes: float) -> float:
         near, far = self.profile.nvlink, self.profile.network
-        by_network = remote_bytes / (far.gb_per_s * far.exchange_share)
-        by_nvlink = near_bytes / (near.gb_per_s * near.exchange_share)
+        by_network = between / (far.gb_per_s * far.exchange_share)
+        by_nvlink = within / (near.gb_per_s * near.exchange_share)
         us = max(by_network, by_nvlink) * US_PER_GB_PER_S + far.latency_us
         return self.fit.link * us
+
+    def hop_us(self, nbytes: float, *, within: bool) -> float:
+        """Return the time of one hop of so many bytes that leave a rank, all over one link."""
+        link = self.profile.nvlink if within else self.profile.network
+        return self._collective_us(nbytes, link, link.exchange_share)
 
     def _collective_us(self, nbytes: float, link: Link, share: float) -> float:
         if not nbytes:

@@ -13,8 +13,9 @@ from typing import Final
 
 from moe_compile.cost.rewrite_costs import ORDER_KERNELS, PLACE_BYTES, PLACE_KERNELS
 from moe_compile.simulator.kernels import Kernels
-from moe_compile.simulator.layer_sizes import BF16, LayerSizes
+from moe_compile.simulator.layer_sizes import BF16
 from moe_compile.simulator.method import Attention
+from moe_compile.simulator.row_traffic import RowTraffic
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
@@ -23,67 +24,66 @@ ATTENTION_BACKWARD: Final = 2.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCosts(LayerSizes):
+class LayerCosts(RowTraffic):
     """See the module docstring."""
 
     @property
-    def _kernels(self) -> Kernels:
+    def kernels(self) -> Kernels:
+        """Return what kernels take on this machine."""
         return Kernels(self.profile, self.fit, fp8=self.method.fp8_gemms)
 
     def before_attention_us(self) -> float:
         """MegaScale-MoE eq. 1 and 2: all-gather of rows, or all-to-all of q, k and v."""
         ranks, width = self.method.ranks, self.model.head_width + 2 * self.model.kv_width
         if self.has_heads:
-            return self._kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
+            return self.kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
         if self.method.attention is Attention.WHOLE:
             return 0.0
-        return self._kernels.exchange_us(self.local_tokens * width * BF16, ranks)
+        return self.kernels.exchange_us(self.local_tokens * width * BF16, ranks)
 
     def after_attention_us(self) -> float:
         """MegaScale-MoE eq. 1 and 2: reduce-scatter of rows, or all-to-all of the output."""
         ranks, sent = self.method.ranks, self.local_tokens * self.model.head_width * BF16
         if self.has_heads:
-            return self._kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
-        return self._kernels.exchange_us(sent, ranks) if ranks > 1 else 0.0
+            return self.kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
+        return self.kernels.exchange_us(sent, ranks) if ranks > 1 else 0.0
 
     def dispatch_us(self, part: float = 1.0) -> float:
         """Rows to their experts; MegaScale-MoE eq. 3 and 4."""
-        return self._rows_us(part * self.method.dispatch_bytes)
+        return self._rows_us(self.method.dispatch_bytes, part)
 
     def combine_us(self, part: float = 1.0) -> float:
         """Rows back from their experts; MegaScale-MoE eq. 3 and 4."""
-        return self._rows_us(part * self.method.combine_bytes)
+        return self._rows_us(self.method.combine_bytes, part)
 
-    def _rows_us(self, element_bytes: float) -> float:
-        row = self.model.width * element_bytes * self.imbalance
+    def _rows_us(self, element_bytes: float, part: float) -> float:
+        """Return the time of an exchange of rows in one collective."""
+        kernels, ranks = self.kernels, self.method.expert_ranks
         if self.has_slices:
-            return self._kernels.gather_us(self.tokens * row, self.method.ranks)
+            gathered = self.tokens * self.row_bytes(element_bytes) * part
+            return kernels.gather_us(gathered, self.method.ranks)
         if self.method.gathers_rows:
-            ranks = self.method.expert_ranks
-            return self._kernels.gather_us(self.local_tokens * ranks * row, ranks)
-        sent = self.local_tokens * self.model.top_k * row
-        remote = self.method.remote_nodes(self.model, self.profile)
-        if remote and self.method.sends_flat:
-            return self._kernels.flat_exchange_us(sent, self.method.expert_ranks)
-        if remote:
-            return self._kernels.far_exchange_us(sent, self.local_tokens * row * remote)
+            gathered = self.local_tokens * ranks * self.row_bytes(element_bytes) * part
+            return kernels.gather_us(gathered, ranks)
+        sent = self.routed_bytes(element_bytes) * part
+        if self.method.remote_nodes(self.model, self.profile):
+            return kernels.far_exchange_us(*self.sent(element_bytes, part))
         slices = self.method.expert_slices
-        gathered = self._kernels.gather_us(slices * sent, slices)
-        return self._kernels.exchange_us(sent, self.method.expert_ranks) + gathered
+        return kernels.exchange_us(sent, ranks) + kernels.gather_us(slices * sent, slices)
 
     # compute, forward
 
     def qkv_us(self) -> float:
         """Query, key and value projections."""
         model = self.model
-        return self.latent_share * self._kernels.gemm_us(
+        return self.latent_share * self.kernels.gemm_us(
             self.attention_rows, self.qkv_columns, model.width
         )
 
     def output_us(self) -> float:
         """Output projection of attention."""
         model = self.model
-        return self.latent_share * self._kernels.gemm_us(
+        return self.latent_share * self.kernels.gemm_us(
             self.attention_rows, model.width, self.head_columns
         )
 
@@ -92,25 +92,25 @@ class LayerCosts(LayerSizes):
         operations = 2.0 * self.local_tokens * self.seq_len * self.model.head_width
         if is_backward:
             operations *= ATTENTION_BACKWARD
-        return self._kernels.attention_us(operations, is_backward=is_backward)
+        return self.kernels.attention_us(operations, is_backward=is_backward)
 
     def norm_us(self) -> float:
         """One RMSNorm and a residual sum."""
-        return self._kernels.memory_us(4 * self.rows_bytes, 2)
+        return self.kernels.memory_us(4 * self.rows_bytes, 2)
 
     def router_us(self) -> float:
         """Gate and bookkeeping of the routing."""
-        return self._kernels.memory_us(3 * self.rows_bytes, ROUTER_KERNELS)
+        return self.kernels.memory_us(3 * self.rows_bytes, ROUTER_KERNELS)
 
     def residual_us(self, passes: int = 3) -> float:
         """Sum of rows after the experts."""
-        return self._kernels.memory_us(passes * self.rows_bytes)
+        return self.kernels.memory_us(passes * self.rows_bytes)
 
     def permute_us(self, part: float = 1.0) -> float:
         """Rows sorted by expert, or back: read once, written once."""
         factor = self.fit.slow_operators if self.method.has_slow_operators else 1.0
         nbytes = 2 * self.routed_rows * self.model.width * BF16 * factor
-        return self._kernels.memory_us(nbytes * part * self.imbalance)
+        return self.kernels.memory_us(nbytes * part * self.imbalance)
 
     def first_experts_us(self, part: float = 1.0) -> float:
         """Gate and up projection of all experts of a rank, or of a chunk."""
@@ -123,12 +123,12 @@ class LayerCosts(LayerSizes):
     def activation_us(self, part: float = 1.0, passes: int = 3) -> float:
         """SwiGLU: two reads and a write of routed rows forward, five passes backward."""
         nbytes = passes * self.routed_rows * self.expert_slice * BF16
-        return self._kernels.memory_us(nbytes * part * self.imbalance)
+        return self.kernels.memory_us(nbytes * part * self.imbalance)
 
     def shared_us(self) -> float:
         """Shared experts, on a rank's own tokens or a slice of them on all."""
         rows, width = self.shared_size
-        kernels = self._kernels
+        kernels = self.kernels
         return kernels.gemm_us(rows, 2 * width, self.model.width) + kernels.gemm_us(
             rows, self.model.width, width
         )
@@ -164,25 +164,25 @@ class LayerCosts(LayerSizes):
 
     def order_us(self) -> float:
         """Small kernels that find each row's place by chunk; kernels beside them move the rows."""
-        return self._kernels.memory_us(0.0, ORDER_KERNELS)
+        return self.kernels.memory_us(0.0, ORDER_KERNELS)
 
     def place_us(self) -> float:
         """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
         if not (self.method.gathers_rows and self.method.sums_gathered):
             return 0.0
-        return self._kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)
+        return self.kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)
 
     def wide_sums_us(self, part: float = 1.0) -> float:
         """Sums for the tokens of all other ranks too: zeros, which rows are then added to."""
         if not (self.method.gathers_rows and self.method.sums_gathered):
             return 0.0
         others = self.method.expert_ranks - 1
-        return self._kernels.memory_us(3 * others * self.rows_bytes * part, 2)
+        return self.kernels.memory_us(3 * others * self.rows_bytes * part, 2)
 
     def joined_gradient_us(self) -> float:
         """Gradients of the chunks' slices of gate, up and down projection: read once, written."""
         weights = 3 * self.local_experts * self.model.width * self.expert_slice
-        return self._kernels.memory_us(2 * weights * BF16, 3)
+        return self.kernels.memory_us(2 * weights * BF16, 3)
 
     # shapes into kernels
 
@@ -190,13 +190,13 @@ class LayerCosts(LayerSizes):
         by_tokens = self.method.chunks_tokens
         groups = self.local_experts * (1.0 if by_tokens else part)
         rows = self.expert_rows * (part if by_tokens else 1.0)
-        return self._kernels.grouped_us(groups, rows, columns, reduction) * self.imbalance
+        return self.kernels.grouped_us(groups, rows, columns, reduction) * self.imbalance
 
     def _gradient_us(self, rows: float, left: float, right: float) -> float:
-        return self._kernels.gradient_us(rows, left, right, self.method.gradient_sum_bytes)
+        return self.kernels.gradient_us(rows, left, right, self.method.gradient_sum_bytes)
 
     def _grouped_gradient_us(self, part: float, left: float, right: float) -> float:
         groups = self.local_experts * part
         sum_bytes = self.method.gradient_sum_bytes
-        us = self._kernels.grouped_gradient_us(groups, self.expert_rows, left, right, sum_bytes)
+        us = self.kernels.grouped_gradient_us(groups, self.expert_rows, left, right, sum_bytes)
         return us * self.imbalance

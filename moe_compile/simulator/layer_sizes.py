@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from moe_compile.cost.hop_shape import HopShape
 from moe_compile.hardware.cluster import ClusterProfile, Fit, Link
-from moe_compile.simulator.method import Attention, Experts, Method
+from moe_compile.simulator.method import HOPS, Attention, Experts, Method, Overlap
 from moe_compile.simulator.models import ModelShape
 
 BF16: Final = 2
@@ -103,6 +104,17 @@ class LayerSizes:
         """Return the link by whose numbers compute and collectives slow each other."""
         is_far = self.method.remote_nodes(self.model, self.profile) > 0.0
         return self.profile.network if is_far else self.profile.nvlink
+
+    @property
+    def hops(self) -> HopShape | None:
+        """Return the shape of the two hops in which rows travel; None where they go in one.
+
+        Free collectives need none: the bound of every way is one bound.
+        """
+        method = self.method
+        if method.crossing not in HOPS or method.overlap is Overlap.IDEAL:
+            return None
+        return method.hop_shape(self.model, self.profile)
 
     @property
     def rows_bytes(self) -> float:

@@ -4,19 +4,22 @@ Contract
     A collective and the kernel beside it are one pair: two tasks, or with fused tiles one task
     that ends when the longer has, and what tiles cannot hide.
     Backward: the chain of input gradients; weight gradients hang off it and fill gaps.
+    Where rows travel in two hops, attention's collectives are on the stream of the node's link.
 
 Pseudo-code
     forward   norm, (gather) qkv (exchange), attention, (exchange) output (scatter), norm, router,
               per chunk: dispatch, experts, combine; shared experts beside; sum
+              in two hops `hop_tasks.py` has what stands for dispatch or combine
     backward  the mirror image; rebuilt rows and activations depend on no gradient
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from moe_compile.cost.tasks import LINK, TaskList
+from moe_compile.cost.tasks import LINK, NODE_LINK, TaskList
+from moe_compile.simulator.hop_tasks import HopTasks
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.method import Overlap
 
@@ -36,22 +39,28 @@ class LayerTasks:
     costs: LayerCosts
     tasks: TaskList
     label: str = ""
-    """Put before every name: `a.` and `b.` for halves."""
+    """Put before every name: the number of a part of the batch."""
 
     def add_forward(self) -> None:
         """Add the forward of the layer."""
         costs = self.costs
         norm = self._add("norm", costs.norm_us())
         heads = costs.has_heads
-        qkv = self._pair("qkv", costs.qkv_us(), costs.before_attention_us(), heads, [norm])
+        near = self._near
+        qkv = self._pair("qkv", costs.qkv_us(), costs.before_attention_us(), heads, [norm], near)
         attention = self._add("attention", costs.attention_us(), [qkv])
         after = costs.after_attention_us()
-        output = self._pair("output", costs.output_us(), after, not heads, [attention])
+        output = self._pair("output", costs.output_us(), after, not heads, [attention], near)
         router = self._add("norm, router", costs.norm_us() + costs.router_us(), [output])
         start = router
-        if self._is_cut:
+        if self._is_cut and not costs.hops:
             start = self._add("order", costs.order_us(), [router])
-        ends = [self._chunk(number, start) for number in range(self._num_chunks)]
+        if dispatch := self._hops("dispatch", costs.method.dispatch_bytes):
+            start = dispatch.begin_copies(dispatch.find_rows([router]))
+        combine = self._hops("combine", costs.method.combine_bytes, is_of_sums=True)
+        ends = [self._chunk(number, start, dispatch, combine) for number in range(self._num_chunks)]
+        if combine:
+            ends = [combine.end_sums(ends)]
         if costs.model.num_shared:
             ends.append(self._add("shared experts", costs.shared_us(), [router]))
         self._add("sum", costs.residual_us(), ends)
@@ -67,41 +76,69 @@ class LayerTasks:
             needed.append(self._add("shared experts'", us, [start]))
         rebuilt = self._rebuild(start) if costs.method.rebuilds else start
         activations, ends = [], []
+        combine = self._hops("combine'", costs.method.combine_bytes)
+        dispatch = self._hops("dispatch'", costs.method.dispatch_bytes, is_of_sums=True)
+        begun = combine.begin_copies([start]) if combine else start
         for number in range(self._num_chunks):
-            activation, end = self._backward_chunk(number, start, rebuilt, leaves)
+            needs = [begun] if rebuilt == start else [begun, rebuilt]
+            activation, end = self._backward_chunk(number, needs, leaves, combine, dispatch)
             activations.append(activation)
             ends.append(end)
+        if dispatch:
+            ends = [dispatch.end_sums(ends), dispatch.add_scores(activations)]
         if self._merges_gradients:
             self._add_gradients(1.0, "", activations, leaves)
         elif self._is_cut:
             leaves.append(self._add("join dW", costs.joined_gradient_us(), list(leaves)))
         self._backward_attention([*needed, *ends], leaves)
 
-    def _chunk(self, number: int, router: int) -> int:
+    def _chunk(
+        self, number: int, start: int, dispatch: HopTasks | None, combine: HopTasks | None
+    ) -> int:
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
         first = sort + costs.first_experts_us(part) + costs.place_us()
-        arrived = self._pair(f"experts 1{mark}", first, costs.dispatch_us(part), True, [router])
+        if dispatch:
+            arrived = self._add(f"experts 1{mark}", first, [dispatch.copy_chunk(number, start)])
+        else:
+            link = costs.dispatch_us(part)
+            arrived = self._pair(f"experts 1{mark}", first, link, True, [start])
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
         second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
+        if combine:
+            return combine.sum_chunk(number, [self._add(f"experts 2{mark}", second, [activation])])
         return self._pair(f"experts 2{mark}", second, costs.combine_us(part), False, [activation])
 
     def _backward_chunk(
-        self, number: int, start: int, rebuilt: int, leaves: list[int]
+        self,
+        number: int,
+        needs: list[int],
+        leaves: list[int],
+        combine: HopTasks | None,
+        dispatch: HopTasks | None,
     ) -> tuple[int, int]:
-        """Add one chunk's backward; return its activation's task and its last."""
+        """Add one chunk's backward; return its activation's task and its last.
+
+        `needs` are what its rows' gradients need, and what was rebuilt.
+        """
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
         second = sort + costs.second_experts_us(part)
-        arrived = self._pair(f"experts 2'{mark}", second, costs.combine_us(part), True, [start])
-        needs = [arrived] if rebuilt == start else [arrived, rebuilt]
+        if combine:
+            arrived = self._add(f"experts 2'{mark}", second, [combine.copy_chunk(number, needs[0])])
+        else:
+            link = costs.combine_us(part)
+            arrived = self._pair(f"experts 2'{mark}", second, link, True, needs[:1])
         us = costs.activation_us(part, passes=5)
-        activation = self._add(f"activation'{mark}", us, needs)
+        activation = self._add(f"activation'{mark}", us, [arrived, *needs[1:]])
         if not self._merges_gradients:
             self._add_gradients(part, mark, [activation], leaves)
         first = costs.first_experts_us(part) + sort + costs.wide_sums_us(part)
-        dispatch = costs.dispatch_us(part)
-        return activation, self._pair(f"experts 1'{mark}", first, dispatch, False, [activation])
+        if dispatch:
+            done = self._add(f"experts 1'{mark}", first, [activation])
+            return activation, dispatch.sum_chunk(number, [done])
+        link = costs.dispatch_us(part)
+        return activation, self._pair(f"experts 1'{mark}", first, link, False, [activation])
 
     def _add_gradients(self, part: float, mark: str, needs: list[int], leaves: list[int]) -> None:
         costs = self.costs
@@ -114,6 +151,10 @@ class LayerTasks:
         """Make dispatched rows and activations again; needs no gradient (MegaScale-MoE 4.1)."""
         costs = self.costs
         us = costs.permute_us() + costs.activation_us() + costs.norm_us()
+        if dispatch := self._hops("dispatch again", costs.method.dispatch_bytes):
+            dispatch = replace(dispatch, num_chunks=1)
+            arrived = dispatch.copy_chunk(0, dispatch.begin_copies([start]))
+            return self._add("rebuild'", us, [arrived])
         return self._pair("rebuild'", us, costs.dispatch_us(), True, [start])
 
     def _backward_attention(self, needed: list[int], leaves: list[int]) -> None:
@@ -121,20 +162,26 @@ class LayerTasks:
         us = BACKWARD_NORM * (costs.norm_us() + costs.router_us())
         router = self._add("norm, router'", us, needed)
         after = costs.after_attention_us()
-        output = self._pair("output'", costs.output_us(), after, heads, [router])
+        output = self._pair("output'", costs.output_us(), after, heads, [router], self._near)
         attention = self._add("attention'", costs.attention_us(is_backward=True), [output])
         before = costs.before_attention_us()
-        qkv = self._pair("qkv'", costs.qkv_us(), before, not heads, [attention])
+        qkv = self._pair("qkv'", costs.qkv_us(), before, not heads, [attention], self._near)
         there = output if heads else router
         leaves.append(self._add("output dW", costs.output_gradient_us(), [there]))
         gathered = [attention if heads else qkv]
         if heads and not self._hides:  # Megatron gathers the norm's output again for the gradient
-            gathered.append(self._add("gather again", before, [router], LINK))
+            gathered.append(self._add("gather again", before, [router], self._near))
         leaves.append(self._add("qkv dW", costs.qkv_gradient_us(), gathered))
         self._add("norm'", BACKWARD_NORM * costs.norm_us(), [qkv, *leaves])
 
     def _pair(
-        self, name: str, compute: float, link: float, comes_first: bool, needs: list[int]
+        self,
+        name: str,
+        compute: float,
+        link: float,
+        comes_first: bool,
+        needs: list[int],
+        stream: str = LINK,
     ) -> int:
         """Add a kernel and the collective before or after it; return the last task."""
         overlap = self.costs.method.overlap
@@ -143,10 +190,10 @@ class LayerTasks:
         if overlap is Overlap.TILES:
             return self._add(name, self._tiles_us(compute, link), needs)
         if comes_first:
-            arrived = self._add(f"{name}: in", link, needs, LINK)
+            arrived = self._add(f"{name}: in", link, needs, stream)
             return self._add(name, compute, [arrived])
         done = self._add(name, compute, needs)
-        return self._add(f"{name}: out", link, [done], LINK)
+        return self._add(f"{name}: out", link, [done], stream)
 
     def _tiles_us(self, compute: float, link: float) -> float:
         """Return the time of both in one kernel: what tiles do not hide, and no less than the link.
@@ -166,10 +213,35 @@ class LayerTasks:
     def _mark(self, number: int) -> str:
         return f" {number}" if self._num_chunks > 1 else ""
 
+    def _hops(
+        self, name: str, element_bytes: float, *, is_of_sums: bool = False
+    ) -> HopTasks | None:
+        """Return the tasks of an exchange in two hops; None for one that goes in one."""
+        costs, method = self.costs, self.costs.method
+        if costs.hops is None or (is_of_sums and not costs.sums_in_hops):
+            return None
+        return HopTasks(
+            costs=costs,
+            hops=costs.hops,
+            add=self._add,
+            name=name,
+            element_bytes=element_bytes,
+            num_chunks=self._num_chunks,
+            num_slices=method.num_chunks if method.chunks_tokens else 1,
+        )
+
+    @property
+    def _near(self) -> str:
+        """Return the stream of collectives inside the node."""
+        return NODE_LINK if self.costs.hops else LINK
+
     @property
     def _num_chunks(self) -> int:
+        """Return the chunks of experts, or of rows; experts in hops wait for all slices."""
         method = self.costs.method
-        return method.num_chunks if method.overlap is Overlap.CHUNKS else 1
+        if method.overlap is not Overlap.CHUNKS or (self.costs.hops and method.chunks_tokens):
+            return 1
+        return method.num_chunks
 
     @property
     def _is_cut(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
 
 from moe_compile.cost.tasks import (
     LINK,
+    NODE_LINK,
     TaskList,
     TaskTimeline,
     run_in_order,
@@ -15,8 +15,6 @@ from moe_compile.cost.tasks import (
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import LayerTasks
 from moe_compile.simulator.method import Overlap
-
-HALVES: Final = ("a. ", "b. ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +37,7 @@ class LayerTime:
     @property
     def link_us(self) -> float:
         """Return how long collectives that are tasks of their own ran, slower beside compute."""
-        return sum(phase.busy_us(LINK) for phase in self.phases)
+        return sum(phase.busy_us(link) for phase in self.phases for link in (LINK, NODE_LINK))
 
 
 def time_layer(costs: LayerCosts) -> LayerTime:
@@ -62,17 +60,23 @@ def time_layer(costs: LayerCosts) -> LayerTime:
 
 def bound_us(costs: LayerCosts) -> float:
     """Return the time of the layer were collectives free."""
-    ideal = replace(costs.method, overlap=Overlap.IDEAL)
+    ideal = replace(costs.method, overlap=Overlap.IDEAL, batch_parts=1)
     return time_layer(replace(costs, method=ideal)).total_us
 
 
 def _parts(costs: LayerCosts) -> list[tuple[LayerCosts, str]]:
-    if costs.method.overlap is not Overlap.HALVES:
+    num = costs.method.batch_parts
+    if num == 1:
         return [(costs, "")]
-    return [(costs.of_part(1.0 / len(HALVES)), label) for label in HALVES]
+    return [(costs.of_part(1.0 / num), f"{part}. ") for part in range(num)]
 
 
 def _run(tasks: TaskList, costs: LayerCosts) -> TaskTimeline:
     if costs.method.overlap is Overlap.SEQUENTIAL:
         return run_in_order(tasks.tasks)
-    return run_tasks(tasks.tasks, costs.link.contention, costs.link.overlap_slowdown)
+    return run_tasks(
+        tasks.tasks,
+        costs.link.contention,
+        costs.link.overlap_slowdown,
+        node_slowdown=costs.profile.nvlink.overlap_slowdown,
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Final
 
+from moe_compile.cost.hop_shape import HopShape
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import ClusterProfile
 from moe_compile.simulator.models import ModelShape
@@ -22,8 +24,6 @@ class Overlap(enum.Enum):
     """Inter-op, and the MoE region in chunks of experts or tokens."""
     TILES = "tiles"
     """Each collective inside the kernel beside it: what hand-written fused kernels reach."""
-    HALVES = "halves"
-    """Inter-op between two halves of the micro-batch."""
     TWO_BATCHES = "two-batches"
     """Inter-op between the forward of one micro-batch and the backward of another."""
     IDEAL = "ideal"
@@ -50,6 +50,24 @@ class Experts(enum.Enum):
     """Tensor parallelism: a slice of every expert."""
 
 
+class Crossing(enum.Enum):
+    """How rows go to experts on other nodes and back."""
+
+    FLAT = "flat"
+    """A plain all-to-all: a row crosses once for each expert it goes to."""
+    BOTH_LINKS = "both links"
+    """Once for each node it goes to, and fans out there meanwhile: kernels that use both links at
+    once, as DeepSeek-V3's and DeepEP."""
+    EXACT = "exact"
+    """Rows in two hops, one collective between nodes and one inside them; sums flat: `nodes` of
+    the compiler."""
+    ROUNDED = "rounded"
+    """Rows and sums in two hops."""
+
+
+HOPS: Final = (Crossing.EXACT, Crossing.ROUNDED)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
     """What a training system does with one layer."""
@@ -64,14 +82,16 @@ class Method:
     """Ranks that share each expert beside that; gathers and scatters rows among them."""
     gathers_rows: bool = False
     """Whether rows go to experts by all-gather and back by reduce-scatter."""
-    sends_flat: bool = False
-    """Whether between nodes a row crosses once per expert it goes to, as a plain all-to-all sends
-    it; else once per node it goes to, and fans out there."""
+    crossing: Crossing = Crossing.BOTH_LINKS
+    """Where the ranks that share the experts are on several nodes."""
     overlap: Overlap = Overlap.SEQUENTIAL
     num_chunks: int = 1
     """Of the MoE region, with `Overlap.CHUNKS`."""
     chunks_tokens: bool = False
-    """Whether chunks are of tokens, else of experts."""
+    """Whether chunks are of tokens, else of experts. In two hops chunks of experts are those of hop
+    2, those of tokens slices of both hops, for whose rows experts wait."""
+    batch_parts: int = 1
+    """Parts of the micro-batch, whole sequences, of which one computes while another travels."""
     replays_chunks: bool = False
     """Whether operators of their own find the rows of chunks and join slices of weight gradients,
     as the compiler's rewrite does; else kernels find their chunk in place."""
@@ -92,11 +112,21 @@ class Method:
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for numbers that cannot be."""
-        for name in ("ranks", "expert_ranks", "expert_slices", "num_chunks"):
+        for name in ("ranks", "expert_ranks", "expert_slices", "num_chunks", "batch_parts"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} is {getattr(self, name)}; write 1 or more")
         if self.overlap is Overlap.CHUNKS and self.num_chunks == 1:
             raise InvalidConfig("chunks: num_chunks is 1; write 2 or more")
+        if self.crossing in HOPS and self._has_no_hops:
+            raise InvalidConfig(
+                f"{self.crossing.value}: two hops are of rows to whole experts by all-to-all, in "
+                "kernels of their own"
+            )
+
+    @property
+    def _has_no_hops(self) -> bool:
+        sends_no_rows = self.gathers_rows or self.experts is Experts.SLICES
+        return sends_no_rows or self.expert_slices > 1 or self.overlap is Overlap.TILES
 
     @property
     def gradient_sum_bytes(self) -> int:
@@ -117,16 +147,22 @@ class Method:
                     f"{self.num_chunks} chunks of experts, but a rank has {local}; chunk by tokens"
                 )
 
-    def remote_nodes(self, model: ModelShape, profile: ClusterProfile) -> float:
-        """Return how many other nodes a token's rows go to, at balanced routing.
-
-        `top_k` experts drawn evenly from n nodes lie on n * (1 - (1 - 1/n)^k) of them; a limit on
-        nodes caps that; one in n is the token's own.
-        """
-        nodes = math.ceil(self.expert_ranks / profile.nvlink.num_ranks)
+    def hop_shape(self, model: ModelShape, profile: ClusterProfile) -> HopShape | None:
+        """Return how a token's rows spread over nodes; None where they stay in one."""
+        num_local = profile.nvlink.num_ranks
+        nodes = math.ceil(self.expert_ranks / num_local)
         if self.experts is Experts.SLICES or nodes <= 1:
-            return 0.0
-        hit = nodes * (1.0 - (1.0 - 1.0 / nodes) ** model.top_k)
-        if model.max_nodes:
-            hit = min(hit, float(model.max_nodes))
-        return hit * (nodes - 1) / nodes
+            return None
+        return HopShape(
+            num_nodes=nodes,
+            num_local=num_local,
+            num_experts=model.num_experts,
+            rows_per_token=model.top_k,
+            row_bytes=model.width * self.dispatch_bytes,
+            max_nodes=model.max_nodes,
+        )
+
+    def remote_nodes(self, model: ModelShape, profile: ClusterProfile) -> float:
+        """Return how many other nodes a token's rows go to, at balanced routing."""
+        shape = self.hop_shape(model, profile)
+        return shape.hop_rows if shape is not None else 0.0

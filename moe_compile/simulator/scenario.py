@@ -11,13 +11,19 @@ from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.simulator import systems
 from moe_compile.simulator.layer_time import bound_us
 from moe_compile.simulator.memory import count_memory
-from moe_compile.simulator.method import Attention, Method, Overlap
+from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step
 
 BASELINE: Final = "megatron-like"
 """Name of the schedule of `systems.MEGATRON`: tensor parallelism, nothing overlapped."""
 CHUNKS: Final = (2, 4, 8)
+OWN_CHUNKS: Final = (2, 4)
+"""Of experts, by megamoe between nodes."""
+PARTS: Final = 2
+"""Of the batch."""
+OWN: Final = (Crossing.FLAT, *HOPS)
+"""How megamoe sends rows between nodes."""
 GENERAL_JOB: Final = Job(gpus=8, global_batch=1024)
 """Of a model without a published job."""
 DEFAULT_FIT: Final[Mapping[str, str]] = {"h800": "bytedance", "h100": "eos"}
@@ -46,6 +52,10 @@ class Prediction:
     """Of the layer's time in which nothing is computed."""
     of_bound_percent: float
     """Time of the layer were collectives free, over its time."""
+    sent_between_mb: float
+    """Rows of one layer and micro-batch that a rank sends to other nodes, forward and backward."""
+    sent_within_mb: float
+    """The same inside its node."""
     memory_gb: float
     """Counted, not measured."""
     fits_memory: bool
@@ -87,7 +97,10 @@ def schedules(setting: Setting, wanted: Sequence[str] = ()) -> dict[str, Setting
 
     Raises InvalidConfig for an unknown name.
     """
-    found = {name: replace(setting, method=method) for name, method in _methods(setting).items()}
+    methods = _methods(setting)
+    if setting.costs.link is setting.profile.network:
+        methods = {**_own_methods(setting), **methods}
+    found = {name: _with(setting, method) for name, method in methods.items()}
     if setting.method.attention is not Attention.WHOLE:
         found = {BASELINE: _baseline(setting), **found}
     if unknown := [name for name in wanted if name not in found]:
@@ -99,7 +112,7 @@ def predict(name: str, setting: Setting) -> Prediction:
     """Return one row: `setting` under the schedule it already has, called `name`."""
     step, job = predict_step(setting), setting.job
     layer_us = step.layer.total_us
-    nbytes = count_memory(setting).total
+    nbytes, sent = count_memory(setting).total, setting.costs.sent_per_layer
     return Prediction(
         gpus=job.gpus,
         schedule=name,
@@ -110,6 +123,8 @@ def predict(name: str, setting: Setting) -> Prediction:
         layer_ms=layer_us / 1e3,
         exposed_percent=100.0 * step.layer.exposed_us / layer_us,
         of_bound_percent=100.0 * bound_us(setting.costs) / layer_us,
+        sent_between_mb=sent.between / 1e6,
+        sent_within_mb=sent.within / 1e6,
         memory_gb=nbytes / 1e9,
         fits_memory=nbytes <= setting.profile.memory.capacity_gb * 1e9,
     )
@@ -125,7 +140,44 @@ def _methods(setting: Setting) -> dict[str, Method]:
         if number <= local:
             found[f"{number} chunks of experts"] = replace(chunks, chunks_tokens=False)
         found[f"{number} chunks of tokens"] = replace(chunks, chunks_tokens=True)
+    if method.remote_nodes(setting.model, setting.profile):
+        return found
+    parts = replace(method, overlap=Overlap.INTER_OP, batch_parts=PARTS)
+    return {**found, f"{PARTS} parts of the batch": parts}
+
+
+def _own_methods(setting: Setting) -> dict[str, Method]:
+    """Return what megamoe makes where rows cross nodes; the first is the model as written.
+
+    Chunks are of experts, slices of tokens, parts of the batch; with the operators that the
+    rewrite adds.
+    """
+    local = setting.model.num_experts // setting.method.expert_ranks
+    numbers = [number for number in OWN_CHUNKS if number <= local]
+    first = f"{Crossing.FLAT.value}: {Overlap.SEQUENTIAL.value}"
+    as_written = replace(setting.method, overlap=Overlap.SEQUENTIAL, crossing=Crossing.FLAT)
+    found = {first: replace(as_written, num_chunks=1)}
+    for crossing in OWN:
+        whole = replace(
+            as_written, overlap=Overlap.INTER_OP, crossing=crossing, replays_chunks=True
+        )
+        chunks = {n: replace(whole, overlap=Overlap.CHUNKS, num_chunks=n) for n in numbers}
+        named = {"1 chunk": whole} | {f"{n} chunks": m for n, m in chunks.items()}
+        if crossing in HOPS:
+            slices = replace(whole, overlap=Overlap.CHUNKS, num_chunks=2, chunks_tokens=True)
+            named["2 slices"] = slices
+        named[f"{PARTS} parts"] = replace(whole, batch_parts=PARTS)
+        if numbers:
+            both = replace(chunks[numbers[0]], batch_parts=PARTS)
+            named[f"{PARTS} parts {numbers[0]} chunks"] = both
+        found |= {f"{crossing.value}: {name}": method for name, method in named.items()}
     return found
+
+
+def _with(setting: Setting, method: Method) -> Setting:
+    """Return the setting under a method; micro-batches have a sequence for each part of theirs."""
+    sequences = max(setting.job.micro_batch, method.batch_parts)
+    return replace(setting, method=method, job=replace(setting.job, micro_batch=sequences))
 
 
 def _baseline(setting: Setting) -> Setting:

@@ -60,6 +60,10 @@ def test_the_papers_tables_with_errors_as_json(capsys):
             ),
         ),
         (["--table", "bounds", "--cluster", "h200"], ("deepseek-moe-16b", "two-batches")),
+        (
+            ["--model", "deepseek-v3", "--cluster", "h100"],
+            ("2048", "flat: sequential", "exact: 2 slices", "rounded: 2 parts 2 chunks", "MB far"),
+        ),
     ],
 )
 def test_tables_for_a_person_have_what_they_are_asked_for(capsys, arguments, words):
@@ -86,6 +90,33 @@ def test_a_timeline_as_a_trace_has_every_task_once(capsys, tmp_path):
     for thread in (0, 1):
         ends = sorted((t["ts"], t["ts"] + t["dur"]) for t in tasks if t["tid"] == thread)
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(ends))
+
+
+def test_a_timeline_has_both_hops_each_on_its_link(capsys, tmp_path):
+    path = tmp_path / "trace.json"
+    _, out, _ = run(capsys, "simulate", "--model", "deepseek-v3", "--timeline", str(path))
+    assert "flat: sequential, flat: 2 chunks (megamoe), exact: 2 chunks (megamoe)" in " ".join(
+        out.split()
+    )
+    events = json.loads(path.read_text())["traceEvents"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
+    streams = {"compute", "communication", "inside the node"}
+    for name, pid in processes.items():
+        in_hops = name.startswith(("exact", "rounded"))
+        assert {s for (p, _), s in threads.items() if p == pid} == (
+            streams if in_hops else streams - {"inside the node"}
+        )
+    pid = processes["rounded: 2 chunks (megamoe) (predicted)"]
+    stream_of = {
+        e["name"]: threads[pid, e["tid"]] for e in events if e["ph"] == "X" and e["pid"] == pid
+    }
+    for exchange in ("dispatch", "combine", "combine'", "dispatch'"):
+        assert stream_of[f"{exchange}: hop 1"] == "communication"
+        for chunk in range(2):
+            assert stream_of[f"{exchange}: hop 2 {chunk}"] == "inside the node"
 
 
 def test_a_timeline_as_a_picture(capsys, tmp_path):

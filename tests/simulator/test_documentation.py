@@ -6,6 +6,7 @@ import pytest
 
 from moe_compile.simulator import checks
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
+from moe_compile.simulator.scenario import make_setting, predict, schedules
 from moe_compile.simulator.systems import shipped
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
@@ -66,3 +67,24 @@ def test_deepseeks_figure_is_what_is_computed():
     unfitted = checks.check_deepseek().rows[0]
     (cells,) = [cells for name, cells in rows("source").items() if name.startswith("DeepSeek-V3")]
     assert cells[2] == f"{unfitted.predicted:,.0f} ({unfitted.error_percent:+.1f} %)"
+
+
+def test_ways_between_nodes_are_what_is_computed():
+    predicted = []
+    for nbytes in (2.0, 1.0):
+        wire = {"dispatch_bytes": nbytes, "combine_bytes": nbytes}
+        found = schedules(make_setting("deepseek-v3", "h100", changes=wire))
+        predicted.append({name: predict(name, changed) for name, changed in found.items()})
+    bf16, fp8 = predicted
+    first = bf16["flat: sequential"].tokens_per_s
+    table = rows("schedule | MB far / near")
+    assert len(table) > 20
+    for name, (sent, *rates) in table.items():
+        sequences = 2 if " parts" in name else 1
+        far, near = bf16[name].sent_between_mb, bf16[name].sent_within_mb
+        assert sent == f"{far / sequences:.0f} / {near / sequences:.0f}"
+        shown = []
+        for one in (bf16, fp8):
+            rate = one[name].tokens_per_s
+            shown += [f"{rate / 1e3:,.0f}k", f"{rate / first:.2f}x"]
+        assert rates == shown

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_time import bound_us, time_layer
 from moe_compile.simulator.memory import count_memory
-from moe_compile.simulator.method import Attention, Experts, Method, Overlap
+from moe_compile.simulator.method import Attention, Crossing, Experts, Method, Overlap
 from moe_compile.simulator.models import MODELS, TABLE_2, find_model
 from moe_compile.simulator.scenario import make_setting, predict, schedules
 from moe_compile.simulator.step import predict_step
@@ -75,7 +76,8 @@ def test_a_token_goes_to_as_many_nodes_as_drawing_experts_evenly_hits():
     far = Method(attention=Attention.WHOLE, ranks=1, expert_ranks=64)
     assert far.remote_nodes(deepseek, H800) == pytest.approx(4 * 7 / 8)
     free = dataclasses.replace(deepseek, max_nodes=0)
-    assert far.remote_nodes(free, H800) == pytest.approx(8 * (1 - (7 / 8) ** 8) * 7 / 8)
+    missed = math.comb(256 - 32, 8) / math.comb(256, 8)
+    assert far.remote_nodes(free, H800) == pytest.approx(8 * (1 - missed) * 7 / 8)
     assert Method().remote_nodes(find_model("352b"), H800) == 0.0
 
 
@@ -83,7 +85,7 @@ def test_a_plain_all_to_all_sends_a_row_once_per_expert_and_not_once_per_node():
     """56 of 63 other ranks are on other nodes; once per node it is 3.5 rows of a token for 7."""
     profile = dataclasses.replace(H800, network=dataclasses.replace(H800.network, latency_us=0.0))
     far = Method(attention=Attention.WHOLE, ranks=1, expert_ranks=64)
-    flat = dataclasses.replace(far, sends_flat=True)
+    flat = dataclasses.replace(far, crossing=Crossing.FLAT)
     by_node, by_expert = (
         costs("deepseek-v3", method, profile).dispatch_us() for method in (far, flat)
     )
@@ -210,10 +212,17 @@ def test_fused_tiles_slow_their_collective_by_half_of_the_share_while_they_compu
         assert found == pytest.approx(calm.combine_us() + lost_us)
 
 
-def test_halves_move_the_bytes_of_the_whole_and_hide_more_of_them():
+def test_parts_of_the_batch_move_the_bytes_of_the_whole_and_hide_more_of_them():
     whole, halves = (
-        time_layer(costs("mixtral-8x7b", Method(overlap=overlap), PURE_FAST, tokens=65536))
-        for overlap in (Overlap.INTER_OP, Overlap.HALVES)
+        time_layer(
+            costs(
+                "mixtral-8x7b",
+                Method(overlap=Overlap.INTER_OP, batch_parts=parts),
+                PURE_FAST,
+                tokens=65536,
+            )
+        )
+        for parts in (1, 2)
     )
     assert halves.link_us == pytest.approx(whole.link_us)
     assert halves.exposed_us < whole.exposed_us / 2
