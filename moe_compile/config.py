@@ -106,8 +106,8 @@ class MegaMoEConfig:
     combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
     first, then at home, by a bound that the report states. Both need `register_node_groups`, which
     the torchtitan recipe calls. `chunks`, if a number, cuts hop 2 and the experts, or with
-    `chunk_by` = "tokens" hop 1 alone; no bit changes. "auto": either, by price, in one chunk, as
-    `numerics` allows."""
+    `chunk_by` = "tokens" hop 1 alone; no bit changes. In eight bits where a wire says it, not where
+    that is "auto". "auto": either, by price, in one chunk, as `numerics` allows."""
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False

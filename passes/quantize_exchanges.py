@@ -3,6 +3,7 @@
 Contract
     Requires  PLANNED, REWRITTEN.
     Keeps     every collective but the payload of those rewritten; router, counts and scores.
+              What goes in two hops is packed where these are emitted, not here.
     Loses     what `moe_compile.ops.wire_format` says a row loses; only where the plan says so.
 
     all_to_all(rows) -> wait    becomes    pack(rows) -> all_to_all -> wait -> unpack
@@ -60,6 +61,7 @@ class QuantizeExchanges(Rewrite[Quantised]):
                 quantizes_gradient=wire == "fp8",
             )
             for one in state.experts
+            if not one.plan.is_divided
             for exchange, launches in state.launches[one.found.region.name].items()
             if (wire := one.plan.wire(exchange)) != "same"
         ]

@@ -46,6 +46,13 @@ class Around(GroupedExperts):
         return torch.zeros_like(x).index_add(0, order // self.top_k, out * weights)
 
 
+class Unweighted(Around):
+    """Tokens' rows are added up as they come."""
+
+    def total(self, x, order, out, scores):
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out)
+
+
 class InOrder(Around):
     """torchtitan's form: rows are weighted before they are sent, put in order, and summed."""
 

@@ -22,13 +22,18 @@ def exchanged(rows, output_splits, input_splits, group, quantized):
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, output_splits, input_splits, group, wire):
-        ctx.back = (input_splits, output_splits, group, wire == "fp8")
-        return exchanged(rows, output_splits, input_splits, group, wire != "same")
+    def forward(ctx, rows, output_splits, input_splits, group, rows_too, gradient_too):
+        ctx.back = (input_splits, output_splits, group, gradient_too)
+        return exchanged(rows, output_splits, input_splits, group, rows_too)
 
     @staticmethod
     def backward(ctx, gradient):
-        return exchanged(gradient, *ctx.back), None, None, None, None
+        return exchanged(gradient, *ctx.back), None, None, None, None, None
+
+
+def by_wire(wire):
+    """Return whether rows, and whether their gradients, travel in eight bits."""
+    return wire != "same", wire == "fp8"
 
 
 def quantized_eagerly(style, dispatch_wire, combine_wire):
@@ -39,7 +44,8 @@ def quantized_eagerly(style, dispatch_wire, combine_wire):
             wires = itertools.cycle([dispatch_wire, combine_wire])
 
             def exchange(rows, output_splits, input_splits, group):
-                return Exchange.apply(rows, output_splits, input_splits, group, next(wires))
+                way = by_wire(next(wires))
+                return Exchange.apply(rows, output_splits, input_splits, group, *way)
 
             with mock.patch.object(tests.layers, "all_to_all_single_autograd", exchange):
                 return super().forward(x)

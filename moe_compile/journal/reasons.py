@@ -267,8 +267,8 @@ class Reason(enum.Enum):
     )
     GATHERED = "its tokens are all-gathered: each crosses to every rank", Kind.NOT_POSSIBLE
     TWO_HOPS = (
-        "dispatched in two hops: in its own number format, by torch's collectives, in parts only "
-        "where their number is given",
+        "dispatched in two hops: by torch's collectives, in eight bits only where a wire says it, "
+        "in parts only where their number is given",
         Kind.NOT_POSSIBLE,
     )
 

@@ -25,15 +25,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moe_compile.ops.messages import all_to_all, as_rows, as_sent
 from moe_compile.ops.permute import LIBRARY
-from moe_compile.ops.two_hops import cut, exchanged, grouped, joined
+from moe_compile.ops.two_hops import cut, grouped, joined
 
 LIBRARY.define("places_of(Tensor index, Tensor? by, SymInt number, int most) -> Tensor")
 LIBRARY.define("sum_of_places(Tensor rows, Tensor places) -> Tensor")
 LIBRARY.define(
     "tokens_received(Tensor[] value, Tensor tokens, Tensor[] back, Tensor[] on_node, "
     "Tensor at_home, SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
-    "str cross, str node) -> Tensor[]"
+    "str cross, str node, bool quantize_gradient) -> Tensor[]"
 )
 
 
@@ -84,27 +85,34 @@ def merged(
     near_got: list[int],
     cross: str,
     node: str,
+    quantizes: bool,
 ) -> torch.Tensor:
     """Return the sums `[T, D]` of rows `[R, D]` of each chunk and all ranks, by the two hops of
     `spread` reversed.
 
     `back` is `hop_rows.back_rows` of each chunk, `on_node` and `at_home` are the places of `near`
-    of each slice and of `far`. Wide, as `sum_of_places`: whoever reads them rounds.
+    of each slice and of `far`. Wide, as `sum_of_places`: whoever reads them rounds. Where asked,
+    rows travel in eight bits, and the sums of nodes as well.
     """
+    row = rows[0].shape[1], rows[0].dtype
     slices, chunks = len(on_node), len(back)
     to_nodes, from_nodes = grouped(far_got, slices), grouped(far_sent, slices)
     to_places, from_places = (grouped(sizes, slices, chunks) for sizes in (near_got, near_sent))
     there: list[list[torch.Tensor]] = [[] for _ in on_node]
     for chunk, (part, order) in enumerate(zip(rows, back, strict=True)):
         sent = [of_slice[chunk] for of_slice in to_places]
-        for of_slice, piece in enumerate(cut(part.index_select(0, order), sent)):
+        pieces = cut(as_sent(part, order, quantizes=quantizes), sent)
+        for of_slice, piece in enumerate(pieces):
             got = from_places[of_slice][chunk]
-            there[of_slice].append(exchanged(piece, got, sent[of_slice], node))
+            there[of_slice].append(all_to_all(piece, got, sent[of_slice], node))
     home = []
     for of_slice, (came, places) in enumerate(zip(there, on_node, strict=True)):
-        sums = sum_of_places(joined(came), places).to(rows[0].dtype)
-        home.append(exchanged(sums, from_nodes[of_slice], to_nodes[of_slice], cross))
-    rows_home = F.pad(joined(home), (0, 0, 0, 1))  # others may send all rows of the tokens
+        on_nodes = as_rows(joined(came), None, *row, quantizes=quantizes)
+        sums = sum_of_places(on_nodes, places).to(rows[0].dtype)
+        sent_sums = as_sent(sums, None, quantizes=quantizes)
+        home.append(all_to_all(sent_sums, from_nodes[of_slice], to_nodes[of_slice], cross))
+    rows_home = as_rows(joined(home), None, *row, quantizes=quantizes)
+    rows_home = F.pad(rows_home, (0, 0, 0, 1))  # others may send all rows of the tokens
     return sum_of_places(rows_home, at_home)
 
 

@@ -2,8 +2,8 @@
 
 Contract
     Bytes and values are those of `moe_compile.ops.wire_format`. Compilers fuse what is here: there
-    is nothing but elementwise operators, one reduction per block, one concatenation, and a choice
-    of columns where blocks do not fill a row.
+    is nothing but elementwise operators, one reduction per block, one concatenation, and where
+    blocks do not fill a row another, or a choice of columns.
 
 Shapes: S rows to choose from, R rows of a message, D columns, B blocks, M = row_bytes(D).
 """
@@ -11,7 +11,6 @@ Shapes: S rows to choose from, R rows of a message, D columns, B blocks, M = row
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from moe_compile.ops.wire_format import (
     AMAX_MIN,
@@ -29,7 +28,9 @@ def pack_rows(rows_SD: torch.Tensor, index_R: torch.Tensor | None) -> torch.Tens
     rows_RD = rows_SD if index_R is None else rows_SD[index_R]
     num_rows, width = rows_RD.shape
     filled = num_blocks(width) * BLOCK - width
-    values_RD = F.pad(rows_RD, (0, filled)) if filled else rows_RD
+    values_RD = rows_RD
+    if filled:  # not by F.pad: of a sum of numbers that a host reads, it asks what it is
+        values_RD = torch.cat([rows_RD, rows_RD.new_zeros((num_rows, filled))], dim=1)
     values_RB = values_RD.float().reshape(num_rows, num_blocks(width), BLOCK)
     amax_RB = values_RB.abs().amax(-1).clamp_min(AMAX_MIN)
     largest_RB = torch.full_like(amax_RB, E4M3_MAX)  # by a number, torch multiplies by 1 / amax

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
+from moe_compile.ops.messages import exchanged
+from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE
 
 LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 LIBRARY.define(
     "dequantize_exchanged(Tensor received, Tensor sent, SymInt[] output_splits, "
     "SymInt[] input_splits, str group, bool quantize_gradient) -> Tensor"
 )
-C10D = torch.ops._c10d_functional
 
 
 class _DequantizeExchanged(torch.autograd.Function):
@@ -38,16 +38,11 @@ class _DequantizeExchanged(torch.autograd.Function):
     ) -> Any:
         ctx.back = (list(input_splits), list(output_splits), group)
         ctx.quantize_gradient = quantize_gradient
-        ctx.row = (sent.shape[1], sent.dtype)
-        return UNPACK_DEQUANTIZE(received, *ctx.row)
+        return UNPACK_DEQUANTIZE(received, sent.shape[1], sent.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (gradient,) = grads
-        payload = GATHER_QUANTIZE_PACK(gradient) if ctx.quantize_gradient else gradient.contiguous()
-        back = C10D.wait_tensor(C10D.all_to_all_single(payload, *ctx.back))
-        if ctx.quantize_gradient:
-            back = UNPACK_DEQUANTIZE(back, *ctx.row)
+        back = exchanged(grads[0], *ctx.back, quantizes=ctx.quantize_gradient)
         return None, back, None, None, None, None
 
 

@@ -21,27 +21,18 @@ from typing import Any
 
 import torch
 
+from moe_compile.ops.messages import all_to_all, as_rows, as_sent, exchanged
 from moe_compile.ops.permute import LIBRARY
 
 LIBRARY.define(
     "rows_received(Tensor value, Tensor sent, SymInt[] output_splits, SymInt[] input_splits, "
-    "str group) -> Tensor"
+    "str group, bool quantize_gradient) -> Tensor"
 )
 LIBRARY.define(
     "summed_at_home(Tensor total, Tensor[] rows, Tensor far, Tensor[] near, Tensor[] fan, "
     "SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
-    "str cross, str node) -> Tensor"
+    "str cross, str node, ScalarType? wire) -> Tensor"
 )
-C10D = torch.ops._c10d_functional
-
-
-def exchanged(
-    rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str
-) -> torch.Tensor:
-    """Return what an all-to-all of `rows` brings."""
-    launch = C10D.all_to_all_single(rows.contiguous(), output_splits, input_splits, group)
-    received: torch.Tensor = C10D.wait_tensor(launch)
-    return received
 
 
 def grouped(sizes: Sequence[Any], *shape: int) -> list[Any]:
@@ -75,25 +66,33 @@ def spread(
     near_got: list[int],
     cross: str,
     node: str,
+    wire: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Return rows `[R, D]` of each chunk of tokens `[T, D]` of all ranks, by two hops.
 
-    `far` etc. as `hop_rows`, `near` by slice, `fan` by chunk. The gradient is no business of this
-    function.
+    `far` etc. as `hop_rows`, `near` by slice, `fan` by chunk. Where there is a `wire`, they travel
+    in eight bits, as rows of that type: packed once, and handed on as they came. The gradient is no
+    business of this function.
     """
     slices, chunks = len(near), len(fan)
     to_nodes, from_nodes = grouped(far_sent, slices), grouped(far_got, slices)
     to_places, from_places = (grouped(sizes, slices, chunks) for sizes in (near_sent, near_got))
-    sent = cut(tokens.index_select(0, far), to_nodes)
+    quantizes, width = wire is not None, tokens.shape[1]
+    sent = cut(as_sent(tokens.to(wire or tokens.dtype), far, quantizes=quantizes), to_nodes)
     hop_1 = zip(sent, from_nodes, to_nodes, strict=True)
-    there = [exchanged(rows, got, splits, cross) for rows, got, splits in hop_1]
+    there = [all_to_all(rows, got, splits, cross) for rows, got, splits in hop_1]
     came: list[list[torch.Tensor]] = [[] for _ in fan]
     for of_slice, (rows, on) in enumerate(zip(there, near, strict=True)):
         pieces = cut(rows.index_select(0, on), to_places[of_slice])
         hop_2 = zip(pieces, from_places[of_slice], to_places[of_slice], strict=True)
         for chunk, (piece, got, splits) in enumerate(hop_2):
-            came[chunk].append(exchanged(piece, got, splits, node))
-    return [joined(rows).index_select(0, order) for rows, order in zip(came, fan, strict=True)]
+            came[chunk].append(all_to_all(piece, got, splits, node))
+    row = width, wire or tokens.dtype
+    brought = (
+        as_rows(joined(rows), order, *row, quantizes=quantizes)
+        for rows, order in zip(came, fan, strict=True)
+    )
+    return [rows.to(tokens.dtype) for rows in brought]
 
 
 class _RowsReceived(torch.autograd.Function):
@@ -105,14 +104,17 @@ class _RowsReceived(torch.autograd.Function):
         output_splits: list[int],
         input_splits: list[int],
         group: str,
+        quantize_gradient: bool,
     ) -> Any:
         del sent  # whose gradient it is
         ctx.back = (list(input_splits), list(output_splits), group)
+        ctx.quantize_gradient = quantize_gradient
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, exchanged(grads[0], *ctx.back), None, None, None
+        back = exchanged(grads[0], *ctx.back, quantizes=ctx.quantize_gradient)
+        return None, back, None, None, None, None
 
 
 class _SummedAtHome(torch.autograd.Function):
@@ -135,7 +137,7 @@ class _SummedAtHome(torch.autograd.Function):
 def _rows_received(*args: Any) -> Any:
     """Return `value`, `[R, D]`, which equals what an all-to-all of `sent`, `[S, D]`, would bring.
 
-    The split lists are those of that all-to-all.
+    The split lists are those of that all-to-all; the gradient goes home in eight bits where asked.
     """
     return _RowsReceived.apply(*args)
 
@@ -146,7 +148,7 @@ def _summed_at_home(
     """Return `total`, `[T, D]`, the sums per token of `rows`, `[R, D]` of each chunk, sent home.
 
     Each row must count once, by the factor 1, in the sum of the token it is of; what else `total`
-    is made of gets its gradient as without this.
+    is made of gets its gradient as without this. `way` is that of `spread`, from the sizes on.
     """
     return _SummedAtHome.apply(total, far, len(rows), way, *rows, *fan, *near)
 

@@ -10,6 +10,13 @@ products of rows and weights where these are no rows of that type yet, the sum o
 at home:
 
     |error| <= ((1 + u)^3 - 1) S + (k + 2) 2^-24 S        k terms; float64 sums with 2^-53
+
+In eight bits rows are packed inside the node and the sums of nodes again, and each is rounded to
+the type of the sum when it is unpacked. With q the part of a number that packing may take, and A
+the sum of the largest magnitudes in the terms' blocks of columns, of which packing may take t
+(`ops/wire_format.py`):
+
+    |error| <= ((1 + q)^2 (1 + u)^5 - 1) S + (1 + q)^2 (k + 2) 2^-24 S + 2 (1 + q)^2 (1 + u)^5 t A
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_compile.graph.query import tensor_of
+from moe_compile.ops.wire_format import E4M3_MAX, error_bound
 from moe_compile.plan.dispatch_rules import num_products
 from moe_compile.regions.token_regions import TokenRows
 
@@ -33,11 +41,25 @@ class NodeRounding:
     """Of a sum."""
     gradient_bound_eps: int | None
     """As of `dispatch_rules.Rounding`: products of rows and gradients are added up elsewhere."""
+    in_eight_bits: tuple[str, ...] = ()
+    """Of which sums, `results` and `gradients`, the terms travel in eight bits."""
 
     @property
     def bound(self) -> float:
         """Largest error over the sum of the terms' magnitudes."""
         return (1 + self.unit) ** 3 - 1 + (self.num_addends + 2) * self.unit_of_sums
+
+    @property
+    def bound_in_eight_bits(self) -> float:
+        """The same where terms travel in eight bits, beside `bound_of_blocks`."""
+        packed = (1 + error_bound(1.0, 0.0)) ** 2
+        return packed * ((1 + self.unit) ** 5 + (self.num_addends + 2) * self.unit_of_sums) - 1
+
+    @property
+    def bound_of_blocks(self) -> float:
+        """What is added for the sum of the largest magnitudes of the terms' blocks of columns."""
+        packed = (1 + error_bound(1.0, 0.0)) ** 2 * (1 + self.unit) ** 5
+        return 2 * packed * error_bound(0.0, 1 / E4M3_MAX)
 
     @property
     def unit(self) -> float:
@@ -55,8 +77,11 @@ class NodeRounding:
         return "lossy" if self.gradient_bound_eps is None else "bounded"
 
 
-def node_rounding_of(found: TokenRows) -> NodeRounding | None:
-    """Return how sums per token round that are made on the nodes; None: no bound is known."""
+def node_rounding_of(found: TokenRows, in_eight_bits: tuple[str, ...] = ()) -> NodeRounding | None:
+    """Return how sums per token round that are made on the nodes; None: no bound is known.
+
+    `in_eight_bits` is that of `NodeRounding`.
+    """
     total = tensor_of(found.sums.total)
     if total is None or found.rows_per_token is None:
         return None
@@ -64,4 +89,5 @@ def node_rounding_of(found: TokenRows) -> NodeRounding | None:
         num_addends=found.rows_per_token + (found.sums.base is not None),
         dtype=total.dtype,
         gradient_bound_eps=num_products(found.sums),
+        in_eight_bits=in_eight_bits,
     )

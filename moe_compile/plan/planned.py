@@ -134,7 +134,12 @@ class PlannedExperts:
         return self.plan.gathers or self.plan.is_divided or self.plan.is_chunked
 
     def unquantised(self) -> PlannedExperts:
-        """Return the same with rows that travel as the model sends them."""
+        """Return the same with rows that travel as the model sends them.
+
+        In two hops rows are packed where these are emitted, not by `quantize_exchanges`.
+        """
+        if self.plan.is_divided:
+            return self
         plan = replace(self.plan, dispatch_wire="same", combine_wire="same")
         return replace(self, plan=plan, row_bytes=self.found.row_bytes)
 
@@ -143,7 +148,7 @@ class PlannedExperts:
         name, plan = self.found.region.name, self.plan
         left = {"chunks": Verdict(candidate=name, reason=why)} if self.is_rewritten else {}
         return replace(
-            self.unquantised(),
+            self,
             plan=ExpertsPlan(
                 group=plan.group,
                 num_ranks=plan.num_ranks,
@@ -157,6 +162,7 @@ class PlannedExperts:
             node_rounding=None,
             left={**self.left, **left},
             num_host_reads=self.found.num_host_reads,
+            row_bytes=self.found.row_bytes,
         )
 
 

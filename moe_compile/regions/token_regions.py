@@ -114,6 +114,9 @@ class DividedForm:
     nodes: NodeGroups
     rounds: bool
     """Whether sums per token are made on the nodes, so that all exchanges go in two hops."""
+    dispatch_wire: str = "same"
+    combine_wire: str = "same"
+    """Number format its rows travel in, as the options name it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

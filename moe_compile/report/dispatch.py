@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from moe_compile.journal.reasons import Reason
+from moe_compile.ops.wire_format import BLOCK
 from moe_compile.plan.dispatch_rules import (
     EXACT_ADDENDS,
     MEASURED_SHARE,
@@ -47,13 +48,32 @@ def node_remarks(one: PlannedExperts) -> list[str]:
         return [
             f"{where}in dispatch and combine, forward and backward, a token crosses to a node once",
             *_sums_on_nodes(rounding),
+            *_messages(one),
             *prices,
         ]
+    messages = _messages(one)
     return [
         f"{where}in the dispatch, and in the gradient of the combine, a token crosses to a node "
-        "once; what is summed goes as written, and no bit changes",
+        f"once; what is summed goes as written{'' if messages else ', and no bit changes'}",
+        *messages,
         *prices,
     ]
+
+
+def _messages(one: PlannedExperts) -> list[str]:
+    """Return what rows of eight bits are in two hops, beside those of the flat exchange."""
+    form, plan = one.divided, one.plan
+    if form is None or plan.dispatch_wire == plan.combine_wire == "same":
+        return []
+    said = "in eight bits a row is packed once, and handed on inside the node as it came"
+    found, products = form.found, []
+    if plan.dispatch_wire != "same" and found.before:
+        products.append("tokens, not their weighted rows")
+    if plan.combine_wire == "fp8" and (found.after or found.sums.weights is not None):
+        products.append("gradients of sums, not of weighted rows")
+    if products:
+        return [f"{said}: packed are {', and '.join(products)}, by the same bound but other bits"]
+    return [f"{said}: what the flat exchange in eight bits brings, bit for bit"]
 
 
 def _parts(one: PlannedExperts) -> list[str]:
@@ -82,7 +102,13 @@ def _sums_on_nodes(rounding: NodeRounding) -> list[str]:
         f"off by at most {rounding.bound:.3g} times the sum of their magnitudes, three roundings "
         f"to {str(rounding.dtype).removeprefix('torch.')} and {rounding.num_addends + 2} in {wide}"
     )
-    return [said, *_gradients(rounding)]
+    packed = (
+        f"sums of {' and '.join(rounding.in_eight_bits)} have terms that travel in eight bits, as "
+        f"do the sums of nodes: off by at most {rounding.bound_in_eight_bits:.3g} times the sum of "
+        f"their magnitudes and {rounding.bound_of_blocks:.3g} times the sum of the largest "
+        f"magnitudes of their {BLOCK} columns"
+    )
+    return [said, *([packed] if rounding.in_eight_bits else []), *_gradients(rounding)]
 
 
 def dispatch_figures(one: PlannedExperts) -> dict[str, float]:

@@ -55,7 +55,9 @@ class Draft:
         """How sums round that are made on the nodes; None where none are."""
         if self.divided is None or not self.divided.rounds:
             return None
-        return node_rounding_of(self.divided.found)
+        of = {"results": self.divided.combine_wire != "same"}
+        of["gradients"] = self.divided.dispatch_wire == "fp8"
+        return node_rounding_of(self.divided.found, tuple(name for name in of if of[name]))
 
     def refuse(self, refused: Refused) -> None:
         """Leave the region whole."""

@@ -230,12 +230,14 @@ def _planned(
     reads = draft.found.num_host_reads
     if around is not None and draft.is_rewritten:
         reads = int(gathered is None or gathered.is_exact) + around.num_kept
-    refused = Reason.SUMS_TRAVEL if gathered is not None else None
-    refused = Reason.TWO_HOPS if draft.divided is not None else refused
-    wires = plan_wires(draft.found, draft.decision, config, in_force, refused)
+    wires = plan_wires(draft, config, in_force)
+    names = {name: wire.name for name, wire in wires.items()}
+    if draft.divided is not None:
+        dispatch, combine = names["dispatch"], names["combine"]
+        draft.divided = replace(draft.divided, dispatch_wire=dispatch, combine_wire=combine)
     return PlannedExperts(
         found=draft.found,
-        plan=_plan(draft, config, {name: wire.name for name, wire in wires.items()}),
+        plan=_plan(draft, config, names),
         proof=draft.proof,
         gathered=gathered,
         divided=draft.divided,

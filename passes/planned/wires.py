@@ -3,6 +3,7 @@
 Contract
     A region need not be proven, nor chunked: nothing but the exchange would be touched. What would
     not be right of rounded rows is refused: integers made of them, modes that change on the way.
+    "auto" is priced for plain exchanges; in two hops rows travel so where an option says it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused
+from passes.planned.draft import Draft
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
 
@@ -39,23 +41,20 @@ class Wire:
 
 
 def plan_wires(
-    found: FoundExperts,
-    decision: Decision | None,
-    config: MegaMoEConfig,
-    in_force: Mapping[fx.Node, Mode],
-    refused: Reason | None,
+    draft: Draft, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
 ) -> dict[str, Wire]:
     """Return `dispatch` and `combine` of a region with their wires.
 
-    `in_force` is the mode of each node of the graph; `refused` what of the way in which the region
-    is dispatched stands against eight bits, None for plain exchanges.
+    `in_force` is the mode of each node of the graph.
     """
-    wires = {}
+    wires, found = {}, draft.found
     launches = {"dispatch": found.region.dispatch, "combine": found.region.combine}
     for name, launch in launches.items():
-        wire = _wire_asked(name, decision, config)
+        option = config.dispatch_wire if name == "dispatch" else config.combine_wire
+        wire = _wire_asked(name, option, draft.decision)
         width = _width(found, name, wire)
         if isinstance(width, int):
+            refused = _against_eight_bits(draft, config, option)
             width = refused or _needs_its_rows(launch, found, in_force) or width
         if isinstance(width, Reason):
             candidate = f"{name} of {found.region.name}"
@@ -67,9 +66,19 @@ def plan_wires(
     return wires
 
 
-def _wire_asked(name: str, decision: Decision | None, config: MegaMoEConfig) -> str:
+def _against_eight_bits(draft: Draft, config: MegaMoEConfig, option: str) -> Reason | None:
+    """Return what of the way in which a region is dispatched stands against eight bits."""
+    if draft.gathered is not None:
+        return Reason.SUMS_TRAVEL
+    if draft.divided is None:
+        return None
+    if "quantize_exchanges" in config.disable_passes:  # two hops are packed without it
+        return Reason.DISABLED
+    return Reason.TWO_HOPS if option == "auto" else None
+
+
+def _wire_asked(name: str, option: str, decision: Decision | None) -> str:
     """Return what the option says, or for "auto" what was decided."""
-    option = config.dispatch_wire if name == "dispatch" else config.combine_wire
     if option != "auto":
         return option
     if decision is None:

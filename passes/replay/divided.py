@@ -50,6 +50,7 @@ from passes.replay.masked_replay import emit_results
 from passes.replay.prune import prune_other_experts
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.row_order import emit_row_order
+from passes.replay.row_wire import RowWire, as_rows, as_sent, gradient_wire
 from passes.replay.weight_slices import slice_to_chunk, split_weights
 
 Way: TypeAlias = tuple[list[Any], list[Any]]
@@ -132,7 +133,7 @@ def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
     """Emit the experts, the flat way home, and the sum of the model with a gradient in two hops."""
     form, hops, replays = arrived.form, arrived.hops, arrived.replays
     region, found, total = form.region, form.found, form.found.sums.total
-    parts, order = [region.rows], None
+    wire, parts, order = RowWire.of(form.combine_wire, region.result), [region.rows], None
     if arrived.axis is not None:
         order = emit_row_order(emit, region, arrived.axis, arrived.reads.sent)
         moved = emit.call(PERMUTE_ROWS, region.rows, *order)
@@ -140,15 +141,15 @@ def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
     rows = []
     for came, part, of, replay in zip(hops.rows, parts, arrived.factors, replays, strict=True):
         changed = changed_rows(emit, found.gather, came, found.before, of)
-        way = _splits_of(region, replay)
-        rows.append(emit.call(ROWS_RECEIVED, changed, part, *way, region.group))
+        way = (*_splits_of(region, replay), region.group, form.dispatch_wire == "fp8")
+        rows.append(emit.call(ROWS_RECEIVED, changed, part, *way))
     rows = _run_experts(emit, arrived, rows)
     combines = []
     for made, replay in zip(rows, replays, strict=True):
-        sent = _sends(region, emit.method("detach", made), replay)
-        combines.append(emit.copy(region.combine, sent))
+        sent = as_sent(emit, emit.method("detach", made), None, wire)
+        combines.append(emit.copy(region.combine, _sends(region, sent, replay)))
     for combine, replay in zip(combines, replays, strict=True):
-        replay.env[region.result] = emit.call(C10D.wait_tensor, combine)
+        replay.env[region.result] = as_rows(emit, emit.call(C10D.wait_tensor, combine), None, wire)
     result = replays[0].env[region.result]
     if order is None:
         result.meta.update(region.result.meta)  # later passes read its sizes
@@ -167,7 +168,7 @@ def _summed_on_nodes(emit: Emitter, arrived: _Arrived) -> Divided:
     # read where the model gathers: the gradients of its readers are added up in that order
     tokens = Emitter(found.gather).method("view_as", found.tokens, found.tokens)
     home = emit_way_home(emit, form, arrived.table, hops, arrived.reads.received)
-    way = (*hops.sizes.flat, form.nodes.cross, form.nodes.node)
+    way = (*hops.sizes.flat, form.nodes.cross, form.nodes.node, form.dispatch_wire == "fp8")
     integers = (home.back, home.on_node, home.at_home)
     came = emit.call(TOKENS_RECEIVED, hops.rows, tokens, *integers, *way)
     rows = []
@@ -232,11 +233,10 @@ def _with_gradient_in_hops(
     emit: Emitter, arrived: _Arrived, total: fx.Node, rows: list[fx.Node]
 ) -> fx.Node:
     """Emit the sum `total` of `rows`, which are read for their gradient alone."""
-    hops, nodes = arrived.hops, arrived.form.nodes
-    integers = (hops.far, hops.near, hops.fan)
-    return emit.call(
-        SUMMED_AT_HOME, total, rows, *integers, *hops.sizes.flat, nodes.cross, nodes.node
-    )
+    hops, form = arrived.hops, arrived.form
+    wire = gradient_wire(form.combine_wire, form.region.result)
+    way = (*hops.sizes.flat, form.nodes.cross, form.nodes.node, wire and wire.dtype)
+    return emit.call(SUMMED_AT_HOME, total, rows, hops.far, hops.near, hops.fan, *way)
 
 
 def _splits_of(region: MoERegion, replay: Replay) -> Way:
@@ -277,7 +277,7 @@ def _send_factors(emit: Emitter, arrived: _Arrived, factors: Mapping[fx.Node, fx
     came = {name: emit.call(C10D.wait_tensor, launch) for name, launch in launches.items()}
     if form.rounds:
         came = {
-            name: emit.call(ROWS_RECEIVED, came[name], factor, *way)
+            name: emit.call(ROWS_RECEIVED, came[name], factor, *way, False)
             for name, factor in factors.items()
         }
     if arrived.axis is None:

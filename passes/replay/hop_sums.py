@@ -1,7 +1,8 @@
 """Emit the way home of rows that came in two hops: summed on the node, then at home.
 
 Contract
-    A token's rows cross from a node as one, in the type of its sum. Orders and types are those of
+    A token's rows cross from a node as one, in the type of its sum or, as rows inside the node, in
+    eight bits. Orders and types are those of
     `moe_compile.ops.hop_sums`; each collective is a node of its own.
 """
 
@@ -18,6 +19,7 @@ from moe_compile.ops.hop_rows import BACK_ROWS
 from moe_compile.ops.hop_sums import PLACES_OF, SUM_OF_PLACES
 from moe_compile.regions.token_regions import DividedForm
 from passes.replay.hops import Hops, Table, joined, launched, total_of
+from passes.replay.row_wire import RowWire, as_rows, as_sent
 from passes.replay.sizes import extent
 
 
@@ -62,22 +64,23 @@ def emit_sums(
     adds up the rows of a slice once those of all chunks are there, by expert.
     """
     sums, nodes, sizes = form.found.sums, form.nodes, hops.sizes
-    total = tensor_of(sums.total)
+    total, wire = tensor_of(sums.total), RowWire.of(form.combine_wire, sums.total)
     assert total is not None
     inside: list[list[fx.Node]] = []
     for chunk, (part, order) in enumerate(zip(rows, home.back, strict=True)):
-        sent = emit.method("index_select", part, 0, order)
+        sent = as_sent(emit, part, order, wire)
         got = [of_slice[chunk] for of_slice in sizes.near_sent]
         splits = [of_slice[chunk] for of_slice in sizes.near_got]
         inside.append(launched(emit, sent, got, splits, nodes.node))
     across: list[fx.Node] = []
     for of_slice, places in enumerate(home.on_node):
         came = [emit.call(C10D.wait_tensor, launches[of_slice]) for launches in inside]
-        wide = emit.call(SUM_OF_PLACES, joined(emit, came), places)
-        rows_of_nodes = emit.method("to", wide, total.dtype)
+        wide = emit.call(SUM_OF_PLACES, as_rows(emit, joined(emit, came), None, wire), places)
+        rows_of_nodes = as_sent(emit, emit.method("to", wide, total.dtype), None, wire)
         got, splits = [sizes.far_sent[of_slice]], [sizes.far_got[of_slice]]
         across += launched(emit, rows_of_nodes, got, splits, nodes.cross)
     sent = joined(emit, [emit.call(C10D.wait_tensor, launch) for launch in across])
+    sent = as_rows(emit, sent, None, wire)
     if form.found.part is not None:  # others may send all rows of the tokens
         sent = emit.call(F.pad, sent, (0, 0, 0, 1))
     wide = emit.call(SUM_OF_PLACES, sent, home.at_home)

@@ -23,6 +23,7 @@ from moe_compile.ops.hop_rows import FAN_ROWS, FAR_ROWS, HOP_TABLE, NEAR_ROWS
 from moe_compile.ops.two_hops import grouped
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import DividedForm
+from passes.replay.row_wire import RowWire, as_rows, as_sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,10 @@ def emit_hops(
     """Emit both hops: the rows of this rank's experts, as tokens have them.
 
     `num_rows` are those of each chunk. Hop 2 of a slice is launched once its hop 1 is there.
+    In eight bits a token is packed once, and hop 2 hands messages on.
     """
     region, nodes = form.region, form.nodes
+    wire = RowWire.of(form.dispatch_wire, form.found.tokens)
     per_node = nodes.num_local * region.num_local_experts
     num_far = total_of(emit, _chained(sizes.far_sent))
     first = emit.call(FAR_ROWS, form.chosen, nodes.num_nodes, per_node, cut.slices, num_far)
@@ -170,7 +173,7 @@ def emit_hops(
     tokens = emit.method("detach", form.found.tokens)
     across = (sizes.far_got, sizes.far_sent)
     of_masks = launched(emit, masks, *across, nodes.cross)
-    hop_1 = launched(emit, emit.method("index_select", tokens, 0, far), *across, nodes.cross)
+    hop_1 = launched(emit, as_sent(emit, tokens, far, wire), *across, nodes.cross)
     near: list[fx.Node] = []
     experts: list[fx.Node] = []
     hop_2: list[list[fx.Node]] = []
@@ -188,7 +191,7 @@ def emit_hops(
     for chunk, counts in enumerate(table.received):
         came = [emit.call(C10D.wait_tensor, of_slice[chunk]) for of_slice in hop_2]
         fan.append(emit.call(FAN_ROWS, counts, num_rows[chunk]))
-        rows.append(emit.method("index_select", joined(emit, came), 0, fan[-1]))
+        rows.append(as_rows(emit, joined(emit, came), fan[-1], wire))
     _note_nominal_rows(form, cut, (*of_masks, *hop_1), _chained(hop_2))
     return Hops(far, near, fan, experts, sizes, (*hop_1, *_chained(hop_2)), rows)
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from moe_compile.ops.wire_format import row_bytes as message_bytes
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
 from tests.dispatch_layers import (
@@ -194,7 +195,9 @@ def check_bytes(pool, num_nodes, case, options=OPTIONS):
     for rank, ((forward, backward), _) in enumerate(results):
         once, flat, home, came = formula(case, chosen, rank, num_nodes)
         rows, factor = (torch.bfloat16, case.width), (torch.bfloat16, 1)
-        row_bytes = 2 * case.width
+        if options.get("megamoe.dispatch_wire") == options.get("megamoe.combine_wire") == "fp8":
+            rows = torch.uint8, message_bytes(case.width)
+        row_bytes = rows[0].itemsize * rows[1]
         local = case.num_ranks // num_nodes
         told = case.num_experts // case.num_ranks + local + 1
         if num_parts := options.get("megamoe.chunks"):

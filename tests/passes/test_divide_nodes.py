@@ -27,6 +27,8 @@ from moe_compile.graph.query import (
 from moe_compile.hardware import GroupLink, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.hop_sums import TOKENS_RECEIVED
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, REFERENCES
+from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import node_groups_of
 from passes.pipeline import DYNAMO, run_level
@@ -39,6 +41,7 @@ from tests.dispatch_layers import (
     OntoTokens,
     SharedByIndex,
     SharedInOrderWeighted,
+    Unweighted,
 )
 from tests.layers import (
     FusedGateUp,
@@ -215,12 +218,77 @@ def test_the_report_states_the_bound_of_sums_on_the_nodes(
     assert (f"off by at most {WIDTH} eps" in said) is of_weights
 
 
-@pytest.mark.parametrize("option", ["dispatch_wire", "combine_wire"])
-def test_two_hops_are_in_the_models_format(fake_nodes, option):
+FP8 = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
+
+
+@pytest.mark.parametrize("nodes", ["exact", "rounded"])
+def test_in_eight_bits_tokens_are_packed_once_and_messages_handed_on(fake_nodes, nodes):
+    options = {"nodes": nodes, "codegen": "fx", **FP8}
+    forward, backward = aot_graphs(layer(GroupedExperts, fake_nodes), **options)
+    of_nodes, num_bytes = node_groups_of(fake_nodes.group_name), row_bytes(WIDTH)
+    for graph in (forward, backward):
+        rows = [n for n in exchanges(graph) if tensor_of(n).dtype is torch.uint8]
+        assert {tensor_of(n).shape[1] for n in rows} == {num_bytes}
+        groups = [*map(group_name, rows)]
+        ways = (of_nodes.cross, of_nodes.node, fake_nodes.group_name)
+        assert [*map(groups.count, ways)] == ([2, 2, 0] if nodes == "rounded" else [1, 1, 1])
+        packs = [n for n in graph.nodes if n.target is GATHER_QUANTIZE_PACK]
+        assert len(packs) == (3 if nodes == "rounded" else 2), "a row is packed twice"
+        wide = [t for n in exchanges(graph) if (t := tensor_of(n)).dim() == 2]
+        assert not [t for t in wide if t.dtype is torch.bfloat16 and t.shape[1] == WIDTH]
+
+
+def test_for_inductor_on_a_cpu_packing_is_written_out(fake_nodes):
+    """Sizes are sums of numbers that the host reads; rows are no whole blocks of columns."""
+    options = {"nodes": "rounded", **FP8}
+    for graph in aot_graphs(layer(GroupedExperts, fake_nodes), **options):
+        assert not [n for n in graph.nodes if n.target in REFERENCES]
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        (InOrder, "packed are tokens, not their weighted rows, by the same bound"),
+        (Around, "packed are gradients of sums, not of weighted rows, by the same bound"),
+        (Unweighted, "what the flat exchange in eight bits brings, bit for bit"),
+    ],
+)
+def test_the_report_says_what_is_packed(fake_nodes, style, said):
+    (gm,) = dynamo_graphs(layer(style, fake_nodes), tokens())
+    compile_state, compilation = rewrite(gm, state(**ASKED, **FP8).config)
+    (region,), (plan,) = compilation.regions, compile_state.plan.experts
+    assert (plan.dispatch_wire, plan.combine_wire) == ("fp8", "fp8")
+    remarks = "; ".join(region.remarks)
+    assert said in remarks and "no bit changes" not in remarks
+    assert f"dispatch in fp8: {row_bytes(WIDTH)} of {2 * WIDTH} bytes per row" in remarks
+
+
+@pytest.mark.parametrize(
+    ("wires", "sums"),
+    [
+        (FP8, "results and gradients"),
+        ({"dispatch_wire": "fp8"}, "gradients"),
+        ({"combine_wire": "fp8_forward"}, "results"),
+        ({"dispatch_wire": "fp8_forward"}, ""),
+    ],
+)
+def test_the_report_states_the_bound_of_sums_in_eight_bits(fake_nodes, wires, sums):
+    (gm,) = dynamo_graphs(layer(Unweighted, fake_nodes), tokens())
+    _, compilation = rewrite(gm, state(nodes="rounded", chunks=1, **wires).config)
+    said = "; ".join(compilation.regions[0].remarks)
+    packed = (1 + 2**-4 + 2**-20) ** 2
+    bound = packed * ((1 + 2**-8) ** 5 + (TOP_K + 2) * 2**-24) - 1
+    assert (f"sums of {sums} have terms" in said) is bool(sums)
+    assert (f"off by at most {bound:.3g} times" in said) is bool(sums)
+
+
+def test_without_the_pass_that_quantises_two_hops_do_not(fake_nodes):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
-    results = run_level(DYNAMO, gm.graph, state(**{**ASKED, option: "fp8"}))
-    (verdict,) = carried_out(results, option).skipped
-    assert verdict.reason is Reason.TWO_HOPS
+    config = state(**ASKED, **FP8, disable_passes=("quantize_exchanges",)).config
+    compile_state, _ = rewrite(gm, config)
+    (plan,) = compile_state.plan.experts
+    assert (plan.nodes, plan.dispatch_wire, plan.combine_wire) == ("exact", "same", "same")
+    assert not [n for n in gm.graph.nodes if n.target is GATHER_QUANTIZE_PACK]
 
 
 # --- in parts ----------------------------------------------------------------------------------

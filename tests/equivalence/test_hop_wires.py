@@ -1,0 +1,278 @@
+"""Rows in eight bits over two hops: the bits of the flat exchange, and bounds of sums on nodes."""
+
+import pytest
+import torch
+
+from moe_compile.ops.wire_format import BLOCK
+from moe_compile.plan.node_rounding import NodeRounding
+from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.strategies import Routing
+from tests.dispatch_layers import (
+    Around,
+    InOrder,
+    InOrderWeighted,
+    OntoTokens,
+    SharedInOrder,
+    SharedInOrderWeighted,
+    Unweighted,
+)
+from tests.equivalence.test_layers import build, inputs
+from tests.equivalence.test_sums_on_nodes import recorded, sums, terms
+from tests.equivalence.test_two_hops import (
+    EMPTY,
+    NODES,
+    OPTIONS,
+    TOKENS,
+    a_case,
+    check,
+    check_bytes,
+    two_nodes,  # noqa: F401  (a fixture)
+)
+from tests.hop_wire_layers import flat_eagerly, hops_eagerly, in_eight_bits
+from tests.layers import GroupedExperts, LoopExperts
+from tests.node_ranks import in_two_hops, seat
+from tests.quantized_layers import quantized_eagerly
+from tests.slow_parameters import exhaustive_but, slow_but
+
+BOTH = ("fp8", "fp8")
+
+
+@pytest.fixture
+def fresh_nodes(two_nodes):  # noqa: F811
+    """Two nodes of two ranks that have run nothing: programs of one place have one plan."""
+    two_nodes.regroup()
+    two_nodes.run(seat, NODES)
+    return two_nodes
+
+
+def asked(wires, **options):
+    dispatch, combine = wires
+    options = {"dispatch_wire": dispatch, "combine_wire": combine, **options}
+    return {**OPTIONS, **{f"megamoe.{name}": value for name, value in options.items()}}
+
+
+def differing(rank, case, style, reference, wires, options):
+    torch._dynamo.reset()
+    with in_two_hops(options.get("chunks", 1)) as left:
+        found = differing_tensors(
+            lambda: build(case, style),
+            inputs(case, rank),
+            asked(wires, **options),
+            lambda: build(case, reference(style, *wires)),
+        )
+    return [*found, *left]
+
+
+def equals(pool, case, style, reference, wires, **options):
+    check(pool.run(differing, case, style, reference, wires, options))
+
+
+# --- the bits of the flat exchange ---------------------------------------------------------------
+
+
+class WideSums(Unweighted):
+    """Tokens' rows are added up as they come, in float32."""
+
+    def total(self, x, order, out, scores):
+        return super().total(x.float(), order, out.float(), scores)
+
+
+FLAT = (
+    (Unweighted, BOTH),
+    (Around, ("fp8", "fp8_forward")),
+    (WideSums, ("fp8", "fp8")),
+    (InOrder, ("same", "fp8")),
+    (InOrderWeighted, ("fp8_forward", "fp8_forward")),
+    (SharedInOrder, ("same", "fp8")),
+    (OntoTokens, ("fp8", "same")),
+)
+"""Styles and wires for which nothing weights rows between packing and the sums."""
+
+
+@pytest.mark.parametrize(("style", "wires"), slow_but(FLAT[:2], FLAT))
+def test_rows_that_nothing_weights_are_those_of_the_flat_exchange(fresh_nodes, style, wires):
+    """Uneven ranks; outputs and all gradients, bit for bit."""
+    equals(fresh_nodes, a_case(style, TOKENS), style, flat_eagerly, wires)
+
+
+@pytest.mark.parametrize("style", slow_but([], (GroupedExperts, LoopExperts)))
+def test_the_flat_exchange_of_weighted_sums_whose_gradients_go_as_they_are(fresh_nodes, style):
+    wires = ("fp8", "fp8_forward")
+    equals(fresh_nodes, a_case(style, TOKENS), style, quantized_eagerly, wires)
+
+
+@pytest.mark.parametrize("routing", slow_but([Routing.FIRST_RANK], list(Routing)))
+def test_ranks_without_tokens_and_without_rows(fresh_nodes, routing):
+    case = a_case(Unweighted, EMPTY, top_k=2, routing=routing)
+    equals(fresh_nodes, case, Unweighted, flat_eagerly, BOTH)
+
+
+class ToNode(Unweighted):
+    """All tokens choose experts of one node."""
+
+    node = 1
+
+    def route(self, x):
+        bias = torch.zeros(self.num_experts)
+        bias[[4 * self.node, 4 * self.node + 2, 4 * self.node + 3]] = 8.0
+        scores = torch.softmax((x @ self.router).float() + bias, -1)
+        return torch.topk(scores, self.top_k, -1)
+
+
+class ToFirstNode(ToNode):
+    node = 0
+
+
+@pytest.mark.parametrize("style", slow_but([ToNode], [ToNode, ToFirstNode]))
+def test_all_tokens_go_to_one_node(fresh_nodes, style):
+    equals(fresh_nodes, a_case(style, TOKENS), style, flat_eagerly, BOTH)
+
+
+# --- rows that are weighted ----------------------------------------------------------------------
+
+WEIGHTED = (
+    (InOrder, BOTH),
+    (Around, BOTH),
+    (InOrderWeighted, BOTH),
+    (OntoTokens, ("same", "fp8")),
+    (SharedInOrderWeighted, BOTH),
+    (InOrder, ("fp8_forward", "same")),
+)
+
+
+@pytest.mark.parametrize(("style", "wires"), slow_but(WEIGHTED[:2], WEIGHTED))
+def test_weights_meet_tokens_that_were_packed_and_gradients_too(fresh_nodes, style, wires):
+    """Packed is what is copied: the token, not its weighted row, and the gradient of its sum."""
+    equals(fresh_nodes, a_case(style, TOKENS), style, hops_eagerly, wires)
+
+
+IN_PARTS = (
+    (Unweighted, "experts", 2),
+    (InOrder, "tokens", 3),
+    (InOrderWeighted, "experts", 3),
+    (Around, "tokens", 2),
+)
+
+
+@pytest.mark.parametrize(("style", "axis", "num_parts"), exhaustive_but(IN_PARTS[:2], IN_PARTS))
+def test_parts_change_no_bit(fresh_nodes, style, axis, num_parts):
+    case = a_case(style, EMPTY, num_experts=12, routing=Routing.SKEWED)
+    options = {"chunks": num_parts, "chunk_by": axis}
+    equals(fresh_nodes, case, style, hops_eagerly, BOTH, **options)
+
+
+# --- sums on the nodes ---------------------------------------------------------------------------
+
+
+def stated(values, kept, case, num_nodes):
+    """Return sums per token, of rows and of nodes in eight bits, by expert and then by node."""
+    chosen, by_expert = kept["chosen"].sort(1)
+    slots = torch.empty_like(values)
+    slots[kept["order"]] = in_eight_bits(values)
+    slots = slots.view(-1, case.top_k, case.width)
+    total = torch.zeros((len(slots), case.width))
+    for node in range(num_nodes):
+        on_node = torch.zeros_like(total)
+        for slot in range(case.top_k):
+            rows = slots[torch.arange(len(slots)), by_expert[:, slot]].float()
+            is_there = chosen[:, slot] * num_nodes // case.num_experts == node
+            on_node += torch.where(is_there[:, None], rows, 0)
+        total += in_eight_bits(on_node.to(values.dtype)).float()
+    return total.to(values.dtype)
+
+
+def largest(values):
+    """Return the largest magnitude of the block of 128 columns that a number is in."""
+    blocks = values.abs().split(BLOCK, dim=1)
+    return torch.cat([block.amax(1, keepdim=True).expand_as(block) for block in blocks], 1)
+
+
+def wrong_sums(tensors, kept, case, style, num_nodes):
+    values = dict(zip(("output", "input"), terms(style, kept), strict=True))
+    rounding = NodeRounding(
+        num_addends=case.top_k, dtype=case.dtype, gradient_bound_eps=0, in_eight_bits=("results",)
+    )
+    left = []
+    for name, tensor in tensors.items():
+        exact, magnitude = sums(values[name], kept, case)
+        of_blocks, _ = sums(largest(values[name]), kept, case)
+        bound = rounding.bound_in_eight_bits * magnitude + rounding.bound_of_blocks * of_blocks
+        error = (tensor.double() - exact).abs()
+        if (error > bound).any():
+            left.append(f"{name}: {(error / bound).max():.2f} of the bound")
+        rounded = values[name].float().to(case.dtype)
+        if not torch.equal(tensor, stated(rounded, kept, case, num_nodes)):
+            left.append(f"{name}: in another order")
+    return left
+
+
+def beyond_bound(rank, case, style, wires):
+    """Return which sums and gradients of a compiled step are not as they should be."""
+    torch._dynamo.reset()
+    eager = build(case, recorded(hops_eagerly(style, *wires, rounds=True)))
+    other = build(case, recorded(style))
+    options = asked(wires, nodes="rounded")
+    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
+    ((x, gradient),) = inputs(case, rank)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    eager.kept = {}
+    eager(theirs).backward(gradient)
+    with in_two_hops() as left:
+        output = compiled(mine)
+        output.backward(gradient)
+    tensors = {"output": output.detach(), "input": mine.grad}
+    left += wrong_sums(tensors, eager.kept, case, style, NODES)
+    for name in ("w1", "w2", "w3"):
+        if not torch.equal(getattr(eager, name).grad, getattr(other, name).grad):
+            left.append(f"gradient of {name}")
+    wrong = (eager.router.grad - other.router.grad).float().norm()
+    if wrong > 2**-6 * eager.router.grad.float().norm():
+        left.append("gradient of the router")
+    return left
+
+
+@pytest.mark.parametrize("style", slow_but([InOrder], [InOrder, Around, InOrderWeighted]))
+@pytest.mark.parametrize(("top_k", "width"), slow_but([(6, 16)], [(6, 16), (3, 160)]))
+def test_sums_on_nodes_stay_within_the_bound(fresh_nodes, style, top_k, width):
+    """And are packed as stated: rows inside the node, then the sums of nodes."""
+    case = a_case(style, TOKENS, top_k=top_k, width=width)
+    check(fresh_nodes.run(beyond_bound, case, style, BOTH))
+
+
+def in_parts(rank, case, style, options):
+    """Return output and gradients by sums on the nodes."""
+    torch._dynamo.reset()
+    layer = build(case, style)
+    settings = asked(BOTH, nodes="rounded", **options)
+    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=settings)
+    ((x, gradient),) = inputs(case, rank)
+    x.requires_grad_()
+    with in_two_hops(options.get("chunks", 1)) as left:
+        output = compiled(x)
+        output.backward(gradient)
+    assert not left, left
+    named = layer.named_parameters()
+    return {"output": output.detach(), "input": x.grad, **{name: p.grad for name, p in named}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["experts", "tokens"])
+def test_parts_change_no_bit_of_sums_on_nodes(fresh_nodes, axis):
+    case = a_case(InOrder, EMPTY, num_experts=12, top_k=5)
+    results = []
+    for options in ({}, {"chunks": 2, "chunk_by": axis}):
+        fresh_nodes.regroup()  # programs of one place would have two plans, and run as written
+        fresh_nodes.run(seat, NODES)
+        results.append(fresh_nodes.run(in_parts, case, InOrder, options))
+    for one, other in zip(*results, strict=True):
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", slow_but(["exact"], ["exact", "rounded"]))
+def test_a_message_crosses_to_a_node_once(fresh_nodes, nodes):
+    """As many rows as in the model's format, each of `row_bytes`; nothing else changes."""
+    case = a_case(GroupedExperts, (40, 33, 21, 50))
+    check_bytes(fresh_nodes, NODES, case, asked(BOTH, nodes=nodes))
