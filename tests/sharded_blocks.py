@@ -27,6 +27,10 @@ SEQUENCE = 1
 class GatheredSequence(Block):
     """Gathers the sequence by collectives, and scatters sums over it: Megatron's form."""
 
+    def __init__(self, layer, dtype=torch.float32):
+        super().__init__(layer, dtype)
+        self.out.bias = None
+
     def attend(self, x):
         whole = all_gather_tensor_autograd(x, SEQUENCE, dist.group.WORLD)
         heads = self.qkv(whole).view(*whole.shape[:-1], 3, HEADS, -1)
