@@ -55,6 +55,7 @@ PROGRAMS = (
     (Rewrite.NODE_SUMS, {"style": Style.SORTED_LOOP, "counts": Counts.MATRIX}),
     (Rewrite.HOP_SLICES, {"style": Style.SORTED_LOOP}),
     (Rewrite.SUM_SLICES, {"style": Style.GROUPED}),
+    (Rewrite.HOPS_FP8, {"style": Style.RUNS}),
 )
 
 

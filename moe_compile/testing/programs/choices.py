@@ -284,6 +284,7 @@ class Rewrite(enum.Enum):
     PADDED = "dispatch = all_gather, dispatch_padding = worst"
     HOPS = "nodes = exact, four ranks on two nodes"
     HOP_SLICES = "nodes = exact, chunk_by = tokens, four ranks on two nodes"
+    HOPS_FP8 = "nodes = exact, dispatch_wire = fp8, four ranks on two nodes"
     NODE_SUMS = "nodes = rounded, four ranks on two nodes"
     SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"
     PARTS = "batch_parts = 2"

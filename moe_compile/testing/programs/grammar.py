@@ -97,9 +97,18 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
 """Kinds of which a layer may have several members, by the field that holds them."""
 
 HOPPING: Final = frozenset(
-    {Rewrite.HOPS, Rewrite.HOP_SLICES, Rewrite.NODE_SUMS, Rewrite.SUM_SLICES}
+    {
+        Rewrite.HOPS,
+        Rewrite.HOP_SLICES,
+        Rewrite.HOPS_FP8,
+        Rewrite.NODE_SUMS,
+        Rewrite.SUM_SLICES,
+    }
 )
 """Rewrites by which a token crosses to a node once."""
+
+IN_EIGHT_BITS: Final = frozenset({Rewrite.FP8, Rewrite.HOPS_FP8})
+"""Rewrites by which rows are dispatched in eight bits."""
 
 NUM_NODES: Final = 2
 """On which the ranks of such programs are, two on each."""

@@ -29,6 +29,7 @@ from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GATHERING,
     HOPPING,
+    IN_EIGHT_BITS,
     NUM_RANKS,
     PARTED,
     READ_IN,
@@ -81,7 +82,7 @@ SAVE_ROWS: Final = frozenset(
 OF_ONE_EXPERT: Final = frozenset({Also.BIAS, Also.LINEAR, Also.BATCH_OF_ONE})
 """What grouped products do not have."""
 
-ROUNDING: Final = (Rewrite.FP8, *BOUNDS)
+ROUNDING: Final = (*IN_EIGHT_BITS, *BOUNDS)
 
 
 def legal(program: Program) -> Program:

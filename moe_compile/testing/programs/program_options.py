@@ -21,6 +21,7 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
     Rewrite.HOPS: {"megamoe.nodes": "exact"},
     Rewrite.HOP_SLICES: {"megamoe.nodes": "exact", "megamoe.chunk_by": "tokens"},
+    Rewrite.HOPS_FP8: {"megamoe.nodes": "exact", "megamoe.dispatch_wire": "fp8"},
     Rewrite.NODE_SUMS: {"megamoe.nodes": "rounded"},
     Rewrite.SUM_SLICES: {"megamoe.nodes": "rounded", "megamoe.chunk_by": "tokens"},
     **{rewrite: {"megamoe.batch_parts": parts} for rewrite, parts in PARTED.items()},

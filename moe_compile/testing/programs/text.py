@@ -23,6 +23,7 @@ from moe_compile.testing.programs.exchange_choices import Tally
 from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.grammar import (
     GATHERING,
+    IN_EIGHT_BITS,
     NUM_NODES,
     NUM_RANKS,
     PARTED,
@@ -138,7 +139,7 @@ def source_of(program: Program) -> str:
         favour = FAVOUR[program.routing].replace("{ranks}", str(program.num_ranks))
         blocks.append(f"def favour(experts):\n    {favour}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
-    if program.rewrite is Rewrite.FP8:
+    if program.rewrite in IN_EIGHT_BITS:
         for before, after in (("(", ", got, sent"), ("([", ", probs]")):
             rows = f"{before}rounded(routed, type(self).__name__){after}"
             written = written.replace(f"{before}routed{after}", rows)
