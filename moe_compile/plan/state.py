@@ -64,7 +64,8 @@ class CompileState:
     site: str = ""
     """Where in the user's source the compiled code stands; the same on every rank."""
     is_chunked: bool = False
-    """Whether some region of the compilation, attention too, runs in more than one chunk."""
+    """Whether some region of the compilation, attention too, runs in more than one chunk, or some
+    graph on parts of its batch."""
     has_work: bool = False
     """Whether there is anything for the levels after the Dynamo graph to do."""
     has_outside_rewrites: bool = False

@@ -270,3 +270,10 @@ def test_what_is_checkpointed_runs_in_parts(fake_ranks):
     _, skipped, compilation = verdicts(Recomputed(GroupedExperts, torch.bfloat16), drawn())
     assert skipped == []
     assert len(compilation.regions) == 2
+
+
+@pytest.mark.parametrize(("parts", "has_room"), [(1, False), (2, True)])
+def test_what_the_whole_batch_would_hold_is_room_for_the_schedule(fake_ranks, parts, has_room):
+    (gm, *_) = dynamo_graphs(Block(GroupedExperts, torch.bfloat16), drawn())
+    state, _ = rewrite(gm, MegaMoEConfig(hardware="cpu", chunks=1, batch_parts=parts))
+    assert state.is_chunked == has_room
