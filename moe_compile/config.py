@@ -38,11 +38,14 @@ is exchanged for heads around attention (context parallelism). "auto": as the jo
 
 KINDS: Final[Mapping[object, tuple[type, str]]] = {
     bool: (bool, "true or false"),
-    int: (int, "a whole number of at least 0"),
+    int: (int, "a whole number of at least {least}"),
     str: (str, "a string"),
     tuple[str, ...]: (tuple, "a list of pass names"),
 }
 """Types of the open options, and what to write."""
+
+LEAST: Final[Mapping[str, int]] = {"blocks_per_graph": 1, "node_ranks": 0, "step_peak_bytes": 0}
+"""The least value of each whole number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,11 @@ class MegaMoEConfig:
     gradient accumulation over them makes it. At most the number of sequences. "auto": 1, 2 or 4 by
     price, together with the number of chunks, where `numerics` is "bounded" or "lossy"
     (docs/batch.md#what-auto-does)."""
+    blocks_per_graph: int = 1
+    """In torchtitan jobs: how many transformer blocks that follow one another are compiled as one
+    graph, in which `batch_parts` has more to run while rows travel
+    (docs/torchtitan.md#several-blocks-in-a-graph). What is left over at the end of a pipeline stage
+    is a shorter graph."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
     must divide the local KV heads. "auto" chooses as for `chunks`, else takes 2 where that divides
@@ -163,14 +171,8 @@ class MegaMoEConfig:
             )
         check_share(self.max_memory_increase)
         for name, hint in HINTS.items():
-            if hint in KINDS and type(value := getattr(self, name)) is not KINDS[hint][0]:
-                raise InvalidConfig(f"megamoe.{name} is {value!r}; write {KINDS[hint][1]}")
-        for name, value in (
-            ("step_peak_bytes", self.step_peak_bytes),
-            ("node_ranks", self.node_ranks),
-        ):
-            if value < 0:
-                raise InvalidConfig(f"megamoe.{name} is {value}; write {KINDS[int][1]}")
+            if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
+                raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
         if not all(isinstance(name, str) for name in self.disable_passes):
             raise InvalidConfig(
                 f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
@@ -188,6 +190,16 @@ class MegaMoEConfig:
     def digest_text(self) -> str:
         """Return what this configuration contributes to cache keys: all but the report's path."""
         return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "report"])
+
+
+def _is_of_kind(name: str, value: Any) -> bool:
+    is_less = isinstance(value, int) and value < LEAST.get(name, value)
+    return type(value) is KINDS[HINTS[name]][0] and not is_less
+
+
+def what_to_write(name: str) -> str:
+    """Return what the open option `name` takes."""
+    return KINDS[HINTS[name]][1].format(least=LEAST.get(name))
 
 
 OPTION_NAMES: Final = tuple(f.name for f in fields(MegaMoEConfig))

@@ -37,6 +37,18 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"batch_parts": "all"}, "batch_parts is 'all'; write \"auto\" or a whole number"),
         ({"batch_parts": 0}, 'megamoe.batch_parts is 0; write "auto" or a whole number'),
         ({"batch_parts": True}, "megamoe.batch_parts is True"),
+        (
+            {"blocks_per_graph": 0},
+            "megamoe.blocks_per_graph is 0; write a whole number of at least 1",
+        ),
+        (
+            {"blocks_per_graph": True},
+            "blocks_per_graph is True; write a whole number of at least 1",
+        ),
+        (
+            {"blocks_per_graph": "all"},
+            "blocks_per_graph is 'all'; write a whole number of at least 1",
+        ),
         ({"chunk_by": "batch"}, "write one of auto, experts, tokens"),
         ({"attention_split": "both"}, "write megamoe.attention_chunks = 2 or more as well"),
         ({"schedule": "yes"}, "write true or false"),

@@ -6,7 +6,8 @@ Contract
 
 torchtitan shards the experts as a module inside the block, whose hooks would break the block's
 graph. Here they move outwards: a carrier module between block and compiled forward owns the
-experts for FSDP, so they are gathered before the compiled code starts.
+experts for FSDP, so they are gathered before the compiled code starts. Blocks that are one graph
+are one unit of FSDP, and so are their carriers, which call each other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 
+from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.gradient_wire import round_gradients
 from torchtitan_integration.job_config import options_of
@@ -77,18 +79,19 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **settings)
     experts_mesh = expert_mesh(dims, [*replicate, "efsdp"])
-    for block in model.layers.values():
+    for blocks in block_groups(model, job):
         experts: set[nn.Parameter] = set()
-        if carrier := getattr(block, "expert_carrier", None):
-            placement = _expert_placement(carrier.experts.num_experts, experts_mesh, dims.ep)
-            fully_shard(carrier, **{**settings, "mesh": experts_mesh}, shard_placement_fn=placement)
-            experts = set(carrier.experts.parameters())  # sharding made new ones
-        fully_shard(block, **settings, ignored_params=experts)
+        if carriers := _carriers(blocks):
+            placement = _expert_placement(carriers[0].experts.num_experts, experts_mesh, dims.ep)
+            of_experts = {**settings, "mesh": experts_mesh, "shard_placement_fn": placement}
+            fully_shard(carriers, **of_experts)
+            experts = {p for c in carriers for p in c.experts.parameters()}  # new ones by sharding
+        fully_shard(blocks, **settings, ignored_params=experts)
     if tail := _tail(model):  # gathered again at once in backward: kept, unless asked otherwise
         fully_shard(tail, **{**settings, "reshard_after_forward": policy == "always"})
     fully_shard(model, **shared)
     disable_fsdp_gradient_division(model)
-    _prefetch(model)
+    _prefetch(model, job)
     adapt_to_gloo(model)
     if options_of(job).gradient_wire == "bf16_fp32_sum":
         round_gradients(model)
@@ -107,19 +110,19 @@ def _expert_placement(
     return (lambda _: Shard(1)) if mesh["efsdp"].size() * ep_degree > num_experts else None
 
 
-def _prefetch(model: nn.Module) -> None:
-    """Gather the next block's parameters while this one runs, in both directions."""
+def _prefetch(model: nn.Module, job: JobConfig) -> None:
+    """Gather the next graph's parameters while this one runs, in both directions."""
     head = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
-    blocks = [_fsdp_modules(block) for block in model.layers.values()]
+    blocks = [[group[0], *_carriers(group)[:1]] for group in block_groups(model, job)]
     tail = [_tail(model)] if _tail(model) else []
     for here, following in itertools.pairwise([*head, *blocks, *tail]):
         here[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(here)
 
 
-def _fsdp_modules(block: nn.Module) -> list[nn.Module]:
-    carrier = getattr(block, "expert_carrier", None)
-    return [block] if carrier is None else [block, carrier]
+def _carriers(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the carriers of the blocks that have experts, in the order in which they run."""
+    return [block.expert_carrier for block in blocks if hasattr(block, "expert_carrier")]
 
 
 def adapt_to_gloo(model: nn.Module) -> None:

@@ -25,9 +25,10 @@ from moe_compile.config import (
 RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {"max_memory_increase": 0.05, "equal_tokens": True}
 """Where the recipe's default differs from that of torch.compile."""
 
-OUTSIDE_GRAPHS: Final = ("gradient_wire", "node_ranks")
+OUTSIDE_GRAPHS: Final = ("blocks_per_graph", "gradient_wire", "node_ranks")
 """Options the recipe acts on itself: FSDP2 reduces gradients outside of compiled graphs, and what
-these reduce inside belongs to tensor parallelism; groups of nodes are made before any graph."""
+these reduce inside belongs to tensor parallelism; groups of nodes are made before any graph, and
+so is the choice of what a graph has in it."""
 
 
 def _field(name: str, default: Any) -> tuple[str, Any, Any]:

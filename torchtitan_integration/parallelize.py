@@ -1,9 +1,9 @@
 """Lay a torchtitan MoE model out so that a compile backend sees each block whole.
 
 Contract
-    Every transformer block is one forward and one backward graph: dispatch, experts, tensor
-    parallelism and activation checkpointing included. All else is as torchtitan's own layout has
-    it, by its own functions in its own order.
+    Every transformer block, or group of blocks, is one forward and one backward graph: dispatch,
+    experts, tensor parallelism and activation checkpointing included. All else is as torchtitan's
+    own layout has it, by its own functions in its own order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from torchtitan.models.llama3.infra.parallelize import apply_ddp
 from moe_compile.cache_marks import cache_marks
 from moe_compile.config import PREFIX
 from moe_compile.group_setup import agree_on_machines
+from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options, option_of, options_of
 from torchtitan_integration.layout import BACKEND, of_model, read_layout
@@ -49,7 +50,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
     check_layout(layout)
     agree_on_machines()
     apply_model_parallelism(model, dims, job)
-    announce_first_calls(model.layers.values())
+    announce_first_calls(block_groups(model, job))
     apply_data_parallelism(model, dims, job)
     return model
 
@@ -81,28 +82,39 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
     if job.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, job, parts, compiles=compiles)
     held = bytes_held(model, dims)
-    for block in model.layers.values():
-        forward = _compiled(block.forward, job, held) if compiles else block.forward
-        if block.moe_enabled and dims.ep_enabled:
+    for blocks in block_groups(model, job):
+        forward = forward_of(blocks)
+        forward = _compiled(forward, job, held) if compiles else forward
+        run_as_group(blocks, _carried(blocks, forward) if dims.ep_enabled else forward)
+
+
+def _carried(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` with the experts of all `blocks` in carriers around it."""
+    for block in reversed(blocks):
+        if block.moe_enabled:
             block.expert_carrier = ExpertCarrier(block.moe.experts, forward)
             forward = block.expert_carrier.__call__
-        block.forward = forward
+    return forward
 
 
-def announce_first_calls(blocks: Iterable[nn.Module]) -> None:
-    """Have each block log that it is called for the first time: then it is compiled."""
-    blocks = list(blocks)
+def announce_first_calls(groups: Iterable[Sequence[nn.Module]]) -> None:
+    """Have each group of blocks log that it is called for the first time: then it is compiled."""
+    groups = list(groups)
+    total = sum(len(blocks) for blocks in groups)
 
-    def announce(number: int, handles: list[Any]) -> Callable[..., None]:
+    def announce(which: str, handles: list[Any]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             handles.pop().remove()
-            LOG.info("compiling block %d of %d", number, len(blocks))
+            LOG.info("compiling %s of %d", which, total)
 
         return hook
 
-    for number, block in enumerate(blocks, 1):
+    number = 0
+    for blocks in groups:
+        first, number = number + 1, number + len(blocks)
+        which = f"block {first}" if first == number else f"blocks {first} to {number}"
         handles: list[Any] = []
-        handles.append(block.register_forward_pre_hook(announce(number, handles)))
+        handles.append(blocks[0].register_forward_pre_hook(announce(which, handles)))
 
 
 def apply_data_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:

@@ -70,8 +70,8 @@ def _layer(backend: Backend) -> Iterator[Callable[[], Any]]:
 def _block(backend: Backend) -> Iterator[Callable[[], Any]]:
     prepare_torch()
     from torchtitan_integration.dry_run.blocks import (  # noqa: PLC0415  (after the work-arounds)
-        calls_of_blocks,
-        one_block_of_each_kind,
+        calls_of_graphs,
+        one_graph_of_each_kind,
     )
     from torchtitan_integration.dry_run.world import fake_rank  # noqa: PLC0415
     from torchtitan_integration.job_file import load_job  # noqa: PLC0415
@@ -79,9 +79,10 @@ def _block(backend: Backend) -> Iterator[Callable[[], Any]]:
 
     with fake_rank(load_job(CONFIG, []), world=NUM_RANKS, rank=0) as rank:
         rank.job.compile.backend = backend
-        model = one_block_of_each_kind(rank)
+        model = one_graph_of_each_kind(rank)
         apply_model_parallelism(model, rank.dims, rank.job)
-        block, given = next(call for call in calls_of_blocks(model, rank) if call[0].moe_enabled)
+        calls = calls_of_graphs(model, rank)
+        block, given = next((b, given) for (b,), given in calls if b.moe_enabled)
         block.to_empty(device="cpu")
         on_cpu = pytree.tree_map_only(torch.Tensor, _zeros, given)
         on_cpu[0].requires_grad_()

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from moe_compile import config
-from moe_compile.config import CHOICES, HINTS, KINDS, TABLE_ONLY, MegaMoEConfig
+from moe_compile.config import CHOICES, HINTS, KINDS, TABLE_ONLY, MegaMoEConfig, what_to_write
 from torchtitan_integration.job_config import RECIPE_DEFAULTS
 
 HEAD: Final = """\
@@ -36,7 +36,7 @@ options of megamoe write the settings of a mode as options too, as
 `torch._inductor.list_mode_options("max-autotune-no-cudagraphs")` returns them; which of these are
 off in graphs with regions is in [limits.md](limits.md#compilation).
 """
-OPEN: Final[dict[object, str]] = {hint: what for hint, (_, what) in KINDS.items()} | {
+OPEN: Final[dict[object, str]] = {
     float: "a number of at least 0",
     int | str: '"auto" or a whole number of at least 1',
 }
@@ -73,6 +73,8 @@ def _texts(body: list[ast.stmt]) -> dict[str, str]:
 def _values(name: str) -> str:
     known = {**CHOICES, **TABLE_ONLY}.get(name, ())
     built = map(json.dumps, known)
+    if HINTS.get(name) in KINDS:
+        return what_to_write(name)
     return ", ".join(built) or OPEN[HINTS[name]]
 
 

@@ -96,7 +96,7 @@ def test_what_goes_wrong_is_shown_whole_and_of_torchrun_its_end():
 
 def test_a_block_says_once_that_it_is_about_to_be_compiled(caplog):
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    announce_first_calls(model)
+    announce_first_calls([[block] for block in model])
     with caplog.at_level(logging.INFO, logger="torchtitan_integration"):
         model(1)
         model(1)
@@ -105,3 +105,14 @@ def test_a_block_says_once_that_it_is_about_to_be_compiled(caplog):
         "compiling block 2 of 2",
     ]
     assert not any(block._forward_pre_hooks for block in model)
+
+
+def test_of_blocks_that_are_one_graph_the_first_speaks_for_all(caplog):
+    model = nn.Sequential(*(nn.Identity() for _ in range(3)))
+    announce_first_calls([[model[0], model[1]], [model[2]]])
+    with caplog.at_level(logging.INFO, logger="torchtitan_integration"):
+        model(1)
+    assert [r.message for r in caplog.records] == [
+        "compiling blocks 1 to 2 of 3",
+        "compiling block 3 of 3",
+    ]

@@ -1,4 +1,4 @@
-"""The blocks of a job's model, one of each kind, and how the model calls them.
+"""The blocks of a job's model, one graph of each kind, and how the model calls them.
 
 Contract
     Tensors are on the meta device; attention is one fused operator, or FlexAttention.
@@ -6,14 +6,16 @@ Contract
 
 from __future__ import annotations
 
+import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.dry_run.attention import fused_attention
 from torchtitan_integration.dry_run.world import FakeRank
 
@@ -25,41 +27,62 @@ def kind_of(block: nn.Module) -> str:
     return f"{experts} and a sliding window" if has_window else experts
 
 
-def one_block_of_each_kind(rank: FakeRank) -> nn.Module:
-    """Return the model with the first block of each kind, in the type the GPUs compute in."""
+def kind_of_graph(blocks: Sequence[nn.Module]) -> str:
+    """Return which blocks one graph has: "block with experts", "blocks: 2 with experts"."""
+    if len(blocks) == 1:
+        return f"block {kind_of(blocks[0])}"
+    runs = itertools.groupby(kind_of(block) for block in blocks)
+    return "graph of blocks: " + ", ".join(f"{len(list(run))} {kind}" for kind, run in runs)
+
+
+def one_graph_of_each_kind(rank: FakeRank) -> nn.Module:
+    """Return the model with the first graph of each kind, in the type the GPUs compute in.
+
+    Only the last graph may have fewer blocks: what is left makes the same graphs again.
+    """
     model = rank.build_model()
+    names = {block: name for name, block in model.layers.items()}
     kinds: set[str] = set()
-    for name, block in list(model.layers.items()):
-        if kind_of(block) in kinds:
-            del model.layers[name]
-        kinds.add(kind_of(block))
-        if rank.model_args.attn_type == "sdpa":
-            block.attention.inner_attention.forward = fused_attention
+    for blocks in block_groups(model, rank.job):
+        is_known = kind_of_graph(blocks) in kinds
+        kinds.add(kind_of_graph(blocks))
+        for block in blocks:
+            if is_known:
+                del model.layers[names[block]]
+            elif rank.model_args.attn_type == "sdpa":
+                block.attention.inner_attention.forward = fused_attention
     dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def calls_of_blocks(
+def calls_of_graphs(
     model: nn.Module, rank: FakeRank, masks: Any = None
-) -> list[tuple[nn.Module, tuple[Any, ...]]]:
-    """Return each block with the arguments the model calls it with.
+) -> list[tuple[list[nn.Module], tuple[Any, ...]]]:
+    """Return the blocks of each graph with the arguments the model calls the first of them with.
 
-    Its `compiled` is its forward as it was laid out; its forward is put out of use. `masks` take
-    the place of the block masks that the model would make for FlexAttention on the meta device.
+    The `compiled` of the first is its forward as it was laid out; forwards are put out of use.
+    `masks` take the place of the block masks that the model would make for FlexAttention on the
+    meta device.
     """
-    calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
+    calls: list[tuple[list[nn.Module], tuple[Any, ...]]] = []
 
-    def record(block: nn.Module) -> Callable[..., Any]:
+    def record(blocks: list[nn.Module]) -> Callable[..., Any]:
         def forward(*arguments: Any) -> Any:
-            calls.append((block, arguments))
+            calls.append((blocks, arguments))
             return arguments[0]
 
         return forward
 
-    for block in model.layers.values():
-        block.compiled, block.forward = block.forward, record(block)
+    def hand_on(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden
+
+    for blocks in block_groups(model, rank.job):
+        first, *others = blocks
+        first.compiled, first.forward = first.forward, record(blocks)
+        for block in others:
+            block.forward = hand_on
     settings = rank.job.training
     batch = settings.local_batch_size
     if rank.dims.pp_enabled:

@@ -1,4 +1,4 @@
-"""One block of each kind, traced through every pass on the meta device.
+"""One graph of each kind of block, traced through every pass on the meta device.
 
 Contract
     The block is compiled as training compiles it, up to the point where code would be generated:
@@ -33,7 +33,11 @@ from moe_compile.hardware.collectives import spread_of
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
 from moe_compile.runtime.node_groups import ranks_of_a_node
-from torchtitan_integration.dry_run.blocks import calls_of_blocks, kind_of, one_block_of_each_kind
+from torchtitan_integration.dry_run.blocks import (
+    calls_of_graphs,
+    kind_of_graph,
+    one_graph_of_each_kind,
+)
 from torchtitan_integration.dry_run.choices import Choice, choice, choices
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
@@ -70,10 +74,10 @@ class Launch:
 
 @dataclass(kw_only=True, slots=True)
 class Traced:
-    """What one kind of block compiles to."""
+    """What one kind of block, or group of blocks, compiles to."""
 
     kind: str
-    """As `kind_of` has it."""
+    """As `kind_of_graph` has it."""
     compilation: Compilation
     launches: dict[str, list[Launch]] = field(default_factory=dict)
     """Phase -> collectives, in order."""
@@ -97,7 +101,7 @@ class Traced:
 
 
 def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
-    """Trace one block of each kind; `held` is what parameters, gradients and optimizer take."""
+    """Trace one graph of each kind; `held` is what parameters, gradients and optimizer take."""
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
         options["megamoe.hardware"] = DEFAULT_HARDWARE
@@ -111,12 +115,12 @@ def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
         raise EndOfTrace
 
     job.compile.backend = backend
-    model = one_block_of_each_kind(rank)
+    model = one_graph_of_each_kind(rank)
     apply_model_parallelism(model, rank.dims, job)
     axes.update(rank.axis_of_groups())
-    for block, arguments in calls_of_blocks(model, rank):
-        _compile(block.compiled, arguments)
-        found[-1].kind = kind_of(block)
+    for blocks, arguments in calls_of_graphs(model, rank):
+        _compile(blocks[0].compiled, arguments)
+        found[-1].kind = kind_of_graph(blocks)
         found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
     return found
 

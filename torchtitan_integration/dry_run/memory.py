@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_integration.dry_run.blocks import kind_of
+from torchtitan_integration.block_groups import block_groups
+from torchtitan_integration.dry_run.blocks import kind_of_graph
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import parallelize
@@ -34,10 +35,10 @@ class ModelState:
 
     parameters: int
     gathered: int
-    """Blocks FSDP holds whole at once, in the type of compute: two, or all of them where they
-    are not resharded after the forward."""
-    blocks: dict[str, int]
-    """Number of blocks of each kind."""
+    """Blocks FSDP holds whole at once, in the type of compute: those of two graphs, or all of them
+    where they are not resharded after the forward."""
+    graphs: dict[str, int]
+    """Number of compiled graphs of each kind, of a block or several."""
     num_stages: int
     """Pipeline stages on this GPU."""
     has_output: bool
@@ -80,12 +81,12 @@ def measure_state(rank: FakeRank) -> ModelState:
     job.compile.enable = False
     parts = _parts(rank, job)
     parameters = [p for part in parts for p in part.parameters()]
-    blocks = [block for part in parts for block in part.layers.values()]
-    kinds = [kind_of(block) for block in blocks]
+    groups = [blocks for part in parts for blocks in block_groups(part, job)]
+    kinds = [kind_of_graph(blocks) for blocks in groups]
     return ModelState(
         parameters=sum(_local_bytes(p, p.dtype) for p in parameters),
-        gathered=_gathered(rank, blocks),
-        blocks={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        gathered=_gathered(rank, groups),
+        graphs={kind: kinds.count(kind) for kind in sorted(set(kinds))},
         num_stages=len(parts),
         has_output=any(part.output is not None for part in parts),
     )
@@ -96,7 +97,7 @@ def add_activations(
 ) -> StageMemory:
     """Return a GPU's memory with what its blocks save for backward."""
     saved = {layer.kind: layer.saved_bytes for layer in traced}
-    per_microbatch = sum(saved[kind] * number for kind, number in state.blocks.items())
+    per_microbatch = sum(saved[kind] * number for kind, number in state.graphs.items())
     peaks = [m.get("peak_bytes", 0.0) for layer in traced for m in layer.measures.values()]
     return StageMemory(
         name=name,
@@ -143,15 +144,15 @@ def _local_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
     return local.numel() * dtype.itemsize
 
 
-def _gathered(rank: FakeRank, blocks: Iterable[nn.Module]) -> int:
+def _gathered(rank: FakeRank, groups: Iterable[Sequence[nn.Module]]) -> int:
     dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
     sizes = []
-    for block in blocks:
-        own = {id(p): p for p in block.parameters()}  # experts have two ways in
+    for blocks in groups:
+        own = {id(p): p for b in blocks for p in b.parameters()}  # experts have two ways in
         sizes.append(sum(_local_bytes(p, dtype) * _shards(p) for p in own.values()))
     policy = rank.job.parallelism.fsdp_reshard_after_forward
     keeps_all = policy == "never" or (policy == "default" and rank.dims.pp_enabled)
-    return sum(sizes) if keeps_all else sum(sorted(sizes)[-2:])  # this block and the next
+    return sum(sizes) if keeps_all else sum(sorted(sizes)[-2:])  # this graph and the next
 
 
 def _shards(parameter: nn.Parameter) -> int:

@@ -32,7 +32,7 @@ def new_console() -> Console:
 
 
 def print_layers(traced: Sequence[Traced], console: Console) -> None:
-    """Print regions with their chunks, collectives, and predicted times of each kind of block."""
+    """Print regions with their chunks, collectives, and predicted times of each kind of graph."""
     for layer in traced:
         console.print(_collectives(layer))
         if said := _over_links(layer):
@@ -61,7 +61,7 @@ def _made_of(region: RegionReport) -> str:
 
 
 def _collectives(layer: Traced) -> Table:
-    table = Table(title=f"Collectives of one block {layer.kind}, per rank", box=SIMPLE_HEAD)
+    table = Table(title=f"Collectives of one {layer.kind}, per rank", box=SIMPLE_HEAD)
     table.add_column("collective")
     table.add_column("mesh axis")
     for heading in ("forward", "MB sent", "backward", "MB sent"):
@@ -122,7 +122,7 @@ def _exposed_share(layer: Traced) -> str:
 
 def _choices(layer: Traced) -> Table:
     table = Table(
-        title="Predicted for one block, forward and backward: what megamoe.numerics allows",
+        title=f"Predicted for one {layer.kind}, forward and backward: what megamoe.numerics allows",
         box=SIMPLE_HEAD,
     )
     for heading in ("numerics", "runs as"):
