@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch.fx as fx
 
@@ -29,12 +29,13 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_parts import PartsDecision, TriedProgram, choose_parts
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted
+from moe_compile.report.compilations import Compilation
 from passes.split_batch import BATCH, SplitBatch
 
 NUMBERS: Final = (2, 4)
 """Of parts that are tried; each more one makes the graph, and its compilation, as much longer."""
 
-Rewriter = Callable[[fx.GraphModule, MegaMoEConfig], tuple[CompileState, Any]]
+Rewriter = Callable[[fx.GraphModule, MegaMoEConfig], tuple[CompileState, Compilation]]
 
 
 def decide_parts(
@@ -108,10 +109,11 @@ class _Programs:
         self._gm = gm
         self._config = config
         self._rewrite = rewrite
-        self._made: dict[tuple[int, int | str], tuple[fx.GraphModule, CompileState]] = {}
+        self._made: dict[tuple[int, int | str], tuple[fx.GraphModule, CompileState, int]] = {}
 
     def tried(self, num_parts: int, chunks: int | str) -> TriedProgram:
-        found = predicted(*self._program(num_parts, chunks))
+        copied, state, _ = self._program(num_parts, chunks)
+        found = predicted(copied, state)
         return TriedProgram(
             num_parts=num_parts,
             chunks=chunks,
@@ -131,17 +133,22 @@ class _Programs:
 
     def is_chunked(self, num_parts: int) -> bool:
         """Whether the planner chose several chunks in so many parts."""
-        return self._program(num_parts, self._config.chunks)[1].is_chunked
+        return self._program(num_parts, self._config.chunks)[2] > 1
 
     def _reports(self, num_parts: int) -> list[PassReport]:
-        _, state = self._program(num_parts, self._config.chunks)
+        _, state, _ = self._program(num_parts, self._config.chunks)
         reports = (r for _, r in state.journal.records if isinstance(r, PassReport))
         return [report for report in reports if report.pass_name == SplitBatch.name]
 
-    def _program(self, num_parts: int, chunks: int | str) -> tuple[fx.GraphModule, CompileState]:
+    def _program(
+        self, num_parts: int, chunks: int | str
+    ) -> tuple[fx.GraphModule, CompileState, int]:
+        """Return the rewritten copy, its state, and the most chunks of a region in it."""
         key = num_parts, chunks
         if key not in self._made:
             copied = pristine_copy(self._gm)
             config = replace(self._config, batch_parts=num_parts, chunks=chunks)
-            self._made[key] = copied, self._rewrite(copied, config)[0]
+            state, compilation = self._rewrite(copied, config)
+            most = max((region.num_chunks for region in compilation.regions), default=1)
+            self._made[key] = copied, state, most
         return self._made[key]
