@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
-from moe_compile.option_checks import check_choice, check_number, check_share
+from moe_compile.option_checks import check_choice, check_number, check_share, check_slices
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
@@ -116,6 +116,10 @@ class MegaMoEConfig:
     the torchtitan recipe calls. `chunks`, if a number, cuts hop 2 and the experts, or with
     `chunk_by` = "tokens" hop 1 alone; no bit changes. In eight bits where a wire says it, not where
     that is "auto". "auto": either, by price, in one chunk, as `numerics` allows."""
+    hop_slices: int | str = "auto"
+    """Of two hops, the number of slices of tokens that hop 1 goes in, while `chunks` cuts hop 2,
+    the experts and the way home (docs/nodes.md); no bit changes. "auto" is one. Not with `chunk_by`
+    = "tokens", where `chunks` is that number."""
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False
@@ -162,6 +166,7 @@ class MegaMoEConfig:
         check_number("chunks", self.chunks)
         check_number("attention_chunks", self.attention_chunks)
         check_number("batch_parts", self.batch_parts)
+        check_slices(self.hop_slices, self.chunk_by)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.attention_split != "none" and self.attention_chunks == 1:

@@ -21,6 +21,16 @@ def check_number(name: str, chunks: object) -> None:
         )
 
 
+def check_slices(slices: object, chunk_by: str) -> None:
+    """Raise InvalidConfig as `check_number`, and where `chunks` is the number of slices."""
+    check_number("hop_slices", slices)
+    if slices not in ("auto", 1) and chunk_by == "tokens":
+        raise InvalidConfig(
+            f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '
+            "megamoe.chunks then cuts the experts, and hop_slices hop 1"
+        )
+
+
 def check_share(share: Any) -> None:
     """Raise InvalidConfig for anything but a fraction of at least 0."""
     is_number = isinstance(share, int | float) and not isinstance(share, bool)

@@ -117,11 +117,12 @@ def _emit_experts(
 
 
 def _cut(one: PlannedExperts) -> Cut:
-    """Return the parts in which rows go in two hops: chunks of experts, or slices of tokens."""
+    """Return the parts in which rows go in two hops: chunks of experts, slices of tokens."""
     local, num = one.found.region.num_local_experts, one.plan.num_chunks
     if one.plan.by_tokens:
         return Cut((0, local), slices=num)
-    return Cut((0, *(chunk.stop for chunk in chunk_bounds(local, num))), slices=1)
+    edges = (0, *(chunk.stop for chunk in chunk_bounds(local, num)))
+    return Cut(edges, slices=one.plan.hop_slices)
 
 
 def _rank_in(group: str) -> int:

@@ -95,3 +95,12 @@ def test_any_unknown_name_is_refused(name):
 def test_the_report_path_is_no_part_of_the_cache_identity():
     assert MegaMoEConfig(report="a").digest_text() == MegaMoEConfig(report="b").digest_text()
     assert MegaMoEConfig(chunks=2).digest_text() != MegaMoEConfig(chunks=3).digest_text()
+
+
+def test_slices_of_hop_1_are_beside_chunks_of_experts():
+    assert MegaMoEConfig(hop_slices=3, chunks=2).hop_slices == 3
+    assert MegaMoEConfig(hop_slices=1, chunk_by="tokens").hop_slices == 1
+    with pytest.raises(InvalidConfig, match="leave out chunk_by"):
+        MegaMoEConfig(hop_slices=2, chunk_by="tokens")
+    with pytest.raises(InvalidConfig, match=r"megamoe.hop_slices is 0; write"):
+        MegaMoEConfig(hop_slices=0)

@@ -38,6 +38,8 @@ class ExpertsPlan:
     """Whether its rows come in two hops, as the option names it."""
     num_nodes: int = 1
     """Nodes that the ranks are on, where they do."""
+    hop_slices: int = 1
+    """Slices of tokens that hop 1 goes in, where they do, beside chunks of experts."""
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     """Number format its rows travel in, as the options name it."""

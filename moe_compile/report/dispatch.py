@@ -78,11 +78,13 @@ def _messages(one: PlannedExperts) -> list[str]:
 
 def _parts(one: PlannedExperts) -> list[str]:
     """Return what of the two hops goes in parts."""
-    if (num := one.plan.num_chunks) == 1:
-        return []
+    num, slices = one.plan.num_chunks, one.plan.hop_slices
     if one.plan.by_tokens:
-        return [f"hop 1 in {num} slices of tokens, hop 2 of each once it is there; experts wait"]
-    return [f"hop 2, experts and the way home in {num} chunks of experts"]
+        num, slices = 1, num
+    said = []
+    if slices > 1:
+        said = [f"hop 1 in {slices} slices of tokens, hop 2 of each once it is there; experts wait"]
+    return said + [f"hop 2, experts and the way home in {num} chunks of experts"] * (num > 1)
 
 
 def _prices(prices: HopPrices) -> list[str]:

@@ -51,7 +51,7 @@ from passes.planned.gathering import (
     may_be_priced,
     reads_host,
 )
-from passes.planned.hop_parts import plan_hop_parts
+from passes.planned.hop_parts import plan_hop_parts, plan_hop_slices
 from passes.planned.hopping import (
     Forms,
     chosen_form,
@@ -272,6 +272,7 @@ def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Expe
         rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
         nodes=draft.nodes,
         num_nodes=1 if draft.divided is None else draft.divided.nodes.num_nodes,
+        hop_slices=1 if draft.divided is None else plan_hop_slices(config),
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
         unproven=draft.proof.reason.name if isinstance(draft.proof, Refused) else "",

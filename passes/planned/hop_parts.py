@@ -1,4 +1,4 @@
-"""In how many parts rows go in two hops: chunks of experts, or slices of tokens.
+"""In how many parts rows go in two hops: chunks of experts, slices of tokens.
 
 Contract
     A function of the options and of static facts of the region: the same on every rank.
@@ -17,6 +17,14 @@ from moe_compile.regions.regions import Refused
 from passes.planned.whole_experts import find_mixing
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
+
+
+def plan_hop_slices(config: MegaMoEConfig) -> int:
+    """Return the slices that hop 1 goes in beside chunks of experts.
+
+    "auto" is one: parts in two hops have no price.
+    """
+    return 1 if config.hop_slices == "auto" else int(config.hop_slices)
 
 
 def plan_hop_parts(

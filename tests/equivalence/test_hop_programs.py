@@ -31,6 +31,7 @@ def test_such_a_program_is_for_four_ranks_and_others_for_two(rewrite):
     asked = options_of(one)
     assert asked["megamoe.nodes"] == ("exact" if "HOP" in rewrite.name else "rounded")
     assert (asked.get("megamoe.chunk_by") == "tokens") is ("SLICES" in rewrite.name)
+    assert asked.get("megamoe.hop_slices", 1) == (2 if "BOTH" in rewrite.name else 1)
     other = legal(Program(layers=one.layers, tokens=one.tokens, rewrite=Rewrite.CHUNKS))
     assert other.tokens == ((4, 0),) and "RANKS" not in source_of(other)
 
@@ -56,6 +57,8 @@ PROGRAMS = (
     (Rewrite.HOP_SLICES, {"style": Style.SORTED_LOOP}),
     (Rewrite.SUM_SLICES, {"style": Style.GROUPED}),
     (Rewrite.HOPS_FP8, {"style": Style.RUNS}),
+    (Rewrite.HOP_BOTH, {"style": Style.GROUPED}),
+    (Rewrite.SUM_BOTH, {"style": Style.SORTED_LOOP}),
 )
 
 

@@ -27,6 +27,7 @@ from tests.equivalence.test_two_hops import (
     a_case,
     check,
     check_bytes,
+    cut_by,
     forced,
     two_nodes,  # noqa: F401  (a fixture)
 )
@@ -72,7 +73,8 @@ def whole_pairs(case, rank):
 
 def differing(rank, case, style, axis="experts", num_parts=1):
     torch._dynamo.reset()
-    options = {**OPTIONS, "megamoe.chunks": num_parts, "megamoe.chunk_by": axis}
+    cut = {f"megamoe.{name}": value for name, value in cut_by(axis).items()}
+    options = {**OPTIONS, "megamoe.chunks": num_parts, **cut}
     with in_two_hops(num_parts) as left:
         layer = whole(style)
         found = differing_tensors(lambda: build(case, layer), whole_pairs(case, rank), options)
@@ -131,9 +133,11 @@ def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):  # noqa: F81
 
 IN_PARTS = (
     (Around, "experts", 2),
+    (InOrderWeighted, "both", 2),
     (InOrderWeighted, "tokens", 3),
     (SharedInOrder, "experts", 2),
     (InOrder, "tokens", 2),
+    (SharedInOrder, "both", 3),
 )
 
 

@@ -124,17 +124,27 @@ def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):
 
 
 def differing_in_parts(rank, case, style, axis, num_parts):
-    return differing(rank, case, style, chunks=num_parts, chunk_by=axis)
+    return differing(rank, case, style, chunks=num_parts, **cut_by(axis))
+
+
+def cut_by(axis):
+    """Return options that cut by experts, by tokens, or hop 1 by tokens and what follows by
+    experts."""
+    return {"hop_slices": 3} if axis == "both" else {"chunk_by": axis}
 
 
 IN_PARTS = (
     (GroupedExperts, "experts", 2, Routing.BALANCED),
+    (GroupedExperts, "both", 2, Routing.FIRST_RANK),
     (GroupedExperts, "tokens", 3, Routing.FIRST_RANK),
     (SharedInOrderWeighted, "experts", 3, Routing.FIRST_RANK),
     (LoopExperts, "experts", 2, Routing.BALANCED),
     (InOrder, "experts", 2, Routing.SKEWED),
     (SegmentStarts, "tokens", 2, Routing.SKEWED),
     (SharedInOrder, "tokens", 2, Routing.BALANCED),
+    (SharedInOrder, "both", 3, Routing.BALANCED),
+    (LoopExperts, "both", 2, Routing.SKEWED),
+    (SegmentStarts, "both", 1, Routing.BALANCED),
 )
 
 
@@ -150,7 +160,7 @@ def test_no_bit_changes_in_chunks_of_experts_or_slices_of_tokens(
     check(two_nodes.run(differing_in_parts, case, style, axis, num_parts))
 
 
-@pytest.mark.parametrize("axis", exhaustive_but(["tokens"], ["experts", "tokens"]))
+@pytest.mark.parametrize("axis", exhaustive_but(["both"], ["both", "experts", "tokens"]))
 def test_a_second_number_of_tokens_in_parts(two_nodes, axis):
     case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
     check(two_nodes.run(differing_in_parts, case, GroupedExperts, axis, 2))

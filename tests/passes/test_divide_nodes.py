@@ -310,20 +310,23 @@ def by_group(graph, fake_nodes):
     [
         ("exact", "experts", (1, 2, 2), (1, 2, 2)),
         ("exact", "tokens", (2, 2, 1), (2, 2, 1)),
+        ("exact", "both", (2, 4, 2), (2, 4, 2)),
         ("rounded", "experts", (2, 4, 0), (2, 4, 0)),
         ("rounded", "tokens", (4, 4, 0), (4, 4, 0)),
+        ("rounded", "both", (4, 8, 0), (4, 8, 0)),
     ],
 )
 def test_hop_1_goes_in_slices_of_tokens_and_hop_2_in_chunks_of_experts(
     fake_nodes, nodes, axis, forward, backward
 ):
     """Experts wait for all slices: what is flat goes in one piece then."""
-    graphs = aot_graphs(layer(GroupedExperts, fake_nodes), nodes=nodes, chunks=2, chunk_by=axis)
+    cut = {"hop_slices": 2} if axis == "both" else {"chunk_by": axis}
+    graphs = aot_graphs(layer(GroupedExperts, fake_nodes), nodes=nodes, chunks=2, **cut)
     assert [by_group(graph, fake_nodes) for graph in graphs] == [forward, backward]
     products = [sum("_grouped_mm" in overload_name(n) for n in graph.nodes) for graph in graphs]
     one_piece = aot_graphs(layer(GroupedExperts, fake_nodes), nodes=nodes)
     whole = [sum("_grouped_mm" in overload_name(n) for n in graph.nodes) for graph in one_piece]
-    assert products == [n * (2 if axis == "experts" else 1) for n in whole]
+    assert products == [n * (1 if axis == "tokens" else 2) for n in whole]
 
 
 def test_hop_2_of_a_chunk_is_under_way_while_experts_of_the_one_before_compute(fake_nodes):

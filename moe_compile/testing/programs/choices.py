@@ -287,5 +287,7 @@ class Rewrite(enum.Enum):
     HOPS_FP8 = "nodes = exact, dispatch_wire = fp8, four ranks on two nodes"
     NODE_SUMS = "nodes = rounded, four ranks on two nodes"
     SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"
+    HOP_BOTH = "nodes = exact, hop_slices = 2, four ranks on two nodes"
+    SUM_BOTH = "nodes = rounded, hop_slices = 2, four ranks on two nodes"
     PARTS = "batch_parts = 2"
     THREE_PARTS = "batch_parts = 3"

@@ -96,15 +96,15 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
-HOPPING: Final = frozenset(
-    {
-        Rewrite.HOPS,
-        Rewrite.HOP_SLICES,
-        Rewrite.HOPS_FP8,
-        Rewrite.NODE_SUMS,
-        Rewrite.SUM_SLICES,
-    }
-)
+NODE_SUMMING: Final = frozenset({Rewrite.NODE_SUMS, Rewrite.SUM_SLICES, Rewrite.SUM_BOTH})
+"""Rewrites by which sums per token are made on the nodes."""
+
+HOPPING: Final = NODE_SUMMING | {
+    Rewrite.HOPS,
+    Rewrite.HOP_SLICES,
+    Rewrite.HOP_BOTH,
+    Rewrite.HOPS_FP8,
+}
 """Rewrites by which a token crosses to a node once."""
 
 IN_EIGHT_BITS: Final = frozenset({Rewrite.FP8, Rewrite.HOPS_FP8})

@@ -24,6 +24,8 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.HOPS_FP8: {"megamoe.nodes": "exact", "megamoe.dispatch_wire": "fp8"},
     Rewrite.NODE_SUMS: {"megamoe.nodes": "rounded"},
     Rewrite.SUM_SLICES: {"megamoe.nodes": "rounded", "megamoe.chunk_by": "tokens"},
+    Rewrite.HOP_BOTH: {"megamoe.nodes": "exact", "megamoe.hop_slices": 2},
+    Rewrite.SUM_BOTH: {"megamoe.nodes": "rounded", "megamoe.hop_slices": 2},
     **{rewrite: {"megamoe.batch_parts": parts} for rewrite, parts in PARTED.items()},
 }
 

@@ -24,6 +24,7 @@ from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.grammar import (
     GATHERING,
     IN_EIGHT_BITS,
+    NODE_SUMMING,
     NUM_NODES,
     NUM_RANKS,
     PARTED,
@@ -122,7 +123,7 @@ if __name__ == "__main__":
 
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
 
-BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, Rewrite.NODE_SUMS, Rewrite.SUM_SLICES), 0.05)
+BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, *sorted(NODE_SUMMING, key=str)), 0.05)
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
 sums per token."""
 
