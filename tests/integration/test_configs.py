@@ -17,10 +17,12 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401
+from moe_compile.cost.hop_shape import HopShape
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.flavors import FLAVORS
 from torchtitan_integration.job_file import load_job, num_ranks
 from torchtitan_integration.layout import read_layout
+from torchtitan_integration.recipes import recipes
 
 FOLDER = Path(__file__).parents[2] / "torchtitan_integration"
 PROFILES = Path(__file__).parents[2] / "moe_compile" / "hardware" / "profiles"
@@ -48,7 +50,18 @@ def test_degrees_make_the_machine_of_the_name(path):
 
 
 def test_all_machines_are_there():
-    assert len(CLUSTER) == 7
+    assert len(CLUSTER) == 8
+
+
+def test_the_table_of_recipes_has_every_one_with_its_degrees():
+    page = (FOLDER.parent / "docs" / "torchtitan.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", page, re.MULTILINE))
+    assert set(recipes()) <= set(table)
+    for path in CONFIGS:
+        layout = read_layout(load_job(path, []).read)
+        degrees = {"PP": layout.pp, "TP": layout.tp, "EP": layout.ep}
+        said = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        assert table[path.stem] == said
 
 
 @pytest.mark.parametrize("path", exhaustive_but(CHOSEN, CLUSTER), ids=lambda path: path.stem)
@@ -62,6 +75,30 @@ def test_a_dry_run_chunks_every_recipe_within_an_hopper_gpus_memory(path):
     sums = re.findall(r"^ +sum +(.*)$", done.stdout, re.MULTILINE)[0].split()
     gib = 131 if "H200" in path.read_text() else 74  # of 141 GB and 80 GB, the driver's part off
     assert max(map(float, sums)) < gib
+
+
+@pytest.mark.slow
+def test_the_recipe_over_four_nodes_says_what_links_carry_and_what_each_way_takes():
+    """Flat 6 of a token's 8 rows cross, 7 of 32 go inside the node; 2048 tokens a rank."""
+    path = FOLDER / "configs" / "qwen3_235b_a22b_ep32_256gpu.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_compile.cli", "train", str(path), "--dry-run"],
+        capture_output=True, text=True, timeout=900, check=True,
+    )  # fmt: skip
+    said = " ".join(done.stdout.split())
+    rows, mb = 2048 * 8192, 1e6
+    links = (
+        f"{2 * 6 * rows / mb:.2f} MB from node to node, {2 * 8 * 7 / 32 * rows / mb:.2f} MB inside"
+    )
+    assert f"forward {links}; backward {links}" in said
+    shape = HopShape(num_nodes=4, num_local=8, num_experts=128, rows_per_token=8, row_bytes=8192)
+    ways = [f"{shape.rows_between(nodes):.2f}" for nodes in ("off", "exact", "rounded")]
+    assert "flat {}, in two hops {}, with sums on the nodes {};".format(*ways) in said
+    ms = re.search(
+        r"flat ([\d.]+) ms, in two hops ([\d.]+) ms, with sums on the nodes ([\d.]+)", said
+    )
+    flat, exact, rounded = map(float, ms.groups())
+    assert rounded < exact < flat
 
 
 FP8 = ("--megamoe.dispatch_wire=fp8", "--megamoe.combine_wire=fp8")
