@@ -3,7 +3,7 @@
 Contract
     Keeps every precedence and the order of launches of the problem.
     The peak of live bytes stays within the allowance over the graph as it came, unless the order
-    of launches alone already breaks it; then the graph's own order with that change is returned.
+    of launches alone already breaks it; then within that of the graph's own order with that change.
     The graph as it came wins ties, then the smaller peak; of orders that differ in nothing but when
     they launch, the one with the earliest launches that memory allows.
 
@@ -88,6 +88,7 @@ def choose_schedule(
     if is_chunked:
         whole = max(whole, liveness.peak_bytes(side_by_side(problem)))
     allowed = whole + max_memory_increase * max(whole, step_peak_bytes)
+    allowed = max(allowed, baseline.peak_bytes)
     candidates = [
         baseline,
         *(_candidate(problem, liveness, list_schedule(problem, policy)) for policy in POLICIES),

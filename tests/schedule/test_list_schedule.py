@@ -1,5 +1,6 @@
 """Schedules keep what must precede what, fill exchanges, and stay within memory."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -234,3 +235,19 @@ def test_memory_that_forbids_it_keeps_a_launch_late():
     choice = choose_schedule(problem, liveness, 0.0)
     assert choice.chosen.peak_bytes <= choice.as_it_came.peak_bytes < liveness.peak_bytes(early)
     assert letters(problem, choice.chosen.order) == "mLW"
+
+
+def test_an_order_of_launches_that_needs_more_memory_has_it():
+    """Both are made ready before the second is launched, which goes first."""
+
+    def program(x):
+        return exchange(x.repeat(64, 1)).sum(0), exchange(x.repeat(64, 1) * 2).sum(0)
+
+    problem, liveness = traced(program, X)
+    first, second = problem.launches
+    turned = dataclasses.replace(problem, launches=(second, first), next_launch={second: first})
+    needed = liveness.peak_bytes(incoming_order(turned))
+    assert needed > liveness.peak_bytes(range(len(turned.nodes)))
+    choice = choose_schedule(turned, liveness, 0.0)
+    assert choice.chosen.peak_bytes <= needed
+    assert [n for n in choice.chosen.order if n in turned.group_of] == [second, first]
