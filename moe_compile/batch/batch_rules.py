@@ -18,12 +18,14 @@ from moe_compile.attention.head_factors import Dims, Factor, Lost, size_of, unif
 from moe_compile.attention.head_rules import CASTS, operator_name, pointwise
 from moe_compile.attention.head_tracking import sizes_of
 from moe_compile.attention.move_arguments import from_left, moved
+from moe_compile.batch.attention_rules import FUSED, attention, flex_attention, operand
 from moe_compile.batch.sharded_rules import sharded_rule
 from moe_compile.capacity import expert_rules
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import argument_of, is_integer, overload_name
+from moe_compile.graph.inner_graphs import is_flex_attention
+from moe_compile.graph.query import argument_of, is_integer, overload_name, tensor_of
 
 COMPARED: Final = frozenset(
     {
@@ -32,6 +34,7 @@ COMPARED: Final = frozenset(
         "softplus",
     }
 )  # fmt: skip
+Rule = Callable[[ExpertTracker, fx.Node], Dims]
 FILLED: Final = frozenset({"zeros_like", "ones_like", "full_like", "empty_like"})
 """Operators that make a tensor of their own."""
 KEPT: Final = CASTS | FILLED | {"detach", "bool", "int", "long"}
@@ -40,13 +43,6 @@ ALONG: Final = {"softmax": 1, "log_softmax": 1, "cumsum": 1, "topk": 2, "sort": 
 """Operators whose elements depend on all of one dimension -> the place of that argument."""
 SEVERAL: Final = frozenset({"topk", "sort"})
 """Those that make several tensors of the same sizes."""
-FUSED: Final = frozenset(
-    {
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_cudnn_attention",
-    }
-)  # fmt: skip
-"""Operators that attend; what they make beside their result is for their gradients."""
 
 
 def follow(tracker: ExpertTracker, node: fx.Node) -> None:
@@ -54,23 +50,30 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     if maker_of(node) is not None:
         tracker.start(node)  # what it is given says its sizes, its type and its device
         return
-    on_ranks = sharded_rule(node)
-    rule = on_ranks or RULES.get(_name(node))
-    if _is_one_of_several(node):
-        rule = _kept
-    elif _taken_by(node) is not None:
-        rule = _rows_taken
+    rule = _rule_of(node)
     if rule is None:
         expert_rules.follow(tracker, node)
         return
     if written_arguments(node) and rule is not _scattered:
         raise Lost(f"{node.name} writes in place")
-    sources = node.all_input_nodes[:1] if on_ranks else node.all_input_nodes  # not their mesh
+    sources = node.all_input_nodes
+    if rule is flex_attention or sharded_rule(node) is rule:
+        sources = [one for one in sources if tensor_of(one) is not None]  # no mesh, no code
     for source in sources:
         if source not in tracker:
             tracker.start(source)
     tracker.inherit(node, sources)
     tracker.put(node, rule(tracker, node))
+
+
+def _rule_of(node: fx.Node) -> Rule | None:
+    if is_flex_attention(node):
+        return flex_attention
+    if _is_one_of_several(node):
+        return _kept
+    if _taken_by(node) is not None:
+        return _rows_taken
+    return sharded_rule(node) or RULES.get(_name(node))
 
 
 def _name(node: fx.Node) -> str:
@@ -83,15 +86,9 @@ def _is_one_of_several(node: fx.Node) -> bool:
     """Whether the node takes one tensor of those that an operator in `SEVERAL` makes."""
     if node.target is not operator.getitem or type(node.args[1]) is not int:
         return False
-    name = _name(node.all_input_nodes[0])
-    return name in SEVERAL or (name in FUSED and node.args[1] == 0)
-
-
-def _operand(call: fx.Node, position: int, name: str) -> fx.Node:
-    found = argument_of(call, position, name)
-    if not isinstance(found, fx.Node):
-        raise Lost(f"{call.name} is given its operands in an unknown form")
-    return found
+    source = node.all_input_nodes[0]
+    attends = is_flex_attention(source) or _name(source) in FUSED
+    return _name(source) in SEVERAL or (attends and node.args[1] == 0)
 
 
 def _kept(tracker: ExpertTracker, node: fx.Node) -> Dims:
@@ -132,7 +129,7 @@ def _rows_taken(tracker: ExpertTracker, node: fx.Node) -> Dims:
 def _gathered(tracker: ExpertTracker, node: fx.Node) -> Dims:
     """Follow `gather`: an element comes of its own place in all dimensions but one."""
     dim = argument_of(node, 1, "dim")
-    source, index = (_operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
+    source, index = (operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
     given, dims = tracker.dims(source), tracker.dims(index)
     at = from_left(dim, len(given))
     for i, (mine, other) in enumerate(zip(dims, given, strict=True)):
@@ -142,34 +139,13 @@ def _gathered(tracker: ExpertTracker, node: fx.Node) -> Dims:
     return tracker.dims(index)
 
 
-def _attention(tracker: ExpertTracker, node: fx.Node) -> Dims:
-    """Follow attention: a query sees all keys of its sequence and head."""
-    query, key, value = (_operand(node, i, n) for i, n in enumerate(("query", "key", "value")))
-    dims = [tracker.dims(operand) for operand in (query, key, value)]
-    if len({len(one) for one in dims}) > 1 or len(dims[0]) < 3:
-        raise Lost(f"{node.name} attends over operands of different forms")
-    num_outer = len(dims[0]) - 2
-    for i in range(num_outer):
-        for other in dims[1:]:
-            if size_of(dims[0][i]) == size_of(other[i]):
-                unify(dims[0][i], other[i])
-            else:  # several query heads to a KV head
-                tracker.closed += [(node, dims[0][i]), (node, other[i])]
-    mask = argument_of(node, 3, "attn_bias" if _name(node) in FUSED else "attn_mask")
-    if isinstance(mask, fx.Node):
-        _meet(dims[0], tracker.dims(mask), num_outer)
-    for one in map(tracker.dims, (query, key, value)):
-        tracker.closed += [(node, dim) for dim in one[num_outer:]]
-    return [*tracker.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
-
-
 def _scattered(tracker: ExpertTracker, node: fx.Node) -> Dims:
     """Follow `scatter_` into a tensor of one number: an element is written at its own place.
 
     In all dimensions but one: along that all of them may be.
     """
     given = argument_of(node, 1, "dim")
-    target, index = (_operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
+    target, index = (operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
     if not isinstance(argument_of(node, 3, "value"), bool | int | float):
         raise Lost(f"{node.name} writes what it is given")
     if operator_name(target) not in FILLED:
@@ -183,16 +159,8 @@ def _scattered(tracker: ExpertTracker, node: fx.Node) -> Dims:
     return tracker.dims(target)
 
 
-def _meet(query: Dims, mask: Dims, num_outer: int) -> None:
-    """Name alike what a mask has of the dimensions that attention treats apart."""
-    first = len(query) - len(mask)
-    for i in range(max(first, 0), num_outer):
-        if mask[i - first]:
-            unify(query[i], mask[i - first])
-
-
 def _embedded(tracker: ExpertTracker, node: fx.Node) -> Dims:
-    ids, weight = _operand(node, 0, "input"), _operand(node, 1, "weight")
+    ids, weight = operand(node, 0, "input"), operand(node, 1, "weight")
     rows, width = tracker.dims(weight)
     tracker.closed.append((node, rows))
     return [*tracker.dims(ids), width]
@@ -202,14 +170,14 @@ def _one_hot(tracker: ExpertTracker, node: fx.Node) -> Dims:
     return [*tracker.dims(moved(node)), [Factor(sizes_of(node)[-1])]]
 
 
-RULES: Final[dict[str, Callable[[ExpertTracker, fx.Node], Dims]]] = {
+RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(COMPARED, pointwise),
     **dict.fromkeys(KEPT, _kept),
     **dict.fromkeys(ALONG, _along),
     "gather": _gathered,
     "scatter_": _scattered,
-    **dict.fromkeys(FUSED, _attention),
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(FUSED, attention),
+    "scaled_dot_product_attention": attention,
     "embedding": _embedded,
     "one_hot": _one_hot,
 }

@@ -64,6 +64,14 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
     return [body for body in named if isinstance(body, fx.GraphModule)]
 
 
+def body_named(node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph that a `get_attr` node names, None for any other node."""
+    if node.op != "get_attr":
+        return None
+    body = getattr(node.graph.owning_module, str(node.target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
 def inside(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the graphs that a higher-order operator runs, [] for any other node."""
     return [inner for body in bodies(node) for inner in body.graph.nodes]

@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.inner_graphs import body_named
 from moe_compile.graph.modes import changes_mode, modes, running_under
 from moe_compile.graph.observation import call, running_on
 from moe_compile.graph.query import has_gradient, value_of
@@ -40,6 +41,8 @@ def store_values(
 
 
 def _given(node: fx.Node) -> Any:
+    if (body := body_named(node)) is not None:
+        return body
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value_of(node))
 
 

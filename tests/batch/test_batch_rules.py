@@ -23,6 +23,14 @@ SIZES = (4, 8, 16)
 TABLE = torch.arange(64.0).double().reshape(4, 16) / 64
 MIXER = torch.arange(16.0).double().reshape(4, 4) / 16
 
+
+def masked(x, dim, index):
+    """Return `x` without what a mask hides, into which it is written in place."""
+    mask = torch.ones_like(x, dtype=torch.bool)
+    mask.scatter_(dim, index, False)
+    return x.masked_fill(mask, 0.0)
+
+
 APART = {
     "norm": lambda x: F.rms_norm(x, (16,)),
     "softmax over features": lambda x: torch.softmax(x, -1),
@@ -54,12 +62,14 @@ APART = {
     "largest": lambda x: x.gather(-1, torch.topk(x, 16, -1)[1]),
     "products": lambda x: x @ x.transpose(1, 2) @ x,
     "einsum": lambda x: torch.einsum("bsd,btd->bst", x, x) @ x,
+    "mask of chosen": lambda x: masked(x, 2, torch.topk(x, 4, -1)[1]),
     "running sum": lambda x: torch.cumsum(x, 1),
     "sorted features": lambda x: torch.sort(x, -1)[0],
     "looked up": lambda x: x + TABLE[(x.sum(-1) > 0).long()],
 }
 MIXED = {
     "batch norm": lambda x: x - x.mean(0),
+    "mask of a sequence": lambda x: masked(x, 0, (x[:1] > 0).long()),
     "running sum of sequences": lambda x: torch.cumsum(x, 0),
     "first sequence": lambda x: x + x[0],
     "first sequences": lambda x: x + x[:1],

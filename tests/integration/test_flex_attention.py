@@ -42,38 +42,43 @@ def build():
     return block, precompute_freqs_cis(args)
 
 
-def documents(rank):
+def documents(rank, sequences=slice(None)):
     """Return a mask as torchtitan makes it: causal, and within documents of 50 tokens or so."""
     tokens = torch.randint(0, 50, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(rank))
+    tokens = tokens[sequences]
     mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(tokens, END))
-    return create_block_mask(mask, BATCH, None, SEQUENCE, SEQUENCE, device="cpu")
+    return create_block_mask(mask, len(tokens), None, SEQUENCE, SEQUENCE, device="cpu")
 
 
-def run(rank, chunks):
-    """Return output and gradients: eager for 0 chunks."""
+def run(rank, chunks, parts=1):
+    """Return output and gradients: eager for 0 chunks, one part of the batch after another."""
     torch._dynamo.reset()
     block, rotations = build()
     forward = block.forward
     if chunks:
-        options = {"chunks": chunks, "codegen": "fx", "strict": True}
+        options = {"chunks": chunks, "codegen": "fx", "strict": True, "batch_parts": parts}
+        options["equal_tokens"] = parts > 1  # another plan of one place needs other options
         options = {f"megamoe.{name}": value for name, value in options.items()}
         forward = torch.compile(forward, backend="megamoe", fullgraph=True, options=options)
     own = torch.Generator().manual_seed(10 + rank)
     x, gradient = (torch.randn(BATCH, SEQUENCE, 64, generator=own) for _ in range(2))
     x.requires_grad_()
-    output = forward(x, rotations, documents(rank))
-    output.backward(gradient)
-    tensors = {"output": output.detach(), "input": x.grad}
+    outputs = []
+    for i in range(1 if chunks else parts):
+        own = slice(None) if chunks else slice(i * BATCH // parts, (i + 1) * BATCH // parts)
+        outputs.append(forward(x[own], rotations, documents(rank, own)))
+        outputs[-1].backward(gradient[own])
+    tensors = {"output": torch.cat(outputs).detach(), "input": x.grad}
     for name, parameter in block.named_parameters():
         found = parameter.grad
         tensors[name] = found.to_local() if isinstance(found, DTensor) else found
     return tensors
 
 
-def both_ways(rank, chunks):
+def both_ways(rank, chunks, parts=1):
     """Return the number of tensors, the names of those that differ, and what was chunked."""
-    eager, before = run(rank, 0), len(REPORT.compilations)
-    compiled = run(rank, chunks)
+    eager, before = run(rank, 0, parts), len(REPORT.compilations)
+    compiled = run(rank, chunks, parts)
     differ = [name for name in eager if not torch.equal(eager[name], compiled[name])]
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
     return len(eager), differ, [(region.verdict, region.num_chunks) for region in regions]
@@ -84,6 +89,13 @@ def test_a_block_with_flex_attention_is_chunked_and_changes_no_bit(two_ranks, ch
     for number, differ, regions in two_ranks.run(both_ways, chunks):
         assert number > 15 and differ == []
         assert regions == [("left whole" if chunks == 1 else "chunked", chunks)]
+
+
+@pytest.mark.slow
+def test_parts_of_the_batch_attend_within_their_own_documents(two_ranks):
+    for number, differ, regions in two_ranks.run(both_ways, 1, 2):
+        assert number > 15 and differ == []
+        assert regions == 2 * [("left whole", 1)]
 
 
 CHECKPOINTING = [
