@@ -113,13 +113,13 @@ class MegaMoEConfig:
     (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
     combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
     first, then at home, by a bound that the report states. Both need `register_node_groups`, which
-    the torchtitan recipe calls. `chunks`, if a number, cuts hop 2 and the experts, or with
-    `chunk_by` = "tokens" hop 1 alone; no bit changes. In eight bits where a wire says it, not where
-    that is "auto". "auto": either, by price, in one chunk, as `numerics` allows."""
+    the torchtitan recipe calls. `chunks` cuts hop 2 and the experts, or, if a number and
+    with `chunk_by` = "tokens", hop 1 alone; no bit changes. In eight bits where a wire says it, not
+    where that is "auto". "auto": either, by price, as `numerics` allows."""
     hop_slices: int | str = "auto"
     """Of two hops, the number of slices of tokens that hop 1 goes in, while `chunks` cuts hop 2,
-    the experts and the way home (docs/nodes.md); no bit changes. "auto" is one. Not with `chunk_by`
-    = "tokens", where `chunks` is that number."""
+    the experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of
+    `chunks`, else one. Not with `chunk_by` = "tokens", where `chunks` is that number."""
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False

@@ -66,6 +66,8 @@ class Rates:
     """Share by which compute slows while an exchange runs."""
     overlap_slowdown: float = 0.0
     """Share by which an exchange slows while compute runs."""
+    intra_node_overlap_slowdown: float = 0.0
+    """`overlap_slowdown` of a node's link."""
     num_ranks: int = 0
     """Of the group; 0 where it is not known."""
     node_ranks: int = 1
@@ -108,6 +110,7 @@ class Rates:
             intra_node_gather_share=(intra.gather_share if intra else None) or 1.0,
             contention=link.contention,
             overlap_slowdown=link.overlap_slowdown,
+            intra_node_overlap_slowdown=intra.overlap_slowdown if intra else 0.0,
             num_ranks=num_ranks,
             node_ranks=intra.num_ranks if intra else 1,
             uncertainty=tuple(shares.items()),

@@ -178,7 +178,7 @@ def _urgencies(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[fl
     """Return the index of the earliest collective that needs each task; inf where none does."""
     urgency = [math.inf] * len(tasks)
     for index in reversed(range(len(tasks))):
-        own = float(index) if tasks[index].stream == LINK else math.inf
+        own = float(index) if tasks[index].stream != COMPUTE else math.inf
         urgency[index] = min(own, *(urgency[i] for i in after[index]), math.inf)
     return urgency
 

@@ -2,7 +2,7 @@
 
 Contract
     Listed from simple to complicated, always in one order; the first is the region as it is.
-    Two hops are in one chunk, in the model's number format.
+    Two hops are in chunks of experts, hop 1 in slices, in the model's number format.
     Gathered tokens go in slices of tokens or whole: chunks of experts would repeat their sums.
 """
 
@@ -19,6 +19,8 @@ CHUNKS: Final = (1, 2, 4, 8)
 """Numbers of chunks that are tried: beyond eight each chunk's fixed costs outgrow the gain."""
 WIRES: Final = ("same", "fp8")
 HOPS: Final = ("exact", "rounded")
+HOP_SLICES: Final = (1, 2)
+"""Slices of hop 1 that are tried: all that they hide is hop 2, on the faster link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,7 @@ class Candidate:
     combine_wire: str = "same"
     dispatch: str = "all_to_all"
     nodes: str = "off"
+    hop_slices: int = 1
 
     def is_lossy(self, work: RegionWork) -> bool:
         """Whether it may change a bit of what the region computes."""
@@ -46,12 +49,13 @@ class Candidate:
         return work.wire_shares.get(wires.get(exchange, "same"), 1.0)
 
     @property
-    def complexity(self) -> tuple[int, int, str, str, str]:
+    def complexity(self) -> tuple[int, int, str, str, str, int]:
         """Return what orders candidates from simple to complicated, each at a place of its own."""
         changed = (self.dispatch_wire != "same", self.combine_wire != "same")
         others = sum(changed) + (self.dispatch != "all_to_all")
         others += self.nodes != "off"
-        return others, self.num_chunks, self.chunk_by, self.dispatch_wire, self.nodes
+        named = self.chunk_by, self.dispatch_wire, self.nodes
+        return others, self.num_chunks, *named, self.hop_slices
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -62,7 +66,9 @@ class Candidate:
             slices = f" in {self.num_chunks} slices" if self.num_chunks > 1 else ""
             said = [f"tokens all-gathered{slices}"]
         if self.nodes != "off":
-            said = ["two hops" + (", sums on the nodes" if self.nodes == "rounded" else "")]
+            summed = ["two hops" + (", sums on the nodes" if self.nodes == "rounded" else "")]
+            sliced = [f"hop 1 in {self.hop_slices} slices"] * (self.hop_slices > 1)
+            said = summed + said * (self.num_chunks > 1) + sliced
         wires = (("dispatch", self.dispatch_wire), ("combine", self.combine_wire))
         said += [f"{name} in {wire}" for name, wire in wires if wire != "same"]
         return ", ".join(said)
@@ -92,8 +98,13 @@ def _listed(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
             if work.gathered.num_parts % num == 0:
                 yield Candidate(num_chunks=num, chunk_by=axis, dispatch="all_gather")
     if work.hops is not None:
-        for nodes in HOPS:
-            yield Candidate(chunk_by=axes[0], nodes=nodes)
+        yield from _in_hops(work, axes[0])
+
+
+def _in_hops(work: RegionWork, axis: str) -> Iterator[Candidate]:
+    for nodes, num, slices in itertools.product(HOPS, CHUNKS, HOP_SLICES):
+        if work.num_parts % num == 0:
+            yield Candidate(num_chunks=num, chunk_by=axis, nodes=nodes, hop_slices=slices)
 
 
 def _chunks(work: RegionWork, axes: tuple[str, ...]) -> Iterator[tuple[int, str]]:

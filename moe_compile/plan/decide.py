@@ -21,7 +21,7 @@ from moe_compile.cost.read_regions import work_of_attention, work_of_capacity, w
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
-from moe_compile.plan.candidates import CHUNKS, Candidate, list_candidates
+from moe_compile.plan.candidates import CHUNKS, HOP_SLICES, Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
 from moe_compile.plan.node_rounding import NodeRounding
@@ -67,6 +67,7 @@ def decide_experts(
     if work is None:
         return None
     if gathering is not None:
+        hopping = hopping if config.nodes == "auto" else None
         is_bitwise = gathering.rounding.is_bitwise
         work = replace(work, gathered=gathering.work, gather_is_bitwise=is_bitwise)
         if config.dispatch == "all_gather" and work.gathered is None:
@@ -82,7 +83,7 @@ def asks_planner(config: MegaMoEConfig, *, can_gather: bool, can_hop: bool = Fal
     """Whether the options leave something of a MoE region to the planner that it may decide."""
     left = [config.chunks, config.dispatch_wire, config.combine_wire]
     left += [config.dispatch] if can_gather else []
-    left += [config.nodes] if can_hop else []
+    left += [config.nodes, config.hop_slices] if can_hop else []
     return config.equal_tokens and "auto" in left
 
 
@@ -143,7 +144,10 @@ def experts_rule(
 
     def is_allowed(candidate: Candidate) -> bool:
         if candidate.nodes != "off":
-            return hopping is not None and may_hop(config, candidate.nodes, hopping)
+            parts = work.num_parts
+            return hopping is not None and may_hop(config, candidate, hopping, parts)
+        if hopping is not None and config.nodes not in ("off", "auto"):
+            return False
         if candidate.dispatch == "all_gather":
             return is_gather_allowed(candidate)
         wires = (
@@ -167,12 +171,23 @@ def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:
     return config.allows(rounding.numerics) and not quantises_rows(config)
 
 
-def may_hop(config: MegaMoEConfig, nodes: str, hopping: Hopping) -> bool:
-    """Whether the options let the planner send a region in two hops, which are in one chunk."""
-    left_open = config.nodes == "auto" and config.chunks in ("auto", 1)
-    if not left_open or config.dispatch == "all_gather" or quantises_rows(config):
+def may_hop(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping, num_parts: int) -> bool:
+    """Whether the options let the planner send a region in two hops as a candidate says.
+
+    `num_parts` are its local experts. In slices alone, by `chunk_by`, they have no price.
+    """
+    parts = candidate.num_chunks, candidate.hop_slices
+    if config.chunk_by == "tokens":
+        is_asked = parts == (1, 1) and (config.nodes != "auto" or config.chunks in ("auto", 1))
+    else:
+        slices = config.hop_slices if config.hop_slices in HOP_SLICES else 1
+        is_asked = _is_asked(parts[0], config.chunks, num_parts)
+        is_asked &= config.hop_slices == "auto" or parts[1] == slices
+    if config.nodes != "auto":
+        return is_asked and config.nodes == candidate.nodes
+    if not is_asked or config.dispatch == "all_gather" or quantises_rows(config):
         return False
-    if nodes == "exact":
+    if candidate.nodes == "exact":
         return hopping.can_be_exact
     return hopping.rounding is not None and config.allows(hopping.rounding.numerics)
 

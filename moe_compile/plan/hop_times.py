@@ -1,9 +1,11 @@
-"""What one exchange of a region takes in two hops: steps on the compute stream and on the link.
+"""What one exchange of a region takes in two hops: tasks on the compute stream and on both links.
 
 Contract
-    The hops run one after the other, as compiled code has them: both take the one link that the
-    timeline knows, each at the rate of its own. Nothing is taken off for what two hops spare, the
-    gather of the flat rows and their sum at home.
+    Tasks are those that compiled code has, in as many parts: hop 1 in slices of tokens, hop 2 of a
+    slice once that is there, in chunks of experts. Each hop takes the link that it goes over, at
+    the rate of that; both take one where the profile knows one.
+    Of what two hops spare the gather of the flat rows is taken off, tokens read and rows written,
+    where rows are copied; nothing for their sum at home.
     Experts are chosen evenly.
 
 Per row of a rank, D nodes a token of k rows: D / k rows are gathered for hop 1 and cross, but for
@@ -12,21 +14,15 @@ those of the own node; all are gathered for hop 2, go to ranks of the node, and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from moe_compile.cost.hop_shape import INDEX_KERNELS, PLACE_KERNELS, HopShape
+from moe_compile.cost.hop_shape import INDEX_KERNELS, MOVED, PLACE_KERNELS, HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.tasks import LINK, NODE_LINK, TaskList
 from moe_compile.hardware.collectives import leaving_share
-
-
-class Step(NamedTuple):
-    """Something that one stream does, after the step before it."""
-
-    name: str
-    us: float
-    is_sent: bool
-    """Whether it takes the link, else the compute stream."""
+from moe_compile.plan.candidates import Candidate
 
 
 def goes_in_hops(work: Work, nodes: str, *, is_forward: bool) -> bool:
@@ -34,66 +30,127 @@ def goes_in_hops(work: Work, nodes: str, *, is_forward: bool) -> bool:
 
     Rows of tokens forward, and gradients of their sums backward, are copies: these do by either.
     """
-    copies = "dispatch" if is_forward else "combine"
-    sums = "combine" if is_forward else "dispatch"
-    return work.exchange == copies if nodes == "exact" else work.exchange in (copies, sums)
-
-
-def hop_steps(
-    region: RegionWork, work: Work, nodes: str, share: float, rates: Rates, *, is_forward: bool
-) -> tuple[Step, ...]:
-    """Return the steps of an exchange, of `share` of its rows, in two hops."""
-    hops = region.hops
-    assert hops is not None
-    rows = work.link_bytes * share / leaving_share(region.num_ranks)
-    copies = work.exchange == ("dispatch" if is_forward else "combine")
-    steps = _copied(hops, rows, rates) if copies else _summed(hops, rows, rates)
-    if copies and is_forward:
-        num_rows = rows / hops.row_bytes
-        return _told(hops, num_rows, nodes, rates) + steps
-    if not copies and not is_forward:  # gradients of scores come home
-        scores = hops.score_bytes(rows / hops.row_bytes)
-        return (*steps, _launch(rates), Step("scores", rates.link_us(scores), is_sent=True))
-    return steps
-
-
-def _told(hops: HopShape, num_rows: float, nodes: str, rates: Rates) -> tuple[Step, ...]:
-    """Return what goes beside the rows, and finding them."""
-    num_kernels = INDEX_KERNELS + (PLACE_KERNELS if nodes == "rounded" else 0.0)
-    masks, scores = hops.mask_bytes(num_rows), hops.score_bytes(num_rows)
-    return (
-        Step("indices", rates.compute_us(0.0, 0.0, num_kernels), is_sent=False),
-        Step("masks", rates.hop_us(masks, within=False), is_sent=True),
-        _launch(rates),
-        Step("scores", rates.link_us(scores), is_sent=True),
+    return work.exchange == _copies(is_forward) or (
+        nodes == "rounded" and work.exchange == _copies(not is_forward)
     )
 
 
-def _copied(hops: HopShape, rows: float, rates: Rates) -> tuple[Step, ...]:
-    before, between, after = (_moving(nbytes, rates) for nbytes in hops.copied_bytes(rows))
-    across, inside = _across(hops, rows, rates), _inside(hops, rows, rates)
-    return (before, _launch(rates), across, between, _launch(rates), inside, after)
+def _copies(is_forward: bool) -> str:
+    return "dispatch" if is_forward else "combine"
 
 
-def _summed(hops: HopShape, rows: float, rates: Rates) -> tuple[Step, ...]:
-    before, between, after = (_moving(nbytes, rates) for nbytes in hops.summed_bytes(rows))
-    across, inside = _across(hops, rows, rates), _inside(hops, rows, rates)
-    return (before, _launch(rates), inside, between, _launch(rates), across, after)
+@dataclass(frozen=True, slots=True)
+class HopTasks:
+    """Adds the tasks of one exchange in two hops to a list."""
 
+    made: TaskList
+    region: RegionWork
+    work: Work
+    candidate: Candidate
+    rates: Rates
+    is_forward: bool
 
-def _across(hops: HopShape, rows: float, rates: Rates) -> Step:
-    us = rates.hop_us(hops.across_bytes(rows), within=False)
-    return Step("hop between nodes", us, is_sent=True)
+    @property
+    def sums(self) -> bool:
+        """Whether rows are summed on their way, which takes those of all chunks."""
+        return self.work.exchange != _copies(self.is_forward)
 
+    def add(self, needs: Sequence[Sequence[int]]) -> list[int]:
+        """Return the last task of each chunk, or of all where rows are summed.
 
-def _inside(hops: HopShape, rows: float, rates: Rates) -> Step:
-    us = rates.hop_us(hops.inside_bytes(rows), within=True)
-    return Step("hop inside the node", us, is_sent=True)
+        `needs` are of each chunk where rows are summed, else of all.
+        """
+        if not self.sums:
+            (of_all,) = needs
+            return self._copied(self._told(of_all) if self.is_forward else of_all)
+        last = self._summed(needs)
+        return [last] if self.is_forward else [self._scores([last])]
 
+    @property
+    def _hops(self) -> HopShape:
+        assert self.region.hops is not None
+        return self.region.hops
 
-def _launch(rates: Rates) -> Step:
-    return Step("launch", rates.op_overhead_us, is_sent=False)
+    @property
+    def _rows(self) -> float:
+        """Bytes of a rank's rows."""
+        rows = self.region.imbalance if self.work.is_chunked else 1.0
+        return self.work.link_bytes * rows / leaving_share(self.region.num_ranks)
 
+    @property
+    def _num_rows(self) -> float:
+        return self._rows / self._hops.row_bytes
 
-def _moving(nbytes: float, rates: Rates) -> Step:
-    return Step("rows", rates.compute_us(0.0, nbytes, 1.0), is_sent=False)
+    @property
+    def _tokens(self) -> float:
+        """Bytes of a rank's tokens."""
+        return self._rows / self._hops.rows_per_token
+
+    @property
+    def _far(self) -> float:
+        """Bytes of the rows of hop 1."""
+        return self._tokens * self._hops.nodes_per_token
+
+    def _told(self, needs: Sequence[int]) -> list[int]:
+        """Add what goes beside the rows, and finding them."""
+        slices = self.candidate.hop_slices
+        num_kernels = INDEX_KERNELS
+        num_kernels += PLACE_KERNELS if self.candidate.nodes == "rounded" else 0.0
+        indices_us = self.rates.compute_us(0.0, 0.0, num_kernels)
+        last = self.made.add("indices", indices_us, needs)
+        masks = self._hops.mask_bytes(self._num_rows) / slices
+        for _ in range(slices):
+            last = self._link("masks", self.rates.hop_us(masks, within=False), LINK, [last])
+        return [self._scores([last])]
+
+    def _scores(self, needs: Sequence[int]) -> int:
+        scores = self._hops.score_bytes(self._num_rows)
+        return self._link("scores", self.rates.link_us(scores), LINK, [self._launch(needs)])
+
+    def _copied(self, needs: Sequence[int]) -> list[int]:
+        slices, chunks = self.candidate.hop_slices, self.candidate.num_chunks
+        moved = self._moving(self._far, needs)  # the flat gather reads the tokens as well
+        came: list[list[int]] = [[] for _ in range(chunks)]
+        for _ in range(slices):
+            # writes as many rows as the flat gather, which nothing needs here
+            there = self._moving(self._far / slices, [self._across([moved])])
+            for of_chunk in came:
+                of_chunk.append(self._inside([there]))
+        passes = MOVED * (1 + (slices > 1))  # slices are joined
+        return [self._moving(passes * self._rows / chunks, of_chunk) for of_chunk in came]
+
+    def _summed(self, needs: Sequence[Sequence[int]]) -> int:
+        slices, chunks = self.candidate.hop_slices, self.candidate.num_chunks
+        came: list[list[int]] = [[] for _ in range(slices)]
+        for of_chunk in needs:
+            moved = self._moving(MOVED * self._rows / chunks, of_chunk)
+            for of_slice in came:
+                of_slice.append(self._inside([moved]))
+        rows = self._rows * (1.0 + MOVED * (chunks > 1))  # chunks are joined
+        across = []
+        for of_slice in came:
+            summed = self._moving((rows + self._far) / slices, of_slice)
+            across.append(self._across([summed]))
+        return self._moving(self._far * (1.0 + MOVED * (slices > 1)) + self._tokens, across)
+
+    def _across(self, needs: Sequence[int]) -> int:
+        """Add hop 1 of a slice."""
+        sent = self._hops.across_bytes(self._rows) / self.candidate.hop_slices
+        us = self.rates.hop_us(sent, within=False)
+        return self._link("hop between nodes", us, LINK, [self._launch(needs)])
+
+    def _inside(self, needs: Sequence[int]) -> int:
+        """Add hop 2 of a chunk of a slice."""
+        one, sent = self.candidate, self._hops.inside_bytes(self._rows)
+        us = self.rates.hop_us(sent / (one.hop_slices * one.num_chunks), within=True)
+        link = NODE_LINK if self.rates.intra_node_gb_per_s else LINK
+        return self._link("hop inside the node", us, link, [self._launch(needs)])
+
+    def _launch(self, needs: Sequence[int]) -> int:
+        return self.made.add("launch", self.rates.op_overhead_us, needs)
+
+    def _link(self, name: str, us: float, link: str, needs: Sequence[int]) -> int:
+        return self.made.add(name, us, needs, link)
+
+    def _moving(self, nbytes: float, needs: Sequence[int]) -> int:
+        return self.made.add("rows", self.rates.compute_us(0.0, nbytes, 1.0), needs)

@@ -7,10 +7,13 @@ Contract
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_compile.cost.rates import Rates
-from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.tasks import COMPUTE, LINK, STREAMS, TaskList
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.hop_times import goes_in_hops, hop_steps
+from moe_compile.plan.hop_times import HopTasks, goes_in_hops
 
 
 def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
@@ -18,23 +21,27 @@ def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     work = work.by_dispatch(candidate.dispatch)
     total = 0.0
     for phase in work.phases:
-        compute = link = 0.0
+        busy = dict.fromkeys(STREAMS, 0.0)
         for one in phase:
-            rows = work.imbalance if one.is_chunked else 1.0
-            if candidate.nodes != "off" and goes_in_hops(
-                one, candidate.nodes, is_forward=phase is work.forward
-            ):
-                for step in hop_steps(
-                    work, one, candidate.nodes, rows, rates, is_forward=phase is work.forward
-                ):
-                    link += step.us if step.is_sent else 0.0
-                    compute += 0.0 if step.is_sent else step.us
-            elif one.exchange:
-                sent = one.link_bytes * rows * candidate.wire_share(work, one.exchange)
-                link += rates.link_us(sent, is_gather=one.is_gather)
-                compute += rates.op_overhead_us
-            else:
-                moved = one.nbytes * rows + one.weight_bytes
-                compute += rates.compute_us(one.operations * rows, moved, one.num_kernels)
-        total += max(compute, link)
+            for stream, us in _busy(work, one, candidate, rates, phase is work.forward).items():
+                busy[stream] += us
+        total += max(busy.values())
     return total
+
+
+def _busy(
+    work: RegionWork, one: Work, candidate: Candidate, rates: Rates, is_forward: bool
+) -> dict[str, float]:
+    """Return how long one work at least takes each stream."""
+    rows = work.imbalance if one.is_chunked else 1.0
+    in_hops = candidate.nodes != "off"
+    if in_hops and goes_in_hops(one, candidate.nodes, is_forward=is_forward):
+        in_one_part, made = replace(candidate, num_chunks=1, hop_slices=1), TaskList()
+        HopTasks(made, work, one, in_one_part, rates, is_forward).add([[]])
+        return {s: sum(t.us for t in made.tasks if t.stream == s) for s in STREAMS}
+    if one.exchange:
+        sent = one.link_bytes * rows * candidate.wire_share(work, one.exchange)
+        link_us = rates.link_us(sent, is_gather=one.is_gather)
+        return {COMPUTE: rates.op_overhead_us, LINK: link_us}
+    moved = one.nbytes * rows + one.weight_bytes
+    return {COMPUTE: rates.compute_us(one.operations * rows, moved, one.num_kernels)}

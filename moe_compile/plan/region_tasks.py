@@ -1,4 +1,4 @@
-"""Time of one candidate: the work of its region as tasks on a compute stream and a link.
+"""Time of one candidate: the work of its region as tasks on a compute stream and links.
 
 Contract
     Tasks run by `cost/tasks.py`, on the streams of `cost/events.py`: the ones the
@@ -13,7 +13,7 @@ Pseudo-code
     a compiler sorts rows in the kernel that makes them, and joins them in those that read them
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after
-    an exchange in two hops: what `hop_times` says, one step after another
+    an exchange in two hops: what `hop_times` says, in its parts, each hop on its link
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Final
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.rewrite_costs import ORDER_KERNELS
-from moe_compile.cost.tasks import COMPUTE, LINK, Priority, Task, TaskList, run_tasks
+from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, run_tasks
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.hop_times import goes_in_hops, hop_steps
+from moe_compile.plan.hop_times import HopTasks, goes_in_hops
 
 WHOLE: Final = -1
 """Key of a task that no chunk divides."""
@@ -48,7 +48,8 @@ def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
 def _fastest_us(tasks: Sequence[Task], rates: Rates) -> float:
     """Return the time in the better of two orders: a scheduler has more, and takes the fastest."""
     slower = rates.contention, rates.overlap_slowdown
-    runs = (run_tasks(tasks, *slower, priority) for priority in Priority)
+    of_node = rates.intra_node_overlap_slowdown
+    runs = (run_tasks(tasks, *slower, priority, node_slowdown=of_node) for priority in Priority)
     return min(run.total_us for run in runs)
 
 
@@ -72,9 +73,11 @@ class _Phase:
     def tasks(self) -> Sequence[Task]:
         self.sorts = self._first_sorted()
         for index, work in enumerate(self.work):
-            self.of_work[index] = {
-                chunk: self._add(index, chunk) for chunk in self._chunks_of(work)
-            }
+            self.of_work[index] = (
+                self._add_hops(work)
+                if self._goes_in_hops(work)
+                else {chunk: self._add(index, chunk) for chunk in self._chunks_of(work)}
+            )
         for index, work in enumerate(self.work):
             if work.makes_gradient and WHOLE not in self.of_work[index]:
                 self._join(index)
@@ -163,8 +166,6 @@ class _Phase:
             share /= self.candidate.num_chunks
         rows = share * (self.region.imbalance if work.is_chunked else 1.0)
         if work.exchange:
-            if self._goes_in_hops(work):
-                return self._add_hops(work, needs, rows)
             if index == self.sorts:
                 needs = [self._sort(needs)]
             return self._add_exchange(work, needs, rows)
@@ -187,13 +188,16 @@ class _Phase:
         nodes = self.candidate.nodes
         return nodes != "off" and goes_in_hops(work, nodes, is_forward=self._is_forward)
 
-    def _add_hops(self, work: Work, needs: list[int], share: float) -> int:
-        """Return the last task of an exchange in two hops."""
-        nodes, is_forward = self.candidate.nodes, self._is_forward
-        for step in hop_steps(self.region, work, nodes, share, self.rates, is_forward=is_forward):
-            stream = LINK if step.is_sent else COMPUTE
-            needs = [self.made.add(step.name, step.us, needs, stream)]
-        return needs[0]
+    def _add_hops(self, work: Work) -> dict[int, int]:
+        """Return the last task of each chunk of an exchange in two hops.
+
+        What sums rows has one, and what copies them sends all tokens at once.
+        """
+        hops = HopTasks(self.made, self.region, work, self.candidate, self.rates, self._is_forward)
+        chunks = self._chunks_of(work)
+        if hops.sums:
+            return {WHOLE: hops.add([self._needs(work, chunk) for chunk in chunks])[0]}
+        return dict(zip(chunks, hops.add([self._needs(work, WHOLE)]), strict=True))
 
     def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
         smaller = self.candidate.wire_share(self.region, work.exchange)

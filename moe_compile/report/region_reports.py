@@ -59,6 +59,8 @@ class RegionReport:
     """What moves the tokens, as the option names it."""
     nodes: str = "off"
     """Whether a token crosses to a node once, as the option names it."""
+    hop_slices: int = 1
+    """Slices of tokens that hop 1 then goes in, beside the chunks."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks must
     have as many, and compare this number before they run."""
@@ -107,6 +109,7 @@ def as_written(region: RegionReport) -> RegionReport:
         verdict=AS_WRITTEN,
         dispatch="all_to_all",
         nodes="off",
+        hop_slices=1,
         num_tokens=0,
         wires=wires,
     )
@@ -173,6 +176,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
         remedy=REMEDIES[one.proof.reason] if isinstance(one.proof, Refused) else "",
         dispatch=plan.dispatch,
         nodes=plan.nodes,
+        hop_slices=plan.hop_slices,
         num_tokens=plan.num_tokens,
         dispatch_figures=dispatch_figures(one),
         wires={

@@ -26,6 +26,8 @@ class Draft:
     divided: DividedForm | None = None
     not_divided: NotFound | None = None
     num_chunks: int = 1
+    num_slices: int = 1
+    """Of hop 1, beside chunks of experts."""
     not_chunked: Reason | None = None
     decision: Decision | None = None
     not_priced: str = ""

@@ -51,7 +51,7 @@ from passes.planned.gathering import (
     may_be_priced,
     reads_host,
 )
-from passes.planned.hop_parts import plan_hop_parts, plan_hop_slices
+from passes.planned.hop_parts import plan_hop_parts
 from passes.planned.hopping import (
     Forms,
     chosen_form,
@@ -79,8 +79,8 @@ def plan_experts(
         _decide_dispatch(draft, regions, state, layers.around(draft.region), dependence)
     for draft in drafts:
         if draft.divided is not None:
-            parts = plan_hop_parts(draft.found, state.config, dependence)
-            draft.num_chunks, draft.not_chunked = parts
+            parts = plan_hop_parts(draft.found, state.config, dependence, draft.decision)
+            draft.num_chunks, draft.num_slices, draft.not_chunked = parts
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
             _check_gradients(draft, draft.proof, state.config, dependence)
@@ -99,7 +99,7 @@ def _decide_dispatch(
     """Decide whether the tokens of a region are gathered."""
     config, found = state.config, find_token_rows(draft.region, dependence)
     forms = hop_forms(draft.found, config, found, dependence)
-    hopping = hopping_of(config, forms)
+    hopping = hopping_of(forms)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
     form: GatheredForm | NotFound = NotFound(reason=Reason.NOT_ASKED)
@@ -127,7 +127,8 @@ def _decide_hops(
     draft: Draft, forms: Forms, hopping: Hopping | None, state: CompileState, layer: TracedNodes
 ) -> None:
     """Decide whether the rows of a region that is not gathered come in two hops."""
-    if hopping is not None and (draft.decision is None or draft.decision.gathers):
+    is_open = draft.decision is None or draft.decision.gathers or state.config.nodes != "auto"
+    if hopping is not None and is_open:
         draft.decision = decide_experts(
             draft.found, state.config, state.hardware, layer, hopping=hopping
         )
@@ -272,7 +273,7 @@ def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Expe
         rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
         nodes=draft.nodes,
         num_nodes=1 if draft.divided is None else draft.divided.nodes.num_nodes,
-        hop_slices=1 if draft.divided is None else plan_hop_slices(config),
+        hop_slices=1 if draft.divided is None else draft.num_slices,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
         unproven=draft.proof.reason.name if isinstance(draft.proof, Refused) else "",

@@ -8,9 +8,12 @@ Contract
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.dependence import Dependence
 from moe_compile.journal.reasons import Reason
+from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import Refused
@@ -19,30 +22,36 @@ from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
 
-def plan_hop_slices(config: MegaMoEConfig) -> int:
-    """Return the slices that hop 1 goes in beside chunks of experts.
+class HopParts(NamedTuple):
+    """The parts of one region."""
 
-    "auto" is one: parts in two hops have no price.
-    """
-    return 1 if config.hop_slices == "auto" else int(config.hop_slices)
+    num_chunks: int
+    """Chunks of experts, or slices of tokens where `chunk_by` says so."""
+    num_slices: int
+    """Slices of tokens that hop 1 goes in beside chunks of experts."""
+    reason: Reason | None
+    """Why chunks are not as asked."""
 
 
 def plan_hop_parts(
-    experts: FoundExperts, config: MegaMoEConfig, dependence: Dependence
-) -> tuple[int, Reason | None]:
-    """Return the number of parts, and a reason when it is not what was asked.
-
-    "auto" is one: parts in two hops have no price.
-    """
-    if config.chunks == "auto":
-        return 1, Reason.TWO_HOPS
+    experts: FoundExperts, config: MegaMoEConfig, dependence: Dependence, decision: Decision | None
+) -> HopParts:
+    """Return the parts; "auto" is what the planner decided for two hops, else one."""
+    chosen = None if decision is None else decision.chosen.candidate
+    if chosen is not None and chosen.nodes == "off":
+        chosen = None
+    num_slices = 1 if chosen is None else chosen.hop_slices
+    if config.hop_slices != "auto":
+        num_slices = int(config.hop_slices)
+    if config.chunks == "auto" and (chosen is None or config.chunk_by == "tokens"):
+        return HopParts(1, num_slices, Reason.TWO_HOPS)
     region, proof = experts.region, experts.proof
-    num_parts, reason = plan_num_chunks(config, region)
-    if num_parts == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
-        return num_parts, reason
-    bounds = experts_of_chunks(region, num_parts, by_tokens=False)
+    num_chunks, reason = plan_num_chunks(config, region, decision)
+    if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
+        return HopParts(num_chunks, num_slices, reason)
+    bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
     if find_mixing(region, proof, bounds, by_tokens=False) is not None:
-        return 1, Reason.ROWS_MIXED
+        return HopParts(1, num_slices, Reason.ROWS_MIXED)
     if chunk_without_gradient(region, proof, bounds, dependence) is not None:
-        return 1, Reason.NO_GRADIENT
-    return num_parts, reason
+        return HopParts(1, num_slices, Reason.NO_GRADIENT)
+    return HopParts(num_chunks, num_slices, reason)

@@ -62,15 +62,15 @@ def shape_of_hops(forms: Forms) -> HopShape | None:
     )
 
 
-def hopping_of(config: MegaMoEConfig, forms: Forms) -> Hopping | None:
-    """Return what a price is to judge; None where nothing is left to it."""
+def hopping_of(forms: Forms) -> Hopping | None:
+    """Return what a price is to judge; None where no form can be."""
     shape = shape_of_hops(forms)
-    if config.nodes != "auto" or shape is None:
+    if shape is None:
         return None
-    rounded = forms["rounded"]
+    rounded = forms.get("rounded")
     return Hopping(
         shape=shape,
-        can_be_exact=isinstance(forms["exact"], DividedForm),
+        can_be_exact=isinstance(forms.get("exact"), DividedForm),
         rounding=node_rounding_of(rounded.found) if isinstance(rounded, DividedForm) else None,
     )
 

@@ -94,17 +94,20 @@ def test_what_each_value_of_numerics_would_choose_is_beside_what_was_asked(dry_r
     assert list(rows) == ["as asked", "exact", "bounded", "lossy"]
     assert "2 chunks" in rows["as asked"][1] and "dispatch fp8" in rows["as asked"][1]
     assert "fp8" not in rows["exact"][1] + rows["bounded"][1]
-    steps = {name: (float(step), float(exposed)) for name, (_, _, step, exposed, _) in rows.items()}
+    steps = {name: tuple(map(float, row[2:4])) for name, row in rows.items()}
+    assert all(0 <= int(least) <= int(share) for *_, share, least, _ in rows.values())
+    assert [int(share) / 100 for share in rows["as asked"][4:6]] == shares(output)[1:]
     phases = re.findall(r"ward: predicted (\S+) ms .* -> (\S+) ms", output)[-2:]
     compute, exposed = (sum(map(float, column)) for column in zip(*phases, strict=True))
     assert steps["as asked"] == pytest.approx((compute + exposed, exposed), abs=0.02)
     for name in ("exact", "bounded", "lossy"):
         gain = steps[name][0] / steps["as asked"][0] - 1
-        assert float(rows[name][4].rstrip("%")) / 100 == pytest.approx(gain, abs=0.02 + gain**2)
+        assert float(rows[name][6].rstrip("%")) / 100 == pytest.approx(gain, abs=0.02 + gain**2)
 
 
-CHOICE = r"^ +(as asked|exact|bounded|lossy)  +(.*?)  +(\S+)  +(\S+) *(\S*) *$"
-"""A row of the table of choices: name, what, ms of a step, exposed ms, gain."""
+CHOICE = r"^ +(as asked|exact|bounded|lossy)  +(.*?)  +(\S+)  +(\S+)  +(\d+)%  +(\d+)% *(\S*) *$"
+"""A row of the table of choices: name, what, ms of a step, exposed ms and share, the least of any
+order, gain."""
 
 
 @pytest.mark.slow

@@ -393,6 +393,24 @@ def test_auto_goes_by_price_as_numerics_allow(fake_nodes, numerics, expected):
     assert one.nodes == expected
 
 
+@pytest.mark.parametrize(("nodes", "chunks"), [("exact", 2), ("auto", 1)])
+def test_parts_go_by_price_where_tokens_are_equal(fake_nodes, nodes, chunks):
+    """Links are all that takes time: slices hide one under the other, chunks what goes home flat;
+    sums, which wait for all chunks, gain nothing by them."""
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
+    compile_state = state(nodes=nodes, equal_tokens=True, chunks="auto", numerics="bounded")
+    link = GroupLink(num_ranks=2, gb_per_s=2e-5, latency_us=0.0)
+    slow = {"link_gb_per_s": 1e-5, "link_latency_us": 0.0, "op_overhead_us": 0.0}
+    compile_state.hardware = dataclasses.replace(load_profile("cpu"), **slow, node=link)
+    run_level(DYNAMO, gm.graph, compile_state)
+    (one,) = compile_state.plan.experts
+    assert one.nodes == {"exact": "exact", "auto": "rounded"}[nodes]
+    assert (one.num_chunks, one.hop_slices) == (chunks, 2)
+    (found,) = compile_state.regions
+    chosen = found.decision.chosen.candidate
+    assert (chosen.nodes, chosen.num_chunks, chosen.hop_slices) == (one.nodes, chunks, 2)
+
+
 def test_auto_keeps_the_all_to_all_on_one_link_for_all(fake_nodes, tmp_path):
     """A token has three rows for other ranks; in hops one crosses, and two go on from there."""
     region = by_price(fake_nodes, tmp_path, 1e-5, numerics="lossy", chunks=1)

@@ -45,6 +45,8 @@ class Choice:
     step_us: float
     """Predicted time of forward and backward."""
     exposed_us: float
+    least_us: float
+    """The least of it that any order of the same graphs could have."""
 
 
 def choices(
@@ -76,6 +78,7 @@ def choice(
         what=_described(compilation, state),
         step_us=sum(phase.get(part, 0.0) for phase in measures for part in STEP),
         exposed_us=sum(phase.get("exposed_us", 0.0) for phase in measures),
+        least_us=sum(phase.get("least_exposed_us", 0.0) for phase in measures),
     )
 
 
@@ -88,6 +91,8 @@ def _described(compilation: Compilation, state: CompileState) -> str:
         parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
         if region.nodes != "off":
             parts.append("two hops" + ", sums on the nodes" * (region.nodes == "rounded"))
+            sliced = region.hop_slices > 1
+            parts += [f"hop 1 in {region.hop_slices} slices"] * sliced
         parts += [f"{name} {wire[0]}" for name, wire in region.wires.items()]
     for attention in compilation.attention:
         if attention.is_region:

@@ -127,13 +127,15 @@ def _choices(layer: Traced) -> Table:
     )
     for heading in ("numerics", "runs as"):
         table.add_column(heading)
-    for heading in ("step ms", "exposed ms", "against as asked"):
+    for heading in ("step ms", "exposed ms", "share", "no less than", "against as asked"):
         table.add_column(heading, justify="right")
-    asked = layer.choices[0]
+    asked, unhidden_us = layer.choices[0], sum(layer.unhidden_us.values())
     for one in layer.choices:
         gain = f"{one.step_us / asked.step_us - 1:+.1%}" if asked.step_us else ""
         ms = (f"{us / 1e3:.2f}" for us in (one.step_us, one.exposed_us))
-        table.add_row(one.name, one.what, *ms, "" if one is asked else gain)
+        exposed = (one.exposed_us, one.least_us)
+        shares = (f"{us / unhidden_us:.0%}" if unhidden_us else "" for us in exposed)
+        table.add_row(one.name, one.what, *ms, *shares, "" if one is asked else gain)
     return table
 
 
