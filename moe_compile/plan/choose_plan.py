@@ -172,8 +172,10 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
     chosen = work.by_dispatch(candidate.dispatch)
     extra = max(0.0, chosen.written_bytes - work.written_bytes)
     in_place = not (work.writes_joined or work.in_slices)
-    if candidate.nodes != "off" and work.hops is not None:  # rows of both hops before their order
-        extra += work.row_bytes * (1.0 + work.hops.nodes_per_token / work.hops.rows_per_token)
+    if candidate.nodes != "off" and work.hops is not None:
+        # rows of hop 1, and of a chunk of hop 2 before they are put in order
+        far = work.hops.nodes_per_token / work.hops.rows_per_token
+        extra += work.row_bytes * (1.0 / candidate.num_chunks + far)
     has_copies = candidate.num_chunks > 1 and not in_place
     return extra + (EXTRA_COPIES * chosen.row_bytes if has_copies else 0.0)
 

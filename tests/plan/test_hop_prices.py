@@ -10,7 +10,7 @@ from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.hardware import GroupLink, HardwareProfile
 from moe_compile.plan.candidates import Candidate, list_candidates
-from moe_compile.plan.choose_plan import choose_plan
+from moe_compile.plan.choose_plan import choose_plan, extra_bytes
 from moe_compile.plan.decide import Hopping, experts_rule
 from moe_compile.plan.hop_times import INDEX_KERNELS, PLACE_KERNELS
 from moe_compile.plan.node_rounding import NodeRounding
@@ -207,6 +207,17 @@ def test_what_copies_is_hidden_by_chunk_and_sums_wait_for_all_chunks():
     )
     assert exact[0] - exact[1] == pytest.approx(inside / 2 + min(flat, 100) / 2, rel=1e-2)
     assert rounded[0] - rounded[1] == pytest.approx(inside / 2 + inside / 2, rel=1e-2)
+
+
+def test_hops_hold_the_rows_of_hop_1_and_a_chunk_of_hop_2_more():
+    work, far = in_hops(), SHAPE.nodes_per_token / 8
+    whole, chunked = (
+        extra_bytes(work, Candidate(nodes="exact", num_chunks=n))
+        - extra_bytes(work, Candidate(num_chunks=n))
+        for n in (1, 4)
+    )
+    assert whole == pytest.approx(160e3 * (1 + far))
+    assert chunked == pytest.approx(160e3 * (1 / 4 + far))
 
 
 def test_chunks_that_hide_exchanges_are_weighed_against_hops():
