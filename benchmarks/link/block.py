@@ -18,7 +18,7 @@ hidden width, R routed rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -152,6 +152,21 @@ class Block(nn.Module):
         x_SBH = x_SBH + self.attention(self.attention_norm(x_SBH))
         x_TH = self.experts_norm(x_SBH).flatten(0, 1)
         return x_SBH + self.experts(x_TH).view_as(x_SBH)
+
+
+class Stack(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        """Run `blocks` in their order."""
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Return what the last block makes."""
+        for block in self.blocks:
+            x_SBH = block(x_SBH)
+        return x_SBH
 
 
 def part_of_rank(

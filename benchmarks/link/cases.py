@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 
@@ -23,11 +23,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCase(Case):
-    """A transformer block; tokens per rank are its share of `batch` sequences."""
+    """A transformer block, or several in one graph; tokens per rank are its share of `batch`
+    sequences."""
 
     batch: int
     heads: int = 16
     kv_heads: int = 8
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what some plan cannot divide."""
@@ -82,6 +84,12 @@ PARTS: Final = (
     BlockCase(name="parts-4", num_ranks=4, tokens=1024, batch=8, experts=16),
 )
 """Two whole sequences on each rank."""
+STACKS: Final = tuple(
+    replace(case, name=case.name.replace("parts", "blocks"), blocks=2) for case in PARTS
+)
+"""Two blocks to a graph."""
+QUARTERS: Final = BlockCase(name="quarters-2", num_ranks=2, tokens=2048, batch=8, experts=8)
+"""Four whole sequences on each rank."""
 DISPATCHES: Final = tuple(
     Case(name=f"top-{k}", num_ranks=4, tokens=1024, experts=16, top_k=k) for k in range(1, 5)
 )
@@ -268,6 +276,26 @@ PRESETS: Final[Mapping[str, Preset]] = {
         timeout_s=1800.0,
         ratios=("1:2",),
         told="1:2",
+    ),
+    "blocks": Preset(
+        cases=STACKS,
+        variants=(PARTS_BASELINE, PARTS_REORDERED, "dp+a2a N=2", "dp+a2a parts"),
+        control_rounds=20,
+        rounds=11,
+        timeout_s=1800.0,
+        ratios=("1:1", "1:2"),
+        baseline=PARTS_BASELINE,
+        reordered=PARTS_REORDERED,
+    ),
+    "quarters": Preset(
+        cases=(QUARTERS,),
+        variants=(PARTS_BASELINE, PARTS_REORDERED, "dp+a2a parts", "dp+a2a 4 parts"),
+        control_rounds=20,
+        rounds=11,
+        timeout_s=1800.0,
+        ratios=("1:1", "1:2"),
+        baseline=PARTS_BASELINE,
+        reordered=PARTS_REORDERED,
     ),
     "dispatch": Preset(
         cases=DISPATCHES,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.link.block import Block, part_of_rank, replicated_names
+from benchmarks.link.block import Block, Stack, part_of_rank, replicated_names
 from benchmarks.link.cases import BlockCase, Case, Plan
 from benchmarks.link.layer import MoELayer
 from benchmarks.link.whole_block import make_block, run_reference
@@ -102,10 +102,11 @@ class BlockSubjects:
 
     def _divided(self, plan: Plan) -> Subject:
         case, rank = self._case, dist.get_rank()
-        block = Block(case, self._group, plan)
-        weights = part_of_rank(self._whole.weights, case, plan, rank)
-        block.load_state_dict(weights, assign=True)
-        grads = part_of_rank(self._reference.weight_grads, case, plan, rank)
+        blocks = [Block(case, self._group, plan) for _ in range(case.blocks)]
+        for block in blocks:
+            weights = part_of_rank(self._whole.weights, case, plan, rank)
+            block.load_state_dict({k: w.clone() for k, w in weights.items()}, assign=True)
+        grads = [part_of_rank(g, case, plan, rank) for g in self._reference.weight_grads]
         along = 1 if plan.attention == "dp" else 0
         tokens, grad, out, input_grad = (
             x.chunk(case.num_ranks, along)[rank].clone()
@@ -116,11 +117,14 @@ class BlockSubjects:
                 self._reference.input_grad,
             )
         )
-        names = [name for name, _ in block.named_parameters()]
+        names = [name for name, _ in blocks[0].named_parameters()]
+        replicated = replicated_names(plan)
+        places = [f"blocks.{i}." for i in range(case.blocks)] if case.blocks > 1 else [""]
+        module = Stack(blocks) if case.blocks > 1 else blocks[0]
         return Subject(
-            module=block,
+            module=module,
             tokens=tokens.requires_grad_(),
             grad=grad,
-            replicated=replicated_names(plan),
-            expected=Values(out, input_grad, tuple(grads[name] for name in names)),
+            replicated=frozenset(place + name for place in places for name in replicated),
+            expected=Values(out, input_grad, tuple(g[name] for g in grads for name in names)),
         )

@@ -134,8 +134,15 @@ OF_PARTS: Final = (
         )
         for in_parts, chunks in (("", 1), ("", 2), ("parts", 0), ("parts", 2))
     ),
+    Variant(
+        name="dp+a2a 4 parts",
+        plan=EXPERTS_ALONE,
+        backend="megamoe",
+        options={**_split(1, 1), "megamoe.batch_parts": 4},
+        rival="dp+a2a parts",
+    ),
 )
-"""Two parts of the batch, one sequence each, with and without two chunks of the experts."""
+"""Two parts of the batch, with and without two chunks of the experts, and four parts."""
 
 OF_LAYERS: Final = (
     Variant(name="eager", backend=None),

@@ -26,7 +26,10 @@ SPREAD: Final = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBlock:
-    """Weights by name, tokens `[S, B, H]` and the gradient of the block's output."""
+    """Weights by name, tokens `[S, B, H]` and the gradient of the last block's output.
+
+    Where there are several blocks all begin with these weights: tokens lean as far in each.
+    """
 
     weights: dict[str, torch.Tensor]
     tokens: torch.Tensor
@@ -35,11 +38,12 @@ class WholeBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """What one step of the whole block computes."""
+    """What one step of the whole block, or of several, computes."""
 
     out: torch.Tensor
     input_grad: torch.Tensor
-    weight_grads: dict[str, torch.Tensor]
+    weight_grads: tuple[dict[str, torch.Tensor], ...]
+    """Of each block."""
 
 
 def make_block(case: BlockCase, dtype: torch.dtype) -> WholeBlock:
@@ -79,15 +83,19 @@ def make_block(case: BlockCase, dtype: torch.dtype) -> WholeBlock:
 
 def run_reference(case: BlockCase, block: WholeBlock, dtype: torch.dtype) -> WholeStep:
     """Return forward and backward of the block, computed in `dtype`."""
-    weights = {name: w.to(dtype, copy=True).requires_grad_() for name, w in block.weights.items()}
-    tokens = block.tokens.to(dtype, copy=True).requires_grad_()
-    x = tokens + _attention(case, weights, _norm(tokens, weights["attention_norm"]))
-    x = x + _experts(case, weights, _norm(x, weights["experts_norm"]))
+    layers = [
+        {name: w.to(dtype, copy=True).requires_grad_() for name, w in block.weights.items()}
+        for _ in range(case.blocks)
+    ]
+    x = tokens = block.tokens.to(dtype, copy=True).requires_grad_()
+    for weights in layers:
+        x = x + _attention(case, weights, _norm(x, weights["attention_norm"]))
+        x = x + _experts(case, weights, _norm(x, weights["experts_norm"]))
     x.backward(block.grad.to(dtype))
     return WholeStep(
         out=x.detach(),
         input_grad=_gradient(tokens),
-        weight_grads={name: _gradient(w) for name, w in weights.items()},
+        weight_grads=tuple({name: _gradient(w) for name, w in layer.items()} for layer in layers),
     )
 
 

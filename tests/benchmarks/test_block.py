@@ -15,10 +15,10 @@ PLANS = [Plan(attention=a, experts=e) for a in ("tp", "sp") for e in ("tp", "a2a
 PLANS.append(EXPERTS_ALONE)
 
 
-def small(ranks, top_k=2):
+def small(ranks, top_k=2, blocks=1):
     return BlockCase(
         name="small", num_ranks=ranks, tokens=12, batch=2, width=64, heads=8, kv_heads=4,
-        experts=8, hidden=16, top_k=top_k,
+        experts=8, hidden=16, top_k=top_k, blocks=blocks,
     )  # fmt: skip
 
 
@@ -40,15 +40,15 @@ def step(subject, forward):
     return list(zip(ours, [wanted.out, wanted.input_grad, *wanted.weight_grads], strict=True))
 
 
-def run_eagerly(rank, ranks, plan, top_k):
+def run_eagerly(rank, ranks, plan, top_k, blocks=1):
     """float32: torch's grouped GEMM takes nothing wider."""
-    ours = subject(small(ranks, top_k), plan, torch.float32)
+    ours = subject(small(ranks, top_k, blocks), plan, torch.float32)
     return [(a.clone(), b) for a, b in step(ours, ours.module)]
 
 
-def check(results):
+def check(results, blocks=1):
     for pairs in results:
-        assert len(pairs) == 2 + 10
+        assert len(pairs) == 2 + 10 * blocks
         for ours, wanted in pairs:
             torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
 
@@ -56,6 +56,10 @@ def check(results):
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.attention}+{p.experts}")
 def test_two_ranks_compute_what_one_would(two_ranks, plan):
     check(two_ranks.run(run_eagerly, 2, plan, 2))
+
+
+def test_two_blocks_compute_what_one_rank_would(two_ranks):
+    check(two_ranks.run(run_eagerly, 2, EXPERTS_ALONE, 2, 2), blocks=2)
 
 
 @pytest.mark.slow
