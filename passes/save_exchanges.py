@@ -27,6 +27,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.query import (
     group_name,
     is_all_gather,
@@ -91,7 +92,7 @@ def _needed_backward(graph: fx.Graph, received: Collection[fx.Node]) -> set[fx.N
         needed.add(node)
         if node in received:  # a wait with its launch: they are one buffer
             needed.update(n for n in node.all_input_nodes if n in received)
-        else:
+        elif not is_size_query(node):  # a number, which is kept by itself
             todo += node.all_input_nodes
     return needed
 

@@ -66,6 +66,25 @@ class Counted(GroupedExperts):
         return super().forward(x) + F.silu(x @ self.up) @ self.down
 
 
+class Transposed(GroupedExperts):
+    """Weights lie the other way round, as torchtitan has them, and experts read views of them."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        for name in ("w1", "w2", "w3"):
+            turned = getattr(self, name).detach().transpose(1, 2).contiguous()
+            setattr(self, name, nn.Parameter(turned))
+
+    def experts(self, rows, received):
+        w1, w2, w3 = (w.transpose(1, 2) for w in (self.w1, self.w2, self.w3))
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        x = rows[perm]
+        h = F.silu(torch._grouped_mm(x, w1, offs=offs)) * torch._grouped_mm(x, w3, offs=offs)
+        out = torch._grouped_mm(h, w2, offs=offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+
 class Ulysses(Block):
     """A block whose attention trades positions for heads with the other ranks."""
 

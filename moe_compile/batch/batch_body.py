@@ -19,6 +19,7 @@ from moe_compile.attention.head_factors import Factor, Lost, flat
 from moe_compile.attention.head_proof import REFUSALS, Refuse
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
+from moe_compile.batch.batch_tracking import inside
 from moe_compile.capacity.expert_rules import one_index
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
@@ -110,7 +111,7 @@ def body_of(
         cut=tuple(node for node in given if node not in anew),
         anew=tuple(node for node in given if node in anew),
         segments=tuple(_segments(graph, regions, set(body))),
-        alone=tuple(_read_twice(body, found.cut)),
+        alone=tuple(_read_alone(body, found.cut, regions, dependence)),
         results=tuple(n for n in output.all_input_nodes if n in found.apart),
         summed=tuple(dependence.in_order(found.summed)),
         kept=tuple(dependence.in_order(found.kept)),
@@ -230,12 +231,22 @@ class _State:
             raise Refuse(Reason.STATE_CHANGES, switch.name)
 
 
-def _read_twice(body: Collection[fx.Node], cut: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield what has a gradient, is whole for every part, and is read by one more than once."""
-    inside = {*body, *cut}
+def _read_alone(
+    body: Collection[fx.Node],
+    cut: Iterable[fx.Node],
+    regions: Iterable[SplitRegion],
+    dependence: Dependence,
+) -> Iterator[fx.Node]:
+    """Yield what has a gradient, is whole for every part, and is to have a name for each.
+
+    That is what a part reads more than once, whose terms are added up of that part first, and what
+    is read within a region: chunks, and the hops of rows, run readers later, behind other parts'.
+    """
+    ours = {*body, *cut}
+    within = {node for one in regions for node in inside(one, dependence)}
     times: dict[fx.Node, int] = {}
     for node in body:
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(leaf, fx.Node) and leaf not in inside and has_gradient(leaf):
-                times[leaf] = times.get(leaf, 0) + 1
+            if isinstance(leaf, fx.Node) and leaf not in ours and has_gradient(leaf):
+                times[leaf] = times.get(leaf, 0) + (2 if node in within else 1)
     yield from (source for source, count in times.items() if count > 1)

@@ -63,7 +63,8 @@ class BatchSplit:
     segments: tuple[tuple[fx.Node, ...], ...]
     """What runs for each part, in graph order, cut where segments of other parts may run."""
     alone: tuple[fx.Node, ...]
-    """What has a gradient and is read by a part more than once: a part adds up its own terms."""
+    """What has a gradient and is read by a part more than once, or within a region: each part reads
+    it by a name of its own, and adds up its own terms."""
     results: tuple[fx.Node, ...]
     """Outputs of the graph that are made of parts, joined."""
     summed: tuple[fx.Node, ...]

@@ -9,7 +9,17 @@ from torch.distributed.tensor import DTensor
 
 from moe_compile.report.process_report import REPORT
 from passes.replay.batch_parts import part_sizes
-from tests.batch_layers import LAYERS, POSITIONS, WIDTH, Block, Counted, Recomputed, Stack, Ulysses
+from tests.batch_layers import (
+    LAYERS,
+    POSITIONS,
+    WIDTH,
+    Block,
+    Counted,
+    Recomputed,
+    Stack,
+    Transposed,
+    Ulysses,
+)
 from tests.dispatch_layers import InOrder, SharedByIndex, SharedInOrder, SharedInOrderWeighted
 from tests.layers import GroupedExperts
 from tests.sharded_blocks import GatheredSequence, Sharded
@@ -106,8 +116,10 @@ def test_what_is_checkpointed_runs_in_parts(two_ranks):
 
 
 @pytest.mark.slow
-def test_every_part_runs_in_chunks(two_ranks):
-    check(two_ranks, Block, GroupedExperts, 2, 4, chunks=2)
+@pytest.mark.parametrize("layer", [GroupedExperts, Transposed])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_every_part_runs_in_chunks(two_ranks, layer, parts):
+    check(two_ranks, Block, layer, parts, 2 * parts, chunks=2)
 
 
 @pytest.mark.slow

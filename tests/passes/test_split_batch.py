@@ -15,7 +15,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import is_all_to_all, is_integer
 from moe_compile.journal.reasons import Reason
-from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed
+from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed, Transposed
 from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import (
@@ -73,7 +73,7 @@ REFUSED = {
     "loss": (lambda group: WithLoss(GroupedExperts, torch.bfloat16), Reason.BATCH_MIXED),
     "bias by load": (lambda group: Block(SharedAndBias, torch.bfloat16), Reason.BATCH_MIXED),
     "in place": (lambda group: Written(GroupedExperts, torch.bfloat16), Reason.BATCH_LOST),
-    "rows of a part": (lambda group: Block(SharedByIndex, torch.bfloat16), Reason.OTHER_INDEX),
+    "rows of a part": (lambda group: Block(SharedByIndex, torch.bfloat16), Reason.BATCH_MIXED),
 }
 
 
@@ -182,12 +182,12 @@ def test_what_is_of_other_tokens_is_refused(fake_ranks, layer):
 
 
 class Gathered(Block):
-    """Positions of all ranks are gathered, as for sequence parallelism."""
+    """Sequences of all ranks are gathered: a rank's are others of the whole than of a part."""
 
     def attend(self, x):
-        whole = all_gather_tensor_autograd(x, 1, dist.group.WORLD)
-        mine = dist.get_rank() * x.shape[1]
-        return super().attend(whole[:, mine : mine + x.shape[1]])
+        whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+        mine = dist.get_rank() * x.shape[0]
+        return super().attend(whole[mine : mine + x.shape[0]])
 
 
 class SentBySequence(Block):
@@ -277,3 +277,11 @@ def test_what_the_whole_batch_would_hold_is_room_for_the_schedule(fake_ranks, pa
     (gm, *_) = dynamo_graphs(Block(GroupedExperts, torch.bfloat16), drawn())
     state, _ = rewrite(gm, MegaMoEConfig(hardware="cpu", chunks=1, batch_parts=parts))
     assert state.is_chunked == has_room
+
+
+@pytest.mark.parametrize("layer", [GroupedExperts, Transposed])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_regions_of_parts_that_share_weights_run_in_chunks(fake_ranks, layer, parts):
+    """Experts of one part then run behind those of the next: each has its weights by a name."""
+    _, _, compilation = verdicts(Block(layer, torch.bfloat16), drawn(), batch_parts=parts, chunks=2)
+    assert [region.num_chunks for region in compilation.regions] == [2] * parts
