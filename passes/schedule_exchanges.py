@@ -59,7 +59,12 @@ class ScheduleExchanges(GraphPass):
         sizes.learn(graph)
         costs = estimate_costs(graph, sizes, state.hardware)
         config = state.config
-        problem = ScheduleProblem.of(graph, costs, keeps_program=not config.equal_tokens)
+        problem = ScheduleProblem.of(
+            graph,
+            costs,
+            keeps_program=not config.equal_tokens,
+            is_in_parts=state.is_in_parts,
+        )
         liveness = Liveness.of(problem.nodes, sizes)
         choice = choose_schedule(
             problem,

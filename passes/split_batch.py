@@ -72,7 +72,7 @@ class SplitBatch(GraphPass):
             return self._skipped(state, refused.reason, refused.detail)
         except Lost as refused:
             return self._skipped(state, Reason.BATCH_LOST, str(refused))
-        state.is_chunked = True
+        state.is_chunked = state.is_in_parts = True
         said = f"{num_parts} parts"
         state.rewrites += (RewritePlan(name=self.name, proposals=(said,)),)
         measures = decided.measures if decided is not None else {}

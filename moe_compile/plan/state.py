@@ -66,6 +66,8 @@ class CompileState:
     is_chunked: bool = False
     """Whether some region of the compilation, attention too, runs in more than one chunk, or some
     graph on parts of its batch."""
+    is_in_parts: bool = False
+    """Whether some graph of the compilation runs on parts of its batch."""
     has_work: bool = False
     """Whether there is anything for the levels after the Dynamo graph to do."""
     has_outside_rewrites: bool = False

@@ -18,6 +18,7 @@ from moe_compile.cost.amounts import is_elementwise, is_free
 from moe_compile.cost.cost_model import Cost
 from moe_compile.graph.effects import may_draw
 from moe_compile.graph.launch_order import plan_launch_order
+from moe_compile.graph.part_order import order_by_parts
 from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
 from moe_compile.graph.query import group_name, is_launch, is_wait
 from moe_compile.runtime.node_groups import link_of_group
@@ -66,15 +67,26 @@ class ScheduleProblem:
 
     @classmethod
     def of(
-        cls, graph: fx.Graph, costs: Mapping[fx.Node, Cost], *, keeps_program: bool = False
+        cls,
+        graph: fx.Graph,
+        costs: Mapping[fx.Node, Cost],
+        *,
+        keeps_program: bool = False,
+        is_in_parts: bool = False,
     ) -> ScheduleProblem:
-        """Read one graph; `keeps_program` as in `plan_launch_order`."""
+        """Read one graph; `keeps_program` as in `plan_launch_order`.
+
+        Where it `is_in_parts` of its batch, and need not keep the program's order, parts launch in
+        turn.
+        """
         nodes = tuple(graph.nodes)
         index = {node: i for i, node in enumerate(nodes)}
         predecessors = find_predecessors(graph, keeps_program=keeps_program)
         before = tuple(tuple(index[p] for p in predecessors[n]) for n in nodes)
         after = _reversed(before)
         planned = plan_launch_order(nodes, predecessors, keeps_program=keeps_program)
+        if is_in_parts and not keeps_program:
+            planned = order_by_parts(nodes, predecessors, planned)
         launches = tuple(index[n] for n in planned)
         compute_us = tuple(costs[n].compute_us for n in nodes)
         link_us = tuple(costs[n].link_us for n in nodes)

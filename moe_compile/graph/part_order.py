@@ -1,0 +1,129 @@
+"""The order in which collectives of independent parts of a graph launch: one leg of each in turn.
+
+Contract
+    Reads dependences, operators and the kinds of tensors only: the same on every rank whose graph
+    has the same dependences. The order extends these.
+    Parts are launches that read what others brought; what no launch depends on, as a sum of
+    gradients of several parts, is of none.
+
+Pseudo-code
+    a leg begins with a product of rows that an exchange of rows brought: dispatch to experts,
+        combine to sums; two hops are of one leg, and what is exchanged in front of rows of theirs
+    sort launches by leg, then by part, in the order in which parts launch first, then as `by_level`
+
+By levels alone, all parts would come to an exchange before any launches it: what one computes in
+front of its exchange would hide nothing of another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+import torch.fx as fx
+
+from moe_compile.graph.query import is_all_to_all, is_launch, overload_name, tensor_of
+
+PRODUCTS: Final = ("mm", "attention", "convolution", "matmul", "linear")
+"""Parts of the names of operators that take long enough to compute under an exchange."""
+BYTES: Final = (torch.uint8, torch.int8)
+
+Predecessors = Mapping[fx.Node, Sequence[fx.Node]]
+
+
+def order_by_parts(
+    nodes: Sequence[fx.Node], predecessors: Predecessors, by_level: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Return the launches `by_level` (all those among `nodes`) one leg of each part in turn."""
+    legs = _legs(nodes, predecessors)
+    parts = _parts(nodes)
+    if len(set(parts.values())) < 2:
+        return list(by_level)
+    place = {launch: i for i, launch in enumerate(by_level)}
+    behind = len(nodes)
+    order = sorted(by_level, key=lambda n: (legs[n], parts.get(n, behind), place[n]))
+    return order if _extends(order, nodes, predecessors) else list(by_level)
+
+
+def _extends(
+    order: Sequence[fx.Node], nodes: Sequence[fx.Node], predecessors: Predecessors
+) -> bool:
+    """Whether each launch stands behind those that must come before it."""
+    place = {launch: i for i, launch in enumerate(order)}
+    latest: dict[fx.Node, int] = {}
+    for node in nodes:
+        above = max((latest[p] for p in predecessors[node]), default=-1)
+        if above > place.get(node, len(order)):
+            return False
+        latest[node] = max(above, place.get(node, -1))
+    return True
+
+
+def _legs(nodes: Sequence[fx.Node], predecessors: Predecessors) -> dict[fx.Node, int]:
+    """Return the leg of each launch: how many there are before it, on any path."""
+    done: dict[fx.Node, int] = {}
+    """Legs that are over in front of the node, or with it."""
+    has_rows: dict[fx.Node, int] = {}
+    """The leg whose rows the node has, or is computed of; -1 for none."""
+    legs: dict[fx.Node, int] = {}
+    least: dict[fx.Node, int] = {}
+    for node in nodes:
+        before = predecessors[node]
+        done[node] = max((done[p] for p in before), default=0)
+        has_rows[node] = max((has_rows[p] for p in before), default=-1)
+        least[node] = max((least[p] for p in before), default=0)
+        if is_launch(node):
+            of_rows = _sends_rows(node)
+            waits = has_rows[node] == done[node] and not of_rows
+            legs[node] = least[node] = max(least[node], done[node] + waits)
+            if of_rows:
+                has_rows[node] = max(has_rows[node], done[node])
+        elif _is_product(node) and has_rows[node] == done[node]:
+            done[node] += 1
+    return legs
+
+
+def _parts(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Return, for launches that others depend on, the place of the first launch of their part."""
+    needed = _needed_by_launches(nodes)
+    place = {launch: i for i, launch in enumerate(filter(is_launch, nodes))}
+    first: dict[int, int] = {i: i for i in place.values()}
+
+    def find(i: int) -> int:
+        while first[i] != i:
+            i = first[i]
+        return i
+
+    nearest: dict[fx.Node, frozenset[int]] = {}
+    """The last launches before each node, on any path."""
+    for node in nodes:
+        above = frozenset[int]().union(*(nearest[p] for p in node.all_input_nodes))
+        if is_launch(node) and (node in needed or _sends_rows(node)):
+            for other in above:
+                one, two = sorted((find(place[node]), find(other)))
+                first[two] = one
+            above = frozenset({place[node]})
+        nearest[node] = above
+    return {n: find(i) for n, i in place.items() if n in needed or _sends_rows(n)}
+
+
+def _needed_by_launches(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node in needed or is_launch(node):
+            needed.update(node.all_input_nodes)
+    return {node for node in needed if is_launch(node)}
+
+
+def _sends_rows(launch: fx.Node) -> bool:
+    """Whether an all-to-all sends rows of numbers, and not counts, masks or scores."""
+    if not is_all_to_all(launch):
+        return False
+    sent = tensor_of(launch.all_input_nodes[0])
+    is_row = sent is not None and sent.dim() > 1
+    return is_row and sent is not None and (sent.dtype.is_floating_point or sent.dtype in BYTES)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return any(name in overload_name(node) for name in PRODUCTS)
