@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from moe_compile.codegen import trace_graphs
+from moe_compile.cost.amounts import Amounts
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.perturbed_profiles import perturbed_profiles
 from moe_compile.cost.sizes import NominalSizes
@@ -64,22 +65,30 @@ def predicted(gm: fx.GraphModule, state: CompileState) -> Predicted:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class _Phase:
     """The forward or the backward graph, in its order."""
 
-    graph: fx.Graph
-    sizes: NominalSizes
-    keeps_program: bool
+    def __init__(self, graph: fx.Graph, sizes: NominalSizes, state: CompileState) -> None:
+        """Read the graph once, for any hardware."""
+        self._graph, self._sizes = graph, sizes
+        self._amounts: dict[fx.Node, Amounts] = {}
+        costs = estimate_costs(graph, sizes, state.hardware, self._amounts)
+        keeps_program = not state.config.equal_tokens
+        self._problem = ScheduleProblem.of(graph, costs, keeps_program=keeps_program)
 
     def step_us(self, hardware: HardwareProfile) -> float:
-        costs = estimate_costs(self.graph, self.sizes, hardware)
-        problem = ScheduleProblem.of(self.graph, costs, keeps_program=self.keeps_program)
-        return simulate(problem, range(len(problem.nodes))).step_us
+        costs = estimate_costs(self._graph, self._sizes, hardware, self._amounts)
+        nodes = self._problem.nodes
+        priced = dataclasses.replace(
+            self._problem,
+            compute_us=tuple(costs[n].compute_us for n in nodes),
+            link_us=tuple(costs[n].link_us for n in nodes),
+        )
+        return simulate(priced, range(len(nodes))).step_us
 
     def peak_bytes(self) -> int:
-        nodes = tuple(self.graph.nodes)
-        return Liveness.of(nodes, self.sizes).peak_bytes(range(len(nodes)))
+        nodes = self._problem.nodes
+        return Liveness.of(nodes, self._sizes).peak_bytes(range(len(nodes)))
 
 
 def _phases(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> list[_Phase]:
@@ -94,8 +103,7 @@ def _phases(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> l
         for traced in trace_graphs(gm, inputs, apart):
             sizes = NominalSizes(apart.nominal_sizes)
             sizes.learn(traced.graph)
-            keeps_program = not apart.config.equal_tokens
-            phases.append(_Phase(traced.graph, sizes, keeps_program))
+            phases.append(_Phase(traced.graph, sizes, apart))
     return phases
 
 

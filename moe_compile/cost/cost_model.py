@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.cost.amounts import amounts_of, called_module, ranks_of
+from moe_compile.cost.amounts import Amounts, amounts_of, called_module, ranks_of
 from moe_compile.cost.rates import Bound, Rates
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import group_name, is_all_to_all, is_launch
@@ -39,10 +39,16 @@ class Cost:
 
 
 def estimate_costs(
-    graph: fx.Graph, sizes: NominalSizes, hardware: HardwareProfile
+    graph: fx.Graph,
+    sizes: NominalSizes,
+    hardware: HardwareProfile,
+    amounts: dict[fx.Node, Amounts] | None = None,
 ) -> dict[fx.Node, Cost]:
-    """Return the estimated cost of every node."""
-    estimator = _Estimator(sizes, hardware)
+    """Return the estimated cost of every node.
+
+    `amounts` keeps what is read of the nodes, for the same graph on other hardware.
+    """
+    estimator = _Estimator(sizes, hardware, {} if amounts is None else amounts)
     return {node: estimator.cost(node) for node in graph.nodes}
 
 
@@ -58,14 +64,17 @@ def us_by_bound(costs: Iterable[Cost]) -> dict[Bound, float]:
 
 def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile) -> Cost:
     """Return the estimated cost of one node."""
-    return _Estimator(sizes, hardware).cost(node)
+    return _Estimator(sizes, hardware, {}).cost(node)
 
 
 class _Estimator:
     """Prices nodes; keeps the rates of each size of group, and of node."""
 
-    def __init__(self, sizes: NominalSizes, hardware: HardwareProfile) -> None:
+    def __init__(
+        self, sizes: NominalSizes, hardware: HardwareProfile, amounts: dict[fx.Node, Amounts]
+    ) -> None:
         self.sizes = sizes
+        self.amounts = amounts
         self.rates_of = functools.cache(functools.partial(Rates.of, hardware))
         self.rates = self.rates_of(0)
 
@@ -74,7 +83,9 @@ class _Estimator:
             inner = [self.cost(n) for n in module.graph.nodes]
             longest = max(inner, key=lambda cost: cost.compute_us, default=Cost())
             return Cost(sum(cost.compute_us for cost in inner), bound=longest.bound)
-        found = amounts_of(node, self.sizes)
+        if node not in self.amounts:
+            self.amounts[node] = amounts_of(node, self.sizes)
+        found = self.amounts[node]
         if is_launch(node):
             rates = self.rates_of(ranks_of(node), ranks_of_a_node(group_name(node)))
             is_gather = not is_all_to_all(node)

@@ -1,8 +1,9 @@
 """What "auto" would choose for a block, for each value of the option `numerics`.
 
 Contract
-    Every option that takes "auto" has it; the rest is as the job says. What was traced before is
-    not traced again.
+    Options that take "auto" have it, but for `batch_parts`, of which each number is traced: that is
+    as the job says, like the rest, and 1 where sums may not be in another order. What was traced
+    before is not traced again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from moe_compile.report.measures import predicted_measures
 from passes.split_batch import SplitBatch
 
 FREE: Final[Mapping[str, Any]] = {
-    "batch_parts": "auto",
     "chunks": "auto",
     "attention_chunks": "auto",
     "dispatch": "auto",
@@ -56,7 +56,8 @@ def choices(
     found = [asked]
     for numerics in CHOICES["numerics"]:
         copied = pristine_copy(gm)
-        state, compilation = rewrite(copied, replace(config, **FREE, numerics=numerics))
+        free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
+        state, compilation = rewrite(copied, replace(config, **free, numerics=numerics))
         what = _described(compilation, state)
         known = next((one for one in found if one.what == what), None)
         if known is None:
