@@ -50,7 +50,7 @@ def test_degrees_make_the_machine_of_the_name(path):
 
 
 def test_all_machines_are_there():
-    assert len(CLUSTER) == 8
+    assert len(CLUSTER) == 9
 
 
 def test_the_table_of_recipes_has_every_one_with_its_degrees():
