@@ -3,6 +3,8 @@
 Contract
     A function of the graph, the options, the hardware profile and registered nodes. Each program is
     a copy, rewritten and traced through all levels; nothing is run, no code is generated.
+    Ranks compare the plan that follows before they run: should predictions differ with the number
+    of a rank so much that one decides otherwise, all run the program as it is written.
     Whole where numbers of parts are not proven for all of it, where ranks might decide apart
     (`equal_tokens`, static sizes), and where `numerics` does not allow sums in another order.
 
