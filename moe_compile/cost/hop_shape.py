@@ -2,7 +2,8 @@
 
 Contract
     Amounts for experts chosen evenly, each once by a token. Facts of graph and registration alone.
-    The planner's prices and the cluster simulator both take their bytes from here. Without torch:
+    The planner's prices and the cluster simulator both take what the links carry from here; passes
+    over rows, which the planner cuts by parts, are the simulator's. Without torch:
     `megamoe simulate` has none.
 """
 

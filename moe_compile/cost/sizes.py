@@ -1,7 +1,8 @@
 """Numbers for sizes the compiler only knows as symbols, so that costs can be estimated.
 
 Contract
-    Estimates only: no decision that ranks must agree on may read them.
+    Estimates only: no decision that ranks must agree on may read them, but one that is part of the
+    plan which ranks compare before they run.
     A backed symbol is worth its hint. An unbacked one is worth its balanced share: an all-to-all
     receives as many rows as it sends, which may be noted on it, and rows that are split are split
     evenly.
