@@ -23,7 +23,13 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.query import is_all_to_all, is_launch, overload_name, tensor_of
+from moe_compile.graph.query import (
+    called_name,
+    is_all_to_all,
+    is_launch,
+    overload_name,
+    tensor_of,
+)
 
 PRODUCTS: Final = ("mm", "attention", "convolution", "matmul", "linear")
 """Parts of the names of operators that take long enough to compute under an exchange."""
@@ -44,6 +50,22 @@ def order_by_parts(
     behind = len(nodes)
     order = sorted(by_level, key=lambda n: (legs[n], parts.get(n, behind), place[n]))
     return order if _extends(order, nodes, predecessors) else list(by_level)
+
+
+def products(graph: fx.Graph) -> list[str]:
+    """Return each product of a Dynamo graph with the number of launches that it depends on.
+
+    With these and `dependences`, other ranks' graphs have the same order of parts.
+    """
+    above: dict[fx.Node, frozenset[fx.Node]] = {}
+    found: list[str] = []
+    for node in graph.nodes:
+        above[node] = frozenset[fx.Node]().union(*(above[n] for n in node.all_input_nodes))
+        if any(name in called_name(node) for name in PRODUCTS):
+            found.append(f"{called_name(node)} {len(above[node])}")
+        if is_launch(node):
+            above[node] |= {node}
+    return found
 
 
 def _extends(

@@ -18,6 +18,7 @@ import torch.fx as fx
 from moe_compile.attention.gradient_sources import send_one_input
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import dependences
+from moe_compile.graph.part_order import products
 from moe_compile.plan.state import CompileState
 
 SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes"})
@@ -29,7 +30,8 @@ def level_value(graph: fx.Graph, state: CompileState, *, dropped: Iterable[str])
     """Return what one graph's Dynamo-level passes decided, and how they left `graph`.
 
     `dropped` has the names of passes left out.
-    Where ranks promise equal sizes the order of launches follows from all dependences between them.
+    Where ranks promise equal sizes the order of launches follows from all dependences between them,
+    and in parts of the batch from the products there are.
     Which gradients are sent otherwise is decided in the backward graph, which comes later: by
     where these go, which follows from what the collectives send.
     """
@@ -39,6 +41,7 @@ def level_value(graph: fx.Graph, state: CompileState, *, dropped: Iterable[str])
         "refused": [other.reason.name for other in state.found.others if other.is_region],
         "dropped": sorted(dropped),
         "dependences": dependences(graph) if state.config.equal_tokens else [],
+        "products": products(graph) if state.config.equal_tokens and state.num_parts > 1 else [],
         "one_input": send_one_input(graph) if are_gradients_sent_otherwise else [],
     }
 

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.graph.launch_order import plan_launch_order
-from moe_compile.graph.part_order import order_by_parts
+from moe_compile.graph.part_order import order_by_parts, products
 from moe_compile.graph.precedence import find_predecessors
 from moe_compile.graph.query import is_launch
 from tests.scheduled_layers import c10d, one_rank_group
@@ -79,3 +79,11 @@ def test_what_is_made_of_all_parts_comes_behind_them():
 def test_one_part_keeps_its_levels(program):
     turns, levels = placed(program, X)
     assert turns == levels
+
+
+def test_programs_of_other_products_are_told_apart():
+    """Their collectives depend on one another alike, and are put in another order."""
+    one_rank_group()
+    programs = (layer, lambda x: exchanged(exchanged(gathered(x) @ x + exchanged(x.sum(0).long()))))
+    found = [products(make_fx(p, tracing_mode="fake")(X).graph) for p in programs]
+    assert [len(one) for one in found] == [2, 1]
