@@ -33,6 +33,7 @@ from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
+from moe_compile.batch.host_sums import reads_that_add_up
 from moe_compile.batch.sharded_rules import is_about_ranks, keeps_indices
 from moe_compile.batch.sorted_factors import check_factors
 from moe_compile.batch.token_shares import check_share, find_share
@@ -158,14 +159,17 @@ class _Proof:
         return found
 
     def _sums(self, found: Dependents) -> set[fx.Node]:
-        """Return what adds up over parts: counts, and sums and means of what has the batch."""
+        """Return what adds up over parts: counts, sums and means of what has the batch.
+
+        So do integers that the host reads of these.
+        """
         regions = (split.region for split, _ in self.regions)
         sums = {n for region in regions for n in (region.counts, region.received_counts)}
         for node, dim in self.tracker.closed:
             is_sum = operator_name(node) in ("sum", "mean") and node not in self.lost
             if is_sum and holds(dim, self.batch) and not self._has_batch(node):
                 sums |= {node} if found.apart | {*found.cut} >= {*node.all_input_nodes} else set()
-        return sums
+        return sums | reads_that_add_up(found.routed, sums)
 
     def _check_inputs(self, found: Dependents) -> None:
         """Refuse an input whose gradient would be a sum over parts, but for parameters."""

@@ -10,6 +10,9 @@ Pseudo-code
     a leg begins with a product of rows that an exchange of rows brought: dispatch to experts,
         combine to sums; two hops are of one leg, and what is exchanged in front of rows of theirs
     sort launches by leg, then by part, in the order in which parts launch first, then as `by_level`
+    in a leg the second hop of a part comes behind collectives of the next part's attention, and in
+        front of the exchanges of that part: what hop 1 brings is there only then
+    of those that wait for no other, again and again, the first
 
 By levels alone, all parts would come to an exchange before any launches it: what one computes in
 front of its exchange would hide nothing of another's.
@@ -42,14 +45,20 @@ def order_by_parts(
     nodes: Sequence[fx.Node], predecessors: Predecessors, by_level: Sequence[fx.Node]
 ) -> list[fx.Node]:
     """Return the launches `by_level` (all those among `nodes`) one leg of each part in turn."""
-    legs = _legs(nodes, predecessors)
+    legs, second = _legs(nodes, predecessors)
     parts = _parts(nodes)
-    if len(set(parts.values())) < 2:
+    numbers = {part: number for number, part in enumerate(sorted({*parts.values()}))}
+    if len(numbers) < 2:
         return list(by_level)
     place = {launch: i for i, launch in enumerate(by_level)}
-    behind = len(nodes)
-    order = sorted(by_level, key=lambda n: (legs[n], parts.get(n, behind), place[n]))
-    return order if _extends(order, nodes, predecessors) else list(by_level)
+
+    def turn(launch: fx.Node) -> tuple[int, int, int, int]:
+        number = numbers[parts[launch]] if launch in parts else len(nodes)
+        if launch in second:
+            return legs[launch], number + 1, 1, place[launch]
+        return legs[launch], number, 2 * is_all_to_all(launch), place[launch]
+
+    return _extended(sorted(by_level, key=turn), nodes, predecessors)
 
 
 def products(graph: fx.Graph) -> list[str]:
@@ -68,22 +77,39 @@ def products(graph: fx.Graph) -> list[str]:
     return found
 
 
-def _extends(
-    order: Sequence[fx.Node], nodes: Sequence[fx.Node], predecessors: Predecessors
-) -> bool:
-    """Whether each launch stands behind those that must come before it."""
-    place = {launch: i for i, launch in enumerate(order)}
-    latest: dict[fx.Node, int] = {}
+def _extended(
+    wished: Sequence[fx.Node], nodes: Sequence[fx.Node], predecessors: Predecessors
+) -> list[fx.Node]:
+    """Return the launches as `wished`, each behind those that must come before it.
+
+    Of those whose turn it may be, the first wished comes first.
+    """
+    place = {launch: i for i, launch in enumerate(wished)}
+    above: dict[fx.Node, int] = {}
+    """Launches that must come before the node, or are it: a bit each, by `place`."""
+    needs: list[int] = [0] * len(wished)
     for node in nodes:
-        above = max((latest[p] for p in predecessors[node]), default=-1)
-        if above > place.get(node, len(order)):
-            return False
-        latest[node] = max(above, place.get(node, -1))
-    return True
+        above[node] = 0
+        for before in predecessors[node]:
+            above[node] |= above[before]
+        if node in place:
+            needs[place[node]] = above[node]
+            above[node] |= 1 << place[node]
+    order: list[fx.Node] = []
+    done, left = 0, [*range(len(wished))]
+    while left:
+        i = next(i for i in left if needs[i] & done == needs[i])
+        left.remove(i)
+        done |= 1 << i
+        order.append(wished[i])
+    return order
 
 
-def _legs(nodes: Sequence[fx.Node], predecessors: Predecessors) -> dict[fx.Node, int]:
-    """Return the leg of each launch: how many there are before it, on any path."""
+def _legs(
+    nodes: Sequence[fx.Node], predecessors: Predecessors
+) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """Return the leg of each launch, how many there are before it on any path, and second hops."""
+    second: set[fx.Node] = set()
     done: dict[fx.Node, int] = {}
     """Legs that are over in front of the node, or with it."""
     has_rows: dict[fx.Node, int] = {}
@@ -93,17 +119,19 @@ def _legs(nodes: Sequence[fx.Node], predecessors: Predecessors) -> dict[fx.Node,
     for node in nodes:
         before = predecessors[node]
         done[node] = max((done[p] for p in before), default=0)
-        has_rows[node] = max((has_rows[p] for p in before), default=-1)
+        has_rows[node] = max((has_rows[p] for p in node.all_input_nodes), default=-1)
         least[node] = max((least[p] for p in before), default=0)
         if is_launch(node):
-            of_rows = _sends_rows(node)
-            waits = has_rows[node] == done[node] and not of_rows
+            of_rows, has = _sends_rows(node), has_rows[node] == done[node]
+            waits = has and not of_rows
+            if has and of_rows:
+                second.add(node)
             legs[node] = least[node] = max(least[node], done[node] + waits)
             if of_rows:
                 has_rows[node] = max(has_rows[node], done[node])
         elif _is_product(node) and has_rows[node] == done[node]:
             done[node] += 1
-    return legs
+    return legs, second
 
 
 def _parts(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -120,9 +120,9 @@ class _Replay:
             whole = sum(self._shares)
             shared = zip(values, self._shares, strict=True)
             values = [self._emit.call(torch.mul, value, n / whole) for value, n in shared]
-        total = values[0]
+        add, total = torch.add if tensor_of(node) is not None else operator.add, values[0]
         for value in values[1:]:
-            total = self._emit.call(torch.add, total, value)
+            total = self._emit.call(add, total, value)
         return total
 
     def join(self, node: fx.Node) -> None:

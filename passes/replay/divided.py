@@ -9,8 +9,9 @@ Contract
     Sends     forward rows, and backward gradients of sums, in two hops; what is summed per token,
               the results and the gradients of rows, flat and un-summed, in the order it had, or
               (`rounds`) in two hops as well, summed on the node.
-    Order     hop 1 of all slices of tokens, hop 2 of each slice once that is there, then per chunk
-              of experts: wait, experts, the way home. A chunk has the rows of all slices.
+    Order     where the model dispatches, hop 1 of all slices of tokens, hop 2 of each slice once
+              that is there; at the region's result per chunk of experts: wait, experts, the way
+              home. A chunk has the rows of all slices.
 
 Pseudo-code
     where counts are exchanged: the table that tells every rank the sizes of all exchanges
@@ -24,9 +25,9 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -34,7 +35,7 @@ import torch.fx as fx
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, input_splits, output_splits, waits_on
-from moe_compile.ops.hop_rows import CHUNK_ROWS, HOP_SIZES
+from moe_compile.ops.hop_rows import HOP_SIZES
 from moe_compile.ops.hop_sums import TOKENS_RECEIVED
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.two_hops import ROWS_RECEIVED, SUMMED_AT_HOME
@@ -45,18 +46,24 @@ from passes.replay.changed_rows import changed_rows, weighted_rows, weights_of_r
 from passes.replay.chunk_axis import ChunkAxis, split_by_experts
 from passes.replay.chunk_reads import ChunkReads, read_chunks
 from passes.replay.hop_sums import emit_sums, emit_way_home
-from passes.replay.hops import Cut, Hops, Sizes, Table, as_received, emit_hops, exchange_table
+from passes.replay.hops import (
+    Cut,
+    Hops,
+    Sizes,
+    Table,
+    as_received,
+    emit_arrival,
+    emit_hops,
+    exchange_table,
+    split_rows,
+)
 from passes.replay.masked_replay import emit_results
 from passes.replay.prune import prune_other_experts
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.row_order import emit_row_order
 from passes.replay.row_wire import RowWire, as_rows, as_sent, gradient_wire
+from passes.replay.sent_factors import FactorExchange, Factors, Way
 from passes.replay.weight_slices import slice_to_chunk, split_weights
-
-Way: TypeAlias = tuple[list[Any], list[Any]]
-"""Rows that an exchange receives from each rank, and sends to each."""
-Factors: TypeAlias = list[dict[fx.Node, fx.Node]]
-"""Of each chunk: a factor of the model's rows -> that of the chunk's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +91,9 @@ class _Arrived:
     replays: list[Replay]
     axis: ChunkAxis | None
     """How the rows sent fall apart in chunks; None where there is one."""
-    way: Way
-    """Of the flat exchange of all chunks."""
+    exchange: FactorExchange
     factors: Factors
     """Those that the model has before its dispatch."""
-    by_chunk: tuple[fx.Node, fx.Node] | None = None
-    """Which of the flat rows each is that lie by chunk, and the inverse of that."""
 
 
 def emit_divided(
@@ -116,17 +120,28 @@ def emit_divided(
     sizes = emit.call(HOP_SIZES, table.everyone, table.tokens, list(cut.edges), form.nodes.place)
     told = {"received": table.received, "others": (sizes, Sizes.number(form, cut))}
     reads = read_chunks(emit, region, whole, replays, around, dependence, **told)
-    emit = Emitter(region.result)
+    emit = Emitter(_first_place(region, around, dependence))
     hops = emit_hops(emit, form, cut, table, Sizes.of(form, cut, reads.others), reads.received)
+    emit = Emitter(region.result)
     for replay in replays:
         emit_rest(emit, region.count_side, replay)
     way = _whole_way(emit, region, replays)
-    arrived = _Arrived(form, proof, cut, table, reads, hops, replays, axis, way, [])
+    exchange = FactorExchange(form, cut, table, reads.received, way)
     early = {factor: factor for factor in _factors(form, form.found.before)}
-    arrived.factors = _send_factors(emit, arrived, early)
+    factors = exchange.send(emit, early)
+    arrived = _Arrived(form, proof, cut, table, reads, hops, replays, axis, exchange, factors)
     divided = _summed_on_nodes(emit, arrived) if form.rounds else _summed_as_written(emit, arrived)
     served = {node: whole.env[node] for node in around.served}
     return Divided(instead | served | divided.instead, divided.hops, divided.combines)
+
+
+def _first_place(region: MoERegion, around: Surroundings, dependence: Dependence) -> fx.Node:
+    """Return where what the host reads is there, and all that the model sends.
+
+    Hops without gradients may be launched there: before the host reads for what follows.
+    """
+    place, dispatch = dependence.position, region.dispatched[0].launch
+    return dispatch if place[around.read_at] < place[dispatch] else region.result
 
 
 def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
@@ -137,9 +152,10 @@ def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
     if arrived.axis is not None:
         order = emit_row_order(emit, region, arrived.axis, arrived.reads.sent)
         moved = emit.call(PERMUTE_ROWS, region.rows, *order)
-        parts = _split(emit, moved, arrived.reads.sent)
+        parts = split_rows(emit, moved, arrived.reads.sent)
     rows = []
-    for came, part, of, replay in zip(hops.rows, parts, arrived.factors, replays, strict=True):
+    came_of = emit_arrival(emit, form, hops)
+    for came, part, of, replay in zip(came_of, parts, arrived.factors, replays, strict=True):
         changed = changed_rows(emit, found.gather, came, found.before, of)
         way = (*_splits_of(region, replay), region.group, form.dispatch_wire == "fp8")
         rows.append(emit.call(ROWS_RECEIVED, changed, part, *way))
@@ -170,7 +186,7 @@ def _summed_on_nodes(emit: Emitter, arrived: _Arrived) -> Divided:
     home = emit_way_home(emit, form, arrived.table, hops, arrived.reads.received)
     way = (*hops.sizes.flat, form.nodes.cross, form.nodes.node, form.dispatch_wire == "fp8")
     integers = (home.back, home.on_node, home.at_home)
-    came = emit.call(TOKENS_RECEIVED, hops.rows, tokens, *integers, *way)
+    came = emit.call(TOKENS_RECEIVED, emit_arrival(emit, form, hops), tokens, *integers, *way)
     rows = []
     for chunk, factors in enumerate(arrived.factors):
         of_chunk = emit.call(operator.getitem, came, chunk)
@@ -221,7 +237,7 @@ def _changed_after(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) ->
     if sums.weights is not None:
         late[sums.weights] = weights_of_rows(emit, sums)
     changed = []
-    sent = _send_factors(emit, arrived, late)
+    sent = arrived.exchange.send(emit, late)
     for part, early, own in zip(rows, arrived.factors, sent, strict=True):
         factors = {**early, **own}
         part = changed_rows(emit, form.region.result, part, found.after, factors)
@@ -255,46 +271,3 @@ def _whole_way(emit: Emitter, region: MoERegion, replays: Sequence[Replay]) -> W
         for of_chunks in zip(*ways, strict=True)
     ]
     return both[0], both[1]
-
-
-def _split(emit: Emitter, rows: fx.Node, sizes: list[fx.Node]) -> list[fx.Node]:
-    parts = emit.call(torch.split, rows, sizes)
-    return [emit.call(operator.getitem, parts, i) for i in range(len(sizes))]
-
-
-def _send_factors(emit: Emitter, arrived: _Arrived, factors: Mapping[fx.Node, fx.Node]) -> Factors:
-    """Emit, for the rows of each chunk, what the model has for its rows, each by its name.
-
-    They go flat and at once, a number for each row, and so do their gradients home, where sums are
-    made on the nodes; else they get none here: the model's own use gives it.
-    """
-    form, reads = arrived.form, arrived.reads
-    way = (*arrived.way, form.region.group)
-    launches = {
-        name: emit.call(C10D.all_to_all_single, emit.method("detach", factor), *way)
-        for name, factor in factors.items()
-    }
-    came = {name: emit.call(C10D.wait_tensor, launch) for name, launch in launches.items()}
-    if form.rounds:
-        came = {
-            name: emit.call(ROWS_RECEIVED, came[name], factor, *way, False)
-            for name, factor in factors.items()
-        }
-    if arrived.axis is None:
-        return [came]
-    found: Factors = [{} for _ in arrived.replays]
-    for name, numbers in came.items():
-        moved = emit.call(PERMUTE_ROWS, numbers, *_by_chunk(emit, arrived))
-        for own, part in zip(found, _split(emit, moved, reads.received), strict=True):
-            own[name] = part
-    return found
-
-
-def _by_chunk(emit: Emitter, arrived: _Arrived) -> tuple[fx.Node, fx.Node]:
-    """Return in which order flat rows lie by chunk, emitted once, and the inverse."""
-    if arrived.by_chunk is None:
-        num_rows = emit.call(torch.sym_sum, arrived.reads.received)
-        both = emit.call(CHUNK_ROWS, arrived.table.whole, list(arrived.cut.edges), num_rows)
-        order, inverse = (emit.call(operator.getitem, both, i) for i in range(2))
-        arrived.by_chunk = order, inverse
-    return arrived.by_chunk

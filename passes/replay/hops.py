@@ -107,9 +107,15 @@ class Hops:
     experts: list[fx.Node]
     """Of each row of `near` the expert of the node that it is for."""
     sizes: Sizes
-    launches: tuple[fx.Node, ...]
-    rows: list[fx.Node]
-    """Of each chunk."""
+    hop_1: list[fx.Node]
+    """Launches, of each slice."""
+    hop_2: list[list[fx.Node]]
+    """Launches, of each chunk of each slice."""
+
+    @property
+    def launches(self) -> tuple[fx.Node, ...]:
+        """All of them, in order."""
+        return (*self.hop_1, *_chained(self.hop_2))
 
 
 def exchange_table(form: DividedForm, cut: Cut) -> Table:
@@ -157,10 +163,10 @@ def emit_hops(
     sizes: Sizes,
     num_rows: list[fx.Node],
 ) -> Hops:
-    """Emit both hops: the rows of this rank's experts, as tokens have them.
+    """Emit the launches of both hops: the rows of this rank's experts, as tokens have them.
 
     `num_rows` are those of each chunk. Hop 2 of a slice is launched once its hop 1 is there.
-    In eight bits a token is packed once, and hop 2 hands messages on.
+    In eight bits a token is packed once, and hop 2 hands messages on. Nothing here has a gradient.
     """
     region, nodes = form.region, form.nodes
     wire = RowWire.of(form.dispatch_wire, form.found.tokens)
@@ -187,13 +193,23 @@ def emit_hops(
         there = emit.call(C10D.wait_tensor, launch)
         there = emit.method("index_select", there, 0, near[-1])
         hop_2.append(launched(emit, there, sizes.near_got[of_slice], sent, nodes.node))
-    fan, rows = [], []
-    for chunk, counts in enumerate(table.received):
-        came = [emit.call(C10D.wait_tensor, of_slice[chunk]) for of_slice in hop_2]
-        fan.append(emit.call(FAN_ROWS, counts, num_rows[chunk]))
-        rows.append(as_rows(emit, joined(emit, came), fan[-1], wire))
+    of_chunks = zip(table.received, num_rows, strict=True)
+    fan = [emit.call(FAN_ROWS, counts, number) for counts, number in of_chunks]
     _note_nominal_rows(form, cut, (*of_masks, *hop_1), _chained(hop_2))
-    return Hops(far, near, fan, experts, sizes, (*hop_1, *_chained(hop_2)), rows)
+    return Hops(far, near, fan, experts, sizes, hop_1, hop_2)
+
+
+def emit_arrival(emit: Emitter, form: DividedForm, hops: Hops) -> list[fx.Node]:
+    """Emit the rows of each chunk once both hops brought them, in the order of the all-to-all."""
+    wire = RowWire.of(form.dispatch_wire, form.found.tokens)
+    came = (
+        [emit.call(C10D.wait_tensor, launch) for launch in of_chunk]
+        for of_chunk in zip(*hops.hop_2, strict=True)
+    )
+    return [
+        as_rows(emit, joined(emit, pieces), order, wire)
+        for pieces, order in zip(came, hops.fan, strict=True)
+    ]
 
 
 def launched(
@@ -211,8 +227,13 @@ def pieces_of(emit: Emitter, rows: fx.Node, splits: list[list[fx.Node]]) -> list
     """Emit the rows in pieces, each of the rows that one exchange sends by its splits."""
     if len(splits) == 1:
         return [rows]
-    parts = emit.call(torch.split, rows, [total_of(emit, sizes) for sizes in splits])
-    return [emit.call(operator.getitem, parts, i) for i in range(len(splits))]
+    return split_rows(emit, rows, [total_of(emit, sizes) for sizes in splits])
+
+
+def split_rows(emit: Emitter, rows: fx.Node, sizes: list[fx.Node]) -> list[fx.Node]:
+    """Emit the rows in pieces of these sizes."""
+    parts = emit.call(torch.split, rows, sizes)
+    return [emit.call(operator.getitem, parts, i) for i in range(len(sizes))]
 
 
 def joined(emit: Emitter, pieces: list[fx.Node]) -> fx.Node:

@@ -54,8 +54,25 @@ def test_a_part_comes_to_its_exchange_before_the_next_begins():
 
 
 def test_both_hops_of_a_way_are_one_leg():
+    """The second comes once the next part's attention has begun, which the first runs under."""
     turns, _ = placed(lambda x, y: (hops(x), hops(y)), X, X)
-    assert turns == [0, 1, 2, 5, 6, 7, 3, 4, 8, 9]
+    assert turns == [0, 1, 5, 2, 6, 7, 3, 4, 8, 9]
+
+
+def test_launches_behind_a_host_read_take_their_turn_there():
+    """What comes late to a turn, for the host reads before it, leaves the others' in turns."""
+
+    def program(x, y):
+        one = gathered(x) @ x
+        first = exchanged(exchanged(one) + 1)
+        two = gathered(y) @ y
+        size = two.sum().long().item()
+        masks = exchanged(one.sum(0).long())
+        second = exchanged(exchanged(two) + 1)
+        return exchanged(first @ x + masks), exchanged(second @ y), size
+
+    turns, _ = placed(program, X, X)
+    assert turns == [0, 1, 3, 2, 4, 5, 6, 7, 8]
 
 
 def test_layers_after_one_another_go_on_in_turns():

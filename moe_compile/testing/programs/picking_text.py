@@ -274,7 +274,9 @@ def _forward(layer: Picking) -> list[str]:
             'reduce_scatter_tensor_autograd({}, "sum", 0, self.group)',
         )
     )
-    tokens = [f"everyone = {gather.format('x')}", *(["x.zero_()"] if written else [])]
+    # written only once they are gathered: eagerly the gather goes on until something waits for it
+    overwrite = ["wait_tensor(everyone.detach())", "x.zero_()"]
+    tokens = [f"everyone = {gather.format('x')}", *(overwrite if written else [])]
     chosen = [
         "chosen = all_gather_tensor(chosen, 0, self.group)",
         f"scores = {gather.format('scores')}",
