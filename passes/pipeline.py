@@ -36,6 +36,7 @@ from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
+from passes.read_pieces import ReadPieces
 from passes.read_together import ReadTogether
 from passes.record_order import RecordOrder
 from passes.rewrite import Rewrite
@@ -77,7 +78,14 @@ DYNAMO: Final = Level(
 """On the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level(
-    (SortNodes(), ReadTogether(), SizesFromSplits(), SaveExchanges(), SaveOverwritten()),
+    (
+        SortNodes(),
+        ReadPieces(),
+        ReadTogether(),
+        SizesFromSplits(),
+        SaveExchanges(),
+        SaveOverwritten(),
+    ),
     frozenset({Fact.FUNCTIONAL}),
 )
 """On the joint graph, before it is partitioned."""

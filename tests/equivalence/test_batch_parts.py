@@ -16,6 +16,7 @@ from tests.batch_layers import (
     Block,
     Counted,
     Recomputed,
+    RecomputedStack,
     Stack,
     Transposed,
     Ulysses,
@@ -113,6 +114,11 @@ def test_attention_between_exchanges_runs_in_parts_and_groups_of_heads(two_ranks
 @pytest.mark.slow
 def test_what_is_checkpointed_runs_in_parts(two_ranks):
     check(two_ranks, Recomputed, GroupedExperts, 2, 4)
+
+
+@pytest.mark.slow
+def test_a_part_of_a_checkpointed_block_goes_on_in_the_next(two_ranks):
+    check(two_ranks, RecomputedStack, GroupedExperts, 2, 4, num_layers=2)
 
 
 @pytest.mark.slow
