@@ -92,14 +92,15 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
     """Have `graph` run in parts; raise Refuse, and leave it as it was, where a part cannot run."""
     (output,) = graph.find_nodes(op="output")
     before = set(graph.nodes)
-    shares = part_sizes(split.size, num_parts)
-    parts = emit_parts(split, shares, output)
-    new = [n for n in graph.nodes if n not in before]
+    numbers = split.tracker.numbers
+    shares = [numbers.number_of(n) for n in part_sizes(numbers.size(split.size), num_parts)]
     try:
-        _store_values(new, split, parts)
+        parts = emit_parts(split, shares, output)
+        _store_values([n for n in graph.nodes if n not in before], split, parts)
         _check_sizes(split, parts, shares)
-    except Refuse:
-        erase_dead(new)
+        _check_told(split)
+    except (Refuse, Lost):
+        erase_dead([n for n in graph.nodes if n not in before])
         raise
     for node in output.all_input_nodes:
         made = parts.joined.get(node, parts.kept.get(node))
@@ -130,8 +131,17 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             if tensor is None or not any(holds(dim, split.batch) for dim in dims):
                 continue
             sizes = [expression_of(size) for size in tensor.shape]
-            if sizes != split.sizes(dims, share):
+            numbers = split.tracker.numbers
+            if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
                 raise Refuse(Reason.BATCH_LOST, f"{node.name} has other sizes in a part: {sizes}")
+
+
+def _check_told(split: BatchSplit) -> None:
+    """Raise Refuse where what stays needs a size that is read off what goes."""
+    dead = {*split.dead}
+    for node in split.told:
+        if reader := next((user for user in node.users if user not in dead), None):
+            raise Refuse(Reason.BATCH_LOST, f"{reader.name} reads {node.name}, a size of the whole")
 
 
 def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from moe_compile.attention.head_factors import (
     unify,
 )
 from moe_compile.attention.head_rules import step
-from moe_compile.attention.head_tracking import CUTS, Tracker, cut_sizes, is_movement, move_name
+from moe_compile.attention.head_tracking import CUTS, Tracker, is_movement, move_name
 from moe_compile.attention.move_arguments import argument, values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.legality import Hazard, Legality
@@ -136,7 +136,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
         if move_name(node) == "expand" or not is_movement(node):
             continue
         if move_name(node) in CUTS:
-            pieces = [tracker.piece_read(node, i) for i in range(len(cut_sizes(node)))]
+            pieces = [tracker.piece_read(node, i) for i in range(len(tracker.cut_sizes(node)))]
             made, given = sum(_share(dims, head) for dims in pieces), [node]
         elif node.target is operator.getitem:
             continue

@@ -17,7 +17,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
-from moe_compile.attention.head_tracking import Tracker, is_movement, sizes_of
+from moe_compile.attention.head_tracking import Tracker, is_movement
 from moe_compile.attention.move_arguments import argument, dim_of, joined, moved
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import value_of
@@ -72,7 +72,7 @@ def _cast(tracker: Tracker, node: fx.Node) -> Dims:
 
 def pointwise(tracker: Tracker, node: fx.Node) -> Dims:
     """Follow an operator whose elements come of elements, broadcast."""
-    sizes = sizes_of(node)
+    sizes = tracker.sizes_of(node)
     dims: Dims = [[] for _ in sizes]
     for source in node.all_input_nodes:
         given = tracker.dims(source)
@@ -111,7 +111,7 @@ def _reduced(tracker: Tracker, node: fx.Node) -> Dims:
         raise Lost(f"{node.name} reduces an unknown dimension")
     along = [d % len(dims) for d in along]
     tracker.closed += [(node, dims[d]) for d in along]
-    if len(sizes_of(node)) == len(dims):
+    if len(tracker.sizes_of(node)) == len(dims):
         return [[] if i in along else dim for i, dim in enumerate(dims)]
     return [dim for i, dim in enumerate(dims) if i not in along]
 
@@ -180,7 +180,7 @@ def _indexed(tracker: Tracker, node: fx.Node, index: Any) -> Dims:
             dims.append(dim)
         else:
             tracker.closed.append((node, dim))
-            dims.append([Factor(sizes_of(node)[len(dims)])])
+            dims.append([Factor(tracker.sizes_of(node)[len(dims)])])
     return dims
 
 

@@ -2,7 +2,7 @@
 
 Contract
     `is_movement` names the operators followed; every other one ends a path, or raises Lost.
-    Sizes must be numbers: a symbolic size raises Lost.
+    Sizes are numbers, or what stands for products of symbols; any other raises Lost.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moe_compile.attention.move_arguments import (
     joined,
     moved,
 )
+from moe_compile.attention.size_numbers import SizeNumbers
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
@@ -43,6 +44,7 @@ SWAPS: Final = frozenset({"transpose", "swapaxes"})
 SHIFTS: Final = frozenset({"movedim", "moveaxis"})
 CUTS: Final = frozenset({"split", "chunk"})
 OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
+NO_SYMBOLS: Final = SizeNumbers()
 
 
 def move_name(node: fx.Node) -> str:
@@ -89,12 +91,12 @@ def is_form(node: fx.Node) -> bool:
     return move_name(node) in FORMS
 
 
-def sizes_of(node: fx.Node) -> list[int]:
-    """Return the sizes of the tensor the node makes; raises Lost when one is symbolic."""
+def sizes_of(node: fx.Node, numbers: SizeNumbers = NO_SYMBOLS) -> list[int]:
+    """Return the sizes of the tensor the node makes; raises Lost when one is not known."""
     value = value_of(node)
-    if not isinstance(value, torch.Tensor) or not all(isinstance(s, int) for s in value.shape):
+    if not isinstance(value, torch.Tensor):
         raise Lost("a size is not known when compiling")
-    return [int(s) for s in value.shape]
+    return [numbers.product_of(size) for size in value.shape]
 
 
 def cut_dim(node: fx.Node) -> int:
@@ -105,20 +107,12 @@ def cut_dim(node: fx.Node) -> int:
     return dim_of(node, made[0].dim(), default=0)
 
 
-def cut_sizes(cut: fx.Node) -> list[int]:
-    """Return how long the pieces of a split or chunk are."""
-    along = cut_dim(cut)
-    sizes = [piece.shape[along] for piece in value_of(cut)]
-    if not all(isinstance(size, int) for size in sizes):
-        raise Lost("a size is not known when compiling")
-    return sizes
-
-
 class Tracker:
     """The factors of the values of one region."""
 
-    def __init__(self) -> None:
-        """Start with no value known."""
+    def __init__(self, numbers: SizeNumbers = NO_SYMBOLS) -> None:
+        """Start with no value known; `numbers` stand for sizes that are symbols."""
+        self.numbers = numbers
         self._dims: dict[fx.Node, Dims] = {}
         self._started: list[fx.Node] = []
         self.sent: dict[fx.Node, list[Factor]] = {}
@@ -132,14 +126,28 @@ class Tracker:
         """Whether the factors of `node` are known."""
         return node in self._dims
 
+    def sizes_of(self, node: fx.Node) -> list[int]:
+        """Return the sizes of the tensor the node makes; raises Lost when one is not known."""
+        return sizes_of(node, self.numbers)
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """Return what `node` reads, but for what tells the sizes and bounds of what it moves."""
+        is_told = is_movement(node) or node.target is operator.getitem
+        return [n for n in node.all_input_nodes if not (is_told and self.numbers.tells_sizes(n))]
+
+    def cut_sizes(self, cut: fx.Node) -> list[int]:
+        """Return how long the pieces of a split or chunk are."""
+        along = cut_dim(cut)
+        return [self.numbers.product_of(piece.shape[along]) for piece in value_of(cut)]
+
     def start(self, node: fx.Node) -> None:
         """Give every dimension of `node` a factor of its own."""
-        self._dims[node] = [[Factor(size)] for size in sizes_of(node)]
+        self._dims[node] = [[Factor(size)] for size in self.sizes_of(node)]
         self._started.append(node)
 
     def put(self, node: fx.Node, dims: Dims) -> None:
         """Say what the factors of `node` are; raises Lost unless its sizes agree."""
-        if tensor_of(node) is not None and [size_of(dim) for dim in dims] != sizes_of(node):
+        if tensor_of(node) is not None and [size_of(dim) for dim in dims] != self.sizes_of(node):
             raise Lost(f"{node.name} has other sizes than were followed to it")
         self._dims[node] = dims
 
@@ -149,7 +157,7 @@ class Tracker:
 
     def result_of_attention(self, core: fx.Node, query: fx.Node, value: fx.Node) -> None:
         """Give the result of attention the query's factors but for the last dimension."""
-        self._dims[core] = [*self.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
+        self._dims[core] = [*self.dims(query)[:-1], [Factor(self.sizes_of(value)[-1])]]
 
     def dims(self, node: fx.Node) -> Dims:
         """Return the factors of `node`."""
@@ -165,7 +173,7 @@ class Tracker:
         return self.dims(moved(node))
 
     def _formed(self, node: fx.Node) -> Dims:
-        return regroup([f for dim in self._source(node) for f in dim], sizes_of(node))
+        return regroup([f for dim in self._source(node) for f in dim], self.sizes_of(node))
 
     def _swapped(self, node: fx.Node) -> Dims:
         dims = self._source(node)
@@ -191,7 +199,7 @@ class Tracker:
         return [dims[from_left(i, len(dims))] for i in order]
 
     def _expanded(self, node: fx.Node) -> Dims:
-        sizes, dims = sizes_of(node), self._source(node)
+        sizes, dims = self.sizes_of(node), self._source(node)
         dims = [[] for _ in range(len(sizes) - len(dims))] + dims
         return [
             dim if size_of(dim) == size else [Factor(size)]
@@ -228,7 +236,7 @@ class Tracker:
 
     def piece(self, cut: fx.Node, index: int) -> Dims:
         """Return the factors of one piece of a split."""
-        along, dims, sizes = cut_dim(cut), self.dims(cut), cut_sizes(cut)
+        along, dims, sizes = cut_dim(cut), self.dims(cut), self.cut_sizes(cut)
         whole = dims[along]
         made = whole[0].pieces if len(whole) == 1 else ()
         same = [size_of(piece) for piece in made] == sizes

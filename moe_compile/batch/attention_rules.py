@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
-from moe_compile.attention.head_tracking import sizes_of
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.inner_graphs import body_named
@@ -70,7 +69,7 @@ def _attended(tracker: ExpertTracker, node: fx.Node, operands: Sequence[fx.Node]
     query, _, value = operands
     for one in map(tracker.dims, operands):
         tracker.closed += [(node, dim) for dim in one[-2:]]
-    return [*tracker.dims(query)[:-1], [Factor(sizes_of(value)[-1])]]
+    return [*tracker.dims(query)[:-1], [Factor(tracker.sizes_of(value)[-1])]]
 
 
 def flex_attention(tracker: ExpertTracker, node: fx.Node) -> Dims:

@@ -48,6 +48,8 @@ class Dependents:
     """What has the batch in a dimension."""
     routed: set[fx.Node] = field(default_factory=set)
     """What depends on the batch in another way."""
+    told: set[fx.Node] = field(default_factory=set)
+    """What reads sizes of these, and nothing else of them."""
     counters: set[fx.Node] = field(default_factory=set)
     """What adds counts to tensors from outside."""
     summed: set[fx.Node] = field(default_factory=set)
@@ -103,6 +105,9 @@ def body_of(
     read = {source for node in body for source in node.all_input_nodes}
     given = [node for node in found.cut if node in read]
     anew = {n for n in given if maker_of(n) is not None and not dependence.writers(n)}
+    dead = found.nodes | found.told
+    for node in reversed(dependence.in_order(made | anew)):
+        dead |= {node} if dead.issuperset(node.users) else set()
     return BatchSplit(
         batch=batch,
         tracker=tracker,
@@ -115,7 +120,8 @@ def body_of(
         results=tuple(n for n in output.all_input_nodes if n in found.apart),
         summed=tuple(dependence.in_order(found.summed)),
         kept=tuple(dependence.in_order(found.kept)),
-        dead=tuple(dependence.in_order(found.nodes)),
+        told=tuple(dependence.in_order(found.told)),
+        dead=tuple(dependence.in_order(dead)),
     )
 
 

@@ -31,6 +31,7 @@ from moe_compile.attention.head_proof import Refuse
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
+from moe_compile.batch.batch_size import settle_size
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
 from moe_compile.batch.host_sums import reads_that_add_up
@@ -68,7 +69,9 @@ def find_batch_split(graph: fx.Graph, num_parts: int) -> BatchSplit | None:
         if with_capacity.exchanges:
             raise Refuse(Reason.BATCH_CAPACITY, ", ".join(sorted(with_capacity.exchanges)))
         return None
-    return split_around(graph, dependence, regions, num_parts)
+    split = split_around(graph, dependence, regions, num_parts)
+    is_settled = settle_size(split.tracker.numbers.size(split.size), num_parts)
+    return split if is_settled else find_batch_split(graph, num_parts)  # of a number now
 
 
 def split_around(
@@ -145,7 +148,10 @@ class _Proof:
         for node in self.graph.nodes:
             is_call = node.op in ("call_function", "call_method")
             sources = [n for n in self.dependence.needs(node) if n in found] if is_call else []
-            if not sources:
+            if self.tracker.numbers.tells_sizes(node):
+                needs = self.dependence.needs(node)
+                found.told |= {node} & {node for n in needs if n in found or n in found.told}
+            elif not sources:
                 if self._has_batch(node):
                     found.cut[node] = None
             elif is_about_ranks(node) and not any(n in found.routed for n in sources):

@@ -16,7 +16,6 @@ import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, size_of, unify
 from moe_compile.attention.head_rules import CASTS, operator_name, pointwise
-from moe_compile.attention.head_tracking import sizes_of
 from moe_compile.attention.move_arguments import from_left, moved
 from moe_compile.batch.attention_rules import FUSED, attention, flex_attention, operand
 from moe_compile.batch.sharded_rules import sharded_rule
@@ -56,7 +55,7 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
         return
     if written_arguments(node) and rule is not _scattered:
         raise Lost(f"{node.name} writes in place")
-    sources = node.all_input_nodes
+    sources = tracker.operands(node)
     if rule is flex_attention or sharded_rule(node) is rule:
         sources = [one for one in sources if tensor_of(one) is not None]  # no mesh, no code
     for source in sources:
@@ -167,7 +166,7 @@ def _embedded(tracker: ExpertTracker, node: fx.Node) -> Dims:
 
 
 def _one_hot(tracker: ExpertTracker, node: fx.Node) -> Dims:
-    return [*tracker.dims(moved(node)), [Factor(sizes_of(node)[-1])]]
+    return [*tracker.dims(moved(node)), [Factor(tracker.sizes_of(node)[-1])]]
 
 
 RULES: Final[dict[str, Rule]] = {

@@ -71,8 +71,11 @@ class BatchSplit:
     """Counts, sums and means over the batch that are added up over parts, in graph order."""
     kept: tuple[fx.Node, ...]
     """What outputs of the graph are computed by from these, once."""
+    told: tuple[fx.Node, ...]
+    """What reads sizes of what depends on the batch, and nothing else of it."""
     dead: tuple[fx.Node, ...]
-    """What depends on the batch, and is not needed once parts run, in graph order."""
+    """What depends on the batch, `told` included, and is not needed once parts run, in graph
+    order."""
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
+from moe_compile.attention.size_numbers import SizeNumbers
 from moe_compile.batch import batch_rules
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.batch.token_shares import dims_of_slice
@@ -27,7 +28,7 @@ def follow_graph(
     graph: fx.Graph, regions: Collection[SplitRegion], dependence: Dependence
 ) -> tuple[ExpertTracker, dict[fx.Node, str]]:
     """Return the factors of all that can be followed, and why other nodes cannot."""
-    tracker, lost = ExpertTracker(), dict[fx.Node, str]()
+    tracker, lost = ExpertTracker(SizeNumbers(graph)), dict[fx.Node, str]()
     sums = {split.found.sums.total: split for split in regions}
     inner = {n for split in regions for n in inside(split, dependence)} - sums.keys()
     slices = {n: split for split in regions if split.share is not None for n in split.share.slices}

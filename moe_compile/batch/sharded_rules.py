@@ -17,7 +17,6 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, regroup, size_of
-from moe_compile.attention.head_tracking import sizes_of
 from moe_compile.attention.move_arguments import moved
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.query import (
@@ -156,12 +155,12 @@ def _one_index(
 
 def _gathered(tracker: ExpertTracker, node: fx.Node) -> Dims:
     first, *rest = tracker.dims(moved(node))
-    return [[Factor(sizes_of(node)[0] // size_of(first)), *first], *rest]
+    return [[Factor(tracker.sizes_of(node)[0] // size_of(first)), *first], *rest]
 
 
 def _scattered(tracker: ExpertTracker, node: fx.Node) -> Dims:
     first, *rest = tracker.dims(moved(node))
-    return [_one_index(tracker, node, first, size_of(first) // sizes_of(node)[0]), *rest]
+    return [_one_index(tracker, node, first, size_of(first) // tracker.sizes_of(node)[0]), *rest]
 
 
 COLLECTIVES: Final = {

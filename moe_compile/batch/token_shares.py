@@ -43,6 +43,8 @@ def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
         return None
     first, chosen = found.part.first, found.chosen
     num_tokens, of_mine = (_rows(node) for node in (found.tokens, chosen))
+    if chosen is not None and not (num_tokens and of_mine):
+        raise Lost(f"{found.tokens.name} is shared out, and its size is not known when compiling")
     if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
         raise Refuse(Reason.BATCH_MIXED, found.index.name)
     known, orders = TokenIndex(frozenset()), [found.sums.index] if found.sums.is_order else []

@@ -15,7 +15,7 @@ import torch.fx as fx
 from moe_compile.attention import head_rules
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, unify
 from moe_compile.attention.head_rules import operator_name
-from moe_compile.attention.head_tracking import CUTS, cut_dim, move_name, sizes_of
+from moe_compile.attention.head_tracking import CUTS, cut_dim, move_name
 from moe_compile.attention.linear_layers import linear_of
 from moe_compile.attention.move_arguments import dim_of, from_left, joined, moved
 from moe_compile.capacity.expert_tracking import ExpertTracker
@@ -28,10 +28,11 @@ BATCHED: Final = {"bmm": 0, "baddbmm": 1}
 
 def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     """Find the factors of `node` from those of its inputs; those from outside begin here."""
-    for source in node.all_input_nodes:
+    sources = tracker.operands(node)
+    for source in sources:
         if source not in tracker:
             tracker.start(source)
-    tracker.inherit(node, [] if _joins(node) else node.all_input_nodes)
+    tracker.inherit(node, [] if _joins(node) else sources)
     rule = RULES.get(_name(node))
     if rule is None or is_launch(node) or is_wait(node):
         head_rules.step(tracker, node)
@@ -56,7 +57,7 @@ def _joined(tracker: ExpertTracker, node: fx.Node) -> Dims:
 
 def _stacked(tracker: ExpertTracker, node: fx.Node) -> Dims:
     parts = joined(node)
-    given = len(sizes_of(parts[0]))
+    given = len(tracker.sizes_of(parts[0]))
     factor = tracker.join(node, parts)
     dims = head_rules.stacked(tracker, node)
     if factor is not None:

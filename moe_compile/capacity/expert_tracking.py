@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, regroup, unify
-from moe_compile.attention.head_tracking import Tracker, cut_dim, cut_sizes
+from moe_compile.attention.head_tracking import NO_SYMBOLS, Tracker, cut_dim
+from moe_compile.attention.size_numbers import SizeNumbers
 
 Picks = dict[Factor, int]
 """Factor -> the one index of it that a value was made from."""
@@ -21,9 +22,9 @@ Picks = dict[Factor, int]
 class ExpertTracker(Tracker):
     """The factors of the values of one region, and the indices taken of them."""
 
-    def __init__(self) -> None:
-        """Start with no value known."""
-        super().__init__()
+    def __init__(self, numbers: SizeNumbers = NO_SYMBOLS) -> None:
+        """Start with no value known; `numbers` stand for sizes that are symbols."""
+        super().__init__(numbers)
         self._picks: dict[fx.Node, list[tuple[Factor, int]]] = {}
         self.products: list[tuple[fx.Node, list[Factor]]] = []
         """Operand from outside -> an index that it shares with the rows of a product, and that the
@@ -74,7 +75,7 @@ class ExpertTracker(Tracker):
 
     def outer_of(self, cut: fx.Node) -> Factor | None:
         """Return the factor of which every piece of a split has one index, if there is one."""
-        sizes = cut_sizes(cut)
+        sizes = self.cut_sizes(cut)
         if len(sizes) < 2 or len({*sizes}) > 1:
             return None
         try:

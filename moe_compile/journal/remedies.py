@@ -46,12 +46,13 @@ _BATCH: Final = {
     Reason.BATCH_MIXED: "return a sum or a mean over the batch, a loss say, beside the output, and "
     "compute what else reads all of it outside of the compiled function, or leave batch_parts at 1",
     Reason.BATCH_LOST: "use operators of torch out of place, and sizes that are known when it is "
-    "compiled, between the inputs and the outputs",
+    "compiled or products of the inputs' sizes, between the inputs and the outputs",
     Reason.BATCH_RANDOM: "set the probability of dropout to 0, call it outside of the compiled "
     "function, or leave batch_parts at 1",
     Reason.BATCH_CAPACITY: "exchange as many rows as experts are chosen by, or leave batch_parts "
     "at 1 and split the batch outside of the compiled function",
-    Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to no more than the sequences of a step",
+    Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to no more than the sequences of a step, "
+    "to no more than half of them where their number is marked as dynamic",
 }
 _EXCHANGES: Final = {
     Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"

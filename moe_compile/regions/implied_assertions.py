@@ -17,6 +17,7 @@ from typing import Any, Final
 import sympy
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from moe_compile.graph.effects import always_holds
 from moe_compile.graph.query import tensor_of, value_of
@@ -76,7 +77,9 @@ def _formula(argument: Any, facts: CountFacts) -> sympy.Expr | None:
     if not isinstance(argument, fx.Node):
         return None
     if argument.target not in ARITHMETIC or argument.kwargs:
-        return facts.formula_written(value_of(argument))
+        value = value_of(argument)
+        formula = facts.formula_written(value)
+        return _known_before(value) if formula is None else formula
     operands = [
         [_formula(a, facts) for a in given] if isinstance(given, list | tuple) else given
         for given in argument.args
@@ -87,10 +90,23 @@ def _formula(argument: Any, facts: CountFacts) -> sympy.Expr | None:
     return ARITHMETIC[argument.target](*known)
 
 
+def _known_before(size: Any) -> sympy.Expr | None:
+    """Return a size that follows from those of the graph's inputs, whatever the counts are."""
+    if not isinstance(size, torch.SymInt) or free_unbacked_symbols(size.node._expr):
+        return None
+    formula = size.node.expr  # what tracing learnt of such a size is a guard
+    return None if free_unbacked_symbols(formula) else formula
+
+
 def _is_at_least(high: sympy.Expr, low: sympy.Expr, region: MoERegion, facts: CountFacts) -> bool:
     """Whether `high >= low` by form, the rows sent being as many as there are."""
     rows = tensor_of(region.rows)
     assert rows is not None
-    spare = sympy.Add(*facts.sent) - facts.formula(rows.shape[0])  # zero where the dispatch runs
+    num_rows = rows.shape[0]
+    sent = facts.formula(num_rows)
+    is_input = _known_before(num_rows) is not None
+    if is_input and high.is_Integer and statically_known_true(num_rows <= int(high)):
+        high = sent  # by the bounds of inputs' sizes
+    spare = sympy.Add(*facts.sent) - sent  # zero where the dispatch runs
     difference = sympy.expand(high - low)
     return any(sympy.expand(difference + sign * spare).is_nonnegative for sign in (0, 1, -1))

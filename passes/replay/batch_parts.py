@@ -22,9 +22,8 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, size_of
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit
-from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import tensor_of
-from passes.replay.factor_pieces import Pieces
+from passes.replay.factor_pieces import Emits, Pieces
+from passes.replay.sized_emitter import SizedEmitter
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class Parts:
 class _Pieces(Pieces):
     """Pieces of the batch, and of rows that are made of it."""
 
-    def __init__(self, emit: Emitter, split: BatchSplit, shares: Sequence[int]) -> None:
+    def __init__(self, emit: Emits, split: BatchSplit, shares: Sequence[int]) -> None:
         super().__init__(emit, split.tracker, split.batch, shares)
         self._split = split
 
@@ -51,10 +50,9 @@ class _Pieces(Pieces):
         return self._split.sizes(dims, share)
 
 
-def part_sizes(size: int, num_parts: int) -> list[int]:
+def part_sizes(size: Any, num_parts: int) -> list[Any]:
     """Return how many of `size` indices each part has: as even as can be, larger ones first."""
-    least, more = divmod(size, num_parts)
-    return [least + (i < more) for i in range(num_parts)]
+    return [(size + num_parts - 1 - i) // num_parts for i in range(num_parts)]
 
 
 def emit_parts(split: BatchSplit, shares: Sequence[int], output: fx.Node) -> Parts:
@@ -73,7 +71,8 @@ class _Replay:
 
     def __init__(self, split: BatchSplit, shares: Sequence[int], output: fx.Node) -> None:
         self._split, self._shares = split, shares
-        self._emit = Emitter(output)
+        self._emit = SizedEmitter(output, split.tracker.numbers)
+        self._emit.divide(split.size, shares)
         self._pieces = _Pieces(self._emit, split, shares)
         self.parts = Parts([{} for _ in shares])
         sums = [one.found.sums for one in split.regions]
@@ -117,9 +116,9 @@ class _Replay:
         """Emit the sum over all parts: of means, each by its part's share of the batch."""
         values = [env[node] for env in self.parts.envs]
         if operator_name(node) == "mean":
-            whole = sum(self._shares)
+            emit, whole = self._emit, self._split.size
             shared = zip(values, self._shares, strict=True)
-            values = [self._emit.call(torch.mul, value, n / whole) for value, n in shared]
+            values = [emit.call(torch.mul, value, emit.ratio(n, whole)) for value, n in shared]
         add, total = torch.add if tensor_of(node) is not None else operator.add, values[0]
         for value in values[1:]:
             total = self._emit.call(add, total, value)
@@ -152,11 +151,11 @@ class _Replay:
 
     def _resized(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
         """Emit the zeros that rows are put in order in, or the view of them by token."""
-        found, tensor = self._sized[node].found, tensor_of(node)
-        assert tensor is not None
-        whole = size_of(self._split.tracker.dims(found.tokens)[0])
+        found, tracker = self._sized[node].found, self._split.tracker
+        whole = size_of(tracker.dims(found.tokens)[0])
         num_tokens = whole // self._split.size * share
-        sizes = [int(tensor.shape[0]) // whole * num_tokens, *tensor.shape[1:]]
+        first, *others = tracker.sizes_of(node)
+        sizes = [first // whole * num_tokens, *others]
         zeros, _, by_token = found.sums.tail[:3]
         if node is by_token:
             return self._emit.method("reshape", env[zeros], sizes)

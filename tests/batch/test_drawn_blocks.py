@@ -15,7 +15,7 @@ from passes.replay.batch_parts import part_sizes
 from passes.split_batch import SplitBatch
 from tests.batch.drawn_blocks import APART, DTYPE, FORMS, MIXED, TALLIES, WIDTH, DrawnBlock
 from tests.capture import state
-from tests.slow_parameters import exhaustive_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 ATTENTION = [name for name in APART if "attention" in name or name == "fewer KV heads"]
 PER_TEST = 100
@@ -81,6 +81,29 @@ def differences(seed):
     return [n for n, t in theirs.items() if not same(t, ours[n])], reports[0]
 
 
+def differences_of_any_size(seed):
+    """Return what differs of steps with other numbers of sequences, and the reports on graphs."""
+    made, parts, (_, positions) = drawn(seed)
+    own, reports, found = torch.Generator().manual_seed(seed), [], []
+    blocks = [DrawnBlock(*made, dist.group.WORLD, positions) for _ in range(2)]
+    program = in_parts(blocks[0], parts, reports)
+    for batch in (2 * parts + 1, 2 * parts, 2 * parts + 2):
+        x, gradient = torch.randn(2, batch, positions, WIDTH, generator=own).to(DTYPE)
+        whole, cut = (x.clone().requires_grad_() for _ in range(2))
+        torch._dynamo.mark_dynamic(whole, 0)
+        for block in blocks:
+            block.zero_grad()
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            ours = run(blocks[0], [whole], [gradient], program)
+        if not reports[0].applied:
+            return [], reports
+        sizes = part_sizes(batch, parts)
+        theirs = run(blocks[1], cut.split(sizes), gradient.split(sizes), blocks[1])
+        ours["input gradient"], theirs["input gradient"] = whole.grad, cut.grad
+        found += [(batch, n) for n, t in theirs.items() if not same(t, ours[n])]
+    return found, reports
+
+
 def same(theirs, ours):
     if theirs is None or ours is None:
         return theirs is ours
@@ -109,3 +132,16 @@ def test_blocks_in_parts_equal_gradient_accumulation():
 def test_more_blocks_in_parts_equal_gradient_accumulation(first):
     """1,300 blocks, of which more than 1,000 run in parts."""
     assert check(range(first, first + PER_TEST)) >= 0.7 * PER_TEST
+
+
+@pytest.mark.parametrize(("first", "last"), slow_but([(0, 4)], [(4, 24)]))
+def test_blocks_of_any_batch_size_equal_gradient_accumulation(first, last):
+    """Each is compiled once, for steps of all sizes."""
+    become_mirrored()
+    num_split = 0
+    for seed in range(first, last):
+        differing, reports = differences_of_any_size(seed)
+        assert not differing, f"seed {seed}: {differing}"
+        assert len(reports) == 1
+        num_split += bool(reports[0].applied)
+    assert num_split >= 0.7 * (last - first)

@@ -1,5 +1,6 @@
 """Losses made of sums over the batch are those of the whole, their terms added up by part."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -7,8 +8,8 @@ from moe_compile.testing.mirrored_rank import become_mirrored
 from tests.batch.drawn_blocks import DTYPE, EXPERTS, FORMS, WIDTH, DrawnBlock
 from tests.batch.test_drawn_blocks import in_parts, same
 
-PARTS, POSITIONS = (2, 1), 4
-SHARES = [size / 3 for size in PARTS]
+PARTS, POSITIONS = (3, 2), 4
+SHARES = [size / sum(PARTS) for size in PARTS]
 
 
 class WithLosses(DrawnBlock):
@@ -66,10 +67,13 @@ def compiled(block, x, reports):
         return in_parts(block, len(PARTS), reports)(x)
 
 
-def test_losses_are_of_the_sums_of_all_parts():
+@pytest.mark.parametrize("is_symbol", [False, True])
+def test_losses_are_of_the_sums_of_all_parts(is_symbol):
     """Each part goes back from what it gave to the sums, by the losses' gradients at these."""
     (x, gradient), reports = drawn(), []
     ours, given = made(WithLosses), x.clone().requires_grad_()
+    if is_symbol:
+        torch._dynamo.mark_dynamic(given, 0)
     y, loss, squares = compiled(ours, given, reports)
     assert reports[0].applied
     torch.autograd.backward([y, loss, squares], [gradient, None, None])

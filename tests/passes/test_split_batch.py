@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import (
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
-from moe_compile.graph.query import is_all_to_all, is_integer
+from moe_compile.graph.query import expression_of, is_all_to_all, is_integer
 from moe_compile.journal.reasons import Reason
 from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed, Transposed
 from tests.capacity_layers import GShardEinsum
@@ -203,12 +203,99 @@ def test_collectives_that_are_not_followed_are_refused(fake_ranks, block):
     assert len(skipped) == 1
 
 
-def test_sizes_that_are_not_known_are_said_to_be(fake_ranks):
-    x = drawn()
-    torch._dynamo.mark_dynamic(x, 0)
+def of_any_size(x, dim=0, **bounds):
+    torch._dynamo.mark_dynamic(x, dim, **bounds)
+    return x
+
+
+def sizes_of_parts(gm):
+    rows = [n for n in gm.graph.nodes if is_all_to_all(n) and not is_integer(n)]
+    sent = [n.all_input_nodes[0].meta["example_value"].shape[0] for n in rows[:2]]
+    return [str(expression_of(size)) for size in reversed(sent)]
+
+
+@pytest.mark.parametrize("dims", [(0,), (0, 1)])
+def test_a_batch_of_any_size_is_cut_by_its_size(fake_ranks, dims):
+    """Of sequences of any length too; neither is a number of this compilation."""
+    x = drawn(7)
+    for dim in dims:
+        of_any_size(x, dim)
+    gm, skipped, compilation = verdicts(OfAnyLength(GroupedExperts, torch.bfloat16), x)
+    assert skipped == []
+    assert len(compilation.regions) == 2
+    batch, *length = (str(n.target) for n in gm.graph.nodes if n.target in ("s77", "s27"))
+    rows = "*".join(["2", *length]) if length else str(2 * POSITIONS)
+    assert sizes_of_parts(gm) == [f"{rows}*((({batch} + 1)//2))", f"{rows}*(({batch}//2))"]
+
+
+class OfAnyLength(Block):
+    """A block without rotary positions, of which a buffer has as many as one compilation."""
+
+    def rotated(self, x):
+        return x
+
+
+def test_a_size_that_is_too_small_for_a_guard_is_a_constant(fake_ranks):
+    """Two parts of three sequences, one of which has a single one."""
+    x = drawn(3)
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    gm, skipped, _ = verdicts(Block(GroupedExperts, torch.bfloat16), x)
+    assert skipped == []
+    assert sizes_of_parts(gm) == [str(4 * POSITIONS), str(2 * POSITIONS)]
+
+
+@pytest.mark.parametrize(
+    ("size", "bounds", "detail"),
+    [
+        (3, {}, "a size marked as dynamic, below 4"),
+        (8, {"min": 3, "max": 9}, "a bound below 4 for 2 parts"),
+    ],
+)
+def test_what_a_program_says_of_a_size_is_kept(fake_ranks, size, bounds, detail):
+    """A guard that breaks what the program says of its sizes would be an error of torch's."""
+    x = of_any_size(drawn(size), **bounds)
     _, skipped, compilation = verdicts(Block(GroupedExperts, torch.bfloat16), x)
+    assert skipped == [Reason.BATCH_TOO_SMALL]
+    assert detail in compilation.rewrites[0]
+    bounded = of_any_size(drawn(8), min=4, max=9)
+    assert verdicts(Block(GroupedExperts, torch.bfloat16), bounded)[1] == []
+
+
+class ByHalves(Block):
+    """Sequences of the first half, and of the second, side by side: an even number of them."""
+
+    def forward(self, x):
+        halves = x.view(2, -1, POSITIONS, WIDTH).transpose(0, 1).reshape(x.shape)
+        return super().forward(halves)
+
+
+class TimesSize(Block):
+    def forward(self, x):
+        return super().forward(x) * len(x)
+
+
+class BySizeOfWhole(Block):
+    """Reads a size off what runs in parts, for a constant that is made for all of them."""
+
+    def attend(self, x):
+        return super().attend(x) * torch.full((x * 2).shape, 2.0, dtype=x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("block", "detail"),
+    [
+        (ByHalves, "a size is not known when compiling"),
+        (TimesSize, "a size is not known when compiling"),
+        (BySizeOfWhole, "a size of the whole"),
+    ],
+)
+def test_what_is_computed_of_the_size_of_a_batch_is_refused(fake_ranks, block, detail):
+    plain = verdicts(block(GroupedExperts, torch.bfloat16), of_any_size(drawn(8)), batch_parts=1)
+    x = of_any_size(drawn(8))
+    gm, skipped, compilation = verdicts(block(GroupedExperts, torch.bfloat16), x)
     assert skipped == [Reason.BATCH_LOST]
-    assert "a size is not known when compiling" in compilation.rewrites[0]
+    assert detail in compilation.rewrites[0]
+    assert len(gm.graph.nodes) == len(plain[0].graph.nodes)
 
 
 def test_experts_with_a_capacity_drop_what_is_too_much_of_the_whole_batch(fake_ranks):

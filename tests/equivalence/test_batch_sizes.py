@@ -1,0 +1,76 @@
+"""A batch whose size is a symbol runs in parts, as one of a number does: bit for bit accumulation.
+
+Steps of several sizes, on ranks that may have unequal ones, by programs compiled for any size.
+"""
+
+import pytest
+import torch
+
+from moe_compile.report.process_report import REPORT
+from passes.replay.batch_parts import part_sizes
+from tests.batch_layers import Block, Counted, Recomputed
+from tests.dispatch_layers import InOrder, InOrderWeighted
+from tests.equivalence.test_batch_parts import accumulated, drawn, state_of
+from tests.layers import GroupedExperts
+
+
+def run_steps(rank, build, parts, sizes, is_marked, options):
+    """Return what differs from accumulation, by step, and regions of each program compiled."""
+    torch._dynamo.reset()
+    model, layer = build
+    dtype = torch.bfloat16
+    eager, compiled_model = model(layer, dtype), model(layer, dtype)
+    options = {"megamoe.batch_parts": parts, "megamoe.codegen": "fx", **options}
+    first = len(REPORT.compilations)
+    compiled = torch.compile(compiled_model, backend="megamoe", fullgraph=True, options=options)
+    differing = []
+    for step, size in enumerate(sizes[rank]):
+        x, gradient = (t.roll(step, -1) for t in drawn(rank, size, dtype))
+        given = x.clone().requires_grad_()
+        if is_marked:
+            torch._dynamo.mark_dynamic(given, 0)
+        for one in (eager, compiled_model):
+            one.zero_grad()
+        expected = accumulated(eager, x, gradient, part_sizes(size, parts))
+        y = compiled(given)
+        y.backward(gradient)
+        found = dict(state_of(compiled_model, given, y))
+        names = (name for name, tensor in found.items() if not torch.equal(tensor, expected[name]))
+        differing += [(step, name) for name in names]
+    return differing, [len(made.regions) for made in REPORT.compilations[first:]]
+
+
+def check(pool, build, parts, sizes, *, is_marked=False, **options):
+    settings = {"strict": True, "chunks": 1, "equal_tokens": sizes[0] == sizes[1]} | options
+    settings = {f"megamoe.{name}": value for name, value in settings.items()}
+    found = pool.run(run_steps, build, parts, sizes, is_marked, settings)
+    for rank, (differing, regions) in enumerate(found):
+        assert not differing, f"rank {rank}: {differing}"
+        assert {*regions} == {parts}
+    return [len(regions) for _, regions in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [GroupedExperts, InOrder, InOrderWeighted, Counted])
+def test_one_program_runs_batches_of_several_sizes(two_ranks, layer):
+    """The second size is compiled for any; three sequences are too few not to be a constant."""
+    sizes = [(4, 6, 5, 9, 3)] * 2
+    assert check(two_ranks, (Block, layer), 2, sizes) == [3, 3]
+
+
+def test_a_size_that_is_marked_is_compiled_once(two_ranks):
+    """Parts of unequal size too."""
+    sizes = [(5, 4)] * 2
+    assert check(two_ranks, (Block, GroupedExperts), 2, sizes, is_marked=True) == [1, 1]
+
+
+@pytest.mark.slow
+def test_what_is_checkpointed_is_of_any_size(two_ranks):
+    sizes = [(7, 6, 8)] * 2
+    assert check(two_ranks, (Recomputed, GroupedExperts), 3, sizes, is_marked=True) == [1, 1]
+
+
+@pytest.mark.slow
+def test_ranks_have_other_sizes_and_compile_in_other_steps(two_ranks):
+    sizes = [(4, 4, 7, 3), (4, 5, 2, 8)]
+    check(two_ranks, (Block, GroupedExperts), 2, sizes)
