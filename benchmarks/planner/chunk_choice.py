@@ -87,8 +87,9 @@ def cells() -> list[tuple[ModelShape, int]]:
 
 def layers(wanted: Sequence[tuple[ModelShape, int]] | None = None) -> Iterator[PlannedLayer]:
     """Return the layers of models on numbers of ranks; of all `cells` unless told which."""
-    groups = {num: fake_group(num) for num in RANKS}
-    for shape, num_ranks in cells() if wanted is None else wanted:
+    wanted = cells() if wanted is None else wanted
+    groups = {num: fake_group(num) for num in {num for _, num in wanted}}
+    for shape, num_ranks in wanted:
         graph = capture_layer(shape, groups[num_ranks], TOKENS)
         (region,), _ = find_moe_regions(graph)
         proof = prove_rows_independent(region)

@@ -14,6 +14,7 @@ Pseudo-code
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after
     an exchange in two hops: what `hop_times` says, in its parts, each hop on its link
+    chunks are equal unless their loads are stated: rows, sent rows and weights of each
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Final
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.rewrite_costs import ORDER_KERNELS
-from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, run_tasks
+from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, TaskTimeline, run_tasks
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.hop_times import HopTasks, goes_in_hops
 
@@ -38,19 +39,40 @@ ROW_PASSES: Final = 2.0
 """Over bytes that are moved: read, written."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What one chunk has of an even rank's whole region."""
+
+    rows: float
+    """Of the rows, as this rank computes them."""
+    sent: float
+    """Of the rows, as the exchange lasts: those of the rank that has most of them."""
+    weights: float
+    """Of the weights."""
+
+
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says."""
+    return sum(fastest(tasks, rates).total_us for tasks in tasks_of(work, candidate, rates))
+
+
+def tasks_of(
+    work: RegionWork, candidate: Candidate, rates: Rates, loads: Sequence[Load] = ()
+) -> list[Sequence[Task]]:
+    """Return the tasks of the forward, then the backward; `loads` are of each chunk.
+
+    Loads change how long tasks take, not which there are.
+    """
     work = work.by_dispatch(candidate.dispatch)
-    phases = (_Phase(work, one, candidate, rates) for one in work.phases)
-    return sum(_fastest_us(phase.tasks(), rates) for phase in phases)
+    return [_Phase(work, one, candidate, rates, tuple(loads)).tasks() for one in work.phases]
 
 
-def _fastest_us(tasks: Sequence[Task], rates: Rates) -> float:
-    """Return the time in the better of two orders: a scheduler has more, and takes the fastest."""
+def fastest(tasks: Sequence[Task], rates: Rates) -> TaskTimeline:
+    """Return the better of two orders: a scheduler has more, and takes the fastest."""
     slower = rates.contention, rates.overlap_slowdown
     of_node = rates.intra_node_overlap_slowdown
     runs = (run_tasks(tasks, *slower, priority, node_slowdown=of_node) for priority in Priority)
-    return min(run.total_us for run in runs)
+    return min(runs, key=lambda run: run.total_us)
 
 
 @dataclass(slots=True)
@@ -61,6 +83,7 @@ class _Phase:
     work: tuple[Work, ...]
     candidate: Candidate
     rates: Rates
+    loads: tuple[Load, ...] = ()
     made: TaskList = field(default_factory=TaskList)
     of_work: dict[int, dict[int, int]] = field(default_factory=dict)
     """Work -> chunk, or WHOLE -> the task others need."""
@@ -161,24 +184,30 @@ class _Phase:
     def _add(self, index: int, chunk: int) -> int:
         work = self.work[index]
         needs = self._needs(work, chunk)
-        share = 1.0
-        if chunk != WHOLE and not self._is_owned(work):
-            share /= self.candidate.num_chunks
-        rows = share * (self.region.imbalance if work.is_chunked else 1.0)
+        load = self._load(work, chunk)
         if work.exchange:
             if index == self.sorts:
                 needs = [self._sort(needs)]
-            return self._add_exchange(work, needs, rows)
-        weights = work.weight_bytes
+            return self._add_exchange(work, needs, load.sent)
+        weights, rows = work.weight_bytes, load.rows
         if chunk != WHOLE:
             if self._slices(work):
-                weights *= share
+                weights *= load.weights
             elif work.makes_gradient:
                 weights *= 1.0 + GRADIENT_SUM
         us = self.rates.compute_us(
             work.operations * rows, work.nbytes * rows + weights, work.num_kernels
         )
         return self.made.add(work.name, us, needs)
+
+    def _load(self, work: Work, chunk: int) -> Load:
+        """Return the share of `work` that a task of it has."""
+        is_shared = chunk != WHOLE and not self._is_owned(work)
+        if self.loads and work.is_chunked and not self._is_owned(work):
+            return self.loads[0 if chunk == WHOLE else chunk]
+        share = 1.0 / self.candidate.num_chunks if is_shared else 1.0
+        rows = share * (self.region.imbalance if work.is_chunked else 1.0)
+        return Load(rows=rows, sent=rows, weights=share)
 
     @property
     def _is_forward(self) -> bool:

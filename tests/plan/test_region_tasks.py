@@ -9,7 +9,7 @@ from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.rewrite_costs import ORDER_KERNELS
 from moe_compile.cost.tasks import LINK, Priority, Task, run_tasks
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.region_tasks import price_us
+from moe_compile.plan.region_tasks import Load, price_us, tasks_of
 from tests.region_works import mirrored
 
 UNIT = Rates(  # 1 us per 1e6 operations, 1e3 bytes in memory, 1e3 bytes on the link
@@ -117,3 +117,19 @@ def test_a_price_lets_chunks_follow_one_another():
         Work(name="combine", needs=(2,), link_bytes=60e3, exchange="combine", is_chunked=True),
     )
     assert price_us(there_and_back(works), TWO, UNIT) == pytest.approx(80 + 80)
+
+
+def test_chunks_take_as_long_as_their_loads_say():
+    work = region(link_us=0.0, experts_us=100.0, weight_bytes=40e3)
+    halves = [Load(rows=0.5, sent=0.5, weights=0.5)] * 2
+    uneven = [Load(rows=0.25, sent=0.3, weights=0.75), Load(rows=0.85, sent=0.9, weights=0.25)]
+    assert tasks_of(work, TWO, UNIT, halves) == tasks_of(work, TWO, UNIT)
+    forward, _ = tasks_of(region(), TWO, UNIT, uneven)
+    assert [t.us for t in forward if t.stream == LINK] == pytest.approx([30, 90, 30, 90])
+    heavy, _ = tasks_of(work, TWO, UNIT, uneven)  # weights of 40 us: 0.75 of them outlast 25 rows
+    assert [t.us for t in heavy if t.name == "experts"] == pytest.approx([30, 85])
+    (whole, *_), _ = [
+        [t.us for t in tasks if t.name == "experts"]
+        for tasks in tasks_of(work, Candidate(), UNIT, [Load(rows=1.5, sent=2.0, weights=1.0)])
+    ]
+    assert whole == pytest.approx(150)
