@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
-from moe_compile.option_checks import check_choice, check_number, check_share, check_slices
+from moe_compile.option_checks import check_choice, check_chunk_by, check_number, check_share
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "chunks": (1,),
+    "chunk_edges": ("even",),
     "batch_parts": (1, "auto"),
     "dispatch": ("all_to_all", "auto"),
     "dispatch_wire": ("same", "auto"),
@@ -61,6 +62,10 @@ class MegaMoEConfig:
     gives every chunk a share of each expert's rows, for ranks with few local experts: weight
     gradients are then summed over chunks, and in float32 and float64 outputs round differently too
     (docs/wire.md#chunks-of-tokens)."""
+    chunk_edges: Literal["even", "load"] = "even"
+    """Where chunks of experts begin and end. "even": as many experts in each. "load": about as many
+    rows, by the counts of every step, for routing that stays uneven; no bit changes, and one small
+    all-gather of counts is added (docs/planner.md#uneven-routing-and-chunks-by-load)."""
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
     one part run while rows of another travel. A parameter's gradient is the sum over parts, as
@@ -166,7 +171,7 @@ class MegaMoEConfig:
         check_number("chunks", self.chunks)
         check_number("attention_chunks", self.attention_chunks)
         check_number("batch_parts", self.batch_parts)
-        check_slices(self.hop_slices, self.chunk_by)
+        check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.attention_split != "none" and self.attention_chunks == 1:

@@ -21,9 +21,17 @@ def check_number(name: str, chunks: object) -> None:
         )
 
 
-def check_slices(slices: object, chunk_by: str) -> None:
-    """Raise InvalidConfig as `check_number`, and where `chunks` is the number of slices."""
+def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
+    """Raise InvalidConfig as `check_number`, and for what chunks of tokens do not have.
+
+    There `chunks` is the number of slices, and no chunk of experts has `edges`.
+    """
     check_number("hop_slices", slices)
+    if edges != "even" and chunk_by == "tokens":
+        raise InvalidConfig(
+            f'megamoe.chunk_edges is {edges!r}, with chunk_by = "tokens", whose chunks have rows '
+            "of all experts; leave out one of the two"
+        )
     if slices not in ("auto", 1) and chunk_by == "tokens":
         raise InvalidConfig(
             f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '

@@ -5,8 +5,8 @@ Contract
     Provides  REWRITTEN.
     Keeps     every value outside the regions, every side effect, one count exchange and one bulk
               host read per region whatever the number of chunks, beside reads whose integers
-              others need before it. Values change no bit but where the plan says so: see
-              `passes/planned`.
+              others need before it; where edges follow from counts, one gather of counts.
+              Values change no bit but where the plan says so: see `passes/planned`.
 
 All new forms are emitted first: until then each reads what the model's own form read, a count that
 two regions share, or another region's result. Then readers are told to read the new results.
@@ -100,9 +100,12 @@ def _emit_experts(
         dispatches, combines, instead = divided.hops, divided.combines, divided.instead
     else:
         num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
+        rank = _rank_in(region.group) if one.plan.by_load else None
         for sort in one.proof.reordered:
             make_stable(sort)
-        chunks = emit_chunks(region, one.proof, num, around, dependence, by_tokens=by_tokens)
+        chunks = emit_chunks(
+            region, one.proof, num, around, dependence, by_tokens=by_tokens, rank_by_load=rank
+        )
         dispatches, combines = chunks.dispatches, chunks.combines
         instead = chunks.instead
     state.launches[region.name] = {"dispatch": tuple(dispatches), "combine": tuple(combines)}

@@ -46,9 +46,9 @@ CELLS: Final = (
     ("deepseek-v3", 64, "h100"),
 )
 SEEDS: Final = range(4)
-COUNT_BYTES: Final = 8
+COUNT_BYTES: Final = 4
 AGREEING_KERNELS: Final = 8.0
-"""That make edges of the sums of counts, before the first exchange."""
+"""That make edges of all ranks' counts, before the first exchange."""
 Way = Callable[[Sequence[float], int], Groups]
 EVEN: Final = "even ranges"
 BY_LOAD: Final = "ranges by load"
@@ -115,8 +115,10 @@ class _Priced:
         """Return what it takes to agree on chunks, and to copy weights that lie in no ranges."""
         if way in (EVEN, WHOLE):
             return 0.0
-        sums = 2 * self.rates.link_us(self.num_experts * COUNT_BYTES)  # there, and back as sums
-        us = sums + self.rates.compute_us(0.0, 0.0, AGREEING_KERNELS)
+        sent = (self.rates.num_ranks - 1) * self.num_experts * COUNT_BYTES
+        us = self.rates.link_us(sent, is_gather=True) + self.rates.compute_us(
+            0.0, 0.0, AGREEING_KERNELS
+        )
         if way != BY_LOAD:
             weights = sum(w.weight_bytes for w in self.work.forward if w.is_chunked)
             us += self.rates.compute_us(0.0, ROW_PASSES * weights, 1)

@@ -153,6 +153,12 @@ class Reason(enum.Enum):
     ONE_EXPERT = "one local expert: nothing to split by", Kind.NOT_POSSIBLE
     CLAMPED = "more chunks asked for than there are local experts", Kind.NOT_POSSIBLE
 
+    EXPERTS_NAMED = (
+        "its experts are written out one by one, or pad their groups: which of them a chunk has "
+        "must be known when compiling",
+        Kind.NOT_POSSIBLE,
+    )
+
     # experts and attention alike
     RANDOM = "it draws random numbers", Kind.UNPROVEN
     MUTATED_MEANWHILE = (
@@ -268,7 +274,7 @@ class Reason(enum.Enum):
     GATHERED = "its tokens are all-gathered: each crosses to every rank", Kind.NOT_POSSIBLE
     TWO_HOPS = (
         "dispatched in two hops: by torch's collectives, in eight bits only where a wire says it, "
-        "in parts only where their number is given",
+        "in parts only where their number is given, in chunks of as many experts each",
         Kind.NOT_POSSIBLE,
     )
 

@@ -25,6 +25,8 @@ class ExpertsPlan:
     """Chunks it runs in; where tokens are gathered, slices of tokens."""
     by_tokens: bool = False
     """Whether a chunk has a share of every expert's rows; else the rows of some experts."""
+    by_load: bool = False
+    """Whether which experts a chunk has follows from the rows they have."""
     dispatch: str = "all_to_all"
     """What moves the tokens, as the option names it."""
     is_exact: bool = True

@@ -150,6 +150,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     left, chunks = dict(one.left), one.left.get("chunks")
     remarks = [chunks.reason.value] if chunks and isinstance(one.proof, RowProof) else []
     remarks += [Bound.BY_TOKENS.value] if plan.by_tokens and not plan.is_divided else []
+    remarks += _edges(one)
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
@@ -187,6 +188,13 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
         remarks=tuple(remarks),
         to_do=changes_for(verdict.reason for verdict in left.values()),
     )
+
+
+def _edges(one: PlannedExperts) -> list[str]:
+    if one.plan.by_load:
+        return ["each step's counts say which experts a chunk has: about as many rows in each"]
+    why = one.left.get("chunk_edges")
+    return [f"as many experts in each chunk: {why.why}"] if why is not None else []
 
 
 def _verdict(one: PlannedExperts) -> str:

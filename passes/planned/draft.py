@@ -29,6 +29,10 @@ class Draft:
     num_slices: int = 1
     """Of hop 1, beside chunks of experts."""
     not_chunked: Reason | None = None
+    by_load: bool = False
+    """Whether edges of chunks follow from the rows that experts have."""
+    even_edges: Reason | None = None
+    """Why they do not, though asked for."""
     decision: Decision | None = None
     not_priced: str = ""
     costs: DispatchCosts | None = None
@@ -64,6 +68,8 @@ class Draft:
     def refuse(self, refused: Refused) -> None:
         """Leave the region whole."""
         self.proof, self.num_chunks = refused, 1
+        if self.by_load:
+            self.by_load, self.even_edges = False, Reason.NOT_PROVEN
         left = NotFound(reason=Reason.NOT_PROVEN, detail=refused.reason.value)
         if self.gathered is not None:
             self.gathered, self.not_gathered = None, left

@@ -41,6 +41,8 @@ from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
+from passes.planned.chunk_checks import check_chunks
+from passes.planned.chunk_edges import decide_edges
 from passes.planned.dividing import dividing
 from passes.planned.draft import Draft
 from passes.planned.gathered_work import gathered_work
@@ -59,10 +61,7 @@ from passes.planned.hopping import (
     hopping_of,
     shape_of_hops,
 )
-from passes.planned.whole_experts import find_mixing
 from passes.planned.wires import plan_wires
-from passes.replay.gradient_paths import chunk_without_gradient
-from passes.replay.masked_replay import experts_of_chunks
 
 
 def plan_experts(
@@ -83,7 +82,8 @@ def plan_experts(
             draft.num_chunks, draft.num_slices, draft.not_chunked = parts
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
-            _check_gradients(draft, draft.proof, state.config, dependence)
+        decide_edges(draft, state.config)
+        check_chunks(draft, state.config, dependence)
     after = _examine_together(drafts, state.config)
     in_force = modes(graph)
     return tuple(_planned(draft, state.config, in_force) for draft in drafts), after.dead
@@ -163,26 +163,6 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
         state.config, draft.region, draft.decision
     )
-
-
-def _check_gradients(
-    draft: Draft, proof: RowProof, config: MegaMoEConfig, dependence: Dependence
-) -> None:
-    """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
-    if draft.num_chunks == 1:
-        return
-    region, by_tokens = draft.region, config.chunk_by == "tokens"
-    bounds = experts_of_chunks(region, draft.num_chunks, by_tokens=by_tokens)
-    mixing = find_mixing(region, proof, bounds, by_tokens=by_tokens)
-    if mixing is not None:
-        draft.refuse(mixing)
-        return
-    chunk = chunk_without_gradient(region, proof, bounds, dependence)
-    if chunk is not None:
-        detail = f"chunk {chunk} of {draft.num_chunks}"
-        draft.refuse(
-            Refused(candidate=region.name, reason=Reason.NO_GRADIENT, detail=detail, is_region=True)
-        )
 
 
 def _examine_together(drafts: Sequence[Draft], config: MegaMoEConfig) -> Aftermath:
@@ -267,6 +247,7 @@ def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Expe
         num_local_experts=region.num_local_experts,
         num_chunks=draft.num_chunks,
         by_tokens=config.chunk_by == "tokens" and draft.num_chunks > 1,
+        by_load=draft.by_load,
         dispatch="all_to_all" if gathered is None else "all_gather",
         is_exact=gathered is None or gathered.is_exact,
         num_tokens=known_rows(found.tokens) if found is not None else 0,
@@ -290,6 +271,8 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:
         why["chunks"] = NotFound(reason=draft.not_chunked)
+    if draft.even_edges is not None:
+        why["chunk_edges"] = NotFound(reason=draft.even_edges)
     name, where = draft.region.name, draft.found.where
     return {
         option: judged(

@@ -4,7 +4,8 @@ Contract
     What is emitted acts on each count by itself, so it commutes with exchanging counts and with
     summing them: every rank splits what it sends as its peers split what they receive.
 
-By experts, expert e goes to chunk `e * N // local experts`. By tokens, of the n rows of an expert
+By experts, expert e goes to chunk `e * N // local experts`, or by load to the one that the rows of
+its rank's experts say (`load_edges.py`). By tokens, of the n rows of an expert
 that one rank sends, chunk c takes rows `[n c // N, n (c + 1) // N)`.
 
 Worked example by tokens, N = 2, counts [3, 1]: chunk 0 takes [1, 0] rows, chunk 1 [2, 1].
@@ -22,6 +23,7 @@ import torch.fx as fx
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
 from moe_compile.regions.regions import MoERegion
+from passes.replay.load_edges import emit_load_edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class ChunkAxis:
     run_counts: fx.Node
     """Rows of each run, in the order in which the runs lie."""
     chunk_of_run: fx.Node
+    num_experts: fx.Node | None = None
+    """How many of this rank's experts each chunk has, `[N]`; None where that is settled."""
 
 
 def split_by_experts(
@@ -56,6 +60,18 @@ def split_by_experts(
     return ChunkAxis(inputs, emit.method("reshape", region.counts, -1), chunk_of)
 
 
+def split_by_load(emit: Emitter, region: MoERegion, num_chunks: int, rank: int) -> ChunkAxis:
+    """Emit counts zeroed for the experts of other chunks, whose edges follow from all counts."""
+    edges = emit_load_edges(emit, region, num_chunks, rank)
+    own = emit.method("repeat", edges.own, region.num_ranks)
+    inputs = tuple(
+        _masked(emit, region, {}, *(emit.call(operator.eq, of, c) for of in (edges.chunk_of, own)))
+        for c in range(num_chunks)
+    )
+    runs = emit.method("reshape", region.counts, -1)
+    return ChunkAxis(inputs, runs, edges.chunk_of, edges.num_experts)
+
+
 def split_by_tokens(emit: Emitter, region: MoERegion, num_chunks: int) -> ChunkAxis:
     """Emit each chunk's share of every count; a run is one expert's rows of one chunk."""
     inputs: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_chunks)]
@@ -76,15 +92,21 @@ def _up_to(emit: Emitter, counts: fx.Node, chunk: int, num_chunks: int) -> fx.No
 
 
 def _masked(
-    emit: Emitter, region: MoERegion, instead: Mapping[fx.Node, fx.Node], mask: fx.Node
+    emit: Emitter,
+    region: MoERegion,
+    instead: Mapping[fx.Node, fx.Node],
+    mask: fx.Node,
+    own: fx.Node | None = None,
 ) -> dict[fx.Node, fx.Node]:
+    """Emit counts where `mask` is set for the expert of a rank, and of this rank's, `own`."""
     env = {}
     for node in (region.counts, region.received_counts):
         tensor = tensor_of(node)
         assert tensor is not None
         size = region.num_ranks * region.num_local_experts
         repeats = tensor.numel() // size  # all-gathered counts hold every rank's vector
-        flat = mask if repeats == 1 else emit.method("repeat", mask, repeats)
+        one = own if own is not None and node is region.received_counts else mask
+        flat = one if repeats == 1 else emit.method("repeat", mask, repeats)
         shaped = emit.method("to", emit.method("view", flat, *tensor.shape), tensor.dtype)
         env[node] = emit.call(operator.mul, instead.get(node, node), shaped)
     return env

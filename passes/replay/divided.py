@@ -210,7 +210,7 @@ def _run_experts(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) -> l
     """Emit the region's body on the rows of each chunk; return what each sends back."""
     region, proof = arrived.form.region, arrived.proof
     sliceable = proof.sliceable if arrived.axis is not None else ()
-    weights = split_weights(emit, sliceable, arrived.cut.chunks)
+    weights = split_weights(emit, sliceable, [len(c) for c in arrived.cut.chunks])
     back = {region.combine, *waits_on(region.combine)}
     body = [node for node in region.row_side if node not in back]
     sent, results = region.combine.all_input_nodes[0], []

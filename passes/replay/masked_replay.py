@@ -11,7 +11,8 @@ Contract
 A region is f(rows, counts). The same nodes run once per chunk on the chunk's rows and on the
 chunk's part of the counts; a correct region is right for any counts, so nothing need be known
 about the experts. Exchanging counts and taking parts of them commute (chunk_axis.py), so the one
-count exchange serves all chunks.
+count exchange serves all chunks. Which experts a chunk has may follow from the counts of all ranks
+(load_edges.py): the host reads how many beside the sizes, and weights are split by that.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from passes.replay.autocast import AutocastEmitter
-from passes.replay.chunk_axis import split_by_experts, split_by_tokens
+from passes.replay.chunk_axis import ChunkAxis, split_by_experts, split_by_load, split_by_tokens
 from passes.replay.chunk_reads import read_chunks
 from passes.replay.prune import prune_other_experts
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.row_order import emit_row_order
-from passes.replay.weight_slices import slice_to_chunk, split_weights
+from passes.replay.weight_slices import slice_by_load, slice_to_chunk, split_weights
 
 
 def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
@@ -68,24 +69,28 @@ def emit_chunks(
     dependence: Dependence,
     *,
     by_tokens: bool = False,
+    rank_by_load: int | None = None,
 ) -> Chunked:
     """Emit the region in `num_chunks` chunks before its result.
 
     `dependence` is of the graph as it was before any region was emitted. `around` says where the
     host reads, and which host reads of the region others need: they join the bulk read. A chunk
-    holds whole experts or, `by_tokens`, a share of each's rows.
+    holds whole experts or, `by_tokens`, a share of each's rows. Which experts follows from the rows
+    they have where `rank_by_load` is given: this rank.
     What was the region before stays, for the caller to replace and to erase.
     """
     early, emit = AutocastEmitter(around.read_at), AutocastEmitter(region.result)
-    split = split_by_tokens if by_tokens else split_by_experts
-    axis = split(early, region, num_chunks)
-    bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens)
+    by_load = rank_by_load is not None
+    axis = _split(early, region, num_chunks, by_tokens, rank_by_load)
+    bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens, by_load=by_load)
     replays = [
         Replay(experts, env, prune_other_experts(region, proof, experts))
         for env, experts in zip(axis.inputs, bounds, strict=True)
     ]
     whole = Replay(range(region.num_local_experts), {})
-    rows_per_chunk = read_chunks(early, region, whole, replays, around, dependence).sent
+    others = None if axis.num_experts is None else (axis.num_experts, num_chunks)
+    reads = read_chunks(early, region, whole, replays, around, dependence, others=others)
+    rows_per_chunk, sizes = reads.sent, reads.others or [len(chunk) for chunk in bounds]
 
     order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
     parts = {
@@ -93,7 +98,7 @@ def emit_chunks(
         for sent in dict.fromkeys(one.sent for one in region.dispatched)
     }
     sliceable = () if by_tokens else proof.sliceable
-    weights = split_weights(emit, sliceable, bounds)
+    weights = split_weights(emit, sliceable, sizes)
     for c, replay in enumerate(replays):
         for sent, pieces in parts.items():
             replay.env[sent] = emit.call(operator.getitem, pieces, c)
@@ -102,7 +107,11 @@ def emit_chunks(
         for one in region.dispatched:
             replay.env[one.launch] = emit.copy(one.launch, replay.env)
     for c, replay in enumerate(replays):
-        slice_to_chunk(emit, region, proof, {g: weights[g][c] for g in sliceable}, replay)
+        own = {gemm: weights[gemm][c] for gemm in sliceable}
+        if by_load:
+            slice_by_load(emit, own, sizes, c, replay)
+        else:
+            slice_to_chunk(emit, region, proof, own, replay)
         emit_rest(emit, region.row_side, replay)
 
     instead = {node: whole.env[node] for node in around.served}
@@ -113,6 +122,14 @@ def emit_chunks(
         dispatches=tuple(replay.env[region.dispatch] for replay in replays),
         combines=tuple(replay.env[region.combine] for replay in replays),
     )
+
+
+def _split(
+    emit: Emitter, region: MoERegion, num_chunks: int, by_tokens: bool, rank_by_load: int | None
+) -> ChunkAxis:
+    if rank_by_load is not None:
+        return split_by_load(emit, region, num_chunks, rank_by_load)
+    return (split_by_tokens if by_tokens else split_by_experts)(emit, region, num_chunks)
 
 
 def emit_results(
@@ -138,8 +155,10 @@ def _joined(emit: Emitter, result: fx.Node, replays: Sequence[Replay]) -> fx.Nod
     return emit.method("squeeze", emit.call(torch.cat, columns), 1)
 
 
-def experts_of_chunks(region: MoERegion, num_chunks: int, *, by_tokens: bool) -> list[range]:
-    """Return the local experts of each chunk: by tokens, every chunk has rows of all."""
-    if by_tokens:
+def experts_of_chunks(
+    region: MoERegion, num_chunks: int, *, by_tokens: bool, by_load: bool = False
+) -> list[range]:
+    """Return the local experts that each chunk may have rows of: by tokens and by load, all."""
+    if by_tokens or by_load:
         return [range(region.num_local_experts)] * num_chunks
     return chunk_bounds(region.num_local_experts, num_chunks)

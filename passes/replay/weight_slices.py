@@ -13,6 +13,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
 from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.replayed import Replay
+from passes.replay.sizes import Size
 
 OFFSET_BYTES: Final = 4
 """Of one offset of a grouped product, an int32."""
@@ -21,9 +22,9 @@ ALIGNED_BYTES: Final = 16
 
 
 def split_weights(
-    emit: Emitter, sliceable: Iterable[fx.Node], bounds: Sequence[range]
+    emit: Emitter, sliceable: Iterable[fx.Node], sizes: Sequence[Size]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Emit the weight of each sliceable grouped GEMM in one piece per chunk.
+    """Emit the weight of each sliceable grouped GEMM in one piece per chunk, of so many experts.
 
     One split per GEMM: what the weight receives as its gradient from there is one concatenation,
     not a sum of padded pieces, and still a term of its own, added where the GEMM's was. It lies in
@@ -35,8 +36,8 @@ def split_weights(
         assert tensor is not None
         crossed = not tensor.is_contiguous()
         along = emit.method("transpose", weight, -2, -1) if crossed else weight
-        parts = emit.call(torch.split, along, [len(b) for b in bounds])
-        each = [emit.call(operator.getitem, parts, c) for c in range(len(bounds))]
+        parts = emit.call(torch.split, along, [*sizes])
+        each = [emit.call(operator.getitem, parts, c) for c in range(len(sizes))]
         pieces[gemm] = [emit.method("transpose", p, -2, -1) for p in each] if crossed else each
     return pieces
 
@@ -52,6 +53,22 @@ def slice_to_chunk(
     for gemm, weight in weights.items():
         padding = proof.padding.get(gemm, (0,) * region.num_local_experts)
         _slice(emit, gemm, weight, padding, replay)
+
+
+def slice_by_load(
+    emit: Emitter,
+    weights: Mapping[fx.Node, fx.Node],
+    sizes: Sequence[Size],
+    chunk: int,
+    replay: Replay,
+) -> None:
+    """Give each grouped GEMM of `chunk` the weights and offsets of its experts, so many as read."""
+    for gemm, weight in weights.items():
+        whole, offsets = gemm.args[1], gemm.kwargs["offs"]
+        assert isinstance(whole, fx.Node) and isinstance(offsets, fx.Node)
+        ends = emit.call(torch.split, replay.env[offsets], [*sizes])
+        sliced = emit.call(operator.getitem, ends, chunk)
+        replay.pruned.inputs[gemm] = {offsets: sliced, whole: weight}
 
 
 def _slice(

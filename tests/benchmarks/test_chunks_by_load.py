@@ -1,5 +1,6 @@
 """What chunks by load are predicted to gain: loads told by hand, and the table of the docs."""
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.tasks import COMPUTE, LINK, Task
 from moe_compile.hardware import load_profile
 from moe_compile.plan.region_tasks import fastest
+from tests.passes.test_load_edges import by_load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
@@ -43,6 +45,15 @@ def test_groups_of_experts_told_by_hand():
     assert ordered(even_ranges, "largest first")(rows, 3) == ((0, 1), (4, 5), (2, 3))
     assert ordered(even_ranges, "largest inside")(rows, 3) == ((2, 3), (0, 1), (4, 5))
     assert any_groups(rows, 2) == ((1, 3), (4, 0, 2, 5))
+
+
+def test_ranges_by_load_are_those_that_are_built():
+    draw = random.Random(0)
+    for _ in range(100):
+        rows = [draw.choice([0, 1, 5, 40]) for _ in range(draw.randint(2, 9))]
+        num = draw.randint(2, len(rows))
+        groups = ranges_by_load([float(n) for n in rows], num)
+        assert by_load(rows, num) == [c for c, group in enumerate(groups) for _ in group]
 
 
 def test_a_collective_waits_for_all_ranks_and_lasts_as_long_as_that_of_the_last():

@@ -1,0 +1,68 @@
+"""Chunks whose experts follow from the rows they have equal eager bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.strategies import Routing, moe_cases
+from tests.equivalence.test_layers import build, examples, inputs, one_case
+from tests.layers import FusedGateUp, GatheredCounts, GroupedExperts, SharedAndBias
+from tests.slow_parameters import slow_but
+
+
+def run_case(rank, case, style, codegen="fx"):
+    torch._dynamo.reset()
+    options = {
+        "megamoe.chunks": case.chunks,
+        "megamoe.chunk_edges": "load",
+        "megamoe.strict": True,
+        "megamoe.codegen": codegen,
+    }
+    return differing_tensors(lambda: build(case, style), inputs(case, rank), options)
+
+
+def check(pool, case, style):
+    for rank, differing in enumerate(pool.run(run_case, case, style)):
+        assert not differing, f"rank {rank}: {differing}"
+
+
+def case_of(style, *tokens, **changes):
+    """Return a case of five experts a rank in three chunks."""
+    return one_case(style, *tokens, num_experts=5 * len(tokens[0]), chunks=3, **changes)
+
+
+SHOWN = (Routing.SKEWED, Routing.FIRST_RANK)
+"""One expert with most rows; a rank without any."""
+
+
+@pytest.mark.parametrize("routing", slow_but(SHOWN, list(Routing)))
+def test_layers_in_chunks_by_load_equal_eager(two_ranks, routing):
+    check(two_ranks, case_of(GroupedExperts, (9, 14), (16, 3), routing=routing), GroupedExperts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", [FusedGateUp, SharedAndBias, GatheredCounts])
+def test_other_layers_in_chunks_by_load_equal_eager(two_ranks, style):
+    check(two_ranks, case_of(style, (9, 14), (16, 3), routing=Routing.SKEWED), style)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", [Routing.BALANCED, Routing.SKEWED])
+def test_four_ranks_agree_on_chunks_by_load(four_ranks, routing):
+    check(four_ranks, case_of(GroupedExperts, (5, 11, 1, 8), routing=routing), GroupedExperts)
+
+
+@pytest.mark.slow
+def test_generated_code_of_chunks_by_load_is_as_exact(two_ranks):
+    case = case_of(GroupedExperts, (9, 14), (16, 3), routing=Routing.SKEWED)
+    for rank, differing in enumerate(two_ranks.run(run_case, case, GroupedExperts, "inductor")):
+        assert not differing, f"rank {rank}: {differing}"
+
+
+@pytest.mark.exhaustive
+@given(data=st.data())
+@examples(8)
+def test_many_layers_in_chunks_by_load_equal_eager(two_ranks, data):
+    check(two_ranks, data.draw(moe_cases(2)), GroupedExperts)

@@ -1,0 +1,129 @@
+"""Chunks by load: every rank has about as many rows in each, all agree, and reports say so."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_compile.errors import InvalidConfig
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.query import is_launch, is_wait, tensor_of
+from moe_compile.journal.reasons import Reason
+from moe_compile.report.region_reports import region_report
+from passes.detect_regions import DetectRegions
+from passes.plan_regions import PlanRegions
+from passes.replay.chunk_axis import split_by_load
+from passes.rewrite_regions import RewriteRegions
+from tests.capture import dynamo_graphs, state
+from tests.equivalence.test_layers import examples
+from tests.layers import GatheredCounts, GroupedExperts, LoopExperts
+from tests.passes.test_chunk_axis import region_of, run
+from tests.proof.verdicts import LOCAL, layer_of, tokens
+
+RANKS = 2
+
+
+def by_load(rows, num_chunks):
+    """Return the chunk of each expert of a rank, found one after another."""
+    edges, before, local = [0], 0, len(rows)
+    middles = [sum(rows[:e]) + rows[e] / 2 for e in range(local)]
+    for chunk in range(1, num_chunks):
+        before = sum(middle < chunk * sum(rows) / num_chunks for middle in middles)
+        edges.append(min(max(before, edges[-1] + 1), local - num_chunks + chunk))
+    return [sum(edge <= e for edge in edges[1:]) for e in range(local)]
+
+
+@pytest.fixture(scope="module")
+def regions(fake_ranks):
+    return {style: region_of(style, fake_ranks) for style in (GroupedExperts, GatheredCounts)}
+
+
+def shares(region, everyone, num_chunks, rank):
+    """Return the axis of `rank`, and what it computes, where all ranks send `everyone`."""
+    axis = split_by_load(Emitter(region.result), region, num_chunks, rank)
+    received = everyone[:, rank * LOCAL : (rank + 1) * LOCAL]
+    if tensor_of(region.received_counts).numel() > received.numel():
+        received = everyone
+    known = {
+        node: value.reshape(tensor_of(node).shape)
+        for node, value in ((region.counts, everyone[rank]), (region.received_counts, received))
+    }
+    for node in region.result.graph.nodes:
+        if is_wait(node) and is_launch(launch := node.args[0]) and tensor_of(launch) is None:
+            known[node] = everyone.reshape(-1).int()
+    parts = [{n: run(part[n], known) for n in part} for part in axis.inputs]
+    return known, parts, run(axis.chunk_of_run, known), run(axis.num_experts, known)
+
+
+@pytest.mark.parametrize("style", [GroupedExperts, GatheredCounts])
+@given(data=st.data())
+@examples(25)
+def test_ranks_agree_on_ranges_of_about_as_many_rows(regions, style, data):
+    region, num_chunks = regions[style], data.draw(st.integers(2, LOCAL))
+    counts = st.integers(0, 9) | st.just(0) | st.integers(0, 200)
+    row = st.lists(counts, min_size=RANKS * LOCAL, max_size=RANKS * LOCAL)
+    everyone = torch.tensor(data.draw(st.lists(row, min_size=RANKS, max_size=RANKS)))
+    totals = everyone.sum(0).view(RANKS, LOCAL).tolist()
+    wanted = [by_load(rows, num_chunks) for rows in totals]
+    chunk_of = [chunk for of_rank in wanted for chunk in of_rank]
+    for rank in range(RANKS):
+        known, parts, chunk_of_run, num_experts = shares(region, everyone, num_chunks, rank)
+        assert chunk_of_run.tolist() == chunk_of
+        assert num_experts.tolist() == [wanted[rank].count(c) for c in range(num_chunks)]
+        assert min(num_experts) > 0
+        mine = torch.tensor(chunk_of)[rank * LOCAL : (rank + 1) * LOCAL]
+        for chunk, part in enumerate(parts):
+            received = part[region.received_counts].reshape(RANKS, -1)
+            of = mine if received.shape[1] == LOCAL else torch.tensor(chunk_of)
+            whole = known[region.received_counts].reshape(RANKS, -1)
+            assert torch.equal(received, whole * (of == chunk))
+            sent = known[region.counts].reshape(-1) * (torch.tensor(chunk_of) == chunk)
+            assert torch.equal(part[region.counts].reshape(-1), sent)
+
+
+def planned(layer, **options):
+    (gm,) = dynamo_graphs(layer, tokens(layer.router.dtype))
+    ours = state(chunk_edges="load", **options)
+    DetectRegions().run(gm.graph, ours)
+    PlanRegions().run(gm.graph, ours)
+    RewriteRegions().run(gm.graph, ours)
+    (one,) = ours.experts
+    said = " ".join(region_report(one, "all_to_all").remarks)
+    return one, said, gm.graph
+
+
+def test_a_region_runs_in_chunks_by_load_with_one_host_read(fake_ranks):
+    one, said, graph = planned(layer_of(GroupedExperts, fake_ranks), chunks=2)
+    assert one.plan.by_load and one.num_host_reads == 1 and "chunk_edges" not in one.left
+    assert "each step's counts say which experts a chunk has" in said
+    gathers = [n for n in graph.nodes if "all_gather" in str(n.target)]
+    assert len(gathers) == 1
+    (_, _, gathered) = planned(layer_of(GatheredCounts, fake_ranks), chunks=2)
+    as_written = [n for n in gathered.nodes if "all_gather" in str(n.target)]
+    assert len(as_written) == 1  # its own
+
+
+@pytest.mark.parametrize(
+    ("style", "dtype", "options", "reason"),
+    [
+        (LoopExperts, torch.bfloat16, {"chunks": 2}, Reason.EXPERTS_NAMED),
+        (LoopExperts, torch.float64, {"chunks": 2}, Reason.NOT_PROVEN),
+        (GroupedExperts, torch.bfloat16, {"chunks": LOCAL}, Reason.ALREADY_DONE),
+        (GroupedExperts, torch.bfloat16, {"chunks": 1}, Reason.ONE_CHUNK),
+        (
+            GroupedExperts,
+            torch.bfloat16,
+            {"dispatch": "all_gather", "equal_tokens": True},
+            Reason.GATHERED,
+        ),
+    ],
+)
+def test_edges_stay_even_with_a_reason(fake_ranks, style, dtype, options, reason):
+    one, said, _ = planned(layer_of(style, fake_ranks, dtype), **options)
+    assert not one.plan.by_load and one.left["chunk_edges"].reason is reason
+    assert f"as many experts in each chunk: {reason.value}" in said
+
+
+def test_chunks_of_tokens_have_no_edges():
+    with pytest.raises(InvalidConfig, match="leave out one of the two"):
+        state(chunk_edges="load", chunk_by="tokens")
