@@ -154,8 +154,8 @@ class Reason(enum.Enum):
     CLAMPED = "more chunks asked for than there are local experts", Kind.NOT_POSSIBLE
 
     EXPERTS_NAMED = (
-        "its experts are written out one by one, or pad their groups: which of them a chunk has "
-        "must be known when compiling",
+        "its experts are written out one by one, or their groups are padded unlike: which of them "
+        "a chunk has must be known when compiling",
         Kind.NOT_POSSIBLE,
     )
 

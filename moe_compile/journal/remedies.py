@@ -119,8 +119,8 @@ _EXPERTS: Final = {
     "host says; or send rows to their experts and back by all-to-alls",
     Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
     Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
-    Reason.EXPERTS_NAMED: "compute all experts by grouped products whose groups hold their rows "
-    "alone, or leave megamoe.chunk_edges at 'even'",
+    Reason.EXPERTS_NAMED: "compute all experts by grouped products whose groups are padded alike, "
+    "or leave megamoe.chunk_edges at 'even'",
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",
     Reason.MUTATED_MEANWHILE: "write it after the result is back, or write to a copy",
     Reason.STATE_CHANGES: "let one grad mode and one autocast, by `with` statements, hold for all "

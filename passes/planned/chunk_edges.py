@@ -32,5 +32,5 @@ def _why_even(draft: Draft) -> Reason | None:
         return Reason.ALREADY_DONE
     proof = draft.proof
     named = proof.expert_rows or proof.writes or proof.whole
-    padded = any(any(padding) for padding in proof.padding.values())
-    return Reason.EXPERTS_NAMED if named or padded else None
+    unlike = any(len(set(padding)) > 1 for padding in proof.padding.values())
+    return Reason.EXPERTS_NAMED if named or unlike else None

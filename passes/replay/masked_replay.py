@@ -109,7 +109,7 @@ def emit_chunks(
     for c, replay in enumerate(replays):
         own = {gemm: weights[gemm][c] for gemm in sliceable}
         if by_load:
-            slice_by_load(emit, own, sizes, c, replay)
+            slice_by_load(emit, proof, own, sizes, c, replay)
         else:
             slice_to_chunk(emit, region, proof, own, replay)
         emit_rest(emit, region.row_side, replay)

@@ -24,6 +24,7 @@ import torch.fx as fx
 from moe_compile.graph.effects import is_pure
 from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.regions import MoERegion, RowProof
+from passes.replay.sizes import Size
 
 CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 
@@ -38,7 +39,7 @@ class Pruned:
     """Concatenation -> the inputs it goes without."""
     inputs: dict[fx.Node, dict[fx.Node, fx.Node]] = field(default_factory=dict)
     """Node -> inputs it reads instead of the chunk's copies."""
-    without_rows: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    without_rows: dict[fx.Node, tuple[Size, Size]] = field(default_factory=dict)
     """Node of rows -> how many of the first and of the last it is not given; their results are 0,
     and nothing depends on them."""
 

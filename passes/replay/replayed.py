@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
@@ -21,7 +22,7 @@ from moe_compile.regions.new_order import Part
 from moe_compile.regions.regions import MoERegion
 from passes.replay.host_reads import BulkRead
 from passes.replay.prune import Pruned
-from passes.replay.sizes import name_inferred_size
+from passes.replay.sizes import Size, name_inferred_size
 
 
 @dataclass(slots=True)
@@ -82,14 +83,24 @@ def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
 
 
 def _copy_without_rows(
-    emit: Emitter, node: fx.Node, env: dict[fx.Node, Any], before: int, behind: int
+    emit: Emitter, node: fx.Node, env: dict[fx.Node, Any], before: Size, behind: Size
 ) -> fx.Node:
     """Emit `node` for its rows but the first and the last ones; put zeros where they would be."""
     rows = node.args[0]
     assert isinstance(rows, fx.Node)
-    inner = emit.call(operator.getitem, env[rows], slice(before, -behind if behind else None))
-    copied = _copy_for_chunk(emit, node, {**env, rows: inner})
-    padded = emit.call(F.pad, copied, (0, 0, before, behind))
+    if isinstance(before, int) and isinstance(behind, int):
+        inner = emit.call(operator.getitem, env[rows], slice(before, -behind if behind else None))
+        copied = _copy_for_chunk(emit, node, {**env, rows: inner})
+        padded = emit.call(F.pad, copied, (0, 0, before, behind))
+    else:  # Inductor lowers no padding, and no slice from the end, by a size of run time
+        left = emit.call(torch.sym_sum, [before, behind])
+        own = emit.call(operator.sub, emit.method("size", env[rows], 0), left)
+        pieces = emit.call(torch.split, env[rows], [before, own, behind])
+        inner = emit.call(operator.getitem, pieces, 1)
+        copied = _copy_for_chunk(emit, node, {**env, rows: inner})
+        width = emit.method("size", copied, 1)
+        ends = [emit.method("new_zeros", copied, size, width) for size in (before, behind)]
+        padded = emit.call(torch.cat, [ends[0], copied, ends[1]])
     recompute_between(copied, [padded])
     return padded
 

@@ -13,7 +13,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
 from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.replayed import Replay
-from passes.replay.sizes import Size
+from passes.replay.sizes import Size, times
 
 OFFSET_BYTES: Final = 4
 """Of one offset of a grouped product, an int32."""
@@ -57,18 +57,33 @@ def slice_to_chunk(
 
 def slice_by_load(
     emit: Emitter,
+    proof: RowProof,
     weights: Mapping[fx.Node, fx.Node],
     sizes: Sequence[Size],
     chunk: int,
     replay: Replay,
 ) -> None:
-    """Give each grouped GEMM of `chunk` the weights and offsets of its experts, so many as read."""
+    """Give each grouped GEMM of `chunk` the weights and offsets of its experts, so many as read.
+
+    Groups of other experts have as many rows each, of `proof.padding`, and are left out as below.
+    """
     for gemm, weight in weights.items():
         whole, offsets = gemm.args[1], gemm.kwargs["offs"]
         assert isinstance(whole, fx.Node) and isinstance(offsets, fx.Node)
-        ends = emit.call(torch.split, replay.env[offsets], [*sizes])
-        sliced = emit.call(operator.getitem, ends, chunk)
+        ends, unit = replay.env[offsets], max(proof.padding.get(gemm, ()), default=0)
+        before = _padded(emit, sizes[:chunk], unit)
+        behind = _padded(emit, sizes[chunk + 1 :], unit)
+        if before:
+            ends = emit.call(operator.sub, ends, before)
+        sliced = emit.call(operator.getitem, emit.call(torch.split, ends, [*sizes]), chunk)
         replay.pruned.inputs[gemm] = {offsets: sliced, whole: weight}
+        if before or behind:
+            replay.pruned.without_rows[gemm] = (before, behind)
+
+
+def _padded(emit: Emitter, sizes: Sequence[Size], unit: int) -> Size:
+    """Return the rows without an expert's in so many groups."""
+    return times(emit, emit.call(torch.sym_sum, [*sizes]), unit) if unit and sizes else 0
 
 
 def _slice(

@@ -33,7 +33,22 @@ def computed(function, layer, x):
     return [output.detach(), mine.grad, *local]
 
 
-def run(rank, indices, chunks, tokens):
+def generated(rank, tokens):
+    """Return which tensors generated code makes alike in even chunks and in chunks by load."""
+    kernel = importlib.import_module("torchtitan.models.moe.utils")
+    titan_layer = importlib.import_module("tests.proof.titan_layer")
+    kernel.generate_permute_indices = titan_layer.permute_indices
+    x, made = torch.randn(tokens[rank], WIDTH).to(torch.bfloat16), []
+    for edges in ("even", "load"):
+        torch._dynamo.reset()
+        layer = layer_on(rank)
+        options = {"megamoe.chunks": 2, "megamoe.strict": True, "megamoe.chunk_edges": edges}
+        compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+        made.append(computed(compiled, layer, x))
+    return [torch.equal(a, b) for a, b in zip(*made, strict=True)]
+
+
+def run(rank, indices, chunks, tokens, edges="even"):
     """Return which tensors of a step are those of eager."""
     kernel = importlib.import_module("torchtitan.models.moe.utils")
     titan_layer = importlib.import_module("tests.proof.titan_layer")
@@ -41,6 +56,7 @@ def run(rank, indices, chunks, tokens):
     torch._dynamo.reset()
     eager, other = layer_on(rank), layer_on(rank)
     options = {"megamoe.chunks": chunks, "megamoe.codegen": "fx", "megamoe.strict": True}
+    options["megamoe.chunk_edges"] = edges
     compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
     x = torch.randn(tokens[rank], WIDTH).to(torch.bfloat16)
     both = zip(computed(eager, eager, x), computed(compiled, other, x), strict=True)
@@ -66,4 +82,23 @@ def pool():
 )
 def test_a_chunk_with_its_own_weights_alone_has_eagers_bits(pool, indices, chunks, tokens):
     for same in pool.run(run, indices, chunks, tokens):
+        assert all(same), same
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens"),
+    [
+        (2, (2048, 1500)),
+        pytest.param(3, (700, 5), marks=pytest.mark.slow),
+        pytest.param(2, (0, 9), marks=pytest.mark.slow),
+    ],
+)
+def test_so_has_one_whose_experts_follow_from_their_rows(pool, chunks, tokens):
+    for same in pool.run(run, "permute_indices", chunks, tokens, "load"):
+        assert all(same), same
+
+
+@pytest.mark.slow
+def test_generated_code_makes_the_same_of_even_chunks_and_of_chunks_by_load(pool):
+    for same in pool.run(generated, (48, 31)):
         assert all(same), same

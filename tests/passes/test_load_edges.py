@@ -18,7 +18,7 @@ from tests.capture import dynamo_graphs, state
 from tests.equivalence.test_layers import examples
 from tests.layers import GatheredCounts, GroupedExperts, LoopExperts
 from tests.passes.test_chunk_axis import region_of, run
-from tests.proof.verdicts import LOCAL, layer_of, tokens
+from tests.proof.verdicts import LOCAL, layer_of
 
 RANKS = 2
 
@@ -82,7 +82,9 @@ def test_ranks_agree_on_ranges_of_about_as_many_rows(regions, style, data):
 
 
 def planned(layer, **options):
-    (gm,) = dynamo_graphs(layer, tokens(layer.router.dtype))
+    width = layer.router.shape[0]
+    x = torch.randn(32, width, dtype=layer.router.dtype, requires_grad=True)
+    (gm,) = dynamo_graphs(layer, x)
     ours = state(chunk_edges="load", **options)
     DetectRegions().run(gm.graph, ours)
     PlanRegions().run(gm.graph, ours)
@@ -122,6 +124,15 @@ def test_edges_stay_even_with_a_reason(fake_ranks, style, dtype, options, reason
     one, said, _ = planned(layer_of(style, fake_ranks, dtype), **options)
     assert not one.plan.by_load and one.left["chunk_edges"].reason is reason
     assert f"as many experts in each chunk: {reason.value}" in said
+
+
+def test_groups_that_are_padded_alike_follow_loads(fake_ranks, monkeypatch):
+    titan_layer = pytest.importorskip("tests.proof.titan_layer", reason="needs torchtitan")
+    indices = "torchtitan.models.moe.utils.generate_permute_indices"
+    monkeypatch.setattr(indices, titan_layer.permute_indices)
+    layer = titan_layer.TitanExperts(64, 48, 8, 2, fake_ranks, True).to(torch.bfloat16)
+    one, _, _ = planned(layer, chunks=2)
+    assert one.plan.by_load and all(map(any, one.proof.padding.values()))
 
 
 def test_chunks_of_tokens_have_no_edges():
