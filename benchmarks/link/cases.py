@@ -30,6 +30,8 @@ class BlockCase(Case):
     heads: int = 16
     kv_heads: int = 8
     blocks: int = 1
+    rank_load: float = 1.0
+    """Rows of the fullest rank, the first, over the mean of ranks; the others have as many each."""
 
     def __post_init__(self) -> None:
         """Refuse what some plan cannot divide."""
@@ -88,33 +90,25 @@ STACKS: Final = tuple(
     replace(case, name=case.name.replace("parts", "blocks"), blocks=2) for case in PARTS
 )
 """Two blocks to a graph."""
-QUARTERS: Final = BlockCase(name="quarters-2", num_ranks=2, tokens=2048, batch=8, experts=8)
-"""Four whole sequences on each rank."""
+QUARTERS: Final = tuple(
+    replace(PARTS[0], name=f"quarters-{ranks}{suffix}", num_ranks=ranks, batch=4 * ranks,
+            experts=4 * ranks, blocks=2, rank_load=load)
+    for load, suffix in ((1.0, ""), (1.3, "-load-1.3"))
+    for ranks in (2, 4)
+)  # fmt: skip
+"""Two blocks to a graph, four whole sequences of 512 on each rank."""
 DISPATCHES: Final = tuple(
     Case(name=f"top-{k}", num_ranks=4, tokens=1024, experts=16, top_k=k) for k in range(1, 5)
 )
 """Rows exchanged are k / n of the tokens gathered: 1/4 to as many."""
+TWO_NODES: Final = NodesCase(
+    name="nodes-2x2", num_ranks=4, num_local=2, tokens=512, experts=32, top_k=8
+)
 NODES: Final = (
-    NodesCase(name="nodes-2x2", num_ranks=4, num_local=2, tokens=512, experts=32, top_k=8),
-    NodesCase(name="nodes-2x4", num_ranks=8, num_local=4, tokens=256, experts=32, top_k=8),
-    NodesCase(
-        name="nodes-2x2-shared-expert",
-        num_ranks=4,
-        num_local=2,
-        tokens=512,
-        experts=32,
-        top_k=8,
-        shared_expert=True,
-    ),
-    NodesCase(
-        name="nodes-2x2-one-adapter",
-        num_ranks=4,
-        num_local=2,
-        tokens=512,
-        experts=32,
-        top_k=8,
-        shares_adapter=True,
-    ),
+    TWO_NODES,
+    replace(TWO_NODES, name="nodes-2x4", num_ranks=8, num_local=4, tokens=256),
+    replace(TWO_NODES, name="nodes-2x2-shared-expert", shared_expert=True),
+    replace(TWO_NODES, name="nodes-2x2-one-adapter", shares_adapter=True),
 )
 """Two nodes: a token's eight rows need both, all but seldom. As many rows for each expert."""
 FOUR_RANKS: Final = Case(name="four-ranks", num_ranks=4, tokens=1024, experts=16)
@@ -150,11 +144,11 @@ class Preset:
     cases: tuple[Case, ...]
     variants: tuple[str, ...]
     """Names in benchmarks/link/variants.py; the baseline must be among them."""
-    control_rounds: int
+    control_rounds: int = 20
     """Rounds at infinite bandwidth; at least 20, since every bar leans on this ratio."""
-    rounds: int
+    rounds: int = 11
     """Rounds at each ratio."""
-    timeout_s: float
+    timeout_s: float = 1800.0
     """For which no rank may do nothing; ten times that for one case, compilation included."""
     ratios: tuple[str, ...] = tuple(RATIOS)
     told: str = EVEN
@@ -168,6 +162,21 @@ class Preset:
         if self.baseline not in self.variants:
             raise ValueError(f"variants must include {self.baseline!r}")
 
+
+PARTS_PRESET: Final = Preset(
+    cases=PARTS,
+    variants=(
+        PARTS_BASELINE,
+        PARTS_REORDERED,
+        "dp+a2a N=1",
+        "dp+a2a N=2",
+        "dp+a2a parts",
+        "dp+a2a parts N=2",
+    ),
+    ratios=("2:1", "1:1", "1:2"),
+    baseline=PARTS_BASELINE,
+    reordered=PARTS_REORDERED,
+)
 
 PRESETS: Final[Mapping[str, Preset]] = {
     "quick": Preset(
@@ -230,29 +239,22 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "tp+ag/rs N=2",
             "sp+ag/rs N=2",
         ),
-        control_rounds=20,
-        rounds=11,
-        timeout_s=1800.0,
         ratios=("2:1", "1:1", "1:2"),
         baseline=BLOCK_BASELINE,
         reordered=BLOCK_REORDERED,
     ),
-    "parts": Preset(
-        cases=PARTS,
-        variants=(
-            PARTS_BASELINE,
-            PARTS_REORDERED,
-            "dp+a2a N=1",
-            "dp+a2a N=2",
-            "dp+a2a parts",
-            "dp+a2a parts N=2",
-        ),
-        control_rounds=20,
-        rounds=11,
-        timeout_s=1800.0,
-        ratios=("2:1", "1:1", "1:2"),
-        baseline=PARTS_BASELINE,
-        reordered=PARTS_REORDERED,
+    "parts": PARTS_PRESET,
+    "blocks": replace(
+        PARTS_PRESET,
+        cases=STACKS,
+        variants=(PARTS_BASELINE, PARTS_REORDERED, "dp+a2a N=2", "dp+a2a parts"),
+        ratios=("1:1", "1:2"),
+    ),
+    "quarters": replace(
+        PARTS_PRESET,
+        cases=QUARTERS,
+        variants=(PARTS_BASELINE, PARTS_REORDERED, "dp+a2a N=2", "dp+a2a parts", "dp+a2a 4 parts"),
+        ratios=("1:1", "1:2"),
     ),
     "nodes": Preset(
         cases=NODES,
@@ -271,31 +273,8 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "rounded experts N=4",
             "rounded tokens N=2",
         ),
-        control_rounds=20,
-        rounds=11,
-        timeout_s=1800.0,
         ratios=("1:2",),
         told="1:2",
-    ),
-    "blocks": Preset(
-        cases=STACKS,
-        variants=(PARTS_BASELINE, PARTS_REORDERED, "dp+a2a N=2", "dp+a2a parts"),
-        control_rounds=20,
-        rounds=11,
-        timeout_s=1800.0,
-        ratios=("1:1", "1:2"),
-        baseline=PARTS_BASELINE,
-        reordered=PARTS_REORDERED,
-    ),
-    "quarters": Preset(
-        cases=(QUARTERS,),
-        variants=(PARTS_BASELINE, PARTS_REORDERED, "dp+a2a parts", "dp+a2a 4 parts"),
-        control_rounds=20,
-        rounds=11,
-        timeout_s=1800.0,
-        ratios=("1:1", "1:2"),
-        baseline=PARTS_BASELINE,
-        reordered=PARTS_REORDERED,
     ),
     "dispatch": Preset(
         cases=DISPATCHES,
@@ -308,9 +287,6 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "ag/rs exact N=2",
             "ag/rs worst N=2",
         ),
-        control_rounds=20,
-        rounds=11,
-        timeout_s=1800.0,
         ratios=("1:1", "1:2"),
     ),
 }

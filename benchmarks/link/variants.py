@@ -139,7 +139,7 @@ OF_PARTS: Final = (
         plan=EXPERTS_ALONE,
         backend="megamoe",
         options={**_split(1, 1), "megamoe.batch_parts": 4},
-        rivals=("dp+a2a parts",),
+        rivals=("dp+a2a N=2",),
     ),
 )
 """Two parts of the batch, with and without two chunks of the experts, and four parts."""

@@ -22,6 +22,8 @@ LEAN: Final = 8.0
 """Standard deviations by which a chosen expert's logit exceeds the others', before the norm."""
 SPREAD: Final = 0.25
 """Of the leanings of one token, relative: its scores differ."""
+HALVINGS: Final = 20
+"""Of the interval that holds what tokens like the first rank better by: to a millionth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +74,35 @@ def make_block(case: BlockCase, dtype: torch.dtype) -> WholeBlock:
     }
     shape = (case.sequence, case.batch)
     likes = torch.rand(*shape, case.experts, generator=generator)
-    chosen = likes >= likes.topk(case.top_k, dim=-1).values[..., -1:]
+    chosen = _chosen(likes, case)
     leaning = LEAN * (1.0 + SPREAD * likes) * chosen
     return WholeBlock(
         weights=weights,
         tokens=(normal(*shape, width) + leaning @ router.T).to(dtype),
         grad=normal(*shape, width).to(dtype),
     )
+
+
+def _chosen(likes: torch.Tensor, case: BlockCase) -> torch.Tensor:
+    """Return which experts each token goes to, `[S, B, E]`: those that it likes best.
+
+    All like the experts of the first rank better by as much as gives it its load.
+    """
+    asked = case.rank_load / case.num_ranks
+    first = torch.arange(case.experts) < case.experts // case.num_ranks
+
+    def chosen(more: float) -> torch.Tensor:
+        liked = likes + more * first
+        return liked >= liked.topk(case.top_k, dim=-1).values[..., -1:]
+
+    if case.rank_load == 1.0:
+        return chosen(0.0)
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        more = (low + high) / 2
+        share = float(chosen(more)[..., first].sum()) / float(chosen(more).sum())
+        low, high = (more, high) if share < asked else (low, more)
+    return chosen(high)
 
 
 def run_reference(case: BlockCase, block: WholeBlock, dtype: torch.dtype) -> WholeStep:

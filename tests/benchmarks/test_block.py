@@ -9,6 +9,7 @@ from benchmarks.link.block import replicated_names
 from benchmarks.link.cases import BlockCase, Plan
 from benchmarks.link.subjects import BlockSubjects
 from benchmarks.link.variants import EXPERTS_ALONE, named_variants
+from benchmarks.link.whole_block import make_block
 from moe_compile.report.process_report import REPORT
 
 PLANS = [Plan(attention=a, experts=e) for a in ("tp", "sp") for e in ("tp", "a2a")]
@@ -60,6 +61,19 @@ def test_two_ranks_compute_what_one_would(two_ranks, plan):
 
 def test_two_blocks_compute_what_one_rank_would(two_ranks):
     check(two_ranks.run(run_eagerly, 2, EXPERTS_ALONE, 2, 2), blocks=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_fullest_rank_has_the_load_that_was_asked_for(ranks):
+    case = BlockCase(
+        name="load", num_ranks=ranks, tokens=512, batch=2 * ranks, width=64, experts=4 * ranks,
+        rank_load=1.3,
+    )  # fmt: skip
+    whole = make_block(case, torch.float32)
+    _, chosen = (whole.tokens @ whole.weights["router"]).topk(case.top_k, dim=-1)
+    rows = torch.bincount(chosen.flatten(), minlength=case.experts).view(ranks, -1).sum(1)
+    assert float(rows[0] / rows.float().mean()) == pytest.approx(1.3, rel=0.01)
+    assert float(rows[1:].max() / rows[1:].min()) < 1.2
 
 
 @pytest.mark.slow
