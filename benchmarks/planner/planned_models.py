@@ -27,36 +27,7 @@ from passes.normalize_exchanges import NormalizeExchanges
 from torchtitan_integration.dry_run.attention import fused_attention
 
 MOST_RANKS: Final = 64
-QWEN3: Final = "Qwen3 technical report (arXiv 2505.09388), table 2; widths from the model's card"
-QWEN3_MODELS: Final = (
-    ModelShape(
-        name="qwen3-235b",
-        source=QWEN3,
-        num_layers=94,
-        width=4096,
-        num_heads=64,
-        heads_per_kv=16,
-        expert_width=1536,
-        num_experts=128,
-        top_k=8,
-        vocab_size=151936,
-        seq_len=4096,
-    ),
-    ModelShape(
-        name="qwen3-30b",
-        source=QWEN3,
-        num_layers=48,
-        width=2048,
-        num_heads=32,
-        heads_per_kv=8,
-        expert_width=768,
-        num_experts=128,
-        top_k=8,
-        vocab_size=151936,
-        seq_len=4096,
-    ),
-)
-SHAPES: Final = (*TABLE_2, MODELS["deepseek-v3"], *QWEN3_MODELS)
+SHAPES: Final = (*TABLE_2, *(MODELS[name] for name in ("deepseek-v3", "qwen3-235b", "qwen3-30b")))
 """The models of MegaScale-MoE's table 2, and three with many small experts."""
 
 

@@ -19,6 +19,7 @@ from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_
 from moe_compile.simulator.layer_time import time_layer
 from moe_compile.simulator.layouts import check_layouts
 from moe_compile.simulator.models import MODELS
+from moe_compile.simulator.part_shares import find_part_shares
 from moe_compile.simulator.scenario import (
     DEFAULT_FIT,
     default_fit,
@@ -28,7 +29,7 @@ from moe_compile.simulator.scenario import (
 )
 from moe_compile.simulator.step import Setting
 
-TABLES: Final = ("megascale", "waterfall", "bounds")
+TABLES: Final = ("megascale", "waterfall", "bounds", "parts")
 OURS: Final[Sequence[str]] = ("2 chunks of experts", "2 chunks of tokens")
 """megamoe's own schedule: of experts where a rank has more than one."""
 OURS_BETWEEN: Final[Sequence[str]] = (
@@ -133,6 +134,8 @@ def _table(known: argparse.Namespace) -> dict[str, Any]:
         return _waterfall(known)
     if known.table == "bounds":
         return _bounds(known)
+    if known.table == "parts":
+        return _part_shares(known)
     main = [checks.check_table_3(), checks.check_table_5()]
     others = [
         checks.check_speedups(),
@@ -169,6 +172,13 @@ def _bounds(known: argparse.Namespace) -> dict[str, Any]:
         title = f"Bounds on {profile.name}, fit {fit}"
         tables.print_bounds(bounds, title, tables.new_console())
     return {"cluster": profile.name, "fit": fit, "rows": tables.as_data(bounds)}
+
+
+def _part_shares(known: argparse.Namespace) -> dict[str, Any]:
+    rows = find_part_shares(known.cluster, known.fit)
+    if not known.json:
+        tables.print_part_shares(rows, known.cluster, tables.new_console())
+    return {"cluster": known.cluster, "fit": known.fit, "rows": tables.as_data(rows)}
 
 
 def _setting(known: argparse.Namespace) -> Setting:

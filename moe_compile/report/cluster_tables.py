@@ -19,6 +19,7 @@ from rich.table import Table
 from moe_compile.report.explain import LOG_WIDTH
 from moe_compile.simulator.checks import Check, Row
 from moe_compile.simulator.explain import Bound, Change
+from moe_compile.simulator.part_shares import PartShares
 from moe_compile.simulator.scenario import Prediction
 
 NOTE: Final = "Predicted by formulas; nothing was run."
@@ -148,6 +149,27 @@ def print_bounds(bounds: Sequence[Bound], title: str, console: Console) -> None:
     console.print(
         f"{NOTE} One layer, forward and backward. Schedules in % of the ideal: with bf16 rows, "
         "and with fp8 rows. over TP: tensor parallelism, nothing overlapped, over the ideal."
+    )
+
+
+def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console) -> None:
+    """Print how near parts of the batch come to free collectives."""
+    table = Table(title=f"Parts of the batch on {cluster}, rows in fp8", box=SIMPLE_HEAD)
+    for heading in ("model", "way", "products"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("link %", *rows[0].shares, "limit", "packed apart"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        shares = (*row.shares.values(), row.limit, row.with_packing)
+        link = f"{row.exchange_percent:.0f}"
+        figures = (f"{share:.1f}" for share in shares)
+        table.add_row(row.model, row.way, row.products, link, *figures)
+    console.print(table)
+    console.print(
+        f"{NOTE} One layer, forward and backward, in % of the same with free collectives; as many "
+        "sequences a rank as parts; megamoe's own operators are priced. blocks: layers scheduled "
+        "as one. link: collectives over compute. limit: of the last, what no order of the same "
+        "kernels exceeds. packed apart: the last, were rows packed by kernels of their own."
     )
 
 

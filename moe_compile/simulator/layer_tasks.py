@@ -11,6 +11,7 @@ Pseudo-code
               per chunk: dispatch, experts, combine; shared experts beside; sum
               in two hops `hop_tasks.py` has what stands for dispatch or combine
     backward  the mirror image; rebuilt rows and activations depend on no gradient
+    blocks of one graph follow one another, part by part
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class LayerTasks:
     label: str = ""
     """Put before every name: the number of a part of the batch."""
 
-    def add_forward(self) -> None:
-        """Add the forward of the layer."""
+    def add_forward(self, behind: list[int] | None = None) -> int:
+        """Add the forward of the layer, of what the tasks `behind` made; return its last task."""
         costs = self.costs
-        norm = self._add("norm", costs.norm_us())
+        norm = self._add("norm", costs.norm_us(), behind)
         heads = costs.has_heads
         near = self._near
         qkv = self._pair("qkv", costs.qkv_us(), costs.before_attention_us(), heads, [norm], near)
@@ -63,12 +64,15 @@ class LayerTasks:
             ends = [combine.end_sums(ends)]
         if costs.model.num_shared:
             ends.append(self._add("shared experts", costs.shared_us(), [router]))
-        self._add("sum", costs.residual_us(), ends)
+        return self._add("sum", costs.residual_us(), ends)
 
-    def add_backward(self) -> None:
-        """Add the backward of the layer."""
+    def add_backward(self, behind: list[int] | None = None, *, is_last: bool = True) -> int:
+        """Add the backward of the layer, of the gradient that `behind` made; return its last task.
+
+        Only behind the last layer of a graph does anything wait for weight gradients.
+        """
         costs = self.costs
-        start = self._add("sum'", costs.residual_us(2))
+        start = self._add("sum'", costs.residual_us(2), behind)
         needed = [start]
         leaves: list[int] = []
         if costs.model.num_shared:
@@ -90,7 +94,9 @@ class LayerTasks:
             self._add_gradients(1.0, "", activations, leaves)
         elif self._is_cut:
             leaves.append(self._add("join dW", costs.joined_gradient_us(), list(leaves)))
-        self._backward_attention([*needed, *ends], leaves)
+        qkv = self._backward_attention([*needed, *ends], leaves)
+        us = BACKWARD_NORM * costs.norm_us()
+        return self._add("norm'", us, [qkv, *leaves] if is_last else [qkv])
 
     def _chunk(
         self, number: int, start: int, dispatch: HopTasks | None, combine: HopTasks | None
@@ -157,7 +163,8 @@ class LayerTasks:
             return self._add("rebuild'", us, [arrived])
         return self._pair("rebuild'", us, costs.dispatch_us(), True, [start])
 
-    def _backward_attention(self, needed: list[int], leaves: list[int]) -> None:
+    def _backward_attention(self, needed: list[int], leaves: list[int]) -> int:
+        """Add what comes before the router, but for the first norm; return its last task."""
         costs, heads = self.costs, self.costs.has_heads
         us = BACKWARD_NORM * (costs.norm_us() + costs.router_us())
         router = self._add("norm, router'", us, needed)
@@ -172,7 +179,7 @@ class LayerTasks:
         if heads and not self._hides:  # Megatron gathers the norm's output again for the gradient
             gathered.append(self._add("gather again", before, [router], self._near))
         leaves.append(self._add("qkv dW", costs.qkv_gradient_us(), gathered))
-        self._add("norm'", BACKWARD_NORM * costs.norm_us(), [qkv, *leaves])
+        return qkv
 
     def _pair(
         self,

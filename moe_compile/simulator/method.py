@@ -92,6 +92,8 @@ class Method:
     2, those of tokens slices of both hops, for whose rows experts wait."""
     batch_parts: int = 1
     """Parts of the micro-batch, whole sequences, of which one computes while another travels."""
+    blocks_per_graph: int = 1
+    """Layers whose forward, or backward, is scheduled as one."""
     replays_chunks: bool = False
     """Whether operators of their own find the rows of chunks and join slices of weight gradients,
     as the compiler's rewrite does; else kernels find their chunk in place."""
@@ -112,7 +114,8 @@ class Method:
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for numbers that cannot be."""
-        for name in ("ranks", "expert_ranks", "expert_slices", "num_chunks", "batch_parts"):
+        counts = ("ranks", "expert_ranks", "expert_slices", "num_chunks", "batch_parts")
+        for name in (*counts, "blocks_per_graph"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} is {getattr(self, name)}; write 1 or more")
         if self.overlap is Overlap.CHUNKS and self.num_chunks == 1:

@@ -98,6 +98,7 @@ def find_model(name: str) -> ModelShape:
 
 MEGASCALE_TABLE_2: Final = "MegaScale-MoE (arXiv 2505.11432) table 2"
 FOLDING: Final = "MoE Parallel Folding (arXiv 2504.14960) table 1"
+QWEN3: Final = "Qwen3 technical report (arXiv 2505.09388), table 2; widths from the model's card"
 DEEPSEEK_V3_MLA: Final = (
     7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
 )
@@ -226,6 +227,32 @@ _SHAPES: Final = (
         dense_width=18432,
         max_nodes=4,
         vocab_size=129280,
+        seq_len=4096,
+    ),
+    ModelShape(
+        name="qwen3-235b",
+        source=QWEN3,
+        num_layers=94,
+        width=4096,
+        num_heads=64,
+        heads_per_kv=16,
+        expert_width=1536,
+        num_experts=128,
+        top_k=8,
+        vocab_size=151936,
+        seq_len=4096,
+    ),
+    ModelShape(
+        name="qwen3-30b",
+        source=QWEN3,
+        num_layers=48,
+        width=2048,
+        num_heads=32,
+        heads_per_kv=8,
+        expert_width=768,
+        num_experts=128,
+        top_k=8,
+        vocab_size=151936,
         seq_len=4096,
     ),
 )

@@ -60,6 +60,7 @@ def test_the_papers_tables_with_errors_as_json(capsys):
             ),
         ),
         (["--table", "bounds", "--cluster", "h200"], ("deepseek-moe-16b", "two-batches")),
+        (["--table", "parts", "--cluster", "h200"], ("qwen3-235b", "4 parts", "limit")),
         (
             ["--model", "deepseek-v3", "--cluster", "h100"],
             ("2048", "flat: sequential", "exact: 2 slices", "rounded: 2 parts 2 chunks", "MB far"),

@@ -1,11 +1,14 @@
 """Every figure of docs/cluster.md's tables is what the simulator computes."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from moe_compile.simulator import checks
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
+from moe_compile.simulator.method import Crossing
+from moe_compile.simulator.part_shares import costs_of, find_part_shares, share_of_bound
 from moe_compile.simulator.scenario import make_setting, predict, schedules
 from moe_compile.simulator.systems import shipped
 
@@ -88,3 +91,26 @@ def test_ways_between_nodes_are_what_is_computed():
             rate = one[name].tokens_per_s
             shown += [f"{rate / 1e3:,.0f}k", f"{rate / first:.2f}x"]
         assert rates == shown
+
+
+def test_the_shares_of_parts_are_what_is_computed():
+    table = rows("model, way, products")
+    for row in find_part_shares("h100"):
+        exchange, *shares = table.pop(f"{row.model}, {row.way}, {row.products}")
+        assert exchange == f"{row.exchange_percent:.0f}"
+        assert shares == [f"{x:.1f}" for x in (*row.shares.values(), row.limit, row.with_packing)]
+    assert table == {}
+
+
+def test_what_is_said_of_the_shares_is_what_is_computed():
+    text = " ".join(PAGE.split())
+    on_one_node = find_part_shares("h800")[:5]
+    *said, last = (f"{row.shares['2 parts, 4 blocks']:.1f}" for row in on_one_node)
+    assert f"two parts and four blocks reach {', '.join(said)} and {last} %" in text
+    assert f"its limit is {on_one_node[-1].limit:.1f} %" in text
+    for crossing in (Crossing.FLAT, Crossing.EXACT):
+        costs = costs_of("deepseek-v3", crossing, "bf16", "h100")
+        network = dataclasses.replace(costs.profile.network, contention=0.0)
+        profile = dataclasses.replace(costs.profile, network=network)
+        share = share_of_bound(dataclasses.replace(costs, profile=profile))
+        assert f'{share:.1f} % ("{crossing.value}")' in text
