@@ -5,6 +5,8 @@ Terms
     compute        plain Inductor's step on a link that takes no time.
     comm           its exchanges one after the other on the modelled link, no compute at all.
     own_comm       the same of a variant's own exchanges: plans of a block differ in bytes.
+    least          what a step takes at least in any order of its own kernels: of forward and of
+                   backward the longer of compute, as without a link, and exchanges.
     vs_*           median over rounds of this variant's time / that one's, in the same round.
 
 Of a block "inductor" is the preset's baseline, the block divided by heads and by slices of experts.
@@ -55,6 +57,9 @@ class Row:
     link_host_ms: float | None = None
     """CPU time of the emulator itself, part of `ms`."""
     own_comm_ms: float | None = None
+    forward_ms: float | None = None
+    """Of `ms`."""
+    least_ms: float | None = None
     exchanges: int | None = None
     wire_bytes: float | None = None
     """That crossed the link in one step; of two links, the one between nodes."""
@@ -156,15 +161,30 @@ def _row(job: Job, result: CaseResult, name: str, outcome: Outcome, ratio_name: 
         compile_from_cache=outcome.is_from_cache,
         relative_error=outcome.relative_error,
         has_bits=outcome.has_bits,
+        least_ms=1e3 * _least_s(outcome, samples[-1], result.rates.get(ratio_name, NO_LINK)),
         vs_best_same_wire=_against_best(result, name, ratio_name),
         **_against_rival(result, name, ratio_name),
         **_medians(samples, result.rates.get(ratio_name, NO_LINK)),
     )
 
 
+def _least_s(outcome: Outcome, sample: Sample, rate: LinkRate) -> float:
+    """Return the least time of a variant's step; see the module docstring."""
+    control = outcome.samples[NO_LINK_RATIO]
+    forward_s = statistics.median(s.forward_s for s in control)
+    backward_s = statistics.median(s.elapsed_s - s.forward_s for s in control)
+    crossings, num = sample.traffic.crossings, sample.forward_exchanges
+    there, back = (
+        sum(crossing.alone_s(rate) for crossing in phase)
+        for phase in (crossings[:num], crossings[num:])
+    )
+    return max(forward_s, there) + max(backward_s, back)
+
+
 def _medians(samples: list[Sample], rate: LinkRate) -> dict[str, Any]:
     return {
         "own_comm_ms": 1e3 * samples[-1].traffic.alone_s(rate),
+        "forward_ms": 1e3 * statistics.median(s.forward_s for s in samples),
         "waited_ms": 1e3 * statistics.median(s.traffic.waited_s for s in samples),
         "link_host_ms": 1e3 * statistics.median(s.traffic.host_s for s in samples),
         "exchanges": samples[-1].traffic.num_exchanges,

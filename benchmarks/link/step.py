@@ -31,6 +31,9 @@ class Sample:
     elapsed_s: float
     traffic: Traffic
     page_faults: int
+    forward_s: float = 0.0
+    """Of its time, the forward."""
+    forward_exchanges: int = 0
 
 
 class Stepper:
@@ -68,10 +71,18 @@ class Stepper:
         self._clock.align(largest(self._clock.now()))
         faults = _page_faults()
         began = self._clock.now()
-        forward(self._tokens).backward(self._grad)
+        out = forward(self._tokens)
+        forward_s, forward_exchanges = self._clock.now() - began, traffic.num_exchanges
+        out.backward(self._grad)
         elapsed_s = self._clock.now() - began
         faults = _page_faults() - faults
-        return Sample(elapsed_s=largest(elapsed_s), traffic=traffic, page_faults=faults)
+        return Sample(
+            elapsed_s=largest(elapsed_s),
+            traffic=traffic,
+            page_faults=faults,
+            forward_s=largest(forward_s),
+            forward_exchanges=forward_exchanges,
+        )
 
     def _clear(self) -> None:
         for tensor in (self._tokens, *self._parameters):

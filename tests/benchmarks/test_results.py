@@ -69,6 +69,18 @@ def test_a_rival_and_own_exchanges_are_told_beside_the_baseline():
     assert row["inductor", "1:1"].vs_rival is None
 
 
+def test_the_least_time_is_the_longer_of_the_two_in_forward_and_backward_each():
+    """0.5 s forward and 1.5 s backward; an exchange in each: 1.5 s and 0.5 s at 1:1."""
+    other = outcome(2.0, linked=4.0)
+    split = {"forward_s": 0.5, "forward_exchanges": 1}
+    other.samples = {k: [replace(s, **split) for s in v] for k, v in other.samples.items()}
+    row = rows(inductor=outcome(2.0, linked=4.0), other=other)
+    assert row["other", "1:1"].least_ms == 3000.0
+    assert row["other", "1:4"].least_ms == 6000.0  # 4.5 s of the forward's exchange
+    assert row["other", "inf"].least_ms == 2000.0
+    assert row["other", "1:1"].forward_ms == 500.0
+
+
 def test_only_the_ratios_of_the_preset_are_measured():
     preset = replace(PRESETS["quick"], ratios=("1:1",))
     measured = result(inductor=outcome(2.0, linked=4.0))
