@@ -2,13 +2,15 @@
 
 The block of the preset "parts" is traced on one rank, by itself or several to a graph, and its
 schedule priced by the rates of a recorded run of that preset. Nothing runs. The link is set so that
-exchanges take as long as compute, or twice. The floor is what forward and backward could take if
-each hid all it can: compute of one cannot run under exchanges of the other.
+exchanges of the same blocks and sequences, whole, take as long as their compute, or twice; times
+are held against the longer of those two, as overlap.py has it. The floor is what forward and
+backward could take if each hid all it can: compute of one cannot run under exchanges of the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -49,7 +51,9 @@ class Predicted:
     parts: int
     ratio: str
     compute_ms: float
+    """Of the same whole."""
     exchange_ms: float
+    """Of the same whole."""
     step_ms: float
     floor_ms: float
 
@@ -74,9 +78,12 @@ class _Traced(Exception):
     """All that was wanted of the compiler."""
 
 
-def predict(blocks: int, parts: int, profile: str, link_gb_per_s: float) -> list[dict[str, float]]:
+@functools.cache
+def predict(
+    blocks: int, parts: int, sequences: int, profile: str, link_gb_per_s: float
+) -> list[dict[str, float]]:
     """Return the measures of the forward and of the backward; needs a process group of two."""
-    case = BlockCase(name="", num_ranks=2, tokens=2048, batch=2 * max(SEQUENCES, parts), experts=8)
+    case = BlockCase(name="", num_ranks=2, tokens=2048, batch=2 * sequences, experts=8)
     module = Stack(Block(case, dist.group.WORLD, EXPERTS_ALONE) for _ in range(blocks)).to(DTYPE)
     for block in module.blocks:
         block.experts.router.data = block.experts.router.data.float()
@@ -94,7 +101,7 @@ def predict(blocks: int, parts: int, profile: str, link_gb_per_s: float) -> list
             batch_parts=parts, chunks=1, equal_tokens=True, codegen="fx", hardware=file.name
         )
         torch._dynamo.reset()
-        shape = (case.sequence, max(SEQUENCES, parts), case.width)
+        shape = (case.sequence, sequences, case.width)
         try:
             torch.compile(module, backend=backend, fullgraph=True)(
                 torch.zeros(shape, dtype=DTYPE, requires_grad=True)
@@ -115,30 +122,32 @@ def _with_link(profile: str, link_gb_per_s: float) -> str:
 
 
 def predictions(profile: str) -> Iterator[Predicted]:
-    """Yield every shape at every ratio; ratios are those of one block as it is written."""
-    fast, slow = (predict(1, 1, profile, rate) for rate in (1.0, 0.5))
-    compute_us = sum(one["compute_us"] for one in fast)
-    exchange_us, exchange_us_at_half = (
-        sum(one["exchange_us"] for one in whole) for whole in (fast, slow)
-    )
-    moving_us = exchange_us_at_half - exchange_us  # at 1 GB/s, without latencies
+    """Yield every shape at every ratio."""
     for ratio in ("1:1", "1:2"):
-        rate = moving_us / (compute_us / RATIOS[ratio] - (exchange_us - moving_us))
         for blocks, parts in SHAPES:
-            phases = predict(blocks, parts, profile, rate)
-            compute, exchange, exposed = (
-                sum(one[name] for one in phases) / 1e3
-                for name in ("compute_us", "exchange_us", "exposed_us")
-            )
+            sequences = max(SEQUENCES, parts)
+            compute, exchange, rate = _whole(blocks, sequences, profile, RATIOS[ratio])
+            phases = predict(blocks, parts, sequences, profile, rate)
             yield Predicted(
                 blocks=blocks,
                 parts=parts,
                 ratio=ratio,
                 compute_ms=compute,
                 exchange_ms=exchange,
-                step_ms=compute + exposed,
+                step_ms=sum(one["compute_us"] + one["exposed_us"] for one in phases) / 1e3,
                 floor_ms=sum(max(one["compute_us"], one["exchange_us"]) for one in phases) / 1e3,
             )
+
+
+def _whole(blocks: int, sequences: int, profile: str, ratio: float) -> tuple[float, float, float]:
+    """Return compute and exchanges of the whole in ms, and the GB/s of the link at the ratio."""
+    fast, slow = (predict(blocks, 1, sequences, profile, rate) for rate in (1.0, 0.5))
+    compute_us = sum(one["compute_us"] for one in fast)
+    at_full, at_half = (sum(one["exchange_us"] for one in whole) for whole in (fast, slow))
+    moving_us = at_half - at_full  # at 1 GB/s, without latencies
+    latencies_us = at_full - moving_us
+    exchange_us = compute_us / ratio
+    return compute_us / 1e3, exchange_us / 1e3, moving_us / (exchange_us - latencies_us)
 
 
 def main() -> None:
