@@ -22,6 +22,7 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, size_of
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit
+from moe_compile.graph.query import tensor_of
 from passes.replay.factor_pieces import Emits, Pieces
 from passes.replay.sized_emitter import SizedEmitter
 
