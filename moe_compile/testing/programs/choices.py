@@ -280,6 +280,7 @@ class Rewrite(enum.Enum):
     MODEL_RECOMPUTE = "recompute = model"
     FP8 = "dispatch_wire = fp8"
     TOKENS = "chunk_by = tokens"
+    BY_LOAD = "chunk_edges = load"
     GATHERED = "dispatch = all_gather"
     PADDED = "dispatch = all_gather, dispatch_padding = worst"
     HOPS = "nodes = exact, four ranks on two nodes"

@@ -17,6 +17,7 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
     Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
     Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
+    Rewrite.BY_LOAD: {"megamoe.chunk_edges": "load"},
     Rewrite.GATHERED: GATHERED,
     Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
     Rewrite.HOPS: {"megamoe.nodes": "exact"},
