@@ -14,7 +14,7 @@ from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
-from tests.slow_parameters import exhaustive_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 MIXING = (Within.ALL_MEAN, Within.ALL_SUM, Within.TURNED_BACK)
 
@@ -39,6 +39,11 @@ def test_steps_are_of_one_size_and_of_whole_sequences():
     assert other.tokens == ((5, 5),) and "\nPARTS, POSITIONS = 3, 1 " in source_of(other)
 
 
+def test_steps_of_single_tokens_may_be_of_any_size():
+    one = program(tokens=((5, 1), (7, 7)), dynamic=True)
+    assert one.tokens == ((5, 2), (7, 7)) and one.dynamic and legal(one) == one
+
+
 def test_a_campaign_of_parts_draws_nothing_else():
     drawn = [*itertools.islice(drawn_programs(2, "PARTS"), 20)]
     assert {p.rewrite for p in drawn} == {Rewrite.PARTS}
@@ -57,6 +62,12 @@ def test_a_program_equals_accumulation_or_is_left_whole(within):
     judgement = judged(program(within))
     assert judgement.kind is Kind.SAME, judgement.detail
     assert judgement.is_chunked == (within not in MIXING)
+
+
+@pytest.mark.parametrize("rewrite", slow_but([Rewrite.PARTS], sorted(PARTED, key=str)))
+def test_a_program_of_any_size_equals_accumulation(rewrite):
+    judgement = judged(program(rewrite=rewrite, tokens=((6, 6), (9, 9), (3, 3)), dynamic=True))
+    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
 
 
 @pytest.mark.slow

@@ -129,14 +129,18 @@ def _on_its_ranks(program: Program) -> Program:
 
 
 def _of_whole_sequences(program: Program) -> Program:
-    """Return `program` with no sequence cut short; of one size where it is to run in parts.
+    """Return `program` with no sequence cut short; where it is to run in parts, all steps alike.
 
-    With other sizes Dynamo compiles anew, for any of them, and these steps run whole.
+    Those are of one size, or of any where that is the number of sequences: of tokens that are
+    viewed as sequences it is not, nor is it that of a step with fewer than parts.
     """
-    if program.rewrite in PARTED:
-        same = program.tokens[:1] * len(program.tokens)
-        program = replace(program, tokens=same, dynamic=False)
     number = program.positions
+    if program.rewrite in PARTED:
+        is_batch, least = program.dynamic and number == 1, PARTED[program.rewrite]
+        steps = program.tokens[:1] * len(program.tokens)
+        if is_batch:
+            steps = tuple(tuple(max(n, least) for n in step) for step in program.tokens)
+        program = replace(program, tokens=steps, dynamic=is_batch)
     whole = tuple(tuple(-(-n // number) * number for n in step) for step in program.tokens)
     return replace(program, tokens=whole)
 
