@@ -41,6 +41,7 @@ class ReadPieces(GraphPass):
     name: ClassVar[str] = "read_pieces"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
     after: ClassVar[frozenset[str]] = frozenset({"sort_nodes"})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"read_together"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Read parts in graphs that run in parts of the batch."""
