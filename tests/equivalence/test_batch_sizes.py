@@ -12,6 +12,7 @@ from tests.batch_layers import Block, Counted, Recomputed
 from tests.dispatch_layers import InOrder, InOrderWeighted
 from tests.equivalence.test_batch_parts import accumulated, drawn, state_of
 from tests.layers import GroupedExperts
+from tests.slow_parameters import exhaustive_but
 
 
 def run_steps(rank, build, parts, sizes, is_marked, options):
@@ -50,8 +51,10 @@ def check(pool, build, parts, sizes, *, is_marked=False, **options):
     return [len(regions) for _, regions in found]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", [GroupedExperts, InOrder, InOrderWeighted, Counted])
+@pytest.mark.parametrize(
+    "layer",
+    exhaustive_but([GroupedExperts, Counted], [GroupedExperts, InOrder, InOrderWeighted, Counted]),
+)
 def test_one_program_runs_batches_of_several_sizes(two_ranks, layer):
     """The second size is compiled for any; three sequences are too few not to be a constant."""
     sizes = [(4, 6, 5, 9, 3)] * 2

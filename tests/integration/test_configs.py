@@ -113,7 +113,7 @@ def profile_without_overlap_slowdown(folder):
 
 @pytest.mark.parametrize(
     ("flags", "slowed", "forward", "both"),
-    exhaustive_but(SLOWED, [*SLOWED, ((), False, 68, 42), (FP8, False, 40, 30)]),
+    exhaustive_but(SLOWED[:1], [*SLOWED, ((), False, 68, 42), (FP8, False, 40, 30)]),
     ids=["exact, slowed collectives", "fp8, slowed collectives", "exact", "fp8"],
 )
 def test_the_671b_recipe_hides_its_communication_as_predicted(
