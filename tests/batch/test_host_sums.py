@@ -45,5 +45,5 @@ def test_what_the_sum_of_parts_may_differ_from_is_read_again(steps):
 
 
 def test_what_is_of_no_sum_is_read_again():
-    source, read = read_of(torch.arange(8), SPLITS)
+    _, read = read_of(torch.arange(8), SPLITS)
     assert reads_that_add_up([read], set()) == set()
