@@ -12,6 +12,7 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from passes.pipeline import LEVELS
 from tests.capture import dynamo_graphs
+from tests.device_programs import exchange, to_list, traced
 from tests.layers import GroupedExperts
 
 PAIRS = [
@@ -49,6 +50,24 @@ def text_of(graph, passes, state):
     return str(copied), [n.meta.get("recompute") for n in copied.nodes], applied
 
 
+def in_both_orders(graph, pair, state):
+    """Return the names of the passes that did something, the same in either order."""
+    one, policies, applied = text_of(graph, pair, state)
+    other, others, in_other_order = text_of(graph, pair[::-1], state)
+    assert (one, policies, applied) == (other, others, in_other_order[::-1])
+    return {p.name for p, done in zip(pair, applied, strict=True) if done}
+
+
+def sizes_on_the_host():
+    """Return a graph on a GPU, in parts: the host reads sizes of rows, pieces of what is joined."""
+
+    def program(rows, sent, got):
+        before, after = torch.cat([rows, rows * 2]).split([4, 4])
+        return exchange(after, to_list(got * 1), to_list(sent * 1)), before
+
+    return traced(program, torch.randn(4, 2), torch.tensor([3, 1]), torch.tensor([2, 2])).graph
+
+
 def fuse_sums(graph):
     """Put sums into products as Inductor does, on its way to the passes behind it."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
@@ -76,8 +95,7 @@ def test_either_order_leaves_the_same_graph(sharded, pair):
     did = {"verify_async_tp"}  # it counts, and edits nothing
     for graph_module, is_backward in zip(trace_both(gm, inputs, state), (False, True), strict=True):
         state.is_backward = is_backward
-        one, policies, applied = text_of(graph_module.graph, pair, state)
-        other, others, in_other_order = text_of(graph_module.graph, pair[::-1], state)
-        assert (one, policies, applied) == (other, others, in_other_order[::-1])
-        did |= {p.name for p, done in zip(pair, applied, strict=True) if done}
+        did |= in_both_orders(graph_module.graph, pair, state)
+    state.is_in_parts = True
+    did |= in_both_orders(sizes_on_the_host(), pair, state)
     assert did >= {p.name for p in pair}, "one of them had nothing to do"

@@ -3,9 +3,6 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.precedence import is_host_read
@@ -13,15 +10,7 @@ from moe_compile.graph.query import overload_name
 from moe_compile.hardware import load_profile
 from moe_compile.plan.state import CompileState
 from passes.read_together import ReadTogether
-from tests.scheduled_layers import c10d, one_rank_group
-
-
-def traced(program, *vectors):
-    """Return the graph of `program` for vectors on a GPU."""
-    one_rank_group()
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        inputs = [torch.empty(v.shape, dtype=v.dtype, device="cuda") for v in vectors]
-        return make_fx(program, tracing_mode="symbolic")(*inputs)
+from tests.device_programs import exchange, to_list, traced
 
 
 def ran(program, *vectors):
@@ -44,21 +33,10 @@ def waits_for_device(graph):
     )
 
 
-def to_list(vector):
-    return [vector.select(0, i).item() for i in range(vector.shape[0])]
-
-
 def first_of(rows, number):
     torch._check(number >= 0)
     torch._check(number <= rows.shape[0])
     return rows.narrow(0, 0, number)
-
-
-def exchange(rows, got, sent):
-    for size in (*got, *sent):
-        torch._check(size >= 0)
-    group = one_rank_group()
-    return c10d.wait_tensor(c10d.all_to_all_single(rows, [sum(got)], [sum(sent)], group))
 
 
 SENT, GOT = torch.tensor([2, 1, 1]), torch.tensor([3, 1, 0])
