@@ -180,28 +180,33 @@ OF_LAYERS: Final = (
 )
 
 
-def _over_nodes(nodes: str, chunk_by: str, chunks: int) -> Variant:
-    """Return a way over nodes: the flat exchange ("off") or two hops, in so many parts."""
+def _over_nodes(nodes: str, chunk_by: str, chunks: int, batch_parts: int = 1) -> Variant:
+    """Return a way over nodes: the flat exchange ("off") or two hops, in so many chunks."""
     by = f" {chunk_by}" if chunk_by != "auto" else ""
-    parts = f" N={chunks}" if chunks > 1 or nodes == "off" else ""
+    in_chunks = f" N={chunks}" if chunks > 1 or nodes == "off" else ""
+    in_parts = f" {batch_parts} parts" if batch_parts > 1 else ""
     return Variant(
-        name=f"{'flat' if nodes == 'off' else nodes}{by}{parts}",
+        name=f"{'flat' if nodes == 'off' else nodes}{in_parts}{by}{in_chunks}",
         backend="megamoe",
         options={
             "megamoe.nodes": nodes,
             "megamoe.chunks": chunks,
             "megamoe.chunk_by": chunk_by,
+            "megamoe.batch_parts": batch_parts,
             "megamoe.equal_tokens": True,
             "megamoe.strict": True,
         },
-        rivals=() if nodes == "off" else tuple(f"flat N={n}" for n in FLAT_CHUNKS),
-        keeps_bits=nodes != "rounded",
+        rivals=() if nodes == "off" else tuple(way.name for way in FLAT),
+        keeps_bits=nodes != "rounded" and batch_parts == 1,
     )
 
 
-FLAT_CHUNKS: Final = (1, 2, 4)
+FLAT: Final = (
+    *(_over_nodes("off", "auto", chunks) for chunks in (1, 2, 4)),
+    *(_over_nodes("off", "auto", chunks, batch_parts=2) for chunks in (1, 2)),
+)
 OF_NODES: Final = (
-    *(_over_nodes("off", "auto", chunks) for chunks in FLAT_CHUNKS),
+    *FLAT,
     *(
         _over_nodes(nodes, chunk_by, chunks)
         for nodes in ("exact", "rounded")
@@ -209,7 +214,14 @@ OF_NODES: Final = (
             ("auto", 1), ("experts", 2), ("experts", 4), ("tokens", 2), ("tokens", 4),
         )
     ),
+    *(
+        _over_nodes(nodes, chunk_by, chunks, batch_parts=2)
+        for nodes in ("exact", "rounded")
+        for chunk_by, chunks in (("auto", 1), ("experts", 2))
+    ),
 )  # fmt: skip
+"""Parts of the batch are tokens here, where nothing mixes those of a sequence."""
+
 VARIANTS: Final = (*OF_LAYERS, *OF_BLOCKS, *OF_PARTS, *OF_NODES)
 
 

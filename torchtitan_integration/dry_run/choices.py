@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -50,11 +50,19 @@ class Choice:
 
 
 def choices(
-    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig, asked: Choice
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: MegaMoEConfig,
+    asked: Choice,
+    say: Callable[[str], None],
 ) -> list[Choice]:
-    """Return `asked`, then what would be chosen of `gm`, as it was written."""
+    """Return `asked`, then what would be chosen of `gm`, as it was written.
+
+    `say` is told what is traced next.
+    """
     found = [asked]
     for numerics in CHOICES["numerics"]:
+        say(f'what "auto" chooses by numerics = "{numerics}"')
         copied = pristine_copy(gm)
         free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
         state, compilation = rewrite(copied, replace(config, **free, numerics=numerics))

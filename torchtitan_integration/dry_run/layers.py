@@ -100,18 +100,22 @@ class Traced:
         return exposed / unhidden if unhidden else 1.0
 
 
-def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
-    """Trace one graph of each kind; `held` is what parameters, gradients and optimizer take."""
+def trace_layers(rank: FakeRank, held: int, say: Callable[[str], None]) -> list[Traced]:
+    """Trace one graph of each kind; `held` is what parameters, gradients and optimizer take.
+
+    `say` is told what is traced next.
+    """
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
         options["megamoe.hardware"] = DEFAULT_HARDWARE
     axes: dict[str, str] = {}
     found: list[Traced] = []
+    kind = ""
     job = copy.deepcopy(rank.job)
     job.compile.enable = True
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found.append(_trace(gm, inputs, options, axes))
+        found.append(_trace(gm, inputs, options, axes, lambda what: say(f"{kind}: {what}")))
         raise EndOfTrace
 
     job.compile.backend = backend
@@ -119,8 +123,10 @@ def trace_layers(rank: FakeRank, held: int) -> list[Traced]:
     apply_model_parallelism(model, rank.dims, job)
     axes.update(rank.axis_of_groups())
     for blocks, arguments in calls_of_graphs(model, rank):
+        kind = kind_of_graph(blocks)
+        say(f"{kind}: capture")
         _compile(blocks[0].compiled, arguments)
-        found[-1].kind = kind_of_graph(blocks)
+        found[-1].kind = kind
         found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
     return found
 
@@ -139,7 +145,11 @@ def _compile(forward: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
 
 def _trace(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], axes: dict[str, str]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    axes: dict[str, str],
+    say: Callable[[str], None],
 ) -> Traced:
     asked = from_sources(options=split_options(options)[0], environment={})
     config = replace(asked, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
@@ -147,7 +157,9 @@ def _trace(
     state, compilation = rewrite(gm, config)
     traced = Traced(kind="", compilation=compilation)
     if compilation.has_regions:
+        say("in its own order, nothing hidden")
         traced.unhidden_us = _unhidden_us(as_written, inputs, config)
+    say("as asked")
     forward, backward = (module.graph for module in trace_both(gm, inputs, state))
     sizes = NominalSizes(state.nominal_sizes)
     for phase, graph in (("forward", forward), ("backward", backward)):
@@ -156,7 +168,7 @@ def _trace(
         traced.measures[phase] = predicted_measures(graph)
     if compilation.has_regions:
         own = choice("as asked", compilation, state, list(traced.measures.values()))
-        traced.choices = choices(as_written, inputs, config, own)
+        traced.choices = choices(as_written, inputs, config, own, say)
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     return traced
 

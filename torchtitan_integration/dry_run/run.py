@@ -43,7 +43,8 @@ def dry_run(file: JobFile, world: int) -> None:
             state = _state(file, rank)
             if not traced:
                 _describe(file, rank, console)
-                traced = trace_layers(rank, state.held)
+                with Console(stderr=True).status("tracing") as status:
+                    traced = trace_layers(rank, state.held, status.update)
                 print_layers(traced, console)
             stages.append(add_activations(rank, f"rank {number}", state, traced))
     print_memory(stages, console)
