@@ -70,8 +70,9 @@ def _layer(backend: Backend) -> Iterator[Callable[[], Any]]:
 def _block(backend: Backend) -> Iterator[Callable[[], Any]]:
     prepare_torch()
     from torchtitan_integration.dry_run.blocks import (  # noqa: PLC0415  (after the work-arounds)
-        calls_of_graphs,
-        one_graph_of_each_kind,
+        call_of_graph,
+        first_with_experts,
+        model_of_blocks,
     )
     from torchtitan_integration.dry_run.world import fake_rank  # noqa: PLC0415
     from torchtitan_integration.job_file import load_job  # noqa: PLC0415
@@ -79,10 +80,9 @@ def _block(backend: Backend) -> Iterator[Callable[[], Any]]:
 
     with fake_rank(load_job(CONFIG, []), world=NUM_RANKS, rank=0) as rank:
         rank.job.compile.backend = backend
-        model = one_graph_of_each_kind(rank)
+        model = model_of_blocks(rank, [first_with_experts(rank)])
         apply_model_parallelism(model, rank.dims, rank.job)
-        calls = calls_of_graphs(model, rank)
-        block, given = next((b, given) for (b,), given in calls if b.moe_enabled)
+        block, given = call_of_graph(model, rank)
         block.to_empty(device="cpu")
         on_cpu = pytree.tree_map_only(torch.Tensor, _zeros, given)
         on_cpu[0].requires_grad_()

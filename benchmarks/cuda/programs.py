@@ -30,7 +30,11 @@ from benchmarks.cuda.cases import Program
 from benchmarks.cuda.fake_h100 import DEVICE
 from benchmarks.link.cases import Case
 from benchmarks.link.layer import MoELayer
-from torchtitan_integration.dry_run.blocks import calls_of_graphs, one_graph_of_each_kind
+from torchtitan_integration.dry_run.blocks import (
+    call_of_graph,
+    first_with_experts,
+    model_of_blocks,
+)
 from torchtitan_integration.dry_run.world import FakeRank, fake_rank
 from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.parallelize import apply_model_parallelism
@@ -97,7 +101,7 @@ def _block(program: Program, backend: Backend) -> Iterator[Built]:
     file = JobFile(path=RECIPE, content=content, overrides=_overrides(program))
     with fake_rank(file, world=program.ep, rank=0) as rank:
         rank.job.compile.backend = backend
-        model = one_graph_of_each_kind(rank)
+        model = model_of_blocks(rank, [first_with_experts(rank)])
         apply_model_parallelism(model, rank.dims, rank.job)
         yield _moe_block(model, rank)
 
@@ -122,8 +126,7 @@ def _moe_block(model: nn.Module, rank: FakeRank) -> Built:
     mode = FakeTensorMode()
     with mode:
         masks = _document_mask()
-    calls = calls_of_graphs(model, rank, masks)
-    block, arguments = next((b, given) for (b,), given in calls if b.moe_enabled)
+    block, arguments = call_of_graph(model, rank, masks)
     with mode:
         _on_device(block, mode)
         inputs = pytree.tree_map_only(torch.Tensor, _fake, arguments)

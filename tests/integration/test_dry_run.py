@@ -174,6 +174,18 @@ def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages(d
 
 
 @pytest.mark.slow
+def test_graphs_of_several_blocks_are_those_of_the_stages(dry_run):
+    """Stages of two blocks and of one: no graph has three, though three are asked for."""
+    output = dry_run(
+        world=4, **{DEGREE("data_parallel_shard"): 2, DEGREE("pipeline_parallel"): 2},
+        training__local_batch_size=8, megamoe__blocks_per_graph=3,
+    )  # fmt: skip
+    kinds = re.findall(r"Collectives of one (.*), per\s+rank", output)
+    assert kinds == ["graph of blocks: 1 without experts, 1 with experts", "block with experts"]
+    assert len(cells(output, "saved activations")) == 2
+
+
+@pytest.mark.slow
 def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
     """Two ranks have the same tokens, and send the rows of one half each; two nodes of two ranks.
 

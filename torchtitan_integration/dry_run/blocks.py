@@ -1,4 +1,4 @@
-"""The blocks of a job's model, one graph of each kind, and how the model calls them.
+"""Blocks of a job's model, those of one graph, and how the model calls them.
 
 Contract
     Tensors are on the meta device; attention is one fused operator, or FlexAttention.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.dry_run.attention import fused_attention
 from torchtitan_integration.dry_run.world import FakeRank
+
+Parallelize = Callable[..., nn.Module]
 
 
 def kind_of(block: nn.Module) -> str:
@@ -35,54 +37,72 @@ def kind_of_graph(blocks: Sequence[nn.Module]) -> str:
     return "graph of blocks: " + ", ".join(f"{len(list(run))} {kind}" for kind, run in runs)
 
 
-def one_graph_of_each_kind(rank: FakeRank) -> nn.Module:
-    """Return the model with the first graph of each kind, in the type the GPUs compute in.
-
-    Only the last graph may have fewer blocks: what is left makes the same graphs again.
-    """
+def stages_of(rank: FakeRank, job: Any, parallelize: Parallelize) -> list[nn.Module]:
+    """Return the model, or the stages of it that are on this rank, laid out by `parallelize`."""
     model = rank.build_model()
-    names = {block: name for name, block in model.layers.items()}
-    kinds: set[str] = set()
-    for blocks in block_groups(model, rank.job):
-        is_known = kind_of_graph(blocks) in kinds
-        kinds.add(kind_of_graph(blocks))
-        for block in blocks:
-            if is_known:
-                del model.layers[names[block]]
-            elif rank.model_args.attn_type == "sdpa":
-                block.attention.inner_attention.forward = fused_attention
+    if not rank.dims.pp_enabled:
+        return [parallelize(model, rank.dims, job)]
+    split = rank.spec.pipelining_fn
+    assert split is not None
+    device = torch.device("cpu")
+    _, parts, _, _ = split(
+        model, rank.dims, job, device, rank.model_args, parallelize, lambda *_: None
+    )
+    return list(parts)
+
+
+def graphs_of(rank: FakeRank) -> dict[str, tuple[str, ...]]:
+    """Return the names of the blocks of the first graph of each kind on this rank."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in stages_of(rank, rank.job, lambda model, *_: model):
+        names = {block: name for name, block in part.layers.items()}
+        for blocks in block_groups(part, rank.job):
+            found.setdefault(kind_of_graph(blocks), tuple(names[block] for block in blocks))
+    return found
+
+
+def first_with_experts(rank: FakeRank) -> str:
+    """Return the name of the model's first block with experts."""
+    layers = rank.build_model().layers
+    return next(name for name, block in layers.items() if block.moe_enabled)
+
+
+def model_of_blocks(rank: FakeRank, names: Collection[str]) -> nn.Module:
+    """Return the model with the blocks of these names alone, in the type the GPUs compute in."""
+    model = rank.build_model()
+    for name, block in list(model.layers.items()):
+        if name not in names:
+            del model.layers[name]
+        elif rank.model_args.attn_type == "sdpa":
+            block.attention.inner_attention.forward = fused_attention
     dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def calls_of_graphs(
+def call_of_graph(
     model: nn.Module, rank: FakeRank, masks: Any = None
-) -> list[tuple[list[nn.Module], tuple[Any, ...]]]:
-    """Return the blocks of each graph with the arguments the model calls the first of them with.
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return the first block of a model that is one graph, and what the model calls it with.
 
-    The `compiled` of the first is its forward as it was laid out; forwards are put out of use.
-    `masks` take the place of the block masks that the model would make for FlexAttention on the
-    meta device.
+    The `compiled` of the block is its forward as it was laid out, which runs them all; forwards are
+    put out of use. `masks` take the place of the block masks that the model would make for
+    FlexAttention on the meta device.
     """
-    calls: list[tuple[list[nn.Module], tuple[Any, ...]]] = []
+    calls: list[tuple[Any, ...]] = []
 
-    def record(blocks: list[nn.Module]) -> Callable[..., Any]:
-        def forward(*arguments: Any) -> Any:
-            calls.append((blocks, arguments))
-            return arguments[0]
-
-        return forward
+    def record(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return arguments[0]
 
     def hand_on(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
         return hidden
 
-    for blocks in block_groups(model, rank.job):
-        first, *others = blocks
-        first.compiled, first.forward = first.forward, record(blocks)
-        for block in others:
-            block.forward = hand_on
+    ((first, *others),) = block_groups(model, rank.job)
+    first.compiled, first.forward = first.forward, record
+    for block in others:
+        block.forward = hand_on
     settings = rank.job.training
     batch = settings.local_batch_size
     if rank.dims.pp_enabled:
@@ -94,7 +114,8 @@ def calls_of_graphs(
     if rank.model_args.attn_type == "flex":
         given["attention_masks"] = masks or _masks(model, tokens)
     model(tokens, **given)
-    return calls
+    (arguments,) = calls
+    return first, arguments
 
 
 def _masks(model: nn.Module, tokens: torch.Tensor) -> Any:

@@ -8,7 +8,7 @@ Contract
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -33,11 +33,7 @@ from moe_compile.hardware.collectives import spread_of
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
 from moe_compile.runtime.node_groups import ranks_of_a_node
-from torchtitan_integration.dry_run.blocks import (
-    calls_of_graphs,
-    kind_of_graph,
-    one_graph_of_each_kind,
-)
+from torchtitan_integration.dry_run.blocks import call_of_graph, model_of_blocks
 from torchtitan_integration.dry_run.choices import Choice, choice, choices
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
@@ -100,32 +96,31 @@ class Traced:
         return exposed / unhidden if unhidden else 1.0
 
 
-def trace_layers(rank: FakeRank, held: int, say: Callable[[str], None]) -> list[Traced]:
+def trace_layers(
+    rank: FakeRank, graphs: Mapping[str, Collection[str]], held: int, say: Callable[[str], None]
+) -> list[Traced]:
     """Trace one graph of each kind; `held` is what parameters, gradients and optimizer take.
 
-    `say` is told what is traced next.
+    `graphs` has the names of each one's blocks. `say` is told what is traced next.
     """
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
         options["megamoe.hardware"] = DEFAULT_HARDWARE
-    axes: dict[str, str] = {}
-    found: list[Traced] = []
-    kind = ""
     job = copy.deepcopy(rank.job)
     job.compile.enable = True
+    found: list[Traced] = []
+    for kind, names in graphs.items():
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found.append(_trace(gm, inputs, options, axes, lambda what: say(f"{kind}: {what}")))
-        raise EndOfTrace
+        def backend(gm: fx.GraphModule, inputs: Sequence[Any], kind: str = kind) -> Any:
+            found.append(_trace(gm, inputs, options, rank, lambda what: say(f"{kind}: {what}")))
+            raise EndOfTrace
 
-    job.compile.backend = backend
-    model = one_graph_of_each_kind(rank)
-    apply_model_parallelism(model, rank.dims, job)
-    axes.update(rank.axis_of_groups())
-    for blocks, arguments in calls_of_graphs(model, rank):
-        kind = kind_of_graph(blocks)
         say(f"{kind}: capture")
-        _compile(blocks[0].compiled, arguments)
+        job.compile.backend = backend
+        model = model_of_blocks(rank, names)
+        apply_model_parallelism(model, rank.dims, job)
+        block, arguments = call_of_graph(model, rank)
+        _compile(block.compiled, arguments)
         found[-1].kind = kind
         found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
     return found
@@ -148,7 +143,7 @@ def _trace(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: dict[str, Any],
-    axes: dict[str, str],
+    rank: FakeRank,
     say: Callable[[str], None],
 ) -> Traced:
     asked = from_sources(options=split_options(options)[0], environment={})
@@ -161,7 +156,7 @@ def _trace(
         traced.unhidden_us = _unhidden_us(as_written, inputs, config)
     say("as asked")
     forward, backward = (module.graph for module in trace_both(gm, inputs, state))
-    sizes = NominalSizes(state.nominal_sizes)
+    sizes, axes = NominalSizes(state.nominal_sizes), rank.axis_of_groups()
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
         traced.launches[phase] = _launches(graph, sizes, axes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_integration.block_groups import block_groups
-from torchtitan_integration.dry_run.blocks import kind_of_graph
+from torchtitan_integration.dry_run.blocks import kind_of_graph, stages_of
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import parallelize
@@ -39,10 +39,10 @@ class ModelState:
     where they are not resharded after the forward."""
     graphs: dict[str, int]
     """Number of compiled graphs of each kind, of a block or several."""
-    num_stages: int
-    """Pipeline stages on this GPU."""
-    has_output: bool
-    """Whether the last projection, and so the logits, are on this GPU."""
+    microbatches: float
+    """For how many this GPU keeps activations at once."""
+    logits: int
+    """Those of a microbatch and their gradient; 0 where the last projection is not on this GPU."""
 
     @property
     def held(self) -> int:
@@ -60,7 +60,6 @@ class StageMemory:
     """Saved from forward to backward, for all microbatches in flight."""
     peak_in_block: int
     """Largest live bytes inside one block's graph."""
-    logits: int
 
     def rows(self) -> dict[str, int]:
         """Return bytes by what takes them."""
@@ -71,7 +70,7 @@ class StageMemory:
             "blocks gathered by FSDP": self.state.gathered,
             "saved activations": self.activations,
             "peak inside one block": self.peak_in_block,
-            "logits and their gradient": self.logits,
+            "logits and their gradient": self.state.logits,
         }
 
 
@@ -79,32 +78,31 @@ def measure_state(rank: FakeRank) -> ModelState:
     """Lay the model out as training does, on the meta device, and count."""
     job = copy.deepcopy(rank.job)
     job.compile.enable = False
-    parts = _parts(rank, job)
+    parts = stages_of(rank, job, parallelize)
     parameters = [p for part in parts for p in part.parameters()]
     groups = [blocks for part in parts for blocks in block_groups(part, job)]
     kinds = [kind_of_graph(blocks) for blocks in groups]
+    has_output = any(part.output is not None for part in parts)
     return ModelState(
         parameters=sum(_local_bytes(p, p.dtype) for p in parameters),
         gathered=_gathered(rank, groups),
-        graphs={kind: kinds.count(kind) for kind in sorted(set(kinds))},
-        num_stages=len(parts),
-        has_output=any(part.output is not None for part in parts),
+        graphs={kind: kinds.count(kind) for kind in kinds},
+        microbatches=microbatches_in_flight(rank, len(parts)),
+        logits=_logit_bytes(rank) if has_output else 0,
     )
 
 
-def add_activations(
-    rank: FakeRank, name: str, state: ModelState, traced: Sequence[Traced]
-) -> StageMemory:
+def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> StageMemory:
     """Return a GPU's memory with what its blocks save for backward."""
     saved = {layer.kind: layer.saved_bytes for layer in traced}
     per_microbatch = sum(saved[kind] * number for kind, number in state.graphs.items())
-    peaks = [m.get("peak_bytes", 0.0) for layer in traced for m in layer.measures.values()]
+    own = [layer for layer in traced if layer.kind in state.graphs]
+    peaks = [m.get("peak_bytes", 0.0) for layer in own for m in layer.measures.values()]
     return StageMemory(
         name=name,
         state=state,
-        activations=int(per_microbatch * microbatches_in_flight(rank, state.num_stages)),
+        activations=int(per_microbatch * state.microbatches),
         peak_in_block=int(max(peaks, default=0.0)),
-        logits=_logit_bytes(rank) if state.has_output else 0,
     )
 
 
@@ -123,20 +121,6 @@ def microbatches_in_flight(rank: FakeRank, num_stages: int) -> float:
         return min(available, following + 1)
     warm_up = (num_stages - 1) * rank.dims.pp + 2 * following
     return min(available, (warm_up + 1) / num_stages)
-
-
-def _parts(rank: FakeRank, job: Any) -> list[nn.Module]:
-    """Return the model, or this rank's stages of it."""
-    model = rank.build_model()
-    if not rank.dims.pp_enabled:
-        return [parallelize(model, rank.dims, job)]
-    split = rank.spec.pipelining_fn
-    assert split is not None
-    device = torch.device("cpu")
-    _, parts, _, _ = split(
-        model, rank.dims, job, device, rank.model_args, parallelize, lambda *_: None
-    )
-    return list(parts)
 
 
 def _local_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
+from collections.abc import Iterator
 
 from rich.console import Console
 
 from moe_compile.errors import InvalidConfig
+from torchtitan_integration.dry_run.blocks import graphs_of
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
 from torchtitan_integration.dry_run.memory import (
-    ModelState,
     StageMemory,
     add_activations,
     measure_state,
@@ -36,27 +38,35 @@ def dry_run(file: JobFile, world: int) -> None:
     console = new_console()
     began = time.monotonic()
     ranks = [0] if _number(file, "pp") == 1 else [0, world - 1]
+    graphs: dict[str, tuple[str, ...]] = {}
+    for number in ranks:
+        with fake_rank(file, world, number) as rank, _refusals(file):
+            if number == 0:
+                _describe(file, rank, console)
+            graphs |= graphs_of(rank)
     stages: list[StageMemory] = []
     traced: list[Traced] = []
     for number in ranks:
         with fake_rank(file, world, number) as rank:
-            state = _state(file, rank)
-            if not traced:
-                _describe(file, rank, console)
+            with _refusals(file):
+                state = measure_state(rank)
+            if number == 0:
                 with Console(stderr=True).status("tracing") as status:
-                    traced = trace_layers(rank, state.held, status.update)
+                    traced = trace_layers(rank, graphs, state.held, status.update)
                 print_layers(traced, console)
-            stages.append(add_activations(rank, f"rank {number}", state, traced))
+            stages.append(add_activations(f"rank {number}", state, traced))
     print_memory(stages, console)
     if len(ranks) > 1:
         console.print("Ranks of the first and of the last pipeline stage are shown.")
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
 
 
-def _state(file: JobFile, rank: FakeRank) -> ModelState:
+@contextlib.contextmanager
+def _refusals(file: JobFile) -> Iterator[None]:
+    """Say which file asks for what torch and torchtitan refuse in here."""
     try:
-        return measure_state(rank)
-    except (NotImplementedError, ValueError) as error:  # how torch and torchtitan refuse a layout
+        yield
+    except (NotImplementedError, ValueError) as error:  # how they refuse a layout
         raise InvalidConfig(f"{file.path}: this layout cannot be made: {error}") from error
 
 
