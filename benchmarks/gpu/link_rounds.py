@@ -54,7 +54,15 @@ def check_link(record: Record, sizes: Sizes) -> None:
     hardware = load_profile("detect")
     link_gb_per_s = paces["1:1"].rate.bytes_per_s / 1e9
     origins = {**hardware.origins, "link_gb_per_s": emulated_link_origin()}
-    told = replace(hardware, link_gb_per_s=link_gb_per_s, node=None, origins=origins)
+    told = replace(
+        hardware,
+        link_gb_per_s=link_gb_per_s,
+        node=None,
+        inter_node_contention=0.0,
+        inter_node_overlap_slowdown=0.0,
+        inter_node_gather_share=None,
+        origins=origins,
+    )
     write_profile(told, profile)
     for name in sizes.link_variants:
         if name != BASELINE:

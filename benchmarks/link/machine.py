@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from benchmarks.link.cases import Case, NodesCase
 from benchmarks.link.link_model import LinkRate
 from moe_compile.hardware import GroupLink, HardwareProfile
+from moe_compile.hardware.links import NUMBERS
 from moe_compile.hardware.measure import cpu_name, memory_gb_per_s, op_overhead_us, seconds_of
-from moe_compile.hardware.sourced_file import dump_sourced
 
 CPU: Final = "cpu"
 
@@ -35,8 +35,7 @@ def measure_profile(case: Case, rate: LinkRate) -> HardwareProfile:
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Write `profile` as the TOML that `megamoe.hardware` takes, to two digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    links = {} if profile.node is None else {"link": [_table_of(profile.node)]}
-    path.write_text(profile.as_toml() + dump_sourced(links))
+    path.write_text(profile.as_toml())
 
 
 def _sharing_adapter(case: Case) -> int:
@@ -51,25 +50,8 @@ def _node_link(case: Case, rate: LinkRate) -> GroupLink | None:
         num_ranks=case.num_local,
         gb_per_s=rate.inside_bytes_per_s / 1e9,
         latency_us=rate.inside_latency_s * 1e6,
+        origins=dict.fromkeys((*NUMBERS, "gather_share"), emulated_link_origin()),
     )
-
-
-def _table_of(link: GroupLink) -> dict[str, Any]:
-    """Return the link as profiles state it, under the name they give the link inside a node."""
-    numbers = {
-        "num_ranks": link.num_ranks,
-        "gb_per_s": link.gb_per_s,
-        "exchange_share": 1.0,
-        "gather_share": 1.0,
-        "latency_us": link.latency_us,
-        "contention": link.contention,
-        "overlap_slowdown": link.overlap_slowdown,
-    }
-    origin = emulated_link_origin()
-    return {
-        "name": "nvlink",
-        **{key: {"value": value, "origin": origin} for key, value in numbers.items()},
-    }
 
 
 def emulated_link_origin() -> str:

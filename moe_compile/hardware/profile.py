@@ -13,14 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from moe_compile.entry_points import PROFILES as OUTSIDE
 from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
+from moe_compile.hardware.links import (
+    NETWORK,
+    NODE,
+    GroupLink,
+    gather_share,
+    link_table,
+    network_origins,
+    node_link,
+    node_table,
+    tables_in,
+)
 from moe_compile.hardware.origin import check_origin
-from moe_compile.hardware.sourced_file import SourcedFile, read_sourced, sourced_lines
+from moe_compile.hardware.sourced_file import SourcedFile, dump_sourced, read_sourced, sourced_lines
 
 PROFILES: Final = Path(__file__).parent / "profiles"
 RATES: Final = (
@@ -30,36 +41,10 @@ RATES: Final = (
     "link_gb_per_s",
     "link_latency_us",
 )
-NODE_LINK: Final = frozenset(
-    {
-        "num_ranks",
-        "gb_per_s",
-        "exchange_share",
-        "gather_share",
-        "latency_us",
-        "contention",
-        "overlap_slowdown",
-    }
-)
-"""What a profile states of a node's link, where it has one."""
+INTER_NODE: Final = ("contention", "overlap_slowdown", "gather_share")
+"""What a profile has of the link between nodes beside its rates, as `inter_node_*`."""
 CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
 """What `moe_compile.hardware.cluster` reads from the same file."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupLink:
-    """The way between the ranks of one process group, per rank and direction, by all-to-all."""
-
-    num_ranks: int = 0
-    """Ranks it joins; 0 for any number."""
-    gb_per_s: float
-    latency_us: float
-    contention: float = 0.0
-    """Share by which compute slows while an exchange runs."""
-    overlap_slowdown: float = 0.0
-    """Share by which an exchange slows while compute runs."""
-    gather_share: float | None = None
-    """Rate of an all-gather or a reduce-scatter over `gb_per_s`; None where one rate is stated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +102,18 @@ class HardwareProfile:
         )
 
     def as_toml(self) -> str:
-        """Return the file that loads as this profile, to two digits.
+        """Return the file that loads as this profile, its rates to two digits, links as they are.
 
         Raises InvalidConfig when a rate has no origin.
         """
         rates = {name: getattr(self, name) for name in RATES}
-        return "\n".join([f'name = "{self.name}"', *sourced_lines(rates, self.origins)]) + "\n"
+        written = "\n".join([f'name = "{self.name}"', *sourced_lines(rates, self.origins)]) + "\n"
+        links = [node_table(self.node)] if self.node is not None else []
+        of_network = {name: getattr(self, f"inter_node_{name}") for name in INTER_NODE}
+        if any(of_network.values()):
+            origins = {name: self.origins.get(f"inter_node_{name}", "") for name in INTER_NODE}
+            links.append(link_table(NETWORK, of_network, origins))
+        return written + dump_sourced({"link": links}) if links else written
 
 
 def load_profile(name: str) -> HardwareProfile:
@@ -138,35 +129,16 @@ def load_profile(name: str) -> HardwareProfile:
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
-    links = {link["name"]: link for link in file.values.get("link", ())}
-    inter = links.get("network", {})
+    links = tables_in(file)
+    inter, of_inter = links.get(NETWORK, ({}, {}))
     return HardwareProfile(
-        node=_node_link(links["nvlink"], file.path) if "nvlink" in links else None,
+        node=node_link(*links[NODE], file.path) if NODE in links else None,
         inter_node_contention=inter.get("contention", 0.0),
         inter_node_overlap_slowdown=inter.get("overlap_slowdown", 0.0),
-        inter_node_gather_share=_gather_share(inter) if inter else None,
-        origins=_own(file.origins),
+        inter_node_gather_share=gather_share(inter) if inter else None,
+        origins=_own(file.origins) | (network_origins(inter, of_inter) if inter else {}),
         **{key: file.values[key] for key in wanted},
     )
-
-
-def _node_link(table: Mapping[str, Any], path: Path) -> GroupLink:
-    if missing := sorted(NODE_LINK - set(table)):
-        raise InvalidConfig(
-            f"megamoe.hardware: {path}: link nvlink has no {missing[0]}; write it and its origin"
-        )
-    return GroupLink(
-        num_ranks=table["num_ranks"],
-        gb_per_s=table["gb_per_s"] * table["exchange_share"],
-        latency_us=table["latency_us"],
-        contention=table["contention"],
-        overlap_slowdown=table["overlap_slowdown"],
-        gather_share=_gather_share(table),
-    )
-
-
-def _gather_share(table: Mapping[str, Any]) -> float:
-    return float(table["gather_share"] / table["exchange_share"])
 
 
 def _own(origins: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Profiles load only with the origin of every number, and say what is wrong with them."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from moe_compile.errors import InvalidConfig
-from moe_compile.hardware import PROFILES, HardwareProfile, load_profile
+from moe_compile.hardware import PROFILES, GroupLink, HardwareProfile, load_profile
 from moe_compile.hardware.cluster import Curve, load_cluster
 from moe_compile.hardware.detect import CHIPS, profile_of_chip
-from moe_compile.hardware.profile import RATES
+from moe_compile.hardware.profile import INTER_NODE, RATES
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,8 @@ SLOWDOWNS = ("contention", "overlap_slowdown")
 def test_every_shipped_profile_loads(path):
     assert load_profile(path.stem).name == path.stem
     assert load_profile(str(path)) == load_profile(path.stem)
-    assert set(load_profile(path.stem).origins) == set(RATES)
+    between_nodes = {f"inter_node_{name}" for name in INTER_NODE} if path.stem != "cpu" else set()
+    assert set(load_profile(path.stem).origins) == {*RATES, *between_nodes}
 
 
 def test_all_profiles_ordered_are_shipped():
@@ -117,6 +119,27 @@ def test_what_is_written_loads_again_with_its_origins(tmp_path):
     assert load_profile(str(path)).origins == origins
     with pytest.raises(InvalidConfig, match="memory_gb_per_s: origin is None"):
         HardwareProfile(name="box", origins={"matmul_tflops": "assumed: x"}, **rates).as_toml()
+
+
+@pytest.mark.parametrize("name", ["h100", "h800", "cpu"])
+def test_the_links_of_a_profile_are_written_as_they_are(tmp_path, name):
+    profile, path = load_profile(name), tmp_path / "again.toml"
+    for _ in range(2):
+        path.write_text(profile.as_toml())
+        again = load_profile(str(path))
+        rounded = {rate: float(f"{getattr(profile, rate):.2g}") for rate in RATES}
+        assert again == dataclasses.replace(profile, **rounded)
+        assert again.origins == profile.origins
+        assert again.node is None or again.node.origins == profile.node.origins
+        profile = again
+
+
+def test_a_link_without_an_origin_is_not_written():
+    origins = dict.fromkeys(RATES, "assumed: x")
+    node = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
+    profile = HardwareProfile(name="box", node=node, origins=origins, **dict.fromkeys(RATES, 1.0))
+    with pytest.raises(InvalidConfig, match="num_ranks: origin is None"):
+        profile.as_toml()
 
 
 def test_a_curve_is_straight_in_the_logarithm_and_proportional_below_it():
