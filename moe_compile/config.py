@@ -13,14 +13,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
-from moe_compile.option_checks import check_choice, check_chunk_by, check_number, check_share
+from moe_compile.option_checks import check_amount, check_choice, check_chunk_by, check_number
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "chunks": (1,),
-    "chunk_edges": ("even",),
+    "chunk_edges": ("even", "auto"),
     "batch_parts": (1, "auto"),
     "dispatch": ("all_to_all", "auto"),
     "dispatch_wire": ("same", "auto"),
@@ -62,10 +62,13 @@ class MegaMoEConfig:
     gives every chunk a share of each expert's rows, for ranks with few local experts: weight
     gradients are then summed over chunks, and in float32 and float64 outputs round differently too
     (docs/wire.md#chunks-of-tokens)."""
-    chunk_edges: Literal["even", "load"] = "even"
+    chunk_edges: Literal["even", "load", "auto"] = "even"
     """Where chunks of experts begin and end. "even": as many experts in each. "load": about as many
-    rows, by the counts of every step, for routing that stays uneven; no bit changes, and one small
-    all-gather of counts is added (docs/planner.md#uneven-routing-and-chunks-by-load)."""
+    rows, by the counts of every step; no bit changes, and one small all-gather of counts is added.
+    "auto": by price under `routing_skew` (docs/planner.md#uneven-routing-and-chunks-by-load)."""
+    routing_skew: float = 0.0
+    """How unevenly prices of chunks take experts to be chosen (docs/planner.md#a-stated-skew): the
+    exponent s of a Zipf law, the i-th by popularity in proportion to i ** -s. 0: evenly."""
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
     one part run while rows of another travel. A parameter's gradient is the sum over parts, as
@@ -179,7 +182,8 @@ class MegaMoEConfig:
                 f"megamoe.attention_split is {self.attention_split!r}, with one group of heads; "
                 "write megamoe.attention_chunks = 2 or more as well"
             )
-        check_share(self.max_memory_increase)
+        for name in ("max_memory_increase", "routing_skew"):
+            check_amount(name, getattr(self, name))
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
@@ -203,8 +207,8 @@ class MegaMoEConfig:
 
 
 def _is_of_kind(name: str, value: Any) -> bool:
-    is_less = isinstance(value, int) and value < LEAST.get(name, value)
-    return type(value) is KINDS[HINTS[name]][0] and not is_less
+    is_kind = type(value) is KINDS[HINTS[name]][0]
+    return is_kind and not (name in LEAST and value < LEAST[name])
 
 
 def what_to_write(name: str) -> str:

@@ -7,9 +7,15 @@ Contract
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig, nearest
+
+AMOUNTS: Final = {
+    "max_memory_increase": "a fraction of at least 0, as 0.05",
+    "routing_skew": "0 for experts that are chosen evenly, else a number above it, as 0.5",
+}
+"""What to write of each amount."""
 
 
 def check_number(name: str, chunks: object) -> None:
@@ -27,7 +33,7 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
     There `chunks` is the number of slices, and no chunk of experts has `edges`.
     """
     check_number("hop_slices", slices)
-    if edges != "even" and chunk_by == "tokens":
+    if edges == "load" and chunk_by == "tokens":
         raise InvalidConfig(
             f'megamoe.chunk_edges is {edges!r}, with chunk_by = "tokens", whose chunks have rows '
             "of all experts; leave out one of the two"
@@ -39,13 +45,11 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
         )
 
 
-def check_share(share: Any) -> None:
-    """Raise InvalidConfig for anything but a fraction of at least 0."""
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not is_number or not math.isfinite(share) or share < 0:
-        raise InvalidConfig(
-            f"megamoe.max_memory_increase is {share!r}; write a fraction of at least 0, as 0.05"
-        )
+def check_amount(name: str, amount: Any) -> None:
+    """Raise InvalidConfig for anything but a number of at least 0."""
+    is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+    if not is_number or not math.isfinite(amount) or amount < 0:
+        raise InvalidConfig(f"megamoe.{name} is {amount!r}; write {AMOUNTS[name]}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

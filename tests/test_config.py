@@ -57,6 +57,12 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"dispatch_padding": "most"}, "write one of exact, worst"),
         ({"max_memory_increase": -0.1}, "fraction of at least 0"),
         ({"max_memory_increase": float("nan")}, "fraction of at least 0"),
+        ({"routing_skew": -0.5}, "megamoe.routing_skew is -0.5; write 0 for experts that are"),
+        ({"routing_skew": float("nan")}, "routing_skew is nan; write 0 for"),
+        ({"routing_skew": float("inf")}, "routing_skew is inf; write 0 for"),
+        ({"routing_skew": "some"}, "routing_skew is 'some'; write 0 for"),
+        ({"routing_skew": True}, "routing_skew is True; write 0 for"),
+        ({"chunk_edges": "loads"}, "write one of even, load, auto. Did you mean 'load'?"),
         ({"step_peak_bytes": -5}, "write a whole number of at least 0"),
         ({"node_ranks": 2.0}, "megamoe.node_ranks is 2.0; write a whole number of at least 0"),
         ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
@@ -76,6 +82,7 @@ def test_a_wrong_option_says_what_to_write_instead(options, message):
         ("MEGAMOE_CHUNKS", "two", "megamoe.chunks is 'two'"),
         ("MEGAMOE_CHUNKS", "\u00b2", "megamoe.chunks is"),
         ("MEGAMOE_MAX_MEMORY_INCREASE", "much", "write a number"),
+        ("MEGAMOE_ROUTING_SKEW", "-1", "megamoe.routing_skew is -1.0; write 0 for"),
     ],
 )
 def test_a_wrong_variable_is_named(variable, text, message):

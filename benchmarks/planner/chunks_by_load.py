@@ -21,22 +21,15 @@ from rich.table import Table
 
 from benchmarks.planner.chunk_choice import layers
 from benchmarks.planner.planned_models import SHAPES
-from benchmarks.planner.ranks_together import order_of, together_us
-from benchmarks.planner.stated_loads import (
-    ROUTINGS,
-    Groups,
-    any_groups,
-    chosen_shares,
-    even_ranges,
-    ordered,
-    ranges_by_load,
-    rows_of_ranks,
-)
+from benchmarks.planner.stated_loads import ROUTINGS, any_groups, chosen_shares, ordered
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import CHUNKS, Candidate
-from moe_compile.plan.region_tasks import ROW_PASSES, Load, price_us, tasks_of
+from moe_compile.plan.choose_uneven import EDGES, Uneven, choose_uneven
+from moe_compile.plan.region_tasks import ROW_PASSES, price_us
+from moe_compile.plan.stated_loads import Groups, even_ranges, ranges_by_load, rows_of_ranks
+from moe_compile.plan.uneven_price import DRAWS, Routing, agreeing_us, all_ranks_us
 
 CELLS: Final = (
     ("qwen3-235b", 8, "h800"),
@@ -45,10 +38,8 @@ CELLS: Final = (
     ("deepseek-v3", 32, "h800"),
     ("deepseek-v3", 64, "h100"),
 )
-SEEDS: Final = range(4)
-COUNT_BYTES: Final = 4
-AGREEING_KERNELS: Final = 8.0
-"""That make edges of all ranks' counts, before the first exchange."""
+SKEWS: Final = (0.25, 0.5, 1.0)
+SEEDS: Final = range(DRAWS)
 Way = Callable[[Sequence[float], int], Groups]
 EVEN: Final = "even ranges"
 BY_LOAD: Final = "ranges by load"
@@ -85,7 +76,6 @@ class _Priced:
     """A layer in its chunks."""
 
     work: RegionWork
-    num_experts: int
     num_chunks: int
     rates: Rates
 
@@ -93,46 +83,18 @@ class _Priced:
         """Return the time of forward and backward, all ranks at once."""
         candidate = Candidate(num_chunks=1 if way == WHOLE else self.num_chunks)
         groups = [WAYS[way](rows, candidate.num_chunks) for rows in rows_of]
-        of_chunks = [
-            [sum(rows[e] for e in group) for group in of_rank]
-            for of_rank, rows in zip(groups, rows_of, strict=True)
-        ]
-        most = [max(chunk) for chunk in zip(*of_chunks, strict=True)]
-        ranks = []
-        for rank in _ranks_that_count(of_chunks):
-            loads = [
-                Load(rows=rows, sent=sent, weights=len(group) / len(rows_of[rank]))
-                for rows, sent, group in zip(of_chunks[rank], most, groups[rank], strict=True)
-            ]
-            ranks.append(tasks_of(self.work, candidate, self.rates, loads))
-        even = tasks_of(self.work, candidate, self.rates)
-        total = 0.0
-        for phase, of_phase in zip(even, zip(*ranks, strict=True), strict=True):
-            total += together_us(of_phase, order_of(phase, self.rates), self.rates)
-        return total + self._cost_us(way)
+        us = all_ranks_us(self.work, candidate, self.rates, rows_of, groups)
+        return us + self._cost_us(way)
 
     def _cost_us(self, way: str) -> float:
         """Return what it takes to agree on chunks, and to copy weights that lie in no ranges."""
         if way in (EVEN, WHOLE):
             return 0.0
-        sent = (self.rates.num_ranks - 1) * self.num_experts * COUNT_BYTES
-        us = self.rates.link_us(sent, is_gather=True) + self.rates.compute_us(
-            0.0, 0.0, AGREEING_KERNELS
-        )
+        us = agreeing_us(self.work, self.rates)
         if way != BY_LOAD:
             weights = sum(w.weight_bytes for w in self.work.forward if w.is_chunked)
             us += self.rates.compute_us(0.0, ROW_PASSES * weights, 1)
         return us
-
-
-def _ranks_that_count(of_chunks: Sequence[Sequence[float]]) -> list[int]:
-    """Return the ranks that have most rows of some run of chunks.
-
-    No other can hold up a collective: between two of them a rank computes a run of chunks.
-    """
-    num, ranks = len(of_chunks[0]), range(len(of_chunks))
-    runs = [(a, b) for a in range(num) for b in range(a + 1, num + 1)]
-    return sorted({max(ranks, key=lambda r: sum(of_chunks[r][a:b])) for a, b in runs})
 
 
 def predict() -> Iterator[ByLoad]:
@@ -148,9 +110,7 @@ def predict() -> Iterator[ByLoad]:
             if layer.work.num_parts % n == 0
         }
         num_chunks = min(prices, key=lambda n: prices[n])
-        priced = _Priced(
-            work=layer.work, num_experts=shape.num_experts, num_chunks=num_chunks, rates=rates
-        )
+        priced = _Priced(work=layer.work, num_chunks=num_chunks, rates=rates)
         for routing in ROUTINGS:
             drawn = [
                 rows_of_ranks(
@@ -167,8 +127,35 @@ def predict() -> Iterator[ByLoad]:
             )
 
 
+def choose() -> Iterator[tuple[tuple[str, int, str], dict[float, Candidate]]]:
+    """Return for every cell what "auto" chooses under each stated skew."""
+    shapes = {shape.name: shape for shape in SHAPES}
+    for cell in CELLS:
+        name, num_ranks, profile = cell
+        (layer,) = layers([(shapes[name], num_ranks)])
+        rates, chosen = Rates.of(load_profile(profile), num_ranks), {}
+        for skew in SKEWS:
+            uneven = Uneven(
+                routing=Routing(skew=skew, rows_per_token=shapes[name].top_k),
+                exchanged=Candidate(),
+                numbers=tuple(n for n in CHUNKS if layer.work.num_parts % n == 0),
+                edges=EDGES,
+            )
+            chosen[skew] = choose_uneven(layer.work, rates, uneven).chosen.candidate
+        yield cell, chosen
+
+
+def _print_choices(console: Console) -> None:
+    table = Table(title='What "auto" chooses, by routing_skew')
+    for heading in ("layer", *(f"Zipf {skew:g}" for skew in SKEWS)):
+        table.add_column(heading)
+    for (name, num_ranks, profile), chosen in choose():
+        table.add_row(f"{name}, {num_ranks}, {profile}", *map(str, chosen.values()))
+    console.print(table)
+
+
 def main() -> int:
-    """Print a line for each layer and routing."""
+    """Print a line for each layer and routing, then what "auto" chooses."""
     table = Table(title="Predicted: ms in even ranges, and what chunks by load gain")
     for heading in ("layer", "N", "routing", "busiest rank", *WAYS):
         table.add_column(heading)
@@ -182,7 +169,9 @@ def main() -> int:
             f"{one.us[EVEN] / 1e3:.2f}",
             *(f"{one.gain(way):.1%}" for way in WAYS if way != EVEN),
         )
-    Console(width=140).print(table)
+    console = Console(width=140)
+    console.print(table)
+    _print_choices(console)
     return 0
 
 

@@ -184,8 +184,8 @@ _DISPATCH_AND_WIRE: Final = {
     "whose sizes are known when compiling",
     Reason.NO_NODE_GROUPS: "call moe_compile.register_node_groups on all ranks of the group, "
     "where process groups are made",
-    Reason.NO_PRICE: "set megamoe.nodes = 'exact', or megamoe.equal_tokens = true if in every step "
-    "all ranks have the same number of tokens",
+    Reason.NO_PRICE: "set the option by name, as megamoe.nodes = 'exact', or "
+    "megamoe.equal_tokens = true if in every step all ranks have the same number of tokens",
     Reason.ONE_NODE: f"{NOTHING}: two hops save what goes between nodes",
     Reason.CHOSEN_TWICE: "choose experts by topk inside the graph, sort its indices, and count "
     "them by bincount, histc or a comparison with arange",

@@ -30,6 +30,7 @@ class Candidate:
     num_chunks: int = 1
     chunk_by: str = "experts"
     """`experts`, `tokens` or `heads`."""
+    chunk_edges: str = "even"
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     dispatch: str = "all_to_all"
@@ -49,19 +50,20 @@ class Candidate:
         return work.wire_shares.get(wires.get(exchange, "same"), 1.0)
 
     @property
-    def complexity(self) -> tuple[int, int, str, str, str, int]:
+    def complexity(self) -> tuple[int, int, str, str, str, str, int]:
         """Return what orders candidates from simple to complicated, each at a place of its own."""
         changed = (self.dispatch_wire != "same", self.combine_wire != "same")
         others = sum(changed) + (self.dispatch != "all_to_all")
-        others += self.nodes != "off"
-        named = self.chunk_by, self.dispatch_wire, self.nodes
+        others += (self.nodes != "off") + (self.chunk_edges != "even")
+        named = self.chunk_by, self.chunk_edges, self.dispatch_wire, self.nodes
         return others, self.num_chunks, *named, self.hop_slices
 
     def __str__(self) -> str:
         """Return it in words."""
         said = ["one chunk"]
         if self.num_chunks > 1:
-            said = [f"{self.num_chunks} chunks of {self.chunk_by}"]
+            by_load = " by load" * (self.chunk_edges == "load")
+            said = [f"{self.num_chunks} chunks of {self.chunk_by}{by_load}"]
         if self.dispatch != "all_to_all":
             slices = f" in {self.num_chunks} slices" if self.num_chunks > 1 else ""
             said = [f"tokens all-gathered{slices}"]

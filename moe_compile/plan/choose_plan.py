@@ -29,6 +29,8 @@ from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.price_bound import least_us
 from moe_compile.plan.region_tasks import price_us
 
+Price = Callable[[RegionWork, Candidate, Rates], float]
+"""Returns the time of forward and backward."""
 WORTH: Final = 0.01
 """Gain that is enough to leave the region other than it is."""
 TIE: Final = 0.002
@@ -78,6 +80,10 @@ class Decision:
     why: Why
     other_dispatch: Priced | None = None
     """The fastest of those that may be chosen with the other dispatch."""
+    other_edges: Priced | None = None
+    """The chosen in as many chunks with the other edges, where both were priced."""
+    routing_skew: float = 0.0
+    """What prices take the routing to be, as the option names it."""
     advice: tuple[Priced, ...] = ()
     """Candidates not allowed that are faster than the chosen by over 1 %, the fastest first: each
     kind in about as many chunks, the fastest kind in any number."""
@@ -105,15 +111,17 @@ def choose_plan(
     is_allowed: Callable[[Candidate], bool],
     *,
     allowed_bytes: float = float("inf"),
+    price: Price = price_us,
 ) -> Decision:
     """Return how to run `work`, of the `candidates` that are allowed.
 
-    The first allowed one is the region as it is. `allowed_bytes` may be added to the peak.
+    The first allowed one is the region as it is. `allowed_bytes` may be added to the peak. No
+    `price` is below `least_us`.
     """
 
     def priced(candidates: Iterable[Candidate]) -> list[Priced]:
         return [
-            Priced(candidate=c, us=price_us(work, c, rates), is_lossy=c.is_lossy(work))
+            Priced(candidate=c, us=price(work, c, rates), is_lossy=c.is_lossy(work))
             for c in candidates
         ]
 
@@ -122,7 +130,7 @@ def choose_plan(
     as_it_is = allowed[0]
     gaining = [one for one in allowed if one.us < (1.0 - WORTH) * as_it_is.us]
     fitting = [one for one in gaining if extra_bytes(work, one.candidate) <= allowed_bytes]
-    regrets = _safe_regrets(work, rates, as_it_is, fitting)
+    regrets = _safe_regrets(work, rates, as_it_is, fitting, price)
     chosen = min(regrets, key=lambda one: _place(one, regrets), default=as_it_is)
     why = Why.FASTEST
     if chosen is as_it_is:
@@ -181,7 +189,7 @@ def extra_bytes(work: RegionWork, candidate: Candidate) -> float:
 
 
 def _safe_regrets(
-    work: RegionWork, rates: Rates, as_it_is: Priced, others: Sequence[Priced]
+    work: RegionWork, rates: Rates, as_it_is: Priced, others: Sequence[Priced], price: Price
 ) -> dict[Priced, float]:
     """Return the largest regret of each of `others` that no perturbation makes lose much.
 
@@ -192,7 +200,7 @@ def _safe_regrets(
         return {}
     perturbed = tuple(rates.perturbed())
     us = {
-        one: [one.us, *(price_us(work, one.candidate, r) for r in perturbed)]
+        one: [one.us, *(price(work, one.candidate, r) for r in perturbed)]
         for one in (as_it_is, *others)
     }
     best = [min(times) for times in zip(*us.values(), strict=True)]

@@ -23,6 +23,7 @@ from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
 from moe_compile.plan.candidates import CHUNKS, HOP_SLICES, Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
+from moe_compile.plan.choose_uneven import choose_uneven
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import FoundExperts
@@ -203,7 +204,17 @@ def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
 def _is_wire(wire: str, option: str, work: RegionWork, config: MegaMoEConfig) -> bool:
     if option == "auto":
         return wire == "same" or config.allows("lossy")
-    return wire == ("fp8" if option != "same" and "fp8" in work.wire_shares else "same")
+    return wire == named_wire(option, work)
+
+
+def named_wire(option: str, work: RegionWork) -> str:
+    """Return the communication dtype that an option names for rows of `work`."""
+    return "fp8" if option not in ("same", "auto") and "fp8" in work.wire_shares else "same"
+
+
+def room_bytes(work: RegionWork, config: MegaMoEConfig) -> float:
+    """Return the bytes that may be added to the peak."""
+    return config.max_memory_increase * max(float(config.step_peak_bytes), work.written_bytes)
 
 
 def _choose(
@@ -213,16 +224,16 @@ def _choose(
     config: MegaMoEConfig,
     hardware: HardwareProfile,
 ) -> Decision:
-    peak = max(float(config.step_peak_bytes), work.written_bytes)
     candidates = list_candidates(work, axes)
     allowed = frozenset(filter(is_allowed, candidates))
     rates = Rates.of(hardware, work.num_ranks, work.hops.num_local if work.hops else 0)
-    return _chosen(work, rates, candidates, allowed, config.max_memory_increase * peak)
+    return _chosen(work, rates, candidates, allowed, room_bytes(work, config))
 
 
 def forget() -> None:
     """Forget the decisions of this process: equal work is decided on once."""
     _chosen.cache_clear()
+    choose_uneven.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

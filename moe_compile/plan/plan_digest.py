@@ -21,7 +21,7 @@ from moe_compile.graph.launch_order import dependences
 from moe_compile.graph.part_order import products
 from moe_compile.plan.state import CompileState
 
-SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes"})
+SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes", "routing_skew"})
 """Options that change no launch: where and how reports are made, and what prices are taken from.
 What is decided by price is among the decisions themselves."""
 

@@ -19,13 +19,14 @@ def decision_remarks(decision: Decision | None) -> list[str]:
     if decision is None:
         return []
     chosen, runner_up = decision.chosen, decision.runner_up
-    said = f"planned: {chosen.candidate}, predicted {_ms(chosen)}"
+    said = f"planned{_routing(decision)}: {chosen.candidate}, predicted {_ms(chosen)}"
     if chosen is not decision.as_it_is:
         said += f", {decision.gain:.1%} less than as it is"
     if runner_up is not None:
         said += f"; next {runner_up.candidate}, {decision.margin:+.1%}"
-    if (other := decision.other_dispatch) is not None and other is not runner_up:
-        said += f"; {other.candidate}, {other.us / decision.chosen.us - 1.0:+.1%}"
+    for other in (decision.other_dispatch, decision.other_edges):
+        if other is not None and (runner_up is None or other.candidate != runner_up.candidate):
+            said += f"; {other.candidate}, {other.us / decision.chosen.us - 1.0:+.1%}"
     return [f"{said}; {decision.why.value}", *(_advice(w, decision) for w in _named(decision))]
 
 
@@ -34,6 +35,7 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
     if decision is None:
         return {}
     runner_up, other = decision.runner_up, decision.other_dispatch
+    edges = decision.other_edges
     return {
         "chosen": str(decision.chosen.candidate),
         "predicted_us": decision.chosen.us,
@@ -43,6 +45,9 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
         "margin": decision.margin,
         "other_dispatch": str(other.candidate) if other else "",
         "other_dispatch_us": other.us if other else 0.0,
+        "other_edges": str(edges.candidate) if edges else "",
+        "other_edges_us": edges.us if edges else 0.0,
+        "routing_skew": decision.routing_skew,
         "why": decision.why.value,
         "advice": [
             {"candidate": str(one.candidate), "predicted_us": one.us, "is_lossy": one.is_lossy}
@@ -65,6 +70,11 @@ def _advice(one: Priced, decision: Decision) -> str:
     less = 1.0 - one.us / decision.chosen.us
     why = "it changes bits" if one.is_lossy else "options ask for another"
     return f"not chosen, since {why}: {one.candidate}, predicted {less:.1%} less"
+
+
+def _routing(decision: Decision) -> str:
+    skew = decision.routing_skew
+    return f" for experts chosen as routing_skew = {skew:g} says" if skew else ""
 
 
 def _ms(one: Priced) -> str:

@@ -6,11 +6,13 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.graph.query import source_place
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.planned import PlannedAttention, PlannedExperts
@@ -27,6 +29,7 @@ IN_TWO_HOPS: Final = "dispatched in two hops"
 LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others it is the reason."""
 
+BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
 HANDED_OVER: Final = "handed to Inductor's async TP: the sum over ranks is taken in another order"
 LEFT: Final = {
     "projections of q, k and v": "projections of q, k and v whole",
@@ -61,6 +64,8 @@ class RegionReport:
     """Whether a token crosses to a node once, as the option names it."""
     hop_slices: int = 1
     """Slices of tokens that hop 1 then goes in, beside the chunks."""
+    chunk_edges: str = "even"
+    """Where chunks begin and end, as the option names it."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks must
     have as many, and compare this number before they run."""
@@ -110,6 +115,7 @@ def as_written(region: RegionReport) -> RegionReport:
         dispatch="all_to_all",
         nodes="off",
         hop_slices=1,
+        chunk_edges="even",
         num_tokens=0,
         wires=wires,
     )
@@ -150,7 +156,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     left, chunks = dict(one.left), one.left.get("chunks")
     remarks = [chunks.reason.value] if chunks and isinstance(one.proof, RowProof) else []
     remarks += [Bound.BY_TOKENS.value] if plan.by_tokens and not plan.is_divided else []
-    remarks += _edges(one)
+    remarks += [BY_LOAD] if plan.by_load else edges_remarks(left)
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
@@ -178,6 +184,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
         dispatch=plan.dispatch,
         nodes=plan.nodes,
         hop_slices=plan.hop_slices,
+        chunk_edges="load" if plan.by_load else "even",
         num_tokens=plan.num_tokens,
         dispatch_figures=dispatch_figures(one),
         wires={
@@ -190,10 +197,9 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     )
 
 
-def _edges(one: PlannedExperts) -> list[str]:
-    if one.plan.by_load:
-        return ["each step's counts say which experts a chunk has: about as many rows in each"]
-    why = one.left.get("chunk_edges")
+def edges_remarks(left: Mapping[str, Verdict]) -> list[str]:
+    """Return why chunks have as many experts each, where options leave that open."""
+    why = left.get("chunk_edges")
     return [f"as many experts in each chunk: {why.why}"] if why is not None else []
 
 

@@ -31,8 +31,8 @@ class Draft:
     not_chunked: Reason | None = None
     by_load: bool = False
     """Whether edges of chunks follow from the rows that experts have."""
-    even_edges: Reason | None = None
-    """Why they do not, though asked for."""
+    even_edges: NotFound | None = None
+    """Why they do not, where the option does not say so."""
     decision: Decision | None = None
     not_priced: str = ""
     costs: DispatchCosts | None = None
@@ -68,9 +68,9 @@ class Draft:
     def refuse(self, refused: Refused) -> None:
         """Leave the region whole."""
         self.proof, self.num_chunks = refused, 1
-        if self.by_load:
-            self.by_load, self.even_edges = False, Reason.NOT_PROVEN
         left = NotFound(reason=Reason.NOT_PROVEN, detail=refused.reason.value)
+        if self.by_load:
+            self.by_load, self.even_edges = False, left
         if self.gathered is not None:
             self.gathered, self.not_gathered = None, left
         if self.divided is not None:

@@ -82,7 +82,7 @@ def plan_experts(
             draft.num_chunks, draft.num_slices, draft.not_chunked = parts
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
-        decide_edges(draft, state.config)
+        decide_edges(draft, state, layers.around(draft.region))
         check_chunks(draft, state.config, dependence)
     after = _examine_together(drafts, state.config)
     in_force = modes(graph)
@@ -266,13 +266,12 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     why: dict[str, NotFound | Refused | None] = {
         "dispatch": draft.not_gathered,
         "nodes": draft.not_divided,
+        "chunk_edges": draft.even_edges,
     }
     if isinstance(draft.proof, Refused):
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:
         why["chunks"] = NotFound(reason=draft.not_chunked)
-    if draft.even_edges is not None:
-        why["chunk_edges"] = NotFound(reason=draft.even_edges)
     name, where = draft.region.name, draft.found.where
     return {
         option: judged(

@@ -5,16 +5,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.errors import InvalidConfig
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import is_launch, is_wait, tensor_of
+from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.journal.reasons import Reason
+from moe_compile.plan.decide_uneven import FlatExchange, decide_uneven
+from moe_compile.plan.state import CompileState
 from moe_compile.report.region_reports import region_report
 from passes.detect_regions import DetectRegions
 from passes.plan_regions import PlanRegions
 from passes.replay.chunk_axis import split_by_load
 from passes.rewrite_regions import RewriteRegions
-from tests.capture import dynamo_graphs, state
+from tests.capture import dynamo_graphs
 from tests.equivalence.test_layers import examples
 from tests.layers import GatheredCounts, GroupedExperts, LoopExperts
 from tests.passes.test_chunk_axis import region_of, run
@@ -81,14 +86,28 @@ def test_ranks_agree_on_ranges_of_about_as_many_rows(regions, style, data):
             assert torch.equal(part[region.counts].reshape(-1), sent)
 
 
-def planned(layer, **options):
+BUSY = HardwareProfile(
+    name="of these tests",
+    matmul_tflops=0.005,
+    memory_gb_per_s=50.0,
+    op_overhead_us=0.1,
+    link_gb_per_s=0.01,
+    link_latency_us=1.0,
+)
+"""Its experts compute about as long as their rows travel; agreeing on edges takes no time."""
+
+
+def planned(layer, hardware=BUSY, *, rewrites=True, **options):
     width = layer.router.shape[0]
     x = torch.randn(32, width, dtype=layer.router.dtype, requires_grad=True)
     (gm,) = dynamo_graphs(layer, x)
-    ours = state(chunk_edges="load", **options)
+    ours = CompileState(
+        config=MegaMoEConfig(**{"chunk_edges": "load", **options}), hardware=hardware
+    )
     DetectRegions().run(gm.graph, ours)
     PlanRegions().run(gm.graph, ours)
-    RewriteRegions().run(gm.graph, ours)
+    if rewrites:
+        RewriteRegions().run(gm.graph, ours)
     (one,) = ours.experts
     said = " ".join(region_report(one, "all_to_all").remarks)
     return one, said, gm.graph
@@ -126,6 +145,72 @@ def test_edges_stay_even_with_a_reason(fake_ranks, style, dtype, options, reason
     assert f"as many experts in each chunk: {reason.value}" in said
 
 
+AUTO = {"chunk_edges": "auto", "equal_tokens": True}
+
+
+@pytest.mark.parametrize("chunks", [2, "auto"])
+def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunks):
+    layer = layer_of(GroupedExperts, fake_ranks)
+    one, said, _ = planned(layer, chunks=chunks, routing_skew=0.8, **AUTO)
+    assert one.plan.by_load and one.plan.num_chunks == 2 and "chunk_edges" not in one.left
+    assert "routing_skew = 0.8 says: 2 chunks of experts by load, predicted" in said
+    assert "2 chunks of experts, +" in said
+    named, _, _ = planned(layer, chunks=2, chunk_edges="load", equal_tokens=True)
+    assert named.plan == one.plan
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "detail"),
+    [
+        ({}, Reason.BY_PRICE, "routing_skew is 0: experts are taken to be chosen evenly"),
+        ({"routing_skew": 0.1}, Reason.BY_PRICE, ""),
+        ({"routing_skew": 0.8, "equal_tokens": False}, Reason.NO_PRICE, ""),
+        ({"routing_skew": 0.8, "chunks": 1}, Reason.ONE_CHUNK, ""),
+        ({"routing_skew": 0.8, "chunk_by": "tokens"}, Reason.BY_PRICE, "chunks are of tokens"),
+    ],
+    ids=str,
+)
+def test_auto_leaves_edges_even_with_a_reason(fake_ranks, options, reason, detail):
+    layer = layer_of(GroupedExperts, fake_ranks)
+    one, said, _ = planned(layer, **{"chunks": 2, **AUTO, **options})
+    left = one.left["chunk_edges"]
+    assert not one.plan.by_load and (left.reason, left.detail) == (reason, detail)
+    assert not left.is_asked
+    assert f"as many experts in each chunk: {reason.value}" in said
+
+
+def test_where_agreeing_takes_longer_than_it_gains_edges_stay_even(fake_ranks):
+    """On this machine an operator takes 15 us, and there are eight more."""
+    layer, hardware = layer_of(GroupedExperts, fake_ranks), load_profile("cpu")
+    one, said, _ = planned(layer, hardware, chunks=2, routing_skew=0.8, **AUTO)
+    assert not one.plan.by_load and one.left["chunk_edges"].reason is Reason.BY_PRICE
+    assert "2 chunks of experts by load, +" in said
+    assert one.decision.other_edges.us > one.decision.chosen.us
+
+
+def test_a_number_is_priced_by_load_only_where_such_edges_can_be_made(fake_ranks):
+    layer = layer_of(GroupedExperts, fake_ranks)
+    one, _, graph = planned(layer, rewrites=False, chunks=1)
+    config = MegaMoEConfig(chunks=2, routing_skew=0.8, **AUTO)
+    for is_able, edges in ((True, "load"), (False, "even")):
+        exchange = FlatExchange(
+            num_chunks=2, decision=None, rows_per_token=2, may_follow_loads=is_able
+        )
+        decision = decide_uneven(one.found, config, BUSY, TracedNodes(graph), exchange)
+        assert decision.chosen.candidate.chunk_edges == edges
+
+
+def test_a_stated_skew_decides_the_number_of_chunks_too(fake_ranks):
+    """Four chunks of two ranks' rows where all are alike; where one expert has most, it waits."""
+    layer = layer_of(GroupedExperts, fake_ranks)
+    even, _, _ = planned(layer, chunks="auto", chunk_edges="even", equal_tokens=True)
+    options = {"chunks": "auto", "chunk_edges": "even", "equal_tokens": True}
+    hot, said, _ = planned(layer, routing_skew=6.0, **options)
+    assert even.decision.routing_skew == 0.0 and hot.decision.routing_skew == 6.0
+    assert hot.plan.num_chunks < even.plan.num_chunks
+    assert "routing_skew = 6 says" in said and "chunk_edges" not in hot.left
+
+
 def test_groups_that_are_padded_alike_follow_loads(fake_ranks, monkeypatch):
     titan_layer = pytest.importorskip("tests.proof.titan_layer", reason="needs torchtitan")
     indices = "torchtitan.models.moe.utils.generate_permute_indices"
@@ -137,4 +222,5 @@ def test_groups_that_are_padded_alike_follow_loads(fake_ranks, monkeypatch):
 
 def test_chunks_of_tokens_have_no_edges():
     with pytest.raises(InvalidConfig, match="leave out one of the two"):
-        state(chunk_edges="load", chunk_by="tokens")
+        MegaMoEConfig(chunk_edges="load", chunk_by="tokens")
+    assert MegaMoEConfig(chunk_edges="auto", chunk_by="tokens").chunk_edges == "auto"

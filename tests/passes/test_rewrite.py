@@ -1,5 +1,6 @@
 """A rewrite proposes data, is judged by numerics and price, and is undone where it fails."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
@@ -93,6 +94,9 @@ def test_what_is_proposed_is_done_joins_the_plan_and_makes_later_levels_run():
         level = level_value(torch.fx.Graph(), each, dropped=())
         digests.add(plan_digest(after.config, [level], {}))
     assert len(digests) == 2
+    stated = dataclasses.replace(after.config, routing_skew=0.5)
+    level = level_value(torch.fx.Graph(), after, dropped=())
+    assert plan_digest(stated, [level], {}) in digests  # prices go by it, and code by decisions
     collectives = {"0": ["all_reduce(float32, sum)"]}
     assert groups_rewritten(after, collectives) == {"0"} > groups_rewritten(without[1], collectives)
 

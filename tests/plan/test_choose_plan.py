@@ -96,6 +96,16 @@ def test_a_gain_that_a_wrong_constant_would_turn_into_a_loss_is_not_taken():
     assert decision.runner_up.us < 0.99 * decision.chosen.us
 
 
+def test_a_price_of_the_callers_is_asked_with_constants_off_too():
+    """Two chunks gain a third, and lose as much where the link is slower than stated."""
+
+    def price(work, candidate, rates):
+        return 3.0 - (candidate.num_chunks > 1) * (1 if rates == UNIT else -1)
+
+    decision = decide(region(), price=price)
+    assert decision.why is Why.UNSURE and decision.chosen.us == 3.0
+
+
 def test_lossy_ways_are_advice_until_they_are_allowed():
     work = region(experts_us=10.0, wires=(("fp8", 0.52),))
     rates = UNIT.scaled("memory_gb_per_s", 1e3)

@@ -22,10 +22,10 @@ from moe_compile.config import MegaMoEConfig
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
-num_ranks, *ranks = map(int, sys.argv[1:])
+skew, num_ranks, *ranks = map(int, sys.argv[1:])
 config = MegaMoEConfig(
     equal_tokens=True, chunks="auto", dispatch_wire="auto", combine_wire="auto", numerics="lossy",
-    hardware="h800",
+    hardware="h800", chunk_edges="auto", routing_skew=skew,
 )
 for rank in ranks:
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
@@ -41,12 +41,12 @@ print("HASH", hash("a") % 1000)
 """
 
 
-def decisions(ranks_of_processes, num_ranks):
+def decisions(ranks_of_processes, num_ranks, skew=0):
     """Return the hash functions of the processes, and all decisions with their plans."""
 
     def run(ranks):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(num_ranks), *map(str, ranks)],
+            [sys.executable, "-c", PROGRAM, *map(str, (skew, num_ranks, *ranks))],
             cwd=ROOT, text=True, capture_output=True, timeout=900, check=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(17 * ranks[0])},
         )  # fmt: skip
@@ -69,6 +69,13 @@ def check(decided):
 def test_first_and_last_rank_of_eight_in_processes_of_other_hash_seeds_decide_alike():
     hashes, decided = decisions([(0,), (7,)], 8)
     assert len(hashes) == 2
+    check(decided)
+
+
+@pytest.mark.slow
+def test_first_and_last_rank_draw_the_same_popularities():
+    hashes, decided = decisions([(0,), (7,)], 8, skew=1)
+    assert len(hashes) == 2 and '"routing_skew": 1' in next(iter(decided))
     check(decided)
 
 
