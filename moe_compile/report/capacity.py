@@ -12,7 +12,7 @@ from moe_compile.journal.kinds import Kind
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.planned import PlannedCapacity
 from moe_compile.report.decisions import decision_figures, decision_remarks
-from moe_compile.report.region_reports import CHUNKED, LEFT_WHOLE, RegionReport
+from moe_compile.report.region_reports import CHUNKED, LEFT_WHOLE, RegionReport, edges_remarks
 
 OF_CAPACITY: Final = "experts with a capacity: equal parts are exchanged, the host reads nothing"
 
@@ -24,7 +24,8 @@ def capacity_report(one: PlannedCapacity) -> RegionReport:
     remarks = [why.why] if why is not None and unproven is None else []
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
-    others = [(name, left) for name, left in one.left.items() if name != "chunks"]
+    remarks += edges_remarks(one.left)
+    others = [(n, left) for n, left in one.left.items() if n not in ("chunks", "chunk_edges")]
     remarks += [f"{name} is not done: {left.why}" for name, left in others if left.is_asked]
     remarks.append(OF_CAPACITY)
     return RegionReport(

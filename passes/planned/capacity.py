@@ -7,6 +7,8 @@ Contract
 
 from __future__ import annotations
 
+from typing import Final
+
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.traced_nodes import TracedNodes
@@ -20,6 +22,8 @@ from moe_compile.plan.state import CompileState
 from passes.replay.capacity_rounding import why_rounds
 from passes.replay.masked_replay import chunk_bounds
 
+AS_MANY_ROWS: Final = "by its capacity every expert has as many rows"
+
 
 def plan_capacity(state: CompileState, layers: Layers) -> tuple[PlannedCapacity, ...]:
     """Return the plan of all experts with a capacity in `state.found`; `layers` are the graph's."""
@@ -30,15 +34,17 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
     config, region = state.config, found.region
     decision = decide_capacity(region, config, state.hardware, layer)
     num_chunks, reason = plan_num_chunks(config, region, decision)
-    detail = ""
+    details = {"chunk_edges": AS_MANY_ROWS}
     if config.chunk_by == "tokens":
         num_chunks, reason = 1, Reason.BY_CAPACITY
     if num_chunks > 1:
         rounds = why_rounds(region, chunk_bounds(region.num_local_experts, num_chunks))
         if rounds:
-            num_chunks, reason, detail = 1, Reason.ROUNDED_BY_POSITION, rounds
+            num_chunks, reason = 1, Reason.ROUNDED_BY_POSITION
+            details["chunks"] = rounds
     left = {name: Reason.BY_CAPACITY for name in _others_asked(config)}
     left |= {"chunks": reason} if reason is not None else {}
+    left |= {"chunk_edges": Reason.ALREADY_DONE} if config.chunk_edges != "even" else {}
     unproven = reason.name if reason is Reason.ROUNDED_BY_POSITION else ""
     return PlannedCapacity(
         found=found,
@@ -56,7 +62,7 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
                 Verdict(
                     candidate=region.name,
                     reason=why,
-                    detail=detail if option == "chunks" else "",
+                    detail=details.get(option, ""),
                     where=found.where,
                 ),
             )

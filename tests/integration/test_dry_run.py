@@ -219,6 +219,15 @@ def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
 
 
 @pytest.mark.slow
+def test_chunks_by_load_are_named_in_the_table_of_choices_where_they_are_not_even(dry_run):
+    """Asked for by name; "auto" has even ones, since no skew of the routing is stated."""
+    output = dry_run(megamoe__chunks=2, megamoe__chunk_edges="load")
+    rows = {row[0]: row[1] for row in re.findall(CHOICE, output, re.MULTILINE)}
+    assert rows["as asked"].startswith("2 chunks, edges by load, ")
+    assert "load" not in rows["exact"]
+
+
+@pytest.mark.slow
 def test_context_parallelism_exchanges_queries_and_the_result_and_gathers_the_latent(dry_run):
     degrees = {DEGREE("context_parallel"): 2, DEGREE("data_parallel_shard"): 1}
     output = dry_run(**degrees)

@@ -1,5 +1,7 @@
 """What becomes of the graph of experts with a capacity: weights cut once, launches first."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -77,6 +79,16 @@ def test_what_it_cannot_do_is_told(fake_ranks, asked):
     assert one.plan.num_chunks == (LOCAL if clamped else 1)
     reason = Reason.CLAMPED if clamped else Reason.BY_CAPACITY
     assert one.left["chunks"].reason is reason
+
+
+@pytest.mark.parametrize("edges", ("load", "auto"))
+def test_edges_by_load_are_even_ones_where_a_capacity_says_how_many_rows(fake_ranks, edges):
+    gm, config = graph_of(DeepSpeed, fake_ranks), state(chunks=2, chunk_edges=edges).config
+    _, compilation = rewrite(gm, dataclasses.replace(config, strict=True))
+    (region,) = compilation.regions
+    assert (region.num_chunks, region.chunk_edges, region.to_do) == (2, "even", ())
+    said = f"as many experts in each chunk: {Reason.ALREADY_DONE.value} (by its capacity every "
+    assert any(remark.startswith(said) for remark in region.remarks)
 
 
 def test_auto_goes_by_price_where_ranks_promise_equal_tokens(fake_ranks):

@@ -25,6 +25,7 @@ from passes.split_batch import SplitBatch
 
 FREE: Final[Mapping[str, Any]] = {
     "chunks": "auto",
+    "chunk_edges": "auto",
     "attention_chunks": "auto",
     "dispatch": "auto",
     "dispatch_wire": "auto",
@@ -97,6 +98,7 @@ def _described(compilation: Compilation, state: CompileState) -> str:
     parts = [f"{state.num_parts} parts of the batch"] * is_divided
     for region in compilation.regions:
         parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1))
+        parts += [f"edges by {region.chunk_edges}"] * (region.chunk_edges != "even")
         parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
         if region.nodes != "off":
             parts.append("two hops" + ", sums on the nodes" * (region.nodes == "rounded"))
