@@ -66,8 +66,7 @@ def _part(node: fx.Node) -> fx.Node | None:
     if piece is None or not _is_plain(node):
         return None
     source, first, last = piece
-    while source.target in VIEWS and _is_plain(source):
-        source = source.args[0]
+    source = _viewed(source)
     if source.target is not ATEN.cat.default or not _is_plain(source):
         return None
     parts, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
@@ -78,9 +77,16 @@ def _part(node: fx.Node) -> fx.Node | None:
     for part in parts:
         size = math.prod(_shape(part) or (0,))
         if (at, at + size) == (first, last) and _is_plain(part) and size:
-            return part if isinstance(part, fx.Node) else None
+            return _viewed(part) if isinstance(part, fx.Node) else None
         at += size
     return None
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return what views show as a whole, which is what torch keeps between checkpointed blocks."""
+    while node.target in VIEWS and _is_plain(node) and _is_plain(node.args[0]):
+        node = node.args[0]
+    return node
 
 
 def _piece(node: fx.Node) -> tuple[Any, int, int] | None:

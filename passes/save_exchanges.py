@@ -5,7 +5,8 @@ Contract
     Keeps     values: only the choice between saving and recomputing is written, as `recompute`.
 
 What nothing in the backward pass is computed from is not kept: rows that are only added up, say, or
-what was sent on to another rank.
+what was sent on to another rank. What one checkpointed function returns and another is given is
+kept, as torch does, so that nothing of the first is needed for the second.
 
 Inside a checkpointed function torch recomputes every collective in the backward pass. With
 `recompute = "save_exchanges"` what forward exchanges received is saved instead; with
@@ -21,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.effects import is_size_query
+from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import (
     group_name,
     is_all_gather,
@@ -40,6 +42,8 @@ from moe_compile.journal.entries import PassReport, Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
+
+RECOMPUTED: Final = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ class SaveExchanges(GraphPass):
         asked, is_promised = state.config.recompute, state.config.equal_tokens
         if asked == "model" and is_promised:
             return _all_left(self.name, forward, Reason.MODEL_POLICY)
-        needed = _needed_backward(graph, frozenset(nodes))
+        between = _between_blocks(graph)
+        needed = _needed_backward(graph, frozenset(nodes), between)
         checkpointed = [n for n in forward if "recompute" in n.meta and n in needed]
         useless = [n for n in forward if "recompute" in n.meta and n not in needed]
         repeats = asked == "recompute_exchanges" and is_promised
         policy = CheckpointPolicy.MUST_RECOMPUTE if repeats else CheckpointPolicy.MUST_SAVE
+        for node in between:  # of which, and no earlier, what is computed again begins
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in checkpointed:  # launch and wait are one buffer: saving both costs one
             node.meta["recompute"] = policy
         others = [n for n in forward if "recompute" not in n.meta]
@@ -77,8 +84,13 @@ class SaveExchanges(GraphPass):
         )
 
 
-def _needed_backward(graph: fx.Graph, received: Collection[fx.Node]) -> set[fx.Node]:
-    """Return what the backward pass reads or may compute again, if it has what was `received`."""
+def _needed_backward(
+    graph: fx.Graph, received: Collection[fx.Node], between: Collection[fx.Node]
+) -> set[fx.Node]:
+    """Return what the backward pass reads or may compute again, if it has what was `received`.
+
+    It has what is `between` checkpointed functions as well.
+    """
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or _is_backward(node) or not backward.isdisjoint(node.all_input_nodes):
@@ -92,9 +104,35 @@ def _needed_backward(graph: fx.Graph, received: Collection[fx.Node]) -> set[fx.N
         needed.add(node)
         if node in received:  # a wait with its launch: they are one buffer
             needed.update(n for n in node.all_input_nodes if n in received)
+        elif node in between:
+            continue
         elif not is_size_query(node):  # a number, which is kept by itself
             todo += node.all_input_nodes
     return needed
+
+
+def _between_blocks(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return what one checkpointed function returns and another is given.
+
+    Torch's partitioner keeps these (`cleanup_recompute_tags`) but for views, which it never does.
+    """
+    return frozenset(
+        node
+        for node in graph.nodes
+        if _is_recomputed(node)
+        and not is_view(node)
+        and any(_is_recomputed(n) and _number(n) > _number(node) > 0 for n in node.users)
+    )
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    """Whether the model's policy has the backward pass compute the node again."""
+    return node.meta.get("recompute") in RECOMPUTED
+
+
+def _number(node: fx.Node) -> int:
+    """Return which checkpointed function the node is of, 0 for none; torch counts from 1."""
+    return int(node.meta.get("ac_graph_id", 0))
 
 
 def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict, ...]:

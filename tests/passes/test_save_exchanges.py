@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import is_all_to_all, is_wait, value_of
+from moe_compile.graph.query import is_all_to_all, is_wait, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import InOrder, InOrderWeighted
@@ -26,28 +26,60 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-def traced(style):
+class Twice(nn.Module):
+    """Two layers, each checkpointed, that share their weights."""
+
+    def __init__(self, style):
+        super().__init__()
+        self.layer = Checkpointed(style)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+def traced(layer, **options):
     x = torch.randn(24, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    gm, *_ = dynamo_graphs(Checkpointed(style), x)
-    config = MegaMoEConfig(hardware="cpu", chunks=1, equal_tokens=True)
+    gm, *_ = dynamo_graphs(layer, x)
+    config = MegaMoEConfig(hardware="cpu", chunks=1, equal_tokens=True, **options)
     state, compilation = rewrite(gm, config)
     inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     return *trace_both(gm, inputs, state), compilation.journal
 
 
-@pytest.mark.parametrize(("style", "kept"), [(InOrderWeighted, 2), (InOrder, 1)])
-def test_rows_are_kept_where_gradients_are_computed_from_them(fake_ranks, style, kept):
-    """Weighted rows are needed by the gradients of their weights; rows added up by none."""
-    del fake_ranks
-    forward, backward, journal = traced(style)
+def kept_rows(forward, backward):
+    """Return what exchanges of rows received, and the names of what the backward is given."""
     taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
     received = [
         node
         for node in forward.graph.nodes
         if is_wait(node) and is_all_to_all(node.all_input_nodes[0]) and value_of(node).ndim == 2
     ]
+    return received, taken
+
+
+@pytest.mark.parametrize(("style", "kept"), [(InOrderWeighted, 2), (InOrder, 1)])
+def test_rows_are_kept_where_gradients_are_computed_from_them(fake_ranks, style, kept):
+    """Weighted rows are needed by the gradients of their weights; rows added up by none."""
+    del fake_ranks
+    forward, backward, journal = traced(Checkpointed(style))
+    received, taken = kept_rows(forward, backward)
     assert len(received) == 2
     assert sum(node.name in taken for node in received) == kept
     assert sum(map(is_all_to_all, backward.graph.nodes)) == 2
     reasons = [v.reason for v in journal.verdicts() if v.reason is Reason.NOT_READ_BACKWARD]
     assert len(reasons) == 2 * (2 - kept)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_comes_between_checkpointed_layers_is_kept_in_place_of_rows(fake_ranks, parts):
+    """Of each layer, in each part, rows that were dispatched; and what the second is given."""
+    del fake_ranks
+    forward, backward, _ = traced(Twice(InOrder), batch_parts=parts, numerics="bounded")
+    received, taken = kept_rows(forward, backward)
+    assert len(received) == 4 * parts
+    assert sum(node.name in taken for node in received) == 2 * parts
+    assert sum(map(is_all_to_all, backward.graph.nodes)) == 4 * parts
+    computed = [n for n in forward.graph.nodes if n.op == "call_function" and n.name in taken]
+    tensors = [tensor_of(node) for node in computed if node not in received]
+    sizes = [t.numel() for t in tensors if t is not None and t.dtype is torch.bfloat16]
+    assert sum(sizes) == 24 * WIDTH
