@@ -122,8 +122,8 @@ class MegaMoEConfig:
     combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
     first, then at home, by a bound that the report states. Both need `register_node_groups`, which
     the torchtitan recipe calls. `chunks` cuts hop 2 and the experts, or, if a number and
-    with `chunk_by` = "tokens", hop 1 alone; no bit changes. In eight bits where a wire says it, not
-    where that is "auto". "auto": either, by price, as `numerics` allows."""
+    with `chunk_by` = "tokens", hop 1 alone; no bit changes. "auto": either, by price, as `numerics`
+    allows, together with wires that are "auto"."""
     hop_slices: int | str = "auto"
     """Of two hops, the number of slices of tokens that hop 1 goes in, while `chunks` cuts hop 2,
     the experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of

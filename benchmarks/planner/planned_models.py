@@ -81,7 +81,7 @@ class Layer(nn.Module):
         scores, chosen = torch.topk(torch.softmax((x @ self.router).float(), -1), self.shape.top_k)
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        counts = torch.histc(flat.float(), bins=self.shape.num_experts).long()
+        counts = self._counts(flat)
         received = wait_tensor(all_to_all_single(counts, None, None, self.group))
         sent = counts.view(self.ranks, -1).sum(1).tolist()
         got = received.view(self.ranks, -1).sum(1).tolist()
@@ -89,6 +89,9 @@ class Layer(nn.Module):
         out = all_to_all_single_autograd(self._experts(rows, received), sent, got, self.group)
         out = out * scores.reshape(-1)[order][:, None].to(out.dtype)
         return torch.zeros_like(x).index_add(0, order // self.shape.top_k, out)
+
+    def _counts(self, flat: torch.Tensor) -> torch.Tensor:
+        return torch.histc(flat.float(), bins=self.shape.num_experts).long()
 
     def _experts(self, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         ids = torch.arange(self.local, device=rows.device).repeat(self.ranks)

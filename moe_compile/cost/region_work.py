@@ -47,6 +47,8 @@ class Work:
     is_fusible: bool = False
     """Whether a compiler may make its result in the kernels that read it."""
     fuses_what_it_reads: bool = False
+    moves_rows: bool = False
+    """Whether it does nothing but gather rows by an index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,8 @@ class RegionWork:
     """Whether joined chunks are written before they are read: Inductor does so on a CPU."""
     wire_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Communication dtype -> its bytes over those of the model's."""
+    never_packed: frozenset[str] = frozenset()
+    """Exchanges, `dispatch` or `combine`, whose rows must keep the model's number format."""
     imbalance: float = 1.0
     """Rows that the busiest rank receives over those of the mean; work in the region takes so
     much longer."""
@@ -74,6 +78,8 @@ class RegionWork:
     gather_is_bitwise: bool = False
     hops: HopShape | None = None
     """What goes which way where a token crosses to a node once; None where that is not to be."""
+    weighted: frozenset[str] = frozenset()
+    """Of `dispatch` and `combine` those around which rows are changed, as by their scores."""
 
     def by_dispatch(self, dispatch: str) -> RegionWork:
         """Return the work of one `dispatch`: this, or the same with tokens gathered."""

@@ -24,6 +24,7 @@ from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
+from moe_compile.graph.row_moves import row_gather
 
 NOWHERE = -1
 """Origin of a node that no node of the program stands for."""
@@ -154,4 +155,5 @@ def _work(
         makes_gradient=makes_gradient,
         is_fusible=is_fusible(node),
         fuses_what_it_reads=fuses_what_it_reads(node),
+        moves_rows=row_gather(node) is not None,
     )

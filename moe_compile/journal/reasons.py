@@ -273,8 +273,8 @@ class Reason(enum.Enum):
     )
     GATHERED = "its tokens are all-gathered: each crosses to every rank", Kind.NOT_POSSIBLE
     TWO_HOPS = (
-        "dispatched in two hops: by torch's collectives, in eight bits only where a wire says it, "
-        "in parts only where their number is given, in chunks of as many experts each",
+        "dispatched in two hops: by torch's collectives, in parts only where their number is given "
+        "or has a price, in chunks of as many experts each",
         Kind.NOT_POSSIBLE,
     )
 

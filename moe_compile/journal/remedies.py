@@ -192,8 +192,8 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.TENSOR_FLOAT: "multiply rows by their weights and add them up, or call "
     "torch.set_float32_matmul_precision('highest')",
     Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'",
-    Reason.TWO_HOPS: "set megamoe.nodes = 'off' for another transport, the wire to 'fp8' for eight "
-    "bits, megamoe.chunks to a number for parts",
+    Reason.TWO_HOPS: "set megamoe.nodes = 'off' for another transport, megamoe.chunks to a number "
+    "for parts",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
     Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or the wire to 'same'",
     Reason.UNKNOWN_FORM: "wait for each exchange once, and read nothing but what the wait returns",

@@ -2,15 +2,15 @@
 
 Contract
     Listed from simple to complicated, always in one order; the first is the region as it is.
-    Two hops are in chunks of experts, hop 1 in slices, in the model's number format.
+    Two hops are in chunks of experts, hop 1 in slices, in any number format of flat ones.
     Gathered tokens go in slices of tokens or whole: chunks of experts would repeat their sums.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_compile.cost.region_work import RegionWork
@@ -18,6 +18,8 @@ from moe_compile.cost.region_work import RegionWork
 CHUNKS: Final = (1, 2, 4, 8)
 """Numbers of chunks that are tried: beyond eight each chunk's fixed costs outgrow the gain."""
 WIRES: Final = ("same", "fp8")
+FORWARD_ALONE: Final = "fp8_forward"
+"""Tried where an option names it, not by "auto"."""
 HOPS: Final = ("exact", "rounded")
 HOP_SLICES: Final = (1, 2)
 """Slices of hop 1 that are tried: all that they hide is hop 2, on the faster link."""
@@ -44,10 +46,13 @@ class Candidate:
         rounds = self.dispatch == "all_gather" and not work.gather_is_bitwise
         return quantises or splits_sums or rounds or self.nodes == "rounded"
 
-    def wire_share(self, work: RegionWork, exchange: str) -> float:
+    def wire_share(self, work: RegionWork, exchange: str, *, is_forward: bool) -> float:
         """Return the bytes of an `exchange` of `work` over those in the model's number format."""
         wires = {"dispatch": self.dispatch_wire, "combine": self.combine_wire}
-        return work.wire_shares.get(wires.get(exchange, "same"), 1.0)
+        wire = wires.get(exchange, "same")
+        if wire == FORWARD_ALONE:
+            wire = "fp8" if is_forward else "same"
+        return work.wire_shares.get(wire, 1.0)
 
     @property
     def complexity(self) -> tuple[int, int, str, str, str, str, int]:
@@ -76,17 +81,19 @@ class Candidate:
         return ", ".join(said)
 
 
-def list_candidates(work: RegionWork, axes: tuple[str, ...]) -> tuple[Candidate, ...]:
-    """Return all candidates for `work`, in chunks along `axes`.
+def list_candidates(
+    work: RegionWork, axes: tuple[str, ...], wires: Collection[str] = WIRES
+) -> tuple[Candidate, ...]:
+    """Return all candidates for `work`, in chunks along `axes`, in communication dtypes of `wires`.
 
     Chunks of experts and of heads are equal; those of tokens may be any number.
     """
-    return tuple(_listed(work, axes))
+    return tuple(_listed(work, axes, wires))
 
 
-def _listed(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
-    wires = [w for w in WIRES if w == "same" or w in work.wire_shares]
-    for dispatch_wire, combine_wire in itertools.product(wires, wires):
+def _listed(work: RegionWork, axes: tuple[str, ...], wires: Collection[str]) -> Iterator[Candidate]:
+    pairs = [*itertools.product(*(_wires(work, name, wires) for name in ("dispatch", "combine")))]
+    for dispatch_wire, combine_wire in pairs:
         for num, axis in _chunks(work, axes):
             yield Candidate(
                 num_chunks=num,
@@ -94,13 +101,25 @@ def _listed(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
                 dispatch_wire=dispatch_wire,
                 combine_wire=combine_wire,
             )
+    yield from _gathered(work, axes)
+    if work.hops is not None:
+        for dispatch_wire, combine_wire in pairs:
+            for one in _in_hops(work, axes[0]):
+                yield replace(one, dispatch_wire=dispatch_wire, combine_wire=combine_wire)
+
+
+def _gathered(work: RegionWork, axes: tuple[str, ...]) -> Iterator[Candidate]:
     if work.gathered is not None:
         for num in CHUNKS if "tokens" in axes else CHUNKS[:1]:
             axis = axes[0] if num == 1 else "tokens"
             if work.gathered.num_parts % num == 0:
                 yield Candidate(num_chunks=num, chunk_by=axis, dispatch="all_gather")
-    if work.hops is not None:
-        yield from _in_hops(work, axes[0])
+
+
+def _wires(work: RegionWork, exchange: str, wires: Collection[str]) -> list[str]:
+    """Return the communication dtypes that rows of an exchange may have."""
+    is_packed = "fp8" in work.wire_shares and exchange not in work.never_packed
+    return [wire for wire in wires if wire == "same" or is_packed]
 
 
 def _in_hops(work: RegionWork, axis: str) -> Iterator[Candidate]:

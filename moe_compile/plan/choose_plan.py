@@ -196,25 +196,31 @@ def _safe_regrets(
     A constant that is wrong should neither make a loss of a gain, beyond `RISK`, nor leave a
     candidate far behind the one that would have been taken had it been known.
     """
-    if not others:
-        return {}
-    perturbed = tuple(rates.perturbed())
-    us = {
-        one: [one.us, *(price(work, one.candidate, r) for r in perturbed)]
-        for one in (as_it_is, *others)
-    }
-    best = [min(times) for times in zip(*us.values(), strict=True)]
-    was = us[as_it_is]
-    safe = []
-    for one in others:
+    all_rates = (rates, *rates.perturbed())
+
+    def times(one: Priced) -> list[float]:
+        return [one.us, *(price(work, one.candidate, r) for r in all_rates[1:])]
+
+    was, known = times(as_it_is) if others else [], []
+    safe: dict[Priced, list[float]] = {}
+    behind = sorted(others, key=lambda one: one.us)
+    while behind and behind[0].us <= (1.0 + HEDGE) * min((p.us for p in safe), default=math.inf):
+        one = behind.pop(0)
+        known.append(own := times(one))
         limit = 1.0 + RISK * (1.0 - one.us / as_it_is.us)
-        if all(own < limit * whole for own, whole in zip(us[one], was, strict=True)):
-            safe.append(one)
-    limit = (1.0 + HEDGE) * min((one.us for one in safe), default=0.0)
+        if all(us < limit * whole for us, whole in zip(own, was, strict=True)):
+            safe[one] = own
+    if not safe:
+        return {}
+    best = [min(of_rates) for of_rates in zip(was, *known, strict=True)]
+    left = 1.0 - max((share for _, share in rates.uncertainty), default=0.0)  # of any time
+    for place, r in enumerate(all_rates):
+        for one in behind:  # most cannot be the fastest, which is quicker to tell than their price
+            if one.us * left < best[place] and least_us(work, one.candidate, r) < best[place]:
+                best[place] = min(best[place], price(work, one.candidate, r))
     return {
-        one: max(own / least - 1.0 for own, least in zip(us[one], best, strict=True))
-        for one in safe
-        if one.us <= limit
+        one: max(us / least - 1.0 for us, least in zip(own, best, strict=True))
+        for one, own in safe.items()
     }
 
 

@@ -21,7 +21,14 @@ from moe_compile.cost.read_regions import work_of_attention, work_of_capacity, w
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
-from moe_compile.plan.candidates import CHUNKS, HOP_SLICES, Candidate, list_candidates
+from moe_compile.plan.candidates import (
+    CHUNKS,
+    FORWARD_ALONE,
+    HOP_SLICES,
+    WIRES,
+    Candidate,
+    list_candidates,
+)
 from moe_compile.plan.choose_plan import Decision, choose_plan
 from moe_compile.plan.choose_uneven import choose_uneven
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
@@ -46,6 +53,9 @@ class Hopping:
     can_be_exact: bool
     rounding: NodeRounding | None
     """Of sums on the nodes; None where these are not to be made."""
+    weighted: frozenset[str] = frozenset()
+    """Of `dispatch` and `combine` those whose messages of eight bits are of other numbers than the
+    flat exchange packs."""
 
 
 def decide_experts(
@@ -55,10 +65,12 @@ def decide_experts(
     layer: TracedNodes | None = None,
     gathering: Gathering | None = None,
     hopping: Hopping | None = None,
+    never_packed: frozenset[str] = frozenset(),
 ) -> Decision | None:
     """Return the decision for a MoE region in its `layer`, or in all of its graph.
 
-    Without `gathering` its tokens cannot be gathered, without `hopping` not sent in two hops.
+    Without `gathering` its tokens cannot be gathered, without `hopping` not sent in two hops;
+    `never_packed` are those of `dispatch` and `combine` whose rows must not be rounded.
     """
     if not asks_planner(config, can_gather=gathering is not None, can_hop=hopping is not None):
         return None
@@ -67,6 +79,7 @@ def decide_experts(
     work = work_of_experts(found.region, found.proof, layer)
     if work is None:
         return None
+    work = replace(work, never_packed=never_packed)
     if gathering is not None:
         hopping = hopping if config.nodes == "auto" else None
         is_bitwise = gathering.rounding.is_bitwise
@@ -75,7 +88,7 @@ def decide_experts(
             return None
     rounding = gathering.rounding if gathering is not None else None
     if hopping is not None:
-        work = replace(work, hops=hopping.shape)
+        work = replace(work, hops=hopping.shape, weighted=hopping.weighted)
     rule = experts_rule(config, work, rounding, hopping)
     return _choose(work, ("experts", "tokens"), rule, config, hardware)
 
@@ -145,21 +158,16 @@ def experts_rule(
 
     def is_allowed(candidate: Candidate) -> bool:
         if candidate.nodes != "off":
-            parts = work.num_parts
-            return hopping is not None and may_hop(config, candidate, hopping, parts)
+            return hopping is not None and may_hop(config, candidate, hopping, work)
         if hopping is not None and config.nodes not in ("off", "auto"):
             return False
         if candidate.dispatch == "all_gather":
             return is_gather_allowed(candidate)
-        wires = (
-            (candidate.dispatch_wire, config.dispatch_wire),
-            (candidate.combine_wire, config.combine_wire),
-        )
         return (
             not (gathers and config.dispatch == "all_gather")
             and (candidate.num_chunks == 1 or candidate.chunk_by == axis)
             and _is_asked(candidate.num_chunks, config.chunks, work.num_parts)
-            and all(_is_wire(wire, option, work, config) for wire, option in wires)
+            and _is_wired(candidate, work, config)
         )
 
     return is_allowed
@@ -172,25 +180,41 @@ def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:
     return config.allows(rounding.numerics) and not quantises_rows(config)
 
 
-def may_hop(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping, num_parts: int) -> bool:
+def may_hop(
+    config: MegaMoEConfig, candidate: Candidate, hopping: Hopping, work: RegionWork
+) -> bool:
     """Whether the options let the planner send a region in two hops as a candidate says.
 
-    `num_parts` are its local experts. In slices alone, by `chunk_by`, they have no price.
+    In slices alone, by `chunk_by`, they have no price.
     """
     parts = candidate.num_chunks, candidate.hop_slices
     if config.chunk_by == "tokens":
         is_asked = parts == (1, 1) and (config.nodes != "auto" or config.chunks in ("auto", 1))
     else:
         slices = config.hop_slices if config.hop_slices in HOP_SLICES else 1
-        is_asked = _is_asked(parts[0], config.chunks, num_parts)
+        is_asked = _is_asked(parts[0], config.chunks, work.num_parts)
         is_asked &= config.hop_slices == "auto" or parts[1] == slices
+    is_asked &= _is_wired(candidate, work, config)
     if config.nodes != "auto":
         return is_asked and config.nodes == candidate.nodes
-    if not is_asked or config.dispatch == "all_gather" or quantises_rows(config):
+    if not is_asked or config.dispatch == "all_gather" or _repacks(config, candidate, hopping):
         return False
     if candidate.nodes == "exact":
         return hopping.can_be_exact
     return hopping.rounding is not None and config.allows(hopping.rounding.numerics)
+
+
+def _repacks(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping) -> bool:
+    """Whether hops in eight bits would round otherwise than the flat exchange, which must not be.
+
+    Sums of nodes are packed again; what rows are made of is packed in place of weighted rows.
+    """
+    if config.allows("lossy"):
+        return False
+    wires = {"dispatch": candidate.dispatch_wire, "combine": candidate.combine_wire}
+    packed = {name for name, wire in wires.items() if wire != "same"}
+    weighted = hopping.weighted - ({"combine"} if wires["combine"] == FORWARD_ALONE else set())
+    return bool(packed & weighted) or (candidate.nodes == "rounded" and bool(packed))
 
 
 def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
@@ -201,20 +225,39 @@ def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
     return num_chunks == (option if is_tried else 1)
 
 
-def _is_wire(wire: str, option: str, work: RegionWork, config: MegaMoEConfig) -> bool:
+def _is_wired(candidate: Candidate, work: RegionWork, config: MegaMoEConfig) -> bool:
+    """Whether the options allow the communication dtypes of a candidate."""
+    wires = (
+        ("dispatch", candidate.dispatch_wire, config.dispatch_wire),
+        ("combine", candidate.combine_wire, config.combine_wire),
+    )
+    return all(_is_wire(*wire, work, config) for wire in wires)
+
+
+def _is_wire(
+    exchange: str, wire: str, option: str, work: RegionWork, config: MegaMoEConfig
+) -> bool:
+    """Whether the option of an exchange allows a communication dtype that is tried for it."""
     if option == "auto":
-        return wire == "same" or config.allows("lossy")
-    return wire == named_wire(option, work)
+        return wire == "same" or (wire in WIRES and config.allows("lossy"))
+    return wire == named_wire(exchange, option, work)
 
 
-def named_wire(option: str, work: RegionWork) -> str:
-    """Return the communication dtype that an option names for rows of `work`."""
-    return "fp8" if option not in ("same", "auto") and "fp8" in work.wire_shares else "same"
+def named_wire(exchange: str, option: str, work: RegionWork) -> str:
+    """Return the communication dtype that the option of an exchange names for rows of `work`."""
+    is_packed = "fp8" in work.wire_shares and exchange not in work.never_packed
+    return option if is_packed and option != "auto" else "same"
 
 
 def room_bytes(work: RegionWork, config: MegaMoEConfig) -> float:
     """Return the bytes that may be added to the peak."""
     return config.max_memory_increase * max(float(config.step_peak_bytes), work.written_bytes)
+
+
+def wires_tried(config: MegaMoEConfig) -> tuple[str, ...]:
+    """Return the communication dtypes that are tried: another than "auto" has where it is named."""
+    named = FORWARD_ALONE in (config.dispatch_wire, config.combine_wire)
+    return (*WIRES, FORWARD_ALONE) if named else WIRES
 
 
 def _choose(
@@ -224,7 +267,7 @@ def _choose(
     config: MegaMoEConfig,
     hardware: HardwareProfile,
 ) -> Decision:
-    candidates = list_candidates(work, axes)
+    candidates = list_candidates(work, axes, wires_tried(config))
     allowed = frozenset(filter(is_allowed, candidates))
     rates = Rates.of(hardware, work.num_ranks, work.hops.num_local if work.hops else 0)
     return _chosen(work, rates, candidates, allowed, room_bytes(work, config))

@@ -72,8 +72,10 @@ def decide_uneven(
 def _exchanged(decision: Decision | None, config: MegaMoEConfig, work: RegionWork) -> Candidate:
     """Return how rows travel: as was decided, else as options name."""
     if decision is None:
-        options = config.dispatch_wire, config.combine_wire
-        wires = [named_wire(option, work) for option in options]
+        wires = [
+            named_wire("dispatch", config.dispatch_wire, work),
+            named_wire("combine", config.combine_wire, work),
+        ]
     else:
         wires = [decision.chosen.candidate.dispatch_wire, decision.chosen.candidate.combine_wire]
     return Candidate(dispatch_wire=wires[0], combine_wire=wires[1])

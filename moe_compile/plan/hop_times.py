@@ -5,7 +5,9 @@ Contract
     slice once that is there, in chunks of experts. Each hop takes the link that it goes over, at
     the rate of that; both take one where the profile knows one.
     Of what two hops spare the gather of the flat rows is taken off, tokens read and rows written,
-    where rows are copied; nothing for their sum at home.
+    where rows are copied; for their sum at home nothing, but in eight bits.
+    In eight bits a row is packed in front of the first hop, handed on as it came, and unpacked
+    behind the second; sums of a node are packed anew on their way home.
     Experts are chosen evenly.
 
 Per row of a rank, D nodes a token of k rows: D / k rows are gathered for hop 1 and cross, but for
@@ -108,40 +110,77 @@ class HopTasks:
         return self._link("scores", self.rates.link_us(scores), LINK, [self._launch(needs)])
 
     def _copied(self, needs: Sequence[int]) -> list[int]:
-        slices, chunks = self.candidate.hop_slices, self.candidate.num_chunks
-        moved = self._moving(self._far, needs)  # the flat gather reads the tokens as well
+        slices, chunks, share = self.candidate.hop_slices, self.candidate.num_chunks, self._share
+        moved = self._moving(share * self._far, needs)  # the flat gather reads the tokens as well
         came: list[list[int]] = [[] for _ in range(chunks)]
+        # the flat gather writes as many rows, which nothing needs here: they are taken off where
+        # rows are written, behind hop 2 if these were packed
+        between = share * self._far + (share * self._rows if self._packs else 0.0)
         for _ in range(slices):
-            # writes as many rows as the flat gather, which nothing needs here
-            there = self._moving(self._far / slices, [self._across([moved])])
+            there = self._moving(between / slices, [self._across([moved])])
             for of_chunk in came:
                 of_chunk.append(self._inside([there]))
-        passes = MOVED * (1 + (slices > 1))  # slices are joined
+        passes = share if self._packs else MOVED
+        passes += MOVED * share * (slices > 1)  # slices are joined
         return [self._moving(passes * self._rows / chunks, of_chunk) for of_chunk in came]
 
     def _summed(self, needs: Sequence[Sequence[int]]) -> int:
-        slices, chunks = self.candidate.hop_slices, self.candidate.num_chunks
+        slices, chunks, share = self.candidate.hop_slices, self.candidate.num_chunks, self._share
         came: list[list[int]] = [[] for _ in range(slices)]
         for of_chunk in needs:
-            moved = self._moving(MOVED * self._rows / chunks, of_chunk)
+            moved = self._moving(self._before_sums / chunks, of_chunk)
             for of_slice in came:
                 of_slice.append(self._inside([moved]))
-        rows = self._rows * (1.0 + MOVED * (chunks > 1))  # chunks are joined
+        joined = MOVED * share * (chunks > 1) * self._rows  # chunks are joined
+        rows, home = self._summed_bytes
         across = []
         for of_slice in came:
-            summed = self._moving((rows + self._far) / slices, of_slice)
+            summed = self._moving((rows + joined) / slices, of_slice, num_packing=2)
             across.append(self._across([summed]))
-        return self._moving(self._far * (1.0 + MOVED * (slices > 1)) + self._tokens, across)
+        joined = MOVED * share * (slices > 1) * self._far
+        return self._moving(home + joined, across, num_packing=1)
+
+    @property
+    def _before_sums(self) -> float:
+        """Return what is read and written before hop 2 of rows that are summed."""
+        is_weighted = self._packs and self.is_forward and "combine" in self.region.weighted
+        return (1.0 + self._share + MOVED * is_weighted) * self._rows
+
+    @property
+    def _summed_bytes(self) -> tuple[float, float]:
+        """Return what is read and written on the node, and at home.
+
+        Of unpacked rows a sum reads one at each of its places, as the schedule counts it; the sum
+        that the model would make at home, of all rows, is taken off there.
+        """
+        rows, far, tokens, hops = self._rows, self._far, self._tokens, self._hops
+        if not self._packs:
+            return rows + far, far + tokens
+        on_node = hops.places_on_node * far - rows + far
+        at_home = hops.places_at_home * tokens
+        packed = 1.0 + self._share
+        return packed * (rows + far) + on_node, packed * far + at_home
+
+    @property
+    def _share(self) -> float:
+        """Bytes of a row that travels over those in the model's number format."""
+        exchange = self.work.exchange
+        return self.candidate.wire_share(self.region, exchange, is_forward=self.is_forward)
+
+    @property
+    def _packs(self) -> bool:
+        """Whether rows travel as messages."""
+        return self._share < 1.0
 
     def _across(self, needs: Sequence[int]) -> int:
         """Add hop 1 of a slice."""
-        sent = self._hops.across_bytes(self._rows) / self.candidate.hop_slices
+        sent = self._share * self._hops.across_bytes(self._rows) / self.candidate.hop_slices
         us = self.rates.hop_us(sent, within=False)
         return self._link("hop between nodes", us, LINK, [self._launch(needs)])
 
     def _inside(self, needs: Sequence[int]) -> int:
         """Add hop 2 of a chunk of a slice."""
-        one, sent = self.candidate, self._hops.inside_bytes(self._rows)
+        one, sent = self.candidate, self._share * self._hops.inside_bytes(self._rows)
         us = self.rates.hop_us(sent / (one.hop_slices * one.num_chunks), within=True)
         link = NODE_LINK if self.rates.intra_node_gb_per_s else LINK
         return self._link("hop inside the node", us, link, [self._launch(needs)])
@@ -152,5 +191,7 @@ class HopTasks:
     def _link(self, name: str, us: float, link: str, needs: Sequence[int]) -> int:
         return self.made.add(name, us, needs, link)
 
-    def _moving(self, nbytes: float, needs: Sequence[int]) -> int:
-        return self.made.add("rows", self.rates.compute_us(0.0, nbytes, 1.0), needs)
+    def _moving(self, nbytes: float, needs: Sequence[int], num_packing: int = 0) -> int:
+        """Add moving rows, with kernels of its own for each time they are packed or unpacked."""
+        num_kernels = 1.0 + num_packing * self._packs
+        return self.made.add("rows", self.rates.compute_us(0.0, nbytes, num_kernels), needs)

@@ -14,6 +14,7 @@ from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.tasks import COMPUTE, LINK, STREAMS, TaskList
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.hop_times import HopTasks, goes_in_hops
+from moe_compile.plan.row_folds import folds_of
 
 
 def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
@@ -22,8 +23,10 @@ def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     total = 0.0
     for phase in work.phases:
         busy = dict.fromkeys(STREAMS, 0.0)
-        for one in phase:
-            for stream, us in _busy(work, one, candidate, rates, phase is work.forward).items():
+        spared = folds_of(work, phase, candidate).spared
+        for index, one in enumerate(phase):
+            left = replace(one, nbytes=one.nbytes - spared[index]) if index in spared else one
+            for stream, us in _busy(work, left, candidate, rates, phase is work.forward).items():
                 busy[stream] += us
         total += max(busy.values())
     return total
@@ -40,7 +43,8 @@ def _busy(
         HopTasks(made, work, one, in_one_part, rates, is_forward).add([[]])
         return {s: sum(t.us for t in made.tasks if t.stream == s) for s in STREAMS}
     if one.exchange:
-        sent = one.link_bytes * rows * candidate.wire_share(work, one.exchange)
+        share = candidate.wire_share(work, one.exchange, is_forward=is_forward)
+        sent = one.link_bytes * rows * share
         link_us = rates.link_us(sent, is_gather=one.is_gather)
         return {COMPUTE: rates.op_overhead_us, LINK: link_us}
     moved = one.nbytes * rows + one.weight_bytes

@@ -12,7 +12,8 @@ Pseudo-code
     who needs the whole of chunked work needs its chunks joined: concatenated, rows sorted back too
     a compiler sorts rows in the kernel that makes them, and joins them in those that read them
     a launch is an operator on the compute stream
-    an exchange in eight bits: packed before, unpacked after
+    an exchange in eight bits: packed before, unpacked after; gathers of rows are done on the way,
+    and chunks that the whole is read of are unpacked once they are joined
     an exchange in two hops: what `hop_times` says, in its parts, each hop on its link
     chunks are equal unless their loads are stated: rows, sent rows and weights of each
 """
@@ -29,6 +30,7 @@ from moe_compile.cost.rewrite_costs import ORDER_KERNELS
 from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, TaskTimeline, run_tasks
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.hop_times import HopTasks, goes_in_hops
+from moe_compile.plan.row_folds import NO_FOLDS, RowFolds, folds_of
 
 WHOLE: Final = -1
 """Key of a task that no chunk divides."""
@@ -92,8 +94,10 @@ class _Phase:
     """The first exchange in chunks: before it rows are sorted."""
     sorted: int | None = None
     """The task that sorts rows by chunk."""
+    folds: RowFolds = NO_FOLDS
 
     def tasks(self) -> Sequence[Task]:
+        self.folds = folds_of(self.region, self.work, self.candidate)
         self.sorts = self._first_sorted()
         for index, work in enumerate(self.work):
             self.of_work[index] = (
@@ -150,8 +154,27 @@ class _Phase:
             is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine", "beside")
             times = self._passes_to_sort_back(other) if is_sorted else 1
             us = 0.0 if is_one else self._moving_us(work.written, times)
+            if self._unpacks_joined(other):
+                us = self._join_messages_us(work)
             self.joined[other] = self.made.add("join", us, parts)
         return self.joined[other]
+
+    def _unpacks_joined(self, other: int) -> bool:
+        """Whether messages of all chunks of an exchange are joined, then unpacked in order."""
+        work = self.work[other]
+        readers = (w for w in self.work if other in w.needs)
+        is_cut = self._sorts_rows and work.is_chunked and self._share_of(work) < 1.0
+        return is_cut and not any(reader.is_chunked for reader in readers)
+
+    def _join_messages_us(self, work: Work) -> float:
+        """Return the time of it: messages read and written, read, and rows written."""
+        share = self._share_of(work)
+        return self.rates.compute_us(0.0, (1.0 + share * (1.0 + ROW_PASSES)) * work.written, 2)
+
+    def _share_of(self, work: Work) -> float:
+        """Return the bytes of what travels of a work over those of the model's number format."""
+        is_forward, kind = self._is_forward, work.exchange
+        return self.candidate.wire_share(self.region, kind, is_forward=is_forward)
 
     def _passes_to_sort_back(self, other: int) -> int:
         """Return how often the joined rows of a work are moved before they are read."""
@@ -169,7 +192,9 @@ class _Phase:
         """Return the task that sorts the rows by chunk before the first exchange."""
         if self.sorted is None:
             us = self.rates.compute_us(0.0, 0.0, ORDER_KERNELS) if self._is_forward else 0.0
-            if not self._rows_are_fusible():
+            assert self.sorts is not None
+            is_packed = self._share_of(self.work[self.sorts]) < 1.0
+            if not is_packed and not self._rows_are_fusible():
                 us += self._moving_us(self.region.row_bytes, 1)
             self.sorted = self.made.add("sort", us, needs)
         return self.sorted
@@ -188,16 +213,15 @@ class _Phase:
         if work.exchange:
             if index == self.sorts:
                 needs = [self._sort(needs)]
-            return self._add_exchange(work, needs, load.sent)
+            return self._add_exchange(index, needs, load.sent)
         weights, rows = work.weight_bytes, load.rows
         if chunk != WHOLE:
             if self._slices(work):
                 weights *= load.weights
             elif work.makes_gradient:
                 weights *= 1.0 + GRADIENT_SUM
-        us = self.rates.compute_us(
-            work.operations * rows, work.nbytes * rows + weights, work.num_kernels
-        )
+        nbytes = (work.nbytes - self.folds.spared.get(index, 0.0)) * rows
+        us = self.rates.compute_us(work.operations * rows, nbytes + weights, work.num_kernels)
         return self.made.add(work.name, us, needs)
 
     def _load(self, work: Work, chunk: int) -> Load:
@@ -228,14 +252,24 @@ class _Phase:
             return {WHOLE: hops.add([self._needs(work, chunk) for chunk in chunks])[0]}
         return dict(zip(chunks, hops.add([self._needs(work, WHOLE)]), strict=True))
 
-    def _add_exchange(self, work: Work, needs: list[int], share: float) -> int:
-        smaller = self.candidate.wire_share(self.region, work.exchange)
-        sent = work.link_bytes * share * smaller
-        pack_us = 0.0
-        if smaller < 1.0:  # rows are read and a smaller message written, and the reverse
-            pack_us = self.rates.compute_us(0.0, work.link_bytes * share * (1.0 + smaller), 1)
+    def _add_exchange(self, index: int, needs: list[int], share: float) -> int:
+        work = self.work[index]
+        smaller, rows = self._share_of(work), work.link_bytes * share
+        is_packed = smaller < 1.0
+        if is_packed:
+            pack_us = self.rates.compute_us(0.0, self._rows_packed(index, rows) + rows * smaller, 1)
             needs = [self.made.add("pack", pack_us, needs)]
         launch = self.made.add("launch", self.rates.op_overhead_us, needs)
-        us = self.rates.link_us(sent, is_gather=work.is_gather)
+        us = self.rates.link_us(rows * smaller, is_gather=work.is_gather)
         done = self.made.add(work.name, us, [launch], LINK)
-        return self.made.add("unpack", pack_us, [done]) if pack_us else done
+        if not is_packed or self._unpacks_joined(index):
+            return done
+        written = 0.0 if index in self.folds.permuted else rows
+        unpack_us = self.rates.compute_us(0.0, written + rows * smaller, 1)
+        return self.made.add("unpack", unpack_us, [done])
+
+    def _rows_packed(self, index: int, rows: float) -> float:
+        """Return the bytes read to pack `rows`; of rows that a kernel sorts, all are counted."""
+        if index in self.folds.gathered:
+            return 0.0  # those of the gather
+        return self.work[index].link_bytes if index == self.sorts else rows

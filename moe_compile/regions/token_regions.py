@@ -82,6 +82,16 @@ class TokenRows:
     keeps_order: bool
     """Whether the rows of one expert stand in the order of their tokens."""
 
+    @property
+    def weighted(self) -> frozenset[str]:
+        """Of `dispatch` and `combine` those around which rows are changed before they are packed.
+
+        Of the combine it is the gradients of sums that become gradients of weighted rows.
+        """
+        is_weighted = bool(self.after) or self.sums.weights is not None
+        changed = {"dispatch": bool(self.before), "combine": is_weighted}
+        return frozenset(name for name, is_changed in changed.items() if is_changed)
+
     def readers(self, factor: fx.Node) -> frozenset[fx.Node]:
         """Return which of `before` and `after` read the factor."""
         chain = (*self.before, *self.after)

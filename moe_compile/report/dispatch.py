@@ -66,10 +66,10 @@ def _messages(one: PlannedExperts) -> list[str]:
     if form is None or plan.dispatch_wire == plan.combine_wire == "same":
         return []
     said = "in eight bits a row is packed once, and handed on inside the node as it came"
-    found, products = form.found, []
-    if plan.dispatch_wire != "same" and found.before:
+    weighted, products = form.found.weighted, []
+    if plan.dispatch_wire != "same" and "dispatch" in weighted:
         products.append("tokens, not their weighted rows")
-    if plan.combine_wire == "fp8" and (found.after or found.sums.weights is not None):
+    if plan.combine_wire == "fp8" and "combine" in weighted:
         products.append("gradients of sums, not of weighted rows")
     if products:
         return [f"{said}: packed are {', and '.join(products)}, by the same bound but other bits"]

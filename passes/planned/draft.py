@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
@@ -21,6 +22,8 @@ class Draft:
 
     found: FoundExperts
     proof: RowProof | Refused
+    never_packed: Mapping[str, Reason] = field(default_factory=dict)
+    """Of `dispatch` and `combine` those whose rows must keep their number format, and why."""
     gathered: GatheredForm | None = None
     not_gathered: NotFound | None = None
     divided: DividedForm | None = None

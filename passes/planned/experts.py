@@ -22,10 +22,11 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.modes import Mode, modes
+from moe_compile.graph.modes import modes
 from moe_compile.graph.query import known_rows
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
+from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks, plan_token_slices
 from moe_compile.plan.decide import Gathering, Hopping, asks_planner, decide_experts
 from moe_compile.plan.dispatch_rules import (
@@ -61,7 +62,7 @@ from passes.planned.hopping import (
     hopping_of,
     shape_of_hops,
 )
-from passes.planned.wires import plan_wires
+from passes.planned.wires import never_packed, plan_wires
 
 
 def plan_experts(
@@ -72,6 +73,9 @@ def plan_experts(
     `layers` are the graph's, which are traced if something in them is to be priced.
     """
     drafts = [Draft(found=found, proof=found.proof) for found in state.found.experts]
+    in_force = modes(graph)
+    for draft in drafts:
+        draft.never_packed = never_packed(draft.found, state.config, in_force)
     regions = [draft.region for draft in drafts]
     dependence = Dependence(graph)
     for draft in drafts:
@@ -85,8 +89,7 @@ def plan_experts(
         decide_edges(draft, state, layers.around(draft.region))
         check_chunks(draft, state.config, dependence)
     after = _examine_together(drafts, state.config)
-    in_force = modes(graph)
-    return tuple(_planned(draft, state.config, in_force) for draft in drafts), after.dead
+    return tuple(_planned(draft, state.config) for draft in drafts), after.dead
 
 
 def _decide_dispatch(
@@ -107,7 +110,7 @@ def _decide_dispatch(
         form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
         how = _gathering(draft, form, regions, config, layer)
-        draft.decision = decide_experts(draft.found, config, state.hardware, layer, how, hopping)
+        draft.decision = _decided(draft, state, layer, how, hopping)
         refused = against(form, draft.decision, draft.costs, config)
         form = NotFound(reason=refused) if refused else form
     elif config.dispatch == "all_to_all":
@@ -123,15 +126,27 @@ def _decide_dispatch(
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
 
+def _decided(
+    draft: Draft,
+    state: CompileState,
+    layer: TracedNodes,
+    gathering: Gathering | None = None,
+    hopping: Hopping | None = None,
+) -> Decision | None:
+    """Return what the planner decides, None where it is not asked or has no price."""
+    kept, hardware = frozenset(draft.never_packed), state.hardware
+    return decide_experts(
+        draft.found, state.config, hardware, layer, gathering, hopping, never_packed=kept
+    )
+
+
 def _decide_hops(
     draft: Draft, forms: Forms, hopping: Hopping | None, state: CompileState, layer: TracedNodes
 ) -> None:
     """Decide whether the rows of a region that is not gathered come in two hops."""
     is_open = draft.decision is None or draft.decision.gathers or state.config.nodes != "auto"
     if hopping is not None and is_open:
-        draft.decision = decide_experts(
-            draft.found, state.config, state.hardware, layer, hopping=hopping
-        )
+        draft.decision = _decided(draft, state, layer, hopping=hopping)
     form = chosen_form(state.config, forms, draft.decision)
     draft.divided = form if isinstance(form, DividedForm) else None
     draft.not_divided = form if isinstance(form, NotFound) else None
@@ -158,7 +173,7 @@ def _gathering(
 def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
-        draft.decision = decide_experts(draft.found, state.config, state.hardware, layer)
+        draft.decision = _decided(draft, state, layer)
         draft.not_priced = layer.not_traced if draft.decision is None else ""
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
         state.config, draft.region, draft.decision
@@ -204,14 +219,12 @@ def _sliced(draft: Draft, config: MegaMoEConfig) -> tuple[fx.Node, ...]:
     return () if is_whole or isinstance(draft.proof, Refused) else draft.proof.sliceable
 
 
-def _planned(
-    draft: Draft, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
-) -> PlannedExperts:
+def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
     gathered, around = draft.gathered, draft.around
     reads = draft.found.num_host_reads
     if around is not None and draft.is_rewritten:
         reads = int(gathered is None or gathered.is_exact) + around.num_kept
-    wires = plan_wires(draft, config, in_force)
+    wires = plan_wires(draft, config)
     names = {name: wire.name for name, wire in wires.items()}
     if draft.divided is not None:
         dispatch, combine = names["dispatch"], names["combine"]

@@ -68,8 +68,10 @@ def hopping_of(forms: Forms) -> Hopping | None:
     if shape is None:
         return None
     rounded = forms.get("rounded")
+    form = next(form for form in forms.values() if isinstance(form, DividedForm))
     return Hopping(
         shape=shape,
+        weighted=form.found.weighted,
         can_be_exact=isinstance(forms.get("exact"), DividedForm),
         rounding=node_rounding_of(rounded.found) if isinstance(rounded, DividedForm) else None,
     )

@@ -3,7 +3,7 @@
 Contract
     A region need not be proven, nor chunked: nothing but the exchange would be touched. What would
     not be right of rounded rows is refused: integers made of them, modes that change on the way.
-    "auto" is priced for plain exchanges; in two hops rows travel so where an option says it.
+    What may not be so for any option is told to the planner before it prices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from moe_compile.graph.query import is_integer, tensor_of, waits_on
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
-from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused
 from passes.planned.draft import Draft
@@ -40,64 +39,73 @@ class Wire:
     """Why they travel as they are; None where they do not."""
 
 
-def plan_wires(
-    draft: Draft, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
-) -> dict[str, Wire]:
-    """Return `dispatch` and `combine` of a region with their wires.
+def never_packed(
+    found: FoundExperts, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
+) -> dict[str, Reason]:
+    """Return which of `dispatch` and `combine` must keep their number format, and why.
 
     `in_force` is the mode of each node of the graph.
     """
+    against = {name: _against(found, name, in_force) for name in ("dispatch", "combine")}
+    if "quantize_exchanges" in config.disable_passes:  # what no pass does is not to be priced
+        against = {name: why or Reason.DISABLED for name, why in against.items()}
+    return {name: why for name, why in against.items() if why is not None}
+
+
+def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
+    """Return `dispatch` and `combine` of a region with their wires."""
     wires, found = {}, draft.found
-    launches = {"dispatch": found.region.dispatch, "combine": found.region.combine}
-    for name, launch in launches.items():
+    for name in ("dispatch", "combine"):
         option = config.dispatch_wire if name == "dispatch" else config.combine_wire
-        wire = _wire_asked(name, option, draft.decision)
-        width = _width(found, name, wire)
-        if isinstance(width, int):
-            refused = _against_eight_bits(draft, config, option)
-            width = refused or _needs_its_rows(launch, found, in_force) or width
-        if isinstance(width, Reason):
+        wire = _wire_asked(name, option, draft)
+        refused = _why_not(draft, name) if wire in QUANTIZED else Reason.NOT_ASKED
+        if refused is not None:
             candidate = f"{name} of {found.region.name}"
-            verdict = Verdict(candidate=candidate, reason=width, where=found.where)
+            verdict = Verdict(candidate=candidate, reason=refused, where=found.where)
             left = judged(config, f"{name}_wire", verdict)
             wires[name] = Wire(name="same", row_bytes=found.row_bytes[name], left=left)
         else:
-            wires[name] = Wire(name=wire, row_bytes=row_bytes(width), left=None)
+            rows = found.rows[name]
+            assert rows is not None
+            wires[name] = Wire(name=wire, row_bytes=row_bytes(int(rows.shape[1])), left=None)
     return wires
 
 
-def _against_eight_bits(draft: Draft, config: MegaMoEConfig, option: str) -> Reason | None:
-    """Return what of the way in which a region is dispatched stands against eight bits."""
+def _why_not(draft: Draft, name: str) -> Reason | None:
+    """Return what stands against eight bits, for the way in which a region is dispatched."""
     if draft.gathered is not None:
         return Reason.SUMS_TRAVEL
-    if draft.divided is None:
-        return None
-    if "quantize_exchanges" in config.disable_passes:  # two hops are packed without it
-        return Reason.DISABLED
-    return Reason.TWO_HOPS if option == "auto" else None
+    reason = draft.never_packed.get(name)
+    if reason is Reason.DISABLED and draft.divided is None:
+        return None  # a plan says so until it is taken in that no pass does it
+    return reason
 
 
-def _wire_asked(name: str, option: str, decision: Decision | None) -> str:
-    """Return what the option says, or for "auto" what was decided."""
+def _wire_asked(name: str, option: str, draft: Draft) -> str:
+    """Return what the option says, or for "auto" what was decided for the way that rows go."""
     if option != "auto":
         return option
-    if decision is None:
+    if draft.decision is None:
         return "same"
-    chosen = decision.chosen.candidate
+    chosen = draft.decision.chosen.candidate
+    if chosen.nodes != draft.nodes:
+        return "same"
     return chosen.dispatch_wire if name == "dispatch" else chosen.combine_wire
 
 
-def _width(found: FoundExperts, name: str, wire: str) -> int | Reason:
-    """Return the width of the rows to quantise, or why they travel as they are."""
-    if wire not in QUANTIZED:
-        return Reason.NOT_ASKED
+def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -> Reason | None:
+    """Return why the rows of an exchange must not be rounded, or would not be shorter."""
     rows = found.rows[name]
     if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
         return Reason.NOT_A_MATRIX
     width: Any = rows.shape[1]
     if isinstance(width, torch.SymInt):
         return Reason.NOT_A_MATRIX
-    return Reason.NARROW if row_bytes(width) >= found.row_bytes[name] else int(width)
+    if row_bytes(width) >= found.row_bytes[name]:
+        return Reason.NARROW
+    region = found.region
+    launch = region.dispatch if name == "dispatch" else region.combine
+    return _needs_its_rows(launch, found, in_force)
 
 
 def _needs_its_rows(

@@ -5,10 +5,10 @@ import pytest
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.plan.candidates import Candidate, list_candidates
-from moe_compile.plan.decide import experts_rule
+from moe_compile.plan.decide import experts_rule, wires_tried
 
 
-def allowed(num_parts=8, wires=("fp8",), **options):
+def allowed(num_parts=8, wires=("fp8",), kept=(), **options):
     """Return the ways that the options allow, exchanges all to all."""
     work = RegionWork(
         forward=(Work(name="experts", operations=1.0),),
@@ -16,9 +16,11 @@ def allowed(num_parts=8, wires=("fp8",), **options):
         num_parts=num_parts,
         row_bytes=1.0,
         wire_shares=dict.fromkeys(wires, 0.5),
+        never_packed=frozenset(kept),
     )
-    rule = experts_rule(MegaMoEConfig(equal_tokens=True, **options), work)
-    ways = list_candidates(work, ("experts", "tokens"))
+    config = MegaMoEConfig(equal_tokens=True, **options)
+    rule = experts_rule(config, work)
+    ways = list_candidates(work, ("experts", "tokens"), wires_tried(config))
     assert ways[0] == Candidate()
     return [way for way in ways if rule(way)]
 
@@ -60,6 +62,7 @@ def test_chunks_of_tokens_are_chosen_only_where_they_are_asked_for():
         ("auto", "same", {("same", "same"), ("fp8", "same")}),
         ("fp8", "auto", {("fp8", "same"), ("fp8", "fp8")}),
         ("same", "fp8", {("same", "fp8")}),
+        ("fp8_forward", "auto", {("fp8_forward", "same"), ("fp8_forward", "fp8")}),
     ],
 )
 def test_each_wire_is_what_its_option_says_or_either_by_auto(dispatch, combine, found):
@@ -76,6 +79,13 @@ def test_auto_sends_no_eight_bits_unless_numerics_is_lossy(numerics):
 def test_a_wire_the_region_cannot_have_is_not_tried():
     ways = allowed(wires=(), chunks="auto", dispatch_wire="fp8", combine_wire="auto")
     assert wires(ways) == {("same", "same")}
+
+
+@pytest.mark.parametrize("option", ["auto", "fp8"])
+def test_an_exchange_whose_rows_must_not_be_rounded_keeps_its_own(option):
+    options = {"chunks": 2, "dispatch_wire": option, "combine_wire": option, "numerics": "lossy"}
+    assert {combine for _, combine in wires(allowed(kept=("combine",), **options))} == {"same"}
+    assert "fp8" in {dispatch for dispatch, _ in wires(allowed(kept=("combine",), **options))}
 
 
 @pytest.mark.parametrize(

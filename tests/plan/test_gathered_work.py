@@ -18,7 +18,7 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter, tensor_of
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import extra_bytes
-from moe_compile.plan.decide import experts_rule
+from moe_compile.plan.decide import experts_rule, wires_tried
 from moe_compile.plan.dispatch_rules import rounding_of
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.regions.token_rows import find_token_rows
@@ -190,8 +190,10 @@ def test_which_ways_to_gather_options_allow(gatherable, options, is_known, expec
     work, rounding = gatherable
     if not is_known:
         rounding = dataclasses.replace(rounding, num_addends=None)
-    rule = experts_rule(MegaMoEConfig(equal_tokens=True, **options), work, rounding)
-    allowed = [c for c in list_candidates(work, ("experts", "tokens")) if rule(c)]
+    config = MegaMoEConfig(equal_tokens=True, **options)
+    rule = experts_rule(config, work, rounding)
+    ways = list_candidates(work, ("experts", "tokens"), wires_tried(config))
+    allowed = [c for c in ways if rule(c)]
     assert {c.num_chunks for c in allowed if c.dispatch == "all_gather"} == expected
     exchanged = [c for c in allowed if c.dispatch == "all_to_all"]
     assert bool(exchanged) is (options["dispatch"] != "all_gather")

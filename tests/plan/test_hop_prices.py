@@ -11,7 +11,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.hardware import GroupLink, HardwareProfile
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import choose_plan, extra_bytes
-from moe_compile.plan.decide import Hopping, experts_rule
+from moe_compile.plan.decide import Hopping, experts_rule, wires_tried
 from moe_compile.plan.hop_times import INDEX_KERNELS, PLACE_KERNELS
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.region_tasks import price_us
@@ -111,6 +111,72 @@ def test_rows_are_moved_and_indices_found():
     )
 
 
+EIGHT = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
+SHARE = 0.52
+"""Of a row in eight bits, of the bytes of one of bfloat16."""
+
+
+def test_in_eight_bits_each_hop_sends_a_share_of_its_bytes():
+    """Masks and scores go as they are; what "exact" sends flat is smaller as well."""
+    work, by = in_hops(wires={"fp8": SHARE}), rates()
+    flat = SHARE * 4 / 7 * SENT / 1e3
+    across = SHARE * 20 * SHAPE.nodes_per_token / 2 * ROW / 1e3
+    inside = SHARE * 0.75 * 160 * ROW / 4e3
+    masks, scores = 20 * SHAPE.nodes_per_token / 2 * 4 / 1e3, 4 / 7 * 160 * 7 / 8 * 4 / 1e3
+    rest = 2 * (1 + 100 + 1)
+    ways = [Candidate(nodes=nodes, **EIGHT) for nodes in ("exact", "rounded")]
+    expected = [
+        rest + 2 * flat + 2 * (across + inside) + masks + scores,
+        rest + 4 * (across + inside) + masks + 2 * scores,
+    ]
+    assert [price_us(work, way, by) for way in ways] == pytest.approx(expected, rel=1e-3)
+
+
+def test_one_wire_is_of_one_exchange_and_rows_forward_leave_gradients():
+    work, by = in_hops(wires={"fp8": SHARE}), rates()
+    whole = price_us(work, Candidate(nodes="rounded"), by)
+    both = price_us(work, Candidate(nodes="rounded", **EIGHT), by)
+    for wires, share in (
+        ({"dispatch_wire": "fp8"}, 1 / 2),
+        ({"combine_wire": "fp8"}, 1 / 2),
+        ({"dispatch_wire": "fp8_forward"}, 1 / 4),
+        ({"dispatch_wire": "fp8_forward", "combine_wire": "fp8"}, 3 / 4),
+    ):
+        us = price_us(work, Candidate(nodes="rounded", **wires), by)
+        assert (whole - us) / (whole - both) == pytest.approx(share, rel=1e-2), wires
+
+
+def moved(way, **changes):
+    """Return what way moves in memory beside the flat exchange, in bytes, and its kernels."""
+    work = in_hops(wires={"fp8": SHARE}, **changes)
+    free = rates(memory=1e9)
+
+    def beside(by):
+        plain = Candidate(num_chunks=way.num_chunks)
+        of_links = [price_us(work, one, free) for one in (way, plain)]
+        us = [price_us(work, one, by) for one in (way, plain)]
+        return us[0] - us[1] - (of_links[0] - of_links[1])
+
+    return beside(rates(memory=1.0)) * 1e3, beside(rates(memory=1e9, overhead=1.0))
+
+
+def test_a_row_is_packed_once_where_it_is_copied_and_twice_where_it_is_summed():
+    """Copied: tokens packed, messages moved, unpacked, less the flat gather. Summed: packed, then
+    unpacked on the node, which reads a row at each of eight places; sums of nodes packed, unpacked
+    at home, two of them read; less the sum of the flat rows."""
+    rows, far, tokens = 160 * ROW, 20 * SHAPE.nodes_per_token * ROW, 20 * ROW
+    flat = 2 * (1 + SHARE) * SENT
+    copied = 2 * SHARE * (far + rows)
+    summed = 2 * (1 + SHARE) * (rows + far) + (8 + 1) * far - rows + 2 * tokens
+    exact, exact_kernels = moved(Candidate(nodes="exact", **EIGHT))
+    assert exact == pytest.approx(2 * copied + 2 * flat, rel=2e-3)
+    rounded, rounded_kernels = moved(Candidate(nodes="rounded", **EIGHT))
+    assert rounded == pytest.approx(2 * copied + 2 * summed, rel=2e-3)
+    found = INDEX_KERNELS + PLACE_KERNELS + 2
+    assert rounded_kernels == pytest.approx(found + 4 * (3 + 2 - 1) + 2 * 3, rel=2e-2)
+    assert exact_kernels == pytest.approx(INDEX_KERNELS + 1 + 2 * (3 + 2 - 1) + 2 * 2, rel=2e-2)
+
+
 def test_registered_nodes_say_which_ranks_share_a_link():
     """The profile's node has room for all eight; the job says that it has four."""
     assert Rates.of(profile(), 8).link_us(SENT) == pytest.approx(SENT / 4e3)
@@ -128,14 +194,16 @@ def decided(by, **asked):
     return chosen(by, **asked).nodes
 
 
-def chosen(by, *, exact=True, rounding=BOUNDED, **options):
+def chosen(by, *, exact=True, rounding=BOUNDED, weighted=(), kept=(), wires=(), **options):
     """Return what it chooses."""
     settings = {"equal_tokens": True, "nodes": "auto", "chunks": 1, **options}
     config = MegaMoEConfig(**settings)
-    work = in_hops()
-    hopping = Hopping(shape=SHAPE, can_be_exact=exact, rounding=rounding)
+    work = dataclasses.replace(in_hops(wires=wires), never_packed=frozenset(kept))
+    hopping = Hopping(
+        shape=SHAPE, can_be_exact=exact, rounding=rounding, weighted=frozenset(weighted)
+    )
     rule = experts_rule(config, work, None, hopping)
-    candidates = list_candidates(work, ("experts", "tokens"))
+    candidates = list_candidates(work, ("experts", "tokens"), wires_tried(config))
     return choose_plan(work, by, candidates, rule).chosen.candidate
 
 
@@ -163,9 +231,62 @@ def test_auto_keeps_the_all_to_all_where_hops_gain_nothing(why, by):
     assert decided(by, numerics="bounded") == "off", why
 
 
+WIRES = ("dispatch_wire", "combine_wire")
+
+
 @pytest.mark.parametrize(
-    "options", [{"dispatch_wire": "fp8"}, {"nodes": "off"}, {"chunks": 2, "chunk_by": "tokens"}]
+    ("numerics", "expected"),
+    [
+        ("exact", ("exact", "same", "same")),
+        ("bounded", ("rounded", "same", "same")),
+        ("lossy", ("rounded", "fp8", "fp8")),
+    ],
 )
+def test_nodes_and_number_format_are_chosen_together(numerics, expected):
+    found = chosen(
+        rates(network=0.1),
+        wires={"fp8": SHARE},
+        numerics=numerics,
+        chunks="auto",
+        **dict.fromkeys(WIRES, "auto"),
+    )
+    assert (found.nodes, found.dispatch_wire, found.combine_wire) == expected
+
+
+def test_rows_of_eight_bits_stay_flat_where_a_node_is_what_they_would_wait_for():
+    options = {"wires": {"fp8": SHARE}, "numerics": "lossy", **dict.fromkeys(WIRES, "auto")}
+    assert chosen(rates(network=0.5), **options).nodes == "rounded"
+    slow = chosen(rates(node=dataclasses.replace(FAST_NODE, gb_per_s=0.6)), **options)
+    assert (slow.nodes, slow.dispatch_wire, slow.combine_wire) == ("off", "fp8", "fp8")
+
+
+def test_rows_that_must_not_be_rounded_go_in_hops_as_they_are():
+    options = {"wires": {"fp8": SHARE}, "numerics": "lossy", **dict.fromkeys(WIRES, "auto")}
+    one = chosen(rates(network=0.1), kept=("combine",), **options)
+    assert (one.nodes, one.dispatch_wire, one.combine_wire) == ("rounded", "fp8", "same")
+
+
+@pytest.mark.parametrize(
+    ("numerics", "weighted", "expected"),
+    [
+        ("exact", (), "exact"),
+        ("exact", ("combine",), "off"),
+        ("bounded", ("dispatch",), "off"),
+        ("bounded", (), "exact"),
+        ("lossy", ("dispatch", "combine"), "rounded"),
+    ],
+)
+def test_rows_that_a_wire_names_take_hops_that_pack_the_same_or_where_all_is_allowed(
+    numerics, weighted, expected
+):
+    """Sums of nodes are packed again; a token in place of its weighted row is another message."""
+    by = rates(network=0.1)
+    options = {"wires": {"fp8": SHARE}, "numerics": numerics, **dict.fromkeys(WIRES, "fp8")}
+    found = chosen(by, weighted=weighted, **options)
+    assert (found.nodes, found.dispatch_wire, found.combine_wire) == (expected, "fp8", "fp8")
+
+
+@pytest.mark.parametrize("options", [{"nodes": "off"}, {"chunks": 2, "chunk_by": "tokens"}])
 def test_what_two_hops_do_not_have_is_not_given_up_for_them(options):
     assert decided(rates(network=0.1), numerics="bounded", **options) == "off"
 

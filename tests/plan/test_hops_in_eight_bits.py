@@ -1,0 +1,193 @@
+"""Two hops in eight bits: what their price assumes, against what is planned and emitted."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.amounts import amounts_of
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.read_regions import work_of_experts
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
+from moe_compile.hardware import GroupLink, load_profile
+from moe_compile.hardware.profile import read_profile
+from moe_compile.journal.reasons import Reason
+from moe_compile.ops.wire_format import row_bytes
+from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.hop_times import goes_in_hops
+from moe_compile.plan.region_tasks import tasks_of
+from moe_compile.regions.token_rows import find_token_rows
+from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
+from passes.detect_regions import DetectRegions
+from passes.planned.hopping import hop_forms, hopping_of
+from tests.capture import dynamo_graphs, state
+from tests.dispatch_layers import InOrder
+from tests.layers import GroupedExperts
+
+EIGHT = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
+FREE = {"nodes": "auto", "dispatch_wire": "auto", "combine_wire": "auto", "equal_tokens": True}
+
+
+@pytest.fixture(scope="module")
+def group_of(no_group_stays):
+    """Return groups of ranks that do not exist, whose nodes are registered."""
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+
+    @functools.cache
+    def made(ranks, nodes):
+        local = ranks // nodes
+        group, node = dist.new_group([*range(ranks)]), dist.new_group([*range(local)])
+        register_node_groups(group, node, dist.new_group([*range(0, ranks, local)]), host="host 0")
+        return group
+
+    return made
+
+
+def region_work(gm, config):
+    """Return the work that the planner prices of the one region of a program."""
+    compile_state = state()
+    DetectRegions().run(gm.graph, compile_state)
+    (found,) = compile_state.found.experts
+    dependence = Dependence(gm.graph)
+    rows = find_token_rows(found.region, dependence)
+    hopping = hopping_of(hop_forms(found, config, rows, dependence))
+    work = work_of_experts(found.region, found.proof)
+    return dataclasses.replace(work, hops=hopping.shape, weighted=hopping.weighted)
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+WIDTH, TOKENS = 256, 840
+"""Tokens enough for whole numbers of rows to be near the mean of all choices."""
+
+
+def layer(style, group):
+    return style(WIDTH, 32, 16, 4, group)
+
+
+def tokens():
+    return torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+
+
+def bytes_priced(work, candidate):
+    """Return the bytes of rows between nodes, inside a node and flat: forward, then backward."""
+    link = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=0.0)
+    free = {"link_gb_per_s": 1.0, "link_latency_us": 0.0, "op_overhead_us": 0.0, "node": link}
+    rates = Rates.of(dataclasses.replace(load_profile("h100"), **free), work.num_ranks, 2)
+    found = []
+    for phase, tasks in zip(work.phases, tasks_of(work, candidate, rates), strict=True):
+        is_forward = phase is work.forward
+        flat = [
+            one.link_bytes * candidate.wire_share(work, one.exchange, is_forward=is_forward)
+            for one in phase
+            if one.exchange in ("dispatch", "combine")
+            and not goes_in_hops(one, candidate.nodes, is_forward=is_forward)
+        ]
+        hops = ("hop between nodes", "hop inside the node")
+        found.append((*(sum(t.us for t in tasks if t.name == n) * 1e3 for n in hops), sum(flat)))
+    return found
+
+
+def bytes_emitted(gm, group, config):
+    """Return the same of the rows that launches of the rewritten graphs send."""
+    compile_state, _ = rewrite(gm, config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    nodes, found = node_groups_of(group.group_name), []
+    widths = {WIDTH: torch.bfloat16, row_bytes(WIDTH): torch.uint8}
+    for module in trace_both(gm, inputs, compile_state):
+        sizes = NominalSizes(compile_state.nominal_sizes)
+        sizes.learn(module.graph)
+        sent = dict.fromkeys((nodes.cross, nodes.node, group.group_name), 0.0)
+        for node in filter(is_all_to_all, module.graph.nodes):
+            rows = tensor_of(node.all_input_nodes[0])
+            if rows.dim() == 2 and widths.get(rows.shape[1]) is rows.dtype:
+                sent[group_name(node)] += amounts_of(node, sizes).link_bytes
+        found.append(tuple(sent.values()))
+    return found
+
+
+WAYS = (
+    (GroupedExperts, Candidate(nodes="exact")),
+    (GroupedExperts, Candidate(nodes="exact", **EIGHT)),
+    (GroupedExperts, Candidate(nodes="rounded", **EIGHT)),
+    (InOrder, Candidate(nodes="rounded", dispatch_wire="fp8_forward", combine_wire="fp8")),
+    (GroupedExperts, Candidate(nodes="exact", dispatch_wire="fp8", hop_slices=2)),
+    (InOrder, Candidate(nodes="rounded", num_chunks=2, hop_slices=2, **EIGHT)),
+)
+
+
+@pytest.mark.parametrize(("style", "way"), WAYS, ids=[f"{s.__name__}, {w}" for s, w in WAYS])
+def test_a_price_has_the_bytes_of_every_hop_that_is_emitted(group_of, style, way):
+    """Rows, or their messages with scales; masks, scores and the table are beside them."""
+    group = group_of(4, 2)
+    (gm,) = dynamo_graphs(layer(style, group), tokens())
+    asked = {"nodes": way.nodes, "chunks": way.num_chunks, "hop_slices": way.hop_slices}
+    wires = {"dispatch_wire": way.dispatch_wire, "combine_wire": way.combine_wire}
+    config = MegaMoEConfig(**asked, **wires, strict=True, codegen="fx", hardware="h100")
+    priced = bytes_priced(region_work(pristine_copy(gm), config), way)
+    for emitted, expected in zip(bytes_emitted(gm, group, config), priced, strict=True):
+        assert emitted == pytest.approx(expected, rel=2e-3)
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+def planned(group, style, tmp_path, network, **options):
+    """Return what is planned of a layer whose nodes have so many GB/s between them."""
+    hardware = tmp_path / "network.toml"
+    text = read_profile("h100").path.read_text()
+    hardware.write_text(text.replace("{ value = 45.0,", f"{{ value = {network},"))
+    (gm,) = dynamo_graphs(layer(style, group), tokens())
+    config = MegaMoEConfig(**{**FREE, "hardware": str(hardware), "chunks": 1, **options})
+    return rewrite(gm, config)[0].experts[0]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "expected"),
+    [
+        ("exact", ("exact", "same", "same")),
+        ("bounded", ("rounded", "same", "same")),
+        ("lossy", ("rounded", "fp8", "fp8")),
+    ],
+)
+def test_what_is_planned_is_what_was_priced(group_of, tmp_path, numerics, expected):
+    one = planned(group_of(4, 2), InOrder, tmp_path, 0.01, numerics=numerics)
+    assert (one.plan.nodes, one.plan.dispatch_wire, one.plan.combine_wire) == expected
+    chosen = one.decision.chosen.candidate
+    assert (chosen.nodes, chosen.dispatch_wire, chosen.combine_wire) == expected
+
+
+class Whole(InOrder):
+    """Drops what is behind the point of each number that it receives."""
+
+    def experts(self, rows, received):
+        return super().experts(rows * rows.long().to(rows.dtype), received)
+
+
+def test_rows_that_eight_bits_do_not_hold_are_not_priced_in_eight_bits(group_of, tmp_path):
+    """The form is chosen by the price of rows as they then go."""
+    one = planned(group_of(4, 2), Whole, tmp_path, 0.01, numerics="lossy")
+    assert (one.plan.nodes, one.plan.dispatch_wire, one.plan.combine_wire) == (
+        "rounded",
+        "same",
+        "same",
+    )
+    assert one.decision.chosen.candidate.dispatch_wire == "same"
+    named = {"numerics": "lossy", "dispatch_wire": "fp8", "nodes": "exact"}
+    one = planned(group_of(4, 2), Whole, tmp_path, 0.01, **named)
+    assert one.left["dispatch_wire"].reason is Reason.INTEGERS
+
+
+def test_without_the_pass_that_quantises_none_is_priced(group_of, tmp_path):
+    options = {"numerics": "lossy", "disable_passes": ("quantize_exchanges",)}
+    one = planned(group_of(4, 2), InOrder, tmp_path, 0.01, **options)
+    assert (one.plan.nodes, one.plan.dispatch_wire) == ("rounded", "same")
