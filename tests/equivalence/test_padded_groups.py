@@ -98,7 +98,7 @@ def test_so_has_one_whose_experts_follow_from_their_rows(pool, chunks, tokens):
         assert all(same), same
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generated_code_makes_the_same_of_even_chunks_and_of_chunks_by_load(pool):
     for same in pool.run(generated, (48, 31)):
         assert all(same), same
