@@ -1,15 +1,20 @@
-"""Two ranks of which one exists: the other does the same with the two ranks' experts swapped.
+"""Ranks of which one exists: another, r, does the same with the experts of rank i at rank i ^ r.
 
 Contract
-    What the other rank sends here is what this one sends there, so an all-to-all gives back what
-    was put in, and split sizes received are those sent. A gathered tensor holds this rank's part,
-    then the same with its halves swapped: counts of experts, rank by rank.
-    One process computes what two would, at half the cost; ranks that differ it cannot show, nor
-    how ranks agree on what they compiled (`runtime/rank_store.py` knows this backend by name).
+    Their number is a power of two. What another rank sends here is what this one sends there, so an
+    all-to-all gives back what was put in, and split sizes received are those sent. A gathered
+    tensor holds a part of each rank: this one's, its pieces, of each rank one, in that rank's
+    order. Of two ranks the other's has its halves swapped: counts of experts, rank by rank.
+    Of four on two nodes, rank r sends the table of two hops (`moe_compile.ops.hop_rows`) with what
+    it says of the ranks of a node swapped, if it is not of this rank's place.
+    One process computes what all would, at a fraction of the cost; ranks that differ it cannot
+    show, nor how ranks agree on what they compiled (`runtime/rank_store.py` knows this backend by
+    name).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,13 +31,34 @@ class _Done(dist.Work):
         return True
 
 
-class MirroredGroup(dist.ProcessGroup):
-    """The process group of rank 0 and its mirror image."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableLayout:
+    """What a table of two hops between four ranks on two nodes, `[4, ...]` int32, holds."""
 
-    def __init__(self) -> None:
+    num_experts: int
+    """Of each rank."""
+    num_slices: int
+    """Of hop 1, if it goes in slices; of what is asked for one is the other choice."""
+
+    def swapped(self, table: torch.Tensor) -> torch.Tensor:
+        """Return what the other ranks would send, given what this one does."""
+        ahead, width = self.num_experts, table.shape[1] // self.num_slices
+        divides = table.shape[1] % self.num_slices == 0
+        in_slices = divides and width > ahead + 1 and (width - ahead - 1) % 2 == 0
+        told = table.view(2, 2, self.num_slices if in_slices else 1, -1).clone()
+        of_places = told[:, 1, :, ahead:-1]
+        of_places.copy_(of_places.unflatten(2, (-1, 2)).flip(3).flatten(2))
+        return told.view_as(table)
+
+
+class MirroredGroup(dist.ProcessGroup):
+    """The process group of rank 0 and its mirror images."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
         """Make the group; torch gives it a name."""
-        super().__init__(0, 2)
+        super().__init__(0, num_ranks)
         self._name = ""
+        self.table: TableLayout | None = None
 
     def getBackendName(self) -> str:
         """Return the name torch knows this group's backend by."""
@@ -57,25 +83,30 @@ class MirroredGroup(dist.ProcessGroup):
         """Give back what was put in, which must be as long as what is expected."""
         del options
         assert not input_splits or list(output_splits) == list(input_splits)
-        output.copy_(input)
+        output.copy_(self._from_others(input))
         return _Done()
 
+    def _from_others(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return what the other ranks send here while this one sends `sent` to them."""
+        is_table = sent.dim() == 2 and sent.dtype == torch.int32
+        return self.table.swapped(sent) if self.table is not None and is_table else sent
+
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> _Done:
-        """Write this rank's part and the other's: the same with its halves swapped."""
+        """Write this rank's part and the others': the same with its pieces in their order."""
         del options
-        half = len(input) // 2
-        output.copy_(torch.cat([input, input[half:], input[:half]]))
+        pieces, ranks = input.tensor_split(self.size()), range(self.size())
+        output.copy_(torch.cat([pieces[i ^ rank] for rank in ranks for i in ranks]))
         return _Done()
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
     ) -> _Done:
-        """Write this rank's part and the other's into the tensors of each list."""
-        for (own, other), part in zip(outputs, inputs, strict=True):
-            both = part.new_empty(2 * len(part), *part.shape[1:])
-            self._allgather_base(both, part, options)
-            own.copy_(both[: len(part)])
-            other.copy_(both[len(part) :])
+        """Write this rank's part and the others' into the tensors of each list."""
+        for of_ranks, part in zip(outputs, inputs, strict=True):
+            gathered = part.new_empty(self.size(), *part.shape)
+            self._allgather_base(gathered.flatten(0, 1), part, options)
+            for output, own in zip(of_ranks, gathered, strict=True):
+                output.copy_(own)
         return _Done()
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> _Done:
@@ -95,19 +126,35 @@ _KEPT: Final[list[Any]] = []
 """Stores and groups in use: torch holds only the part of them that is not Python's."""
 
 
-def become_mirrored() -> None:
-    """Make this process rank 0 of two, the other its mirror image; ends any group it had."""
-    if dist.is_initialized():
-        if dist.get_backend() == BACKEND:
-            return
-        dist.destroy_process_group()
+def become_mirrored(num_ranks: int = 2, table: TableLayout | None = None) -> None:
+    """Make this process rank 0 of so many, the others its mirror images; ends any group it had.
+
+    `table` is of what is sent where rows are to come in two hops: from the next program on.
+    """
+    if not _is_mirrored(num_ranks):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _start(num_ranks)
+    group = dist.group.WORLD
+    assert isinstance(group, MirroredGroup)
+    group.table = table
+
+
+def _is_mirrored(num_ranks: int) -> bool:
+    """Whether this process is rank 0 of so many, mirrored."""
+    if not dist.is_initialized() or dist.get_backend() != BACKEND:
+        return False
+    return dist.get_world_size() == num_ranks
+
+
+def _start(num_ranks: int) -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
     _KEPT.append(dist.HashStore())
-    dist.init_process_group(BACKEND, rank=0, world_size=2, store=_KEPT[-1])
+    dist.init_process_group(BACKEND, rank=0, world_size=num_ranks, store=_KEPT[-1])
 
 
 def _make(store: Any, rank: int, size: int, timeout: Any) -> MirroredGroup:
-    del store, rank, size, timeout
-    _KEPT.append(MirroredGroup())
+    del store, rank, timeout
+    _KEPT.append(MirroredGroup(size))
     return _KEPT[-1]

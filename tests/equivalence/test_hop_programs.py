@@ -1,6 +1,7 @@
 """Generated programs whose rows come in two hops: on four ranks, two to a node."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -14,20 +15,24 @@ from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.program_options import options_of
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
+from tests.slow_parameters import slow_but
 
 TOKENS = (4, 0, 1, 4)
 
 
-def program(rewrite, **changes):
+def program(rewrite, tokens=((4, 0),), **changes):
     layer = Experts(top_k=2, local=3, **changes)
-    return legal(Program(layers=(layer,), tokens=((4, 0),), rewrite=rewrite))
+    return legal(Program(layers=(layer,), tokens=tokens, rewrite=rewrite))
 
 
 @pytest.mark.parametrize("rewrite", sorted(HOPPING, key=str))
 def test_such_a_program_is_for_four_ranks_and_others_for_two(rewrite):
     one = program(rewrite, splits=Splits.RUNNING)
     assert one.tokens == (TOKENS,) and legal(one) == one
-    assert "\nRANKS, NODES = 4, 2\n" in source_of(one) and "MIRRORED = False" in source_of(one)
+    assert "\nRANKS, NODES, LOCAL = 4, 2, 3 " in source_of(one)
+    assert "MIRRORED = False" in source_of(one)
+    alike = legal(replace(one, tokens=((4, 4),)))
+    assert alike.tokens == ((4,) * 4,) and "MIRRORED = True" in source_of(alike)
     asked = options_of(one)
     assert asked["megamoe.nodes"] == ("exact" if "HOP" in rewrite.name else "rounded")
     assert (asked.get("megamoe.chunk_by") == "tokens") is ("SLICES" in rewrite.name)
@@ -72,11 +77,29 @@ def test_it_runs_in_two_hops_and_equals_eager(four_ranks, rewrite, changes):
     assert judged.is_chunked
 
 
+@pytest.mark.parametrize(
+    ("rewrite", "changes"),
+    slow_but([PROGRAMS[-1]], [*PROGRAMS]),
+)
+def test_it_does_so_on_ranks_that_mirror_each_other(rewrite, changes):
+    text = source_of(program(rewrite, tokens=((4, 4),), **changes))
+    judged = judgement_of([run(0, text)])
+    assert (judged.kind, judged.verdicts) == (Kind.SAME, (IN_TWO_HOPS,)), judged.detail
+    assert judged.is_chunked
+
+
+def test_a_sum_that_goes_wrong_on_mirrored_ranks_is_found():
+    assert judgement_of([run(0, gone_wrong(tokens=((4, 4),)))]).kind is Kind.WRONG
+
+
 def test_a_sum_that_goes_wrong_is_found(four_ranks):
-    """The compiled program alone counts a row of each token twice."""
-    text = source_of(program(Rewrite.NODE_SUMS))
+    assert judgement_of(four_ranks.run(run, gone_wrong())).kind is Kind.WRONG
+
+
+def gone_wrong(**changes):
+    """Return a program that counts the rows of each token twice where it is compiled."""
+    text = source_of(program(Rewrite.NODE_SUMS, **changes))
     line = "result = torch.zeros_like(x).index_add("
     wrong = "out = out * (1.0 + torch.compiler.is_compiling())"
     assert line in text
-    text = text.replace(f"        {line}", f"        {wrong}\n        {line}")
-    assert judgement_of(four_ranks.run(run, text)).kind is Kind.WRONG
+    return text.replace(f"        {line}", f"        {wrong}\n        {line}")

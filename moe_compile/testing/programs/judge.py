@@ -47,7 +47,7 @@ AFTER_DEATH: Final = 5
 """Runs that a program has to pass, each by new processes, in which a process once died."""
 
 
-SAYS_RANKS: Final = re.compile(r"^RANKS, NODES = (\d+), \d+$", re.MULTILINE)
+SAYS_RANKS: Final = re.compile(r"^RANKS, NODES, LOCAL = (\d+), ", re.MULTILINE)
 """How a program says for how many ranks it is, if not for two."""
 
 

@@ -124,8 +124,14 @@ def _on_its_ranks(program: Program) -> Program:
         layers=(layer,),
         groups=Groups.WORLD,
         sharing=Sharing.NOTHING,
-        tokens=tuple((a, b, b + 1, a) for a, b, *_ in program.tokens),
+        tokens=tuple(map(_of_four, program.tokens)),
     )
+
+
+def _of_four(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens of four ranks: as many on each, or not, as those of the first two."""
+    first, second, *_ = tokens
+    return (first,) * 4 if first == second else (first, second, second + 1, first)
 
 
 def _of_whole_sequences(program: Program) -> Program:

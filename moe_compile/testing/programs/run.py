@@ -33,13 +33,14 @@ from torch import nn
 
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import REPORT
-from moe_compile.testing.mirrored_rank import become_mirrored
+from moe_compile.report.region_reports import IN_TWO_HOPS
+from moe_compile.testing.mirrored_rank import TableLayout, become_mirrored
 from moe_compile.testing.programs.accumulation import accumulated
 from moe_compile.testing.programs.differences import Named, all_differences
 from moe_compile.testing.programs.groups import register_nodes
 from passes.replay.batch_parts import part_sizes
 
-REWRITTEN: Final = ("chunked", "all-gathered", "dispatched in two hops")
+REWRITTEN: Final = ("chunked", "all-gathered", IN_TWO_HOPS)
 """Verdicts on regions that do not run as they were written."""
 
 IN_PIECES: Final = "aot_eager in pieces"
@@ -107,9 +108,10 @@ def _compare_module(
 ) -> Findings:
     torch._dynamo.reset()
     began, known = time.process_time(), len(REPORT.compilations)
+    num_nodes = getattr(module, "NODES", 0)
     if module.MIRRORED:
-        become_mirrored()
-    if num_nodes := getattr(module, "NODES", 0):
+        become_mirrored(getattr(module, "RANKS", 2), _table_of(module) if num_nodes else None)
+    if num_nodes:
         register_nodes(num_nodes)
     found = Findings(raises=module.RAISES)
     expected, found.eager_error = _steps(module, rank, reference)
@@ -121,21 +123,30 @@ def _compare_module(
     if len(expected) != len(actual) and not found.compiled_error:
         found.differences.append(f"{len(actual)} steps ran, eagerly {len(expected)}")
     for compilation in REPORT.compilations[known:]:
-        _note(found, compilation, in_parts=hasattr(module, "PARTS"))
+        _note(found, compilation, module)
     found.cpu_s = time.process_time() - began
     return found
 
 
-def _note(found: Findings, compilation: Compilation, *, in_parts: bool) -> None:
-    """Note what became of a graph, which was to run `in_parts` perhaps."""
+def _table_of(module: ModuleType) -> TableLayout:
+    """Return what the table holds in a program whose rows are to come in two hops."""
+    options = module.OPTIONS
+    by_tokens = options.get("megamoe.chunk_by") == "tokens"
+    asked = options["megamoe.chunks"] if by_tokens else options.get("megamoe.hop_slices", 1)
+    return TableLayout(num_experts=module.LOCAL, num_slices=asked)
+
+
+def _note(found: Findings, compilation: Compilation, module: ModuleType) -> None:
+    """Note what became of a graph: in parts, or in two hops, where that is asked."""
     verdicts = [r.verdict for r in compilation.regions]
     verdicts += [a.verdict for a in compilation.attention]
     found.verdicts += [*verdicts, *compilation.left_alone]
     found.dropped += compilation.dropped
-    if in_parts:
+    if hasattr(module, "PARTS"):
         found.num_rewritten += any("split_batch: applied" in s for s in compilation.rewrites)
     else:
-        found.num_rewritten += sum(verdict in REWRITTEN for verdict in verdicts)
+        counted = (IN_TWO_HOPS,) if hasattr(module, "NODES") else REWRITTEN
+        found.num_rewritten += sum(verdict in counted for verdict in verdicts)
 
 
 def _other_results(

@@ -168,19 +168,20 @@ def _settings(program: Program) -> str:
     lines = [
         f"DTYPE = torch.{program.dtype}",
         f"WIDTH, HIDDEN, SEED = {program.width}, {program.hidden}, {program.seed}",
-        f"TOKENS = {list(program.tokens)}  # per step: of rank 0, of rank 1",
+        f"TOKENS = {list(program.tokens)}  # per step: of each rank",
         f"OPTIONS = {options_of(program)}",
         f"DYNAMIC = {True if program.dynamic else None}",
         f"UNKNOWN_LENGTHS = {_has_unknown_lengths(program)}  # are captured",
         f'BACKWARD = "{program.backward.name.lower()}"',
         f"BOUND = {bound}  # of the error, relative",
-        f"MIRRORED = {_is_mirrored(program)}  # one process, the other rank its mirror image",
+        f"MIRRORED = {_is_mirrored(program)}  # one process, the other ranks its mirror images",
         f"WHOLE = {program.is_whole}  # numbers, and parameters keep theirs",
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
     if program.num_ranks != NUM_RANKS:
-        lines += [f"RANKS, NODES = {program.num_ranks}, {NUM_NODES}"]
+        local = next(layer.local for layer in program.layers if isinstance(layer, Experts))
+        lines += [f"RANKS, NODES, LOCAL = {program.num_ranks}, {NUM_NODES}, {local}  # experts"]
     if program.rewrite in PARTED:
         parts = f"{PARTED[program.rewrite]}, {program.positions}"
         lines += [f"PARTS, POSITIONS = {parts}  # of the batch; of a sequence"]
@@ -188,15 +189,15 @@ def _settings(program: Program) -> str:
 
 
 def _is_mirrored(program: Program) -> bool:
-    """Whether one process can stand for both ranks: they have as many tokens in every step.
+    """Whether one process can stand for all ranks: they have as many tokens in every step.
 
     Gathered tokens are those of all ranks, of which a rank takes its own rows; a mirror gathers
     nothing. Another group is
-    made by both ranks, and a mirror has no sums over ranks.
+    made by all ranks, and a mirror has no sums over ranks.
     """
     if program.rewrite in GATHERING or program.groups is not Groups.WORLD:
         return False
-    if program.num_ranks != NUM_RANKS or any(isinstance(a, Picking) for a in program.layers):
+    if any(isinstance(a, Picking) for a in program.layers):
         return False
     if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
         return False
