@@ -8,7 +8,8 @@ Contract
     they launch, the one with the earliest launches that memory allows.
 
 Pseudo-code
-    schedule by every policy, and once more within the memory if that forbids the fastest
+    schedule by every policy, and within the memory if that forbids the fastest: with what is left
+    run in the graph's own order, or in one that holds little
     the fastest that memory allows, on the link assumed and a slower one
     launch as early as what is sent is there, unless that is slower or memory forbids it
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moe_compile.schedule.launch_early import launch_early
+from moe_compile.schedule.lean_order import lean_order
 from moe_compile.schedule.list_schedule import (
     Policy,
     graph_order,
@@ -116,8 +118,12 @@ def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
 def _scheduled_in_room(
     problem: ScheduleProblem, liveness: Liveness, known: Sequence[int], allowed_bytes: float
 ) -> Iterator[Candidate]:
-    for policy, looks_ahead in itertools.product(POLICIES, (True, False)):
-        room = MemoryRoom(liveness, known, allowed_bytes, looks_ahead=looks_ahead)
+    ways = [(known, True), (known, False)]
+    lean = lean_order(problem, liveness)
+    if liveness.peak_bytes(lean) <= allowed_bytes:
+        ways.append((lean, True))
+    for policy, (order, looks_ahead) in itertools.product(POLICIES, ways):
+        room = MemoryRoom(liveness, order, allowed_bytes, looks_ahead=looks_ahead)
         yield _candidate(problem, liveness, list_schedule(problem, policy, room))
 
 

@@ -47,8 +47,9 @@ class _Model:
         problem = self.problem
         served = {n: self._interval(link_factor * problem.link_us[n]) for n in problem.launches}
         for group in sorted(set(problem.group_of.values())):
-            its = [served[n][2] for n in problem.launches if problem.group_of[n] == group]
-            self.model.add_no_overlap(its)
+            its = [served[n] for n in problem.launches if problem.group_of[n] == group]
+            for (_, end, _), (begin, _, _) in itertools.pairwise(its):
+                self.model.add(begin >= end)
         for launch, (begin, _, _) in served.items():
             self.model.add(begin >= self.ends[launch])
         for wait, launch in problem.awaits.items():

@@ -13,6 +13,7 @@ from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.hardware import HardwareProfile
 from moe_compile.schedule.choose_schedule import POLICIES, choose_schedule
 from moe_compile.schedule.launch_early import launch_early
+from moe_compile.schedule.lean_order import lean_order
 from moe_compile.schedule.list_schedule import (
     Policy,
     incoming_order,
@@ -105,6 +106,11 @@ def test_without_being_given_one_some_need_more_memory(layer_problems):
 def test_the_incoming_order_changes_launches_only(layer_problems):
     for problem, _ in layer_problems:
         check_precedences(problem, incoming_order(problem))
+
+
+def test_an_order_that_holds_little_keeps_all_precedences(layer_problems):
+    for problem, liveness in layer_problems:
+        check_precedences(problem, lean_order(problem, liveness))
 
 
 def test_a_chain_of_elementwise_ops_stays_with_its_reader():
