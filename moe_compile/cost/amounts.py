@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.cost.group_ranks import group_ranks
 from moe_compile.cost.kept_blocks import kept_share
+from moe_compile.cost.row_gathers import GATHERS, OWN_GATHERS, gathered_bytes
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import is_view
@@ -59,8 +60,6 @@ ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strid
 """Operators that take memory and touch none of it."""
 FILLS: Final = frozenset({"full_like", "new_ones", "new_zeros", "ones_like", "zeros_like"})
 """Operators that read no element of what they are given."""
-GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
-"""Operators that read at most as much of their first tensor as they write."""
 SCATTERS: Final = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
 CONCATENATION: Final = "cat"
 FEW: Final = 4096
@@ -198,8 +197,8 @@ def _bytes_read(node: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
     inputs = node.all_input_nodes
     kept = [a for a in inputs if not (fuses_what_it_reads(node) and is_fusible(a))]
     read = {a: float(sizes.nbytes(value_of(a))) for a in kept}
-    if _op(node) in GATHERS and inputs[0] in read:
-        read[inputs[0]] = min(read[inputs[0]], float(sizes.nbytes(value_of(node))))
+    if _op(node) in GATHERS | OWN_GATHERS and inputs[0] in read:
+        read[inputs[0]] = gathered_bytes(node, sizes)
     return read
 
 

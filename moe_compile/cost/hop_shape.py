@@ -58,16 +58,6 @@ class HopShape:
         return min(hit, float(self.max_nodes)) if self.max_nodes else hit
 
     @property
-    def places_on_node(self) -> int:
-        """Rows that a node adds up for a token, at most."""
-        return min(self.rows_per_token, self.num_experts // self.num_nodes)
-
-    @property
-    def places_at_home(self) -> int:
-        """Sums of nodes that are added up for a token, at most."""
-        return min(self.rows_per_token, self.num_nodes)
-
-    @property
     def flat_rows(self) -> float:
         """Rows of a token that cross to another node in one flat exchange."""
         return self.rows_per_token * self.leaving

@@ -150,16 +150,15 @@ class HopTasks:
     def _summed_bytes(self) -> tuple[float, float]:
         """Return what is read and written on the node, and at home.
 
-        Of unpacked rows a sum reads one at each of its places, as the schedule counts it; the sum
-        that the model would make at home, of all rows, is taken off there.
+        The sum that the model would make at home, of all rows, is taken off on the node, and what
+        it writes is not counted again: of rows that are packed the sums' own are left, and that
+        they are unpacked in front of a sum and packed behind it.
         """
-        rows, far, tokens, hops = self._rows, self._far, self._tokens, self._hops
+        rows, far, tokens = self._rows, self._far, self._tokens
         if not self._packs:
             return rows + far, far + tokens
-        on_node = hops.places_on_node * far - rows + far
-        at_home = hops.places_at_home * tokens
         packed = 1.0 + self._share
-        return packed * (rows + far) + on_node, packed * far + at_home
+        return packed * (rows + far) + far, packed * far + far
 
     @property
     def _share(self) -> float:

@@ -162,12 +162,12 @@ def moved(way, **changes):
 
 def test_a_row_is_packed_once_where_it_is_copied_and_twice_where_it_is_summed():
     """Copied: tokens packed, messages moved, unpacked, less the flat gather. Summed: packed, then
-    unpacked on the node, which reads a row at each of eight places; sums of nodes packed, unpacked
-    at home, two of them read; less the sum of the flat rows."""
-    rows, far, tokens = 160 * ROW, 20 * SHAPE.nodes_per_token * ROW, 20 * ROW
+    unpacked on the node and read; sums of nodes written, packed, unpacked at home and read; less
+    the sum of the flat rows."""
+    rows, far = 160 * ROW, 20 * SHAPE.nodes_per_token * ROW
     flat = 2 * (1 + SHARE) * SENT
     copied = 2 * SHARE * (far + rows)
-    summed = 2 * (1 + SHARE) * (rows + far) + (8 + 1) * far - rows + 2 * tokens
+    summed = 2 * (1 + SHARE) * (rows + far) + 2 * far
     exact, exact_kernels = moved(Candidate(nodes="exact", **EIGHT))
     assert exact == pytest.approx(2 * copied + 2 * flat, rel=2e-3)
     rounded, rounded_kernels = moved(Candidate(nodes="rounded", **EIGHT))
