@@ -161,10 +161,17 @@ def _handed_on(body: fx.Graph, results: Any) -> list[Any]:
 
 
 def _drop_unread_bodies(graph: fx.Graph) -> None:
-    """Drop the operator bodies that nothing runs any more."""
+    """Drop the operator bodies that nothing runs any more; bodies within one that is run stay.
+
+    `delete_all_unused_submodules` would drop those, too: it looks into modules that are called.
+    """
     erase_unused(graph.find_nodes(op="get_attr"))
-    if graph.owning_module is not None:
-        graph.owning_module.delete_all_unused_submodules()
+    if (owner := graph.owning_module) is None:
+        return
+    named = [n for op in ("get_attr", "call_module") for n in graph.find_nodes(op=op, sort=False)]
+    used = {str(node.target).partition(".")[0] for node in named}
+    for name in [name for name, _ in owner.named_children() if name not in used]:
+        owner.delete_submodule(name)
 
 
 def _hand_on(again: Mapping[fx.Node, fx.Node]) -> None:

@@ -6,6 +6,7 @@ One process is both ranks (`moe_compile/testing/mirrored_rank.py`), which takes 
 import pytest
 
 from moe_compile.testing.programs.choices import (
+    Act,
     Detail,
     Order,
     Reader,
@@ -13,7 +14,7 @@ from moe_compile.testing.programs.choices import (
     Style,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Counts
+from moe_compile.testing.programs.exchange_choices import Counts, Move
 from moe_compile.testing.programs.grammar import Experts, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run
@@ -53,10 +54,19 @@ PROGRAMS = {
         ),
         wrapping=Wrapping.RESIDUAL,
     ),
+    "a function of the user inside of a checkpoint, and exchanges that are others": Program(
+        layers=(
+            layer(
+                details=[Detail.CHECKPOINT], move=Move.WRITTEN_OUT, act=Act.FUNCTION,
+                style=Style.SORTED_LOOP,
+            ),
+        )
+    ),
 }  # fmt: skip
 
 
 QUICK = (
+    "a function of the user inside of a checkpoint, and exchanges that are others",
     "a host integer scales what is written before the combine",
     "rows of one region made with a host integer of another",
 )
