@@ -129,7 +129,7 @@ def is_free(node: fx.Node) -> bool:
     """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
     if node.op != "call_function" or node.target is operator.getitem:
         return True
-    if is_wait(node) or is_view(node):
+    if is_wait(node) or is_view(node) or _op(node) == "_unsafe_view":
         return True
     value = value_of(node)
     return not isinstance(value, torch.Tensor | tuple | list)
