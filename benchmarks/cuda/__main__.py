@@ -10,6 +10,7 @@ Contract
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -52,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if lacks := missing():
         parser.error(f"CUDA code cannot be generated here: {lacks}")
-    known = {program.name for program in PROGRAMS}
-    if unknown := set(options.programs) - known:
+    known = {program.name: program for program in PROGRAMS}
+    if unknown := {*options.programs} - {*known}:
         parser.error(f"no program {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    names = options.programs or [program.name for program in PROGRAMS]
+    names = options.programs or list(known)
     found: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
         found = json.loads(options.json.read_text())["programs"]
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _write(options.json, found)
     console = Console(width=160)
     console.print(_table(found, names))
-    failures = [line for name in names for line in missed(name, found[name])]
+    bars = (missed(name, found[name], known[name].parts) for name in names)
+    failures = list(itertools.chain.from_iterable(bars))
     for line in failures:
         console.print(line, highlight=False)
     return int(bool(failures))

@@ -11,8 +11,11 @@ MORE_BYTES: Final = {"weight_bytes": 1.10, "activation_bytes": 1.05}
 PHASES: Final = ("forward", "backward")
 
 
-def missed(name: str, by_chunks: Mapping[str, Any]) -> Iterator[str]:
-    """Return the bars that a program misses, one line each; `by_chunks` has its figures."""
+def missed(name: str, by_chunks: Mapping[str, Any], parts: int = 1) -> Iterator[str]:
+    """Return the bars that a program misses, one line each; `by_chunks` has its figures.
+
+    Every one of `parts` of its batch has the launches and the copy to the host of a whole.
+    """
     whole = by_chunks.get("1", {})
     for chunks, figures in sorted(by_chunks.items()):
         where = f"{name}, {chunks} chunks"
@@ -21,18 +24,19 @@ def missed(name: str, by_chunks: Mapping[str, Any]) -> Iterator[str]:
             continue
         for phase in PHASES:
             if phase in figures:
-                yield from _missed_alone(f"{where}, {phase}", phase, figures[phase])
+                reads = parts * (phase == "forward")
+                yield from _missed_alone(f"{where}, {phase}", reads, figures[phase])
                 if phase in whole and int(chunks) in MORE_LAUNCHES:
+                    most = parts * MORE_LAUNCHES[int(chunks)]
                     less = whole[phase]
-                    yield from _missed_beside(f"{where}, {phase}", chunks, figures[phase], less)
+                    yield from _missed_beside(f"{where}, {phase}", most, figures[phase], less)
 
 
-def _missed_alone(where: str, phase: str, figures: Mapping[str, Any]) -> Iterator[str]:
+def _missed_alone(where: str, reads: int, figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["one_element"]:
         yield f"{where}: {figures['one_element']} kernels of one element"
-    most = int(phase == "forward")
-    if figures["to_host"] > most:
-        yield f"{where}: {figures['to_host']} copies to the host, of {most}"
+    if figures["to_host"] > reads:
+        yield f"{where}: {figures['to_host']} copies to the host, of {reads}"
     if not figures["keeps_order"]:
         yield f"{where}: not the scheduler's order but {figures['order']}"
     for fault in figures["faults"]:
@@ -40,11 +44,11 @@ def _missed_alone(where: str, phase: str, figures: Mapping[str, Any]) -> Iterato
 
 
 def _missed_beside(
-    where: str, chunks: str, figures: Mapping[str, Any], less: Mapping[str, Any]
+    where: str, most_launches: int, figures: Mapping[str, Any], less: Mapping[str, Any]
 ) -> Iterator[str]:
     more = sum(figures[kind] - less[kind] for kind in ("triton", "extern"))
-    if more > MORE_LAUNCHES[int(chunks)]:
-        yield f"{where}: {more} launches more, of {MORE_LAUNCHES[int(chunks)]}"
+    if more > most_launches:
+        yield f"{where}: {more} launches more, of {most_launches}"
     for kind, most in MORE_BYTES.items():
         ratio = figures[kind] / less[kind]
         if ratio > most:

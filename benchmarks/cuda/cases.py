@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 CHUNKS: Final = (1, 2, 4)
 MODELS: Final[Mapping[str, tuple[str, str]]] = {
@@ -17,6 +17,7 @@ MODELS: Final[Mapping[str, tuple[str, str]]] = {
 """Block -> torchtitan's name of the model, and its flavor."""
 LOCAL_EXPERTS: Final = 8
 """Of the layer that is no model's."""
+RANKS_OF_A_NODE: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +30,41 @@ class Program:
     is_checkpointed: bool = False
     """Whether all is computed again in the backward but what exchanges received."""
     tp: int = 1
+    parts: int = 1
+    """Of its batch, each one sequence."""
+    hop_slices: int = 0
+    """Of the first of two hops, with sums on nodes of `RANKS_OF_A_NODE`; 0 for one hop."""
+    wire: str = "same"
+    """Of dispatch and combine."""
 
     @property
     def name(self) -> str:
         """Return a name that says all."""
-        how = ["checkpoint"] * self.is_checkpointed + [f"tp{self.tp}"] * (self.tp > 1)
-        return "-".join([self.block, f"ep{self.ep}", *how])
+        how = {
+            "checkpoint": self.is_checkpointed,
+            f"tp{self.tp}": self.tp > 1,
+            f"parts{self.parts}": self.parts > 1,
+            f"hops{self.hop_slices}": self.is_in_hops,
+            self.wire: self.wire != "same",
+        }
+        return "-".join([self.block, f"ep{self.ep}", *(word for word, has in how.items() if has)])
+
+    @property
+    def is_in_hops(self) -> bool:
+        """Return whether rows come in two hops."""
+        return self.hop_slices > 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options it is compiled with, where they are not what they are by default."""
+        options: dict[str, Any] = {}
+        if self.parts > 1:
+            options["batch_parts"] = self.parts
+        if self.is_in_hops:
+            options |= {"nodes": "rounded", "hop_slices": self.hop_slices}
+        if self.wire != "same":
+            options |= {"dispatch_wire": self.wire, "combine_wire": self.wire}
+        return {**options, "equal_tokens": True} if options else options
 
     @property
     def experts(self) -> int:
@@ -65,6 +95,11 @@ PROGRAMS: Final = (
     Program(block="qwen3", ep=8, is_checkpointed=True),
     Program(block="llama4", ep=8, tp=2),
     Program(block="llama4", ep=16, is_checkpointed=True),
+    Program(block="deepseek-671b", ep=64, is_checkpointed=True, parts=2),
+    Program(block="layer", ep=64, hop_slices=1),
+    Program(
+        block="deepseek-671b", ep=64, is_checkpointed=True, tp=2, parts=2, hop_slices=4, wire="fp8"
+    ),
 )
 """Of every two of block, EP, checkpointing and TP all pairs of values, but where there is none: a
 layer by itself has no TP, and Llama 4 has 16 experts, so EP 16 stands for 64."""

@@ -65,7 +65,7 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
             "megamoe.chunks": chunks,
             "megamoe.hardware": "h100",
             "megamoe.report": str(folder / "report.json"),
-            **options,
+            **{f"megamoe.{name}": value for name, value in (program.options | options).items()},
         }
         megamoe(gm, inputs, options=ours)
         raise Generated
@@ -127,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", action="store_true", help="compile Triton's kernels, too")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON")
     given = parser.parse_args(arguments)
-    options = {
-        f"megamoe.{n}": json.loads(v) for n, _, v in (o.partition("=") for o in given.option)
-    }
+    options = {n: json.loads(v) for n, _, v in (o.partition("=") for o in given.option)}
     fake_h100.install(compile_kernels=given.kernels)
     generate(KNOWN[given.program], given.chunks, given.out, options)
     return 0

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,10 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.attention import get_causal_mask_mod, get_document_mask_mod
 
 import torchtitan_integration
-from benchmarks.cuda.cases import Program
+from benchmarks.cuda.cases import RANKS_OF_A_NODE, Program
 from benchmarks.cuda.fake_h100 import DEVICE
 from benchmarks.link.cases import Case
 from benchmarks.link.layer import MoELayer
+from moe_compile.runtime.node_groups import register_node_groups
 from torchtitan_integration.dry_run.blocks import (
     call_of_graph,
     first_with_experts,
@@ -80,6 +82,8 @@ def _layer(program: Program, backend: Backend) -> Iterator[Built]:
         shared_expert=True,
     )
     try:
+        if program.is_in_hops:
+            _register_nodes(program)
         with FakeTensorMode() as mode:
             layer = _on_device(MoELayer(case, dist.group.WORLD), mode)
             x = torch.empty(
@@ -95,6 +99,14 @@ def _layer(program: Program, backend: Backend) -> Iterator[Built]:
         dist.destroy_process_group()
 
 
+def _register_nodes(program: Program) -> None:
+    """Register nodes of all ranks, as the recipe does in a block's job."""
+    shape = (program.ep // RANKS_OF_A_NODE, RANKS_OF_A_NODE)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "place"))
+    groups = {"node": mesh.get_group("place"), "cross": mesh.get_group("node")}
+    register_node_groups(dist.group.WORLD, **groups)
+
+
 @contextlib.contextmanager
 def _block(program: Program, backend: Backend) -> Iterator[Built]:
     content = tomllib.loads(RECIPE.read_text())
@@ -103,7 +115,7 @@ def _block(program: Program, backend: Backend) -> Iterator[Built]:
         rank.job.compile.backend = backend
         model = model_of_blocks(rank, [first_with_experts(rank)])
         apply_model_parallelism(model, rank.dims, rank.job)
-        yield _moe_block(model, rank)
+        yield _moe_block(model, rank, program.parts)
 
 
 def _overrides(program: Program) -> tuple[str, ...]:
@@ -111,21 +123,23 @@ def _overrides(program: Program) -> tuple[str, ...]:
     settings = {
         "model.name": program.model,
         "model.flavor": program.flavor,
-        "training.local_batch_size": 1,
+        "training.local_batch_size": program.parts,
         "training.seq_len": TOKENS,
         "parallelism.data_parallel_shard_degree": program.ep // program.tp,
         "parallelism.tensor_parallel_degree": program.tp,
         "parallelism.expert_parallel_degree": program.ep,
         "parallelism.expert_tensor_parallel_degree": 1,
         "activation_checkpoint.mode": "full" if program.is_checkpointed else "none",
+        "megamoe.nodes": program.options.get("nodes", "off"),
+        "megamoe.node_ranks": RANKS_OF_A_NODE,
     }
     return tuple(f"--{key}={value}" for key, value in settings.items())
 
 
-def _moe_block(model: nn.Module, rank: FakeRank) -> Built:
+def _moe_block(model: nn.Module, rank: FakeRank, sequences: int) -> Built:
     mode = FakeTensorMode()
     with mode:
-        masks = _document_mask()
+        masks = _document_mask(sequences)
     block, arguments = call_of_graph(model, rank, masks)
     with mode:
         _on_device(block, mode)
@@ -134,11 +148,11 @@ def _moe_block(model: nn.Module, rank: FakeRank) -> Built:
     return Built(block.compiled, inputs)
 
 
-def _document_mask() -> BlockMask:
-    """Return the mask that torchtitan makes of one sequence of several documents."""
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=DEVICE)
+def _document_mask(sequences: int) -> BlockMask:
+    """Return the mask that torchtitan makes of so many sequences of several documents."""
+    tokens = torch.zeros(sequences, TOKENS, dtype=torch.int64, device=DEVICE)
     mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(tokens, eos_id=0))
-    return create_block_mask(mask, 1, None, TOKENS, TOKENS, device=DEVICE)
+    return create_block_mask(mask, sequences, None, TOKENS, TOKENS, device=DEVICE)
 
 
 def _on_device(module: nn.Module, mode: FakeTensorMode) -> nn.Module:

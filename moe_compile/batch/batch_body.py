@@ -77,7 +77,9 @@ class Dependents:
     ) -> None:
         """Take in what leaves the graph, of parts and of `sums` over the batch."""
         (output,) = graph.find_nodes(op="output")
-        leaving = [n for n in output.all_input_nodes if n in self.routed]
+        given = {*output.all_input_nodes}
+        ends = [n for n in dependence.needs(output) if n in given or n not in counters]
+        leaving = [n for n in ends if n in self.routed]
         above = dependence.above(leaving, stops=sums) & self.nodes
         self.summed, self.kept = above & sums, above - sums
         self.counters = counters

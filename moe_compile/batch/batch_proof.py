@@ -49,6 +49,7 @@ from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TOPK, TokenIndex
 from moe_compile.regions.token_regions import NotFound
@@ -223,9 +224,17 @@ class _Proof:
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
         """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
-        if node in found.apart or node in self.dependence.writes or draws_random(node):
+        writes = node in self.dependence.writes and not self._writes_own(node)
+        if node in found.apart or writes or draws_random(node):
             return False
         return not (has_gradient(node) and any(n in found.cut for n in node.all_input_nodes))
+
+    def _writes_own(self, node: fx.Node) -> bool:
+        """Whether a region, whose proof ran `node`, makes the memory that it writes, as a kernel's
+        indices of rows: whoever computes that anew has it written anew."""
+        written = self.dependence.writes[node]
+        regions = (split.region for split, _ in self.regions)
+        return any(node in r.body and written and written <= memory_of(r) for r in regions)
 
     def _travels_whole(self, exchange: fx.Node) -> bool:
         """Whether each rank is sent something of every index of the batch, and all of these."""

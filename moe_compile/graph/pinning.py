@@ -27,8 +27,11 @@ def pin_order(graph: fx.Graph) -> bool:
     """
     try:
         control = importlib.import_module("torch._inductor.fx_passes.control_dependencies")
+        lowering = importlib.import_module("torch._inductor.lowering")
     except ImportError:
         return False
+    # what several of these read is to be computed once, as where none is inside of an operator
+    lowering.needs_realized_inputs.add(control.control_deps)
     after: dict[fx.Node, Any] = {}
     exchange: fx.Node | None = None
     products: list[fx.Node] = []

@@ -62,16 +62,12 @@ def sum_of_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     In float32, of float64 rows in float64. There must be a row where there is a place, be it -1.
     """
     wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-    first, *others = places.unbind(1)
-    total = torch.where(first[:, None] >= 0, _taken(rows, first).to(wide), 0)
-    for place in others:
-        more = total + _taken(rows, place).to(wide)
-        total = torch.where(place[:, None] >= 0, more, total)
+    there, at = (places >= 0).unbind(1), places.clamp(min=0).unbind(1)
+    total = torch.where(there[0][:, None], rows.index_select(0, at[0]).to(wide), 0)
+    for is_there, place in zip(there[1:], at[1:], strict=True):
+        more = total + rows.index_select(0, place).to(wide)
+        total = torch.where(is_there[:, None], more, total)
     return total
-
-
-def _taken(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(0, place.clamp(min=0))
 
 
 def merged(

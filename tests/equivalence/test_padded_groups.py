@@ -63,6 +63,28 @@ def run(rank, indices, chunks, tokens, edges="even"):
     return [torch.equal(a, b) for a, b in both]
 
 
+def in_parts(rank, tokens):
+    """Return which tensors of a step in two parts are those of gradient accumulation over them.
+
+    And whether the indices that the layer keeps, which a kernel writes, are those of the whole.
+    """
+    kernel = importlib.import_module("torchtitan.models.moe.utils")
+    titan_layer = importlib.import_module("tests.proof.titan_layer")
+    kernel.generate_permute_indices = titan_layer.permute_indices_by_kernel
+    torch._dynamo.reset()
+    eager, other = layer_on(rank), layer_on(rank)
+    options = {"megamoe.batch_parts": 2, "megamoe.codegen": "fx", "megamoe.strict": True}
+    options |= {"megamoe.chunks": 1, "megamoe.equal_tokens": True}
+    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
+    x = torch.randn(tokens, WIDTH).to(torch.bfloat16)
+    first, last = (computed(eager, eager, part) for part in x.chunk(2))
+    expected = [torch.cat((mine, its)) for mine, its in zip(first[:2], last[:2], strict=True)]
+    both = zip([*expected, *last[2:]], computed(compiled, other, x), strict=True)
+    eager(x)
+    kept = (layer.dispatcher.permuted_indices for layer in (eager, other))
+    return [*(torch.equal(a, b) for a, b in both), torch.equal(*kept)]
+
+
 @pytest.fixture(scope="module")
 def pool():
     pytest.importorskip("torchtitan")
@@ -95,6 +117,12 @@ def test_a_chunk_with_its_own_weights_alone_has_eagers_bits(pool, indices, chunk
 )
 def test_so_has_one_whose_experts_follow_from_their_rows(pool, chunks, tokens):
     for same in pool.run(run, "permute_indices", chunks, tokens, "load"):
+        assert all(same), same
+
+
+@pytest.mark.slow
+def test_parts_of_the_batch_keep_the_indices_that_a_kernel_writes_of_the_whole(pool):
+    for same in pool.run(in_parts, 64):
         assert all(same), same
 
 

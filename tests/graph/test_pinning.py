@@ -1,5 +1,7 @@
 """Inductor runs a scheduled graph in the order the pass left, forward and backward."""
 
+import re
+
 import pytest
 import torch
 from torch._inductor.compile_fx import compile_fx
@@ -106,6 +108,29 @@ def test_a_wait_is_held_behind_all_products_since_the_exchange_before_it():
     *products_held, (products, behind_wait) = held
     assert len(products) == 3 and set(products) <= set(behind_wait)
     assert [[name[:10] for name in behind] for _, behind in products_held] == [["all_to_all"]] * 3
+
+
+def test_what_products_that_are_held_read_in_common_is_computed_once():
+    """Rows whose number only a run knows, as those that came are, put in order for experts."""
+    group, ends = one_rank_group(), torch.tensor([32, 64], dtype=torch.int32)
+    weights, order = torch.randn(2, 64, 64, dtype=torch.bfloat16), torch.randperm(64)
+    torch._dynamo.decorators.mark_unbacked(order, 0)
+
+    def program(x, order):
+        received = exchange(x, [64], [64], group)
+        rows = x[order].cos()
+        products = [torch._grouped_mm(rows, weight, offs=ends) for weight in (weights, weights + 1)]
+        return received + 1, *products
+
+    def backend(gm, example_inputs):
+        return compile_fx(gm, example_inputs, config_patches=patches(Scheduling(pin=True)))
+
+    torch._dynamo.reset()
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), x, order)
+    assert event_letters(wrapper_events(source)) == "LmmW"
+    assert len(re.findall(r"^ +cpp_fused\w*_cos_\w*\(", source, re.MULTILINE)) == 1, source
 
 
 @pytest.mark.slow

@@ -372,3 +372,16 @@ def test_regions_of_parts_that_share_weights_run_in_chunks(fake_ranks, layer, pa
     """Experts of one part then run behind those of the next: each has its weights by a name."""
     _, _, compilation = verdicts(Block(layer, torch.bfloat16), drawn(), batch_parts=parts, chunks=2)
     assert [region.num_chunks for region in compilation.regions] == [2] * parts
+
+
+def test_what_leaves_the_graph_is_written_anew_by_the_kernel_that_wrote_it(fake_ranks, monkeypatch):
+    """torchtitan's layer keeps the indices of its rows, which a kernel writes on a GPU."""
+    titan_layer = pytest.importorskip("tests.proof.titan_layer", reason="needs torchtitan")
+    indices = "torchtitan.models.moe.utils.generate_permute_indices"
+    monkeypatch.setattr(indices, titan_layer.permute_indices_by_kernel)
+    layer = titan_layer.TitanExperts(WIDTH, 32, 8, 2, fake_ranks, True).to(torch.bfloat16)
+    gm, skipped, _ = verdicts(layer, torch.randn(32, WIDTH, dtype=torch.bfloat16))
+    assert skipped == []
+    written = [n.args[2] for n in gm.graph.nodes if "fill_indices" in str(n.target)]
+    (output,) = gm.graph.find_nodes(op="output")
+    assert sorted(n in output.all_input_nodes for n in written) == [False, False, True]

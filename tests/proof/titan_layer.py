@@ -55,7 +55,8 @@ class TitanExperts(nn.Module):
         with torch.no_grad():
             self.experts.init_weights(0.02)
         mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("ep",))
-        ExpertParallel()._apply(self.experts, mesh)
+        self.dispatcher = ExpertParallel()
+        self.dispatcher._apply(self.experts, mesh)
 
     def forward(self, x):
         scores, chosen = torch.topk(torch.softmax(x @ self.router, -1), self.top_k, -1)
