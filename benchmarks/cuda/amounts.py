@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import sympy
@@ -32,13 +33,20 @@ class Bytes:
     """Handed to collectives."""
 
 
-def balanced_sizes(forward: Wrapper) -> dict[str, int]:
-    """Return the value of each size that only a run knows; the backward has the same ones."""
+def balanced_sizes(
+    forward: Wrapper, rows: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, int]:
+    """Return the value of each size that only a run knows; the backward has the same ones.
+
+    `rows` has what each all-to-all of a group sends, where code asserts nothing of it: of hops.
+    """
     symbols = sorted({c.name for c in forward.calls if c.kind is Kind.ITEM})
     sides = [*forward.equations]
     for call in forward.calls:
         if call.splits is not None:
             sides += zip(*call.splits, strict=True)
+            if call.group in rows:
+                sides.append((" + ".join(call.splits[1]), str(rows[call.group])))
     rows, right = [], []
     for pair in sides:
         terms = _difference(*pair).as_coefficients_dict()

@@ -55,6 +55,8 @@ class Call:
     """Other arguments of a Triton kernel that are numbers."""
     splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     """Rows received and sent, of an all-to-all."""
+    group: str = ""
+    """Name of the process group of an all-to-all."""
     line: int = 0
 
 

@@ -64,7 +64,7 @@ class Program:
             options |= {"nodes": "rounded", "hop_slices": self.hop_slices}
         if self.wire != "same":
             options |= {"dispatch_wire": self.wire, "combine_wire": self.wire}
-        return {**options, "equal_tokens": True} if options else options
+        return {**options, "equal_tokens": True, "strict": True} if options else options
 
     @property
     def experts(self) -> int:
@@ -102,4 +102,5 @@ PROGRAMS: Final = (
     ),
 )
 """Of every two of block, EP, checkpointing and TP all pairs of values, but where there is none: a
-layer by itself has no TP, and Llama 4 has 16 experts, so EP 16 stands for 64."""
+layer by itself has no TP, and Llama 4 has 16 experts, so EP 16 stands for 64. Behind these one in
+parts, one in two hops, and one in both with messages in eight bits."""

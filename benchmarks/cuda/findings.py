@@ -65,9 +65,10 @@ class Findings:
 def findings_in(folder: Path) -> dict[str, Findings]:
     """Return what the code in `folder` comes to, by phase; written by `generate`."""
     scheduled = json.loads((folder / "order.json").read_text())
-    parameters = json.loads((folder / "compilation.json").read_text())["weights"]
+    said = json.loads((folder / "compilation.json").read_text())
+    parameters = said["weights"]
     forward = read_wrapper((folder / "forward.py").read_text())
-    sizes = balanced_sizes(forward)
+    sizes = balanced_sizes(forward, said["hop_rows"])
     weights = weights_of_forward(forward, parameters)
     found = {"forward": _findings(forward, sizes, weights, scheduled["forward"])}
     if (path := folder / "backward.py").exists():

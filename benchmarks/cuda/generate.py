@@ -3,7 +3,8 @@
 Contract
     Writes forward.py and backward.py, Inductor's wrappers; order.json, the order the scheduler
     chose; report.json; kernels.json, registers and spills where kernels were compiled; and
-    compilation.json, the CPU seconds it took and which inputs are weights. No cache is used.
+    compilation.json, the CPU seconds it took, which inputs are weights and what hops send where
+    routing is balanced. No cache is used.
 """
 
 from benchmarks.cuda.device_guard import load_guard
@@ -89,11 +90,12 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
             if not isinstance(failed.inner_exception, Generated):
                 raise
         seconds = time.process_time() - began
+        hop_rows = one.hop_rows(program, chunks)
     for phase, code in zip(PHASES, codes, strict=False):
         (folder / f"{phase}.py").write_text(code)
     _write(folder / "order.json", dict(zip(PHASES, orders, strict=False)))
     _write(folder / "kernels.json", [_kernel(*one) for one in fake_h100.COMPILED])
-    said = {"cpu_s": seconds, "torch": torch.__version__, "weights": weights}
+    said = {"cpu_s": seconds, "torch": torch.__version__, "weights": weights, "hop_rows": hop_rows}
     _write(folder / "compilation.json", said)
 
 

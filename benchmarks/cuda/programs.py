@@ -31,13 +31,14 @@ from benchmarks.cuda.cases import RANKS_OF_A_NODE, Program
 from benchmarks.cuda.fake_h100 import DEVICE
 from benchmarks.link.cases import Case
 from benchmarks.link.layer import MoELayer
-from moe_compile.runtime.node_groups import register_node_groups
+from moe_compile.runtime.node_groups import NodeGroups, node_groups_of, register_node_groups
 from torchtitan_integration.dry_run.blocks import (
     call_of_graph,
     first_with_experts,
     model_of_blocks,
 )
 from torchtitan_integration.dry_run.world import FakeRank, fake_rank
+from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.parallelize import apply_model_parallelism
 
@@ -54,10 +55,23 @@ class Built:
 
     run: Callable[..., Any]
     inputs: tuple[Any, ...]
+    nodes: NodeGroups | None
+    top_k: int
 
     def compile(self) -> None:
         """Compile it; nothing runs."""
         self.run(*self.inputs)
+
+    def hop_rows(self, program: Program, chunks: int) -> dict[str, float]:
+        """Return what each all-to-all of a hop sends of one part, experts chosen evenly, by groups.
+
+        A token crosses to a node once, if one of its experts is there; inside it goes to each.
+        """
+        if (nodes := self.nodes) is None:
+            return {}
+        tokens, num_nodes = TOKENS / program.tp / program.hop_slices, nodes.num_nodes
+        reached = num_nodes * (1 - (1 - 1 / num_nodes) ** self.top_k)
+        return {nodes.cross: tokens * reached, nodes.node: tokens * self.top_k / chunks}
 
 
 @contextlib.contextmanager
@@ -94,7 +108,9 @@ def _layer(program: Program, backend: Backend) -> Iterator[Built]:
                 return checkpoint(layer, rows, use_reentrant=False)
 
             forward = recomputed if program.is_checkpointed else layer
-            yield Built(torch.compile(forward, backend=backend, fullgraph=True), (x,))
+            compiled = torch.compile(forward, backend=backend, fullgraph=True)
+            nodes = node_groups_of(dist.group.WORLD.group_name)
+            yield Built(compiled, (x,), nodes, case.top_k)
     finally:
         dist.destroy_process_group()
 
@@ -145,7 +161,10 @@ def _moe_block(model: nn.Module, rank: FakeRank, sequences: int) -> Built:
         _on_device(block, mode)
         inputs = pytree.tree_map_only(torch.Tensor, _fake, arguments)
         inputs[0].requires_grad_()
-    return Built(block.compiled, inputs)
+    experts = expert_mesh(rank.dims, ["ep"])
+    assert experts is not None
+    nodes = node_groups_of(experts.get_group().group_name)
+    return Built(block.compiled, inputs, nodes, rank.model_args.moe_args.top_k)
 
 
 def _document_mask(sequences: int) -> BlockMask:

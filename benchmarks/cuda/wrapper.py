@@ -179,16 +179,16 @@ class _Reader:
 
     def _launch(self, call: ast.Call, name: str, target: str | None) -> None:
         reads = self._given(call)
-        splits = None
+        splits, group = None, ""
         if "all_to_all" in name:
             received, sent = call.args[1], call.args[2]
-            splits = (_elements(received), _elements(sent))
+            splits, group = (_elements(received), _elements(sent)), ast.literal_eval(call.args[3])
         made = Tensor(target or "", None, reads[0].itemsize)
         if name.endswith("_") or "out" in {k.arg for k in call.keywords}:
             made = reads[-1]  # in place
         if target is not None:
             self._tensors[target] = made
-        self._say(call, Kind.LAUNCH, name, reads=reads, writes=[made], splits=splits)
+        self._say(call, Kind.LAUNCH, name, reads=reads, writes=[made], splits=splits, group=group)
 
     def _operator(self, call: ast.Call, name: str, target: str | None) -> None:
         name = _operator_name(call, name)
@@ -220,6 +220,7 @@ class _Reader:
         reads: list[Tensor] | None = None,
         writes: list[Tensor] | None = None,
         splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
+        group: str = "",
     ) -> None:
         line = getattr(node, "lineno", 0)
         self._calls.append(
@@ -229,6 +230,7 @@ class _Reader:
                 reads=reads or [],
                 writes=writes or [],
                 splits=splits,
+                group=group,
                 line=line,
             )
         )

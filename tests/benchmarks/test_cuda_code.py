@@ -19,6 +19,7 @@ from benchmarks.cuda.device_guard import missing
 from benchmarks.cuda.findings import findings_in
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.wrapper import read_wrapper
+from moe_compile.config import MegaMoEConfig
 
 KERNELS = '''
 triton_poi_0 = async_compile.triton('triton_poi_0', """
@@ -192,6 +193,16 @@ def test_bytes_are_those_of_balanced_routing_weights_apart():
     assert moved.collectives == 64
 
 
+def test_what_hops_send_is_told_where_the_code_asserts_nothing_of_it():
+    text = FORWARD.replace("Eq(u0 + u1, 8)", "x").replace("(u0 + u1) == 8", "1 == 1")
+    items = "u2 = reinterpret_tensor(buf2, (), (), 0).item()"
+    items += "\n    u3 = reinterpret_tensor(buf2, (), (), 1).item()\n    buf3 = torch"
+    wrapper = read_wrapper(code(text.replace("buf3 = torch", items, 1).format(between="    pass")))
+    assert set(balanced_sizes(wrapper).values()) == {0}
+    assert balanced_sizes(wrapper, {"1": 12.0}) == balanced_sizes(wrapper)
+    assert balanced_sizes(wrapper, {"0": 12.0}) == {"u0": 6, "u1": 6, "u2": 6, "u3": 6}
+
+
 def test_what_the_backward_is_given_and_returns_of_weights_is_known_by_its_place():
     wrapper, backward = (
         forward(),
@@ -218,16 +229,33 @@ def test_bars_are_against_the_same_program_in_one_chunk():
     ):  # fmt: skip
         assert len(list(missed("layer", {**fine, "2": figures(**changes)}))) == 1
     assert "not generated" in next(missed("layer", {"2": {"error": ["ValueError: x"]}}))
+    in_parts = {"1": figures(to_host=2), "2": figures(to_host=2, triton=40)}
+    assert not list(missed("block", in_parts, parts=2))
+    for changes in ({"triton": 41, "to_host": 2}, {"to_host": 3}):
+        assert len(list(missed("block", {**in_parts, "2": figures(**changes)}, parts=2))) == 1
 
 
 def test_programs_cover_every_pair_of_what_they_differ_in():
     def pairs(one, other):
-        return {(getattr(p, one), getattr(p, other)) for p in PROGRAMS if p.block != "layer"}
+        return {(getattr(p, one), getattr(p, other)) for p in plain if p.block != "layer"}
 
+    plain = [p for p in PROGRAMS if not p.options]
     blocks = {p.block for p in PROGRAMS} - {"layer"}
-    assert len(PROGRAMS) == 12
+    assert len(plain) == 12
     for name, values in (("is_checkpointed", (False, True)), ("tp", (1, 2))):
         assert pairs("block", name) == {(block, value) for block in blocks for value in values}
+
+
+def test_programs_in_parts_and_hops_must_run_so():
+    *_, parts, hops, both = PROGRAMS
+    assert [(p.parts, p.hop_slices, p.wire) for p in (parts, hops, both)] == [
+        (2, 0, "same"), (1, 1, "same"), (2, 4, "fp8"),
+    ]  # fmt: skip
+    assert both.name == "deepseek-671b-ep64-checkpoint-tp2-parts2-hops4-fp8"
+    config = MegaMoEConfig(**both.options)
+    assert (config.batch_parts, config.nodes, config.hop_slices) == (2, "rounded", 4)
+    assert (config.dispatch_wire, config.combine_wire) == ("fp8", "fp8")
+    assert all(p.options["strict"] and p.options["equal_tokens"] for p in (parts, hops, both))
 
 
 needs_a_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
@@ -261,3 +289,18 @@ def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_
         assert not one.faults
         assert one.order.count("L") == (2 * chunks + (phase == "forward"))
         assert ("a" in one.order) is (not name.startswith("layer"))
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("name", "parts"), [("deepseek-671b-ep64-checkpoint-parts2", 2), ("layer-ep64-hops1", 1)]
+)
+def test_code_in_parts_and_in_two_hops_reads_the_host_once_a_part(tmp_path, name, parts):
+    found = generated(tmp_path, name, 1)
+    for phase, one in found.items():
+        assert one.one_element == 0
+        assert one.to_host == parts * (phase == "forward")
+        assert one.keeps_order, one.order
+        assert not one.faults
+    assert found["forward"].order.count("a") == parts * name.startswith("deepseek")
