@@ -14,12 +14,14 @@ import torch
 import torch.fx as fx
 from torch.utils._ordered_set import OrderedSet
 
+from moe_compile.graph.inner_graphs import is_flex_attention
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 
 
 def pin_order(graph: fx.Graph) -> bool:
     """Hold launches and waits in their order, and matrix products where they stand between these.
 
+    Attention is held before the waits behind it: long enough to hide what they wait for.
     Stronger than the settings: fusion cannot pull a wait before compute it stands after, nor what
     runs under an exchange before its launch, with a kernel that the launch needs. To be the last
     edit of a graph, as all that is held ends up inside a higher-order operator. Returns whether
@@ -34,24 +36,26 @@ def pin_order(graph: fx.Graph) -> bool:
     lowering.needs_realized_inputs.add(control.control_deps)
     after: dict[fx.Node, Any] = {}
     exchange: fx.Node | None = None
-    products: list[fx.Node] = []
+    work: list[fx.Node] = []
     follows: set[fx.Node] = set()
     """What depends on the last launch or wait."""
     for node in graph.nodes:
         if is_launch(node) or is_wait(node):
-            earlier = [exchange, *(products if is_wait(node) else ())]
+            earlier = [exchange, *(work if is_wait(node) else ())]
             behind = [e for e in earlier if e is not None and e not in node.all_input_nodes]
             if behind:
                 after[node] = OrderedSet(behind)
-            exchange, products, follows = node, [], {node}
+            exchange, work, follows = node, [], {node}
             continue
         if not follows.isdisjoint(node.all_input_nodes):
             follows.add(node)
         if _is_matrix_product(node):
-            products.append(node)
+            work.append(node)
             if exchange is not None and node not in follows:
                 after[node] = OrderedSet([exchange])
                 follows.add(node)
+        elif is_flex_attention(node) or "::_scaled_dot_product_" in overload_name(node):
+            work.append(node)
     control.preserve_node_ordering(graph, after)
     return True
 

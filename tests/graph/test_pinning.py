@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
@@ -62,6 +63,24 @@ def test_fusion_does_not_pull_a_wait_over_compute():
         _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
     assert scheduling.orders == ["LmmW"]
     assert event_letters(wrapper_events(source)) == "LmmW"
+
+
+def test_fusion_does_not_pull_a_wait_over_attention():
+    group, scheduling = one_rank_group(), Scheduling(pin=True)
+
+    def program(x):
+        received = exchange(x, [64], [64], group)
+        rows = torch.relu(x)
+        heads = rows.view(1, 4, 64, 16)
+        return received + x * 2, rows, F.scaled_dot_product_attention(heads, heads, heads)
+
+    def backend(gm, example_inputs):
+        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
+    assert event_letters(wrapper_events(source), "LWa") == "LaW"
 
 
 def test_fusion_does_not_pull_compute_over_the_launch_it_runs_under():
