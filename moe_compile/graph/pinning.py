@@ -34,6 +34,12 @@ def pin_order(graph: fx.Graph) -> bool:
         return False
     # what several of these read is to be computed once, as where none is inside of an operator
     lowering.needs_realized_inputs.add(control.control_deps)
+    control.preserve_node_ordering(graph, _held(graph))
+    return True
+
+
+def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Return what is held, each with what it stands behind."""
     after: dict[fx.Node, Any] = {}
     exchange: fx.Node | None = None
     work: list[fx.Node] = []
@@ -56,8 +62,7 @@ def pin_order(graph: fx.Graph) -> bool:
                 follows.add(node)
         elif is_flex_attention(node) or "::_scaled_dot_product_" in overload_name(node):
             work.append(node)
-    control.preserve_node_ordering(graph, after)
-    return True
+    return after
 
 
 def _is_matrix_product(node: fx.Node) -> bool:
