@@ -2,8 +2,8 @@
 
 Contract
     As many rows as are asked for, and no more than there are: what is read twice is in a cache.
-    Gathers by the columns of one matrix of places, -1 for none, as sums of two hops are made
-    (`moe_compile/ops/hop_sums.py`), are taken to read each row once altogether: each its share.
+    Gathers by the columns of one matrix of places, clamped since -1 is none, as sums of two hops
+    are made (`moe_compile/ops/hop_sums.py`), are taken to read each row once altogether.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from typing import Final
 
-import torch
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
@@ -40,19 +39,18 @@ def _num_rows(node: fx.Node, sizes: NominalSizes) -> int:
 
 def _num_columns(gather: fx.Node, sizes: NominalSizes) -> int:
     """Return the columns of the matrix one of which says where rows are; 1 where none does."""
-    for index in gather.all_input_nodes[1:]:
-        if overload_name(index) in ("aten::clamp", "aten::clamp_min"):
-            places = _matrix_of(index.all_input_nodes[0])
-            if places is not None:
-                return max(1, sizes.shape(places)[1])
+    for column in gather.all_input_nodes[1:]:
+        places = _matrix_of(column)
+        if places is not None and overload_name(places) in ("aten::clamp", "aten::clamp_min"):
+            tensor = tensor_of(places)
+            return 1 if tensor is None else max(1, sizes.shape(tensor)[1])
     return 1
 
 
-def _matrix_of(column: fx.Node) -> torch.Tensor | None:
+def _matrix_of(column: fx.Node) -> fx.Node | None:
     """Return the matrix of which `column` is a column, as `unbind` gives it."""
     if column.target is not operator.getitem:
         return None
     (parts,) = column.all_input_nodes
-    if overload_name(parts) != "aten::unbind" or parts.args[1:] != (1,):
-        return None
-    return tensor_of(parts.all_input_nodes[0])
+    is_of_columns = overload_name(parts) == "aten::unbind" and parts.args[1:] == (1,)
+    return parts.all_input_nodes[0] if is_of_columns else None

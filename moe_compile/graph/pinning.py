@@ -33,7 +33,7 @@ def pin_order(graph: fx.Graph) -> bool:
     except ImportError:
         return False
     # what several of these read is to be computed once, as where none is inside of an operator
-    lowering.needs_realized_inputs.add(control.control_deps)
+    lowering.add_needs_realized_inputs(control.control_deps)
     control.preserve_node_ordering(graph, _held(graph))
     return True
 
