@@ -7,7 +7,7 @@ import pytest
 
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.testing.programs.campaign import drawn_programs
-from moe_compile.testing.programs.choices import Groups, Rewrite, Style
+from moe_compile.testing.programs.choices import Groups, Reader, Rewrite, Style
 from moe_compile.testing.programs.exchange_choices import Counts, Splits
 from moe_compile.testing.programs.grammar import HOPPING, Capacity, Experts, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
@@ -86,6 +86,19 @@ def test_it_does_so_on_ranks_that_mirror_each_other(rewrite, changes):
     judged = judgement_of([run(0, text)])
     assert (judged.kind, judged.verdicts) == (Kind.SAME, (IN_TWO_HOPS,)), judged.detail
     assert judged.is_chunked
+
+
+def test_slices_that_come_in_one_hop_after_all_sum_gradients_of_weights_otherwise():
+    rows_read = Experts(style=Style.SORTED_LOOP, readers=frozenset({Reader.ROWS_RETURNED}))
+    drawn = Program(layers=(rows_read,), tokens=((3, 3),) * 2, dtype="bfloat16", seed=805)
+    one = legal(replace(drawn, rewrite=Rewrite.HOP_SLICES))
+    text = source_of(one)
+    assert one.tokens == ((3,) * 4,) and "\nFLAT_BOUND = 0.05 " in text
+    judged = judgement_of([run(0, text)])
+    assert (judged.kind, judged.verdicts) == (Kind.SAME, ("chunked",)), judged.detail
+    assert not judged.is_chunked
+    exact = text.replace("\nFLAT_BOUND = 0.05 ", "\nFLAT_BOUND = 0.0 ")
+    assert judgement_of([run(0, exact)]).kind is Kind.WRONG
 
 
 def test_a_sum_that_goes_wrong_on_mirrored_ranks_is_found():

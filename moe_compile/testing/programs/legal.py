@@ -43,7 +43,7 @@ from moe_compile.testing.programs.grammar import (
     changed,
 )
 from moe_compile.testing.programs.picking_choices import Add, Also, Search, Take
-from moe_compile.testing.programs.text import BOUNDS
+from moe_compile.testing.programs.text import BOUNDS, FLAT_BOUNDS
 
 USED_BY: Final = {
     Detail.DUMMY: ONE_BY_ONE - {Style.DENSE},
@@ -98,9 +98,8 @@ def legal(program: Program) -> Program:
     program = replace(program, layers=layers)
     if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
         program = replace(program, sharing=Sharing.NOTHING)
-    if (
-        program.rewrite in BOUNDS and not program.is_whole
-    ):  # an update would carry roundings into the next step
+    may_round = program.rewrite in BOUNDS or program.rewrite in FLAT_BOUNDS
+    if may_round and not program.is_whole:  # an update would carry it into the next step
         program = replace(program, tokens=program.tokens[:1])
     if _may_rewrite(program):
         return program

@@ -127,6 +127,9 @@ BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, *sorted(NODE_SUMMING, key=str)), 
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
 sums per token."""
 
+FLAT_BOUNDS: Final = {Rewrite.HOP_SLICES: BOUNDS[Rewrite.TOKENS]}
+"""The same where rows that were to come in two hops do not: in one, slices of tokens round."""
+
 BOUND_OF_HEADS: Final = 0.05
 """Relative error of attention that rounds otherwise in groups of heads."""
 
@@ -160,6 +163,7 @@ def _settings(program: Program) -> str:
     rounds = any(may_round(kind, program.dtype) for kind in heads)
     bound = BOUNDS.get(program.rewrite, BOUND_OF_HEADS if rounds else 0.0)
     bound = 0.0 if program.is_whole else bound
+    flat = 0.0 if program.is_whole else FLAT_BOUNDS.get(program.rewrite, 0.0)
     rows = max(sum(step) for step in program.tokens)
     top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
     raises = any(
@@ -174,6 +178,7 @@ def _settings(program: Program) -> str:
         f"UNKNOWN_LENGTHS = {_has_unknown_lengths(program)}  # are captured",
         f'BACKWARD = "{program.backward.name.lower()}"',
         f"BOUND = {bound}  # of the error, relative",
+        *([f"FLAT_BOUND = {flat}  # where rows come in one hop"] if flat else []),
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other ranks its mirror images",
         f"WHOLE = {program.is_whole}  # numbers, and parameters keep theirs",
         f"CAPACITY = {rows * top_k}",
