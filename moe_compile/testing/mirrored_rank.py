@@ -38,7 +38,7 @@ class TableLayout:
     num_experts: int
     """Of each rank."""
     num_slices: int
-    """Of hop 1, if it goes in slices; of what is asked for one is the other choice."""
+    """That hop 1 is asked to go in; where slices are refused it goes whole."""
 
     def swapped(self, table: torch.Tensor) -> torch.Tensor:
         """Return what the other ranks would send, given what this one does."""

@@ -1,5 +1,6 @@
 """Every recipe is a job torchtitan accepts, on the machine its name says."""
 
+import functools
 import math
 import os
 import re
@@ -136,19 +137,29 @@ def test_the_671b_recipe_hides_its_communication_as_predicted(
     assert shares[0] <= forward and shares[1] <= both
 
 
-@pytest.mark.exhaustive
-def test_the_671b_recipe_in_parts_exposes_about_a_fifth_and_fits():
-    """20.6 %, where 20 was the aim. Ten minutes beside other work: a graph of two blocks, traced
-    four times."""
+@functools.cache
+def dry_run_of_the_671b_recipe_in_parts():
+    """Return what it prints. Ten minutes beside other work: two blocks, traced four times."""
     path = FOLDER / "configs" / "deepseek_v3_671b_parts_1024gpu.toml"
     done = subprocess.run(
         [sys.executable, "-m", "moe_compile.cli", "train", str(path), "--dry-run"],
         capture_output=True, text=True, timeout=1800, check=True,
     )  # fmt: skip
-    (line,) = re.findall(r"exposed share: (.*)", done.stdout)
-    assert int(re.findall(r"(\d+)%", line)[1]) <= 21
-    (sums,) = re.findall(r"^ +sum +(.*)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_671b_recipe_in_parts_fits():
+    printed = dry_run_of_the_671b_recipe_in_parts()
+    (sums,) = re.findall(r"^ +sum +(.*)$", printed, re.MULTILINE)
     assert max(map(float, sums.split())) < 80
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xfail(strict=True, reason="20.6 %: docs/torchtitan.md says what is left of it")
+def test_the_671b_recipe_in_parts_exposes_a_fifth():
+    (line,) = re.findall(r"exposed share: (.*)", dry_run_of_the_671b_recipe_in_parts())
+    assert int(re.findall(r"(\d+)%", line)[1]) <= 20
 
 
 @pytest.mark.parametrize(
