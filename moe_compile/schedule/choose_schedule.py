@@ -25,6 +25,7 @@ from moe_compile.schedule.launch_early import launch_early
 from moe_compile.schedule.lean_order import lean_order
 from moe_compile.schedule.list_schedule import (
     Policy,
+    first_result,
     graph_order,
     incoming_order,
     list_schedule,
@@ -43,6 +44,7 @@ POLICIES: Final = (
     Policy(key=graph_order),
     Policy(key=graph_order, patience=0.5),
     Policy(key=longest_path),
+    Policy(key=first_result),
 )
 """Priorities and patience that each won on some graph."""
 SLOW_LINK: Final = 1.5

@@ -40,6 +40,14 @@ def nearest_launch(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
     return (problem.urgency[node], -problem.path_us[node])
 
 
+def first_result(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
+    """What the earliest launch needs first; of what none needs all of one result, then the next.
+
+    What is made for a result and read by it alone so lives only while that result is made.
+    """
+    return (problem.urgency[node], problem.first_result[node], -problem.path_us[node])
+
+
 def longest_path(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
     """The longest path to the end first."""
     return (-problem.path_us[node],)

@@ -47,6 +47,8 @@ class ScheduleProblem:
     """Place of the earliest launch that needs the node; inf when none does."""
     path_us: tuple[float, ...]
     """Time of the longest path from the node to the end, links included."""
+    first_result: tuple[int, ...]
+    """Index of the first node that needs the node, or is it, and that only the output reads."""
     contention: float = 0.0
     """Share by which compute slows while a collective runs: that of the link with the most."""
     overlap_slowdown: Mapping[str, float] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class ScheduleProblem:
             is_follower=_followers(nodes),
             urgency=_urgency(after, launches),
             path_us=_path_us(after, compute_us, link_us),
+            first_result=_first_result(nodes, after),
             contention=max((costs[n].contention for n in planned), default=0.0),
             overlap_slowdown={link_of[n]: costs[n].overlap_slowdown for n in planned},
         )
@@ -152,3 +155,11 @@ def _path_us(
         below = max((path[s] for s in after[node]), default=0.0)
         path[node] = compute_us[node] + link_us[node] + below
     return tuple(path)
+
+
+def _first_result(nodes: Sequence[fx.Node], after: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    result = [len(nodes)] * len(nodes)
+    for node in reversed(range(len(nodes))):
+        needed_by = (result[s] for s in after[node] if nodes[s].op != "output")
+        result[node] = min(needed_by, default=node)
+    return tuple(result)

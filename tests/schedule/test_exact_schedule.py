@@ -17,8 +17,6 @@ from tests.schedule.test_least_exposed import one_stream, product_beside, produc
 from tests.schedule.test_list_schedule import traced
 
 LIMIT_S = 10.0
-OVER = 0.01
-"""Share of graphs that may be over, of those whose memory binds."""
 MODELS = (
     (Block, {"batch_parts": 2}),
     (Stack, {"batch_parts": 2, "chunks": 2}),
@@ -67,9 +65,7 @@ def check(pool, number, seed):
     found = [gap(*one, draw, capped=i % 3 == 0) for i, one in enumerate(drawn)]
     assert sum(binds for _, binds in found) >= number // 8
     assert len({tuple(problem.group_of.values()) for problem, _ in drawn}) > 1
-    assert all(share <= 0.05 for share, binds in found if not binds), found
-    over = [share for share, binds in found if binds and share > 0.05]
-    assert len(over) <= number * OVER, over
+    assert all(share <= 0.05 for share, _ in found), found
     assert statistics.mean(share for share, _ in found) <= 0.01
 
 

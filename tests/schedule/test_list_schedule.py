@@ -16,6 +16,7 @@ from moe_compile.schedule.launch_early import launch_early
 from moe_compile.schedule.lean_order import lean_order
 from moe_compile.schedule.list_schedule import (
     Policy,
+    first_result,
     incoming_order,
     list_schedule,
     nearest_launch,
@@ -148,6 +149,24 @@ def test_compute_a_launch_needs_goes_before_other_compute():
     order = list_schedule(problem, Policy(key=nearest_launch))
     assert letters(problem, order)[0] == "L"
     assert simulate(problem, order).step_us < simulate(problem, range(len(order))).step_us
+
+
+def test_what_only_one_result_needs_lives_while_that_result_is_made():
+    """Of two products, as the gradient of a weight is of two parts."""
+
+    def program(x):
+        received = exchange(x)
+        first = [x @ (x + i) for i in range(4)]
+        second = [x @ (x - i) for i in range(1, 5)]
+        return *(a @ b for a, b in zip(first, second, strict=True)), received
+
+    problem, liveness = traced(program, X)
+    by_path = list_schedule(problem, Policy(key=nearest_launch))
+    by_result = list_schedule(problem, Policy(key=first_result))
+    results = {i for i in range(len(problem.nodes)) if problem.first_result[i] == i}
+    products = [i for i in by_result if overload_name(problem.nodes[i]).endswith("mm")]
+    assert [i in results for i in products] == [False, False, True] * 4
+    assert liveness.peak_bytes(by_result) < liveness.peak_bytes(by_path)
 
 
 def test_two_groups_have_a_link_each():

@@ -36,6 +36,7 @@ def problem_in_order(steps, contention=0.0, **overlap_slowdown):
         is_follower=(),
         urgency=(),
         path_us=(),
+        first_result=(),
         contention=contention,
         overlap_slowdown=overlap_slowdown,
     )
