@@ -14,7 +14,7 @@ OF_RECIPE = ("batch_parts", "blocks_per_graph", "hop_slices", "nodes", "numerics
 
 @pytest.mark.slow
 def test_losses_of_the_parts_recipes_options_are_torchtitans(pool_for, tmp_path):
-    """Two nodes of two ranks, whose ranks share sequences; two blocks with experts to a graph."""
+    """Two nodes of two ranks, whose ranks share sequences; all blocks with experts in one graph."""
     recipe = tomllib.loads(find_job("deepseek_v3_671b_parts_1024gpu").read_text())
     asked = {f"megamoe.{name}": recipe["megamoe"][name] for name in OF_RECIPE}
     job = {

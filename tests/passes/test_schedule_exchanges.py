@@ -80,7 +80,7 @@ def test_launches_go_first_and_weight_gradients_fill_the_last_waits(group):
     assert letters(backward.graph).startswith("LWmm")
     schedule(backward.graph)
     assert letters(backward.graph).startswith("LLWmmmLWmmmL")
-    assert letters(backward.graph).endswith("mmmWWmm")
+    assert letters(backward.graph).endswith("LmmmmmmmWWm")
 
 
 RATIOS = {2.0: 1.08, 1.0: 1.25, 0.5: 1.10}
