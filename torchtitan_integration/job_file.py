@@ -103,9 +103,14 @@ def num_ranks(job: JobFile) -> int:
     return math.prod(degrees.values())
 
 
+def first_ranks_of_stages(job: JobFile, ranks: int) -> range:
+    """Return the first rank of each place in the pipeline."""
+    return range(0, ranks, max(1, ranks // max(1, read_layout(job.read).pp)))
+
+
 def rank_with_loss(job: JobFile, ranks: int) -> int:
     """Return the first rank of the last pipeline stage, which prints the loss."""
-    return ranks - ranks // max(1, read_layout(job.read).pp)
+    return first_ranks_of_stages(job, ranks)[-1]
 
 
 def _check_options(job: JobFile) -> None:

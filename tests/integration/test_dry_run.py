@@ -15,6 +15,7 @@ from moe_compile.cli import main
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
 from tests.integration.titan_jobs import CONFIG, flags_of
+from torchtitan_integration.dry_run.memory import ModelState, StageMemory, first_most_last
 
 DEGREE = "parallelism.{}_degree".format
 DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
@@ -169,7 +170,7 @@ def test_tensor_and_pipeline_parallelism_show_their_own_collectives_and_stages(d
         **{DEGREE("pipeline_parallel"): 2, DEGREE("expert_parallel"): 4},
         training__local_batch_size=8,
     )
-    assert "tp" in output and "rank 15" in output
+    assert "tp" in output and "rank 8" in output
     assert len(cells(output, "saved activations")) == 2
 
 
@@ -183,6 +184,31 @@ def test_graphs_of_several_blocks_are_those_of_the_stages(dry_run):
     kinds = re.findall(r"Collectives of one (.*), per\s+rank", output)
     assert kinds == ["graph of blocks: 1 without experts, 1 with experts", "block with experts"]
     assert len(cells(output, "saved activations")) == 2
+
+
+def stage(name, gib):
+    state = ModelState(parameters=0, gathered=0, graphs={}, microbatches=1, logits=0)
+    return StageMemory(name=name, state=state, activations=gib << 30, peak_in_block=0)
+
+
+def test_of_the_stages_between_first_and_last_the_one_with_most_is_shown():
+    many = [stage("first", 9), stage("little", 1), stage("most", 3), stage("less", 2)]
+    last = stage("last", 1)
+    assert [s.name for s in first_most_last([*many, last])] == ["first", "most", "last"]
+    assert [s.name for s in first_most_last([*many[:1], last])] == ["first", "last"]
+    assert [s.name for s in first_most_last(many[:1])] == ["first"]
+
+
+@pytest.mark.slow
+def test_a_rank_of_each_stage_is_measured(dry_run):
+    """Of three stages the second alone has experts."""
+    output = dry_run(
+        world=3, **{DEGREE("data_parallel_shard"): 1, DEGREE("pipeline_parallel"): 3},
+        **{DEGREE("expert_parallel"): 1}, training__local_batch_size=8,
+    )  # fmt: skip
+    assert re.search(r"rank 0 +rank 1 +rank 2", output)
+    first, most, last = map(float, cells(output, "sum"))
+    assert most > first and most > last
 
 
 @pytest.mark.slow

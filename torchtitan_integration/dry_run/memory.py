@@ -73,6 +73,11 @@ class StageMemory:
             "logits and their gradient": self.state.logits,
         }
 
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(self.rows().values())
+
 
 def measure_state(rank: FakeRank) -> ModelState:
     """Lay the model out as training does, on the meta device, and count."""
@@ -104,6 +109,14 @@ def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> S
         activations=int(per_microbatch * state.microbatches),
         peak_in_block=int(max(peaks, default=0.0)),
     )
+
+
+def first_most_last(stages: Sequence[StageMemory]) -> list[StageMemory]:
+    """Return the first and the last of `stages`, and of those between the one that holds most."""
+    first, *between = stages
+    last = [between.pop()] if between else []
+    most = max(between, key=lambda stage: stage.total, default=None)
+    return [first, *([most] if most else []), *last]
 
 
 def microbatches_in_flight(rank: FakeRank, num_stages: int) -> float:

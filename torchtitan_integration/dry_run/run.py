@@ -12,16 +12,16 @@ from rich.console import Console
 
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.dry_run.blocks import graphs_of
-from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
+from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, trace_layers
 from torchtitan_integration.dry_run.memory import (
-    StageMemory,
+    ModelState,
     add_activations,
+    first_most_last,
     measure_state,
 )
 from torchtitan_integration.dry_run.tables import new_console, print_layers, print_memory
 from torchtitan_integration.dry_run.world import FakeRank, fake_rank
-from torchtitan_integration.job_file import JobFile, uses_megamoe
-from torchtitan_integration.layout import read_layout
+from torchtitan_integration.job_file import JobFile, first_ranks_of_stages, uses_megamoe
 
 
 def dry_run(file: JobFile, world: int) -> None:
@@ -37,27 +37,28 @@ def dry_run(file: JobFile, world: int) -> None:
     warnings.simplefilter("ignore")
     console = new_console()
     began = time.monotonic()
-    ranks = [0] if _number(file, "pp") == 1 else [0, world - 1]
     graphs: dict[str, tuple[str, ...]] = {}
-    for number in ranks:
+    states: dict[str, ModelState] = {}
+    for number in first_ranks_of_stages(file, world):
         with fake_rank(file, world, number) as rank, _refusals(file):
             if number == 0:
                 _describe(file, rank, console)
             graphs |= graphs_of(rank)
-    stages: list[StageMemory] = []
-    traced: list[Traced] = []
-    for number in ranks:
-        with fake_rank(file, world, number) as rank:
-            with _refusals(file):
-                state = measure_state(rank)
-            if number == 0:
-                with Console(stderr=True).status("tracing") as status:
-                    traced = trace_layers(rank, graphs, state.held, status.update)
-                print_layers(traced, console)
-            stages.append(add_activations(f"rank {number}", state, traced))
-    print_memory(stages, console)
-    if len(ranks) > 1:
-        console.print("Ranks of the first and of the last pipeline stage are shown.")
+            states[f"rank {number}"] = measure_state(rank)
+    with (
+        fake_rank(file, world, 0) as rank,
+        Console(stderr=True).status("tracing") as status,
+    ):
+        traced = trace_layers(rank, graphs, states["rank 0"].held, status.update)
+    print_layers(traced, console)
+    stages = [add_activations(name, state, traced) for name, state in states.items()]
+    print_memory(first_most_last(stages), console)
+    if len(stages) > 1:
+        console.print(
+            "Shown are a rank of the first pipeline stage and one of the last, and of those "
+            "between the one with most.",
+            highlight=False,
+        )
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
 
 
@@ -68,10 +69,6 @@ def _refusals(file: JobFile) -> Iterator[None]:
         yield
     except (NotImplementedError, ValueError) as error:  # how they refuse a layout
         raise InvalidConfig(f"{file.path}: this layout cannot be made: {error}") from error
-
-
-def _number(file: JobFile, field: str) -> int:
-    return int(getattr(read_layout(file.read), field))
 
 
 def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:

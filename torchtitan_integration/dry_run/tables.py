@@ -148,5 +148,5 @@ def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
     for label in stages[0].rows():
         table.add_row(label, *(f"{stage.rows()[label] / GIB:.2f}" for stage in stages))
     table.add_section()
-    table.add_row("sum", *(f"{sum(stage.rows().values()) / GIB:.2f}" for stage in stages))
+    table.add_row("sum", *(f"{stage.total / GIB:.2f}" for stage in stages))
     console.print(table)
