@@ -139,11 +139,11 @@ def test_the_671b_recipe_hides_its_communication_as_predicted(
 
 @functools.cache
 def dry_run_of_the_671b_recipe_in_parts():
-    """Return what it prints. Ten minutes beside other work: two blocks, traced four times."""
+    """Return what it prints. Half an hour: graphs of four blocks and of two, traced five times."""
     path = FOLDER / "configs" / "deepseek_v3_671b_parts_1024gpu.toml"
     done = subprocess.run(
         [sys.executable, "-m", "moe_compile.cli", "train", str(path), "--dry-run"],
-        capture_output=True, text=True, timeout=1800, check=True,
+        capture_output=True, text=True, timeout=5400, check=True,
     )  # fmt: skip
     return done.stdout
 
@@ -152,21 +152,27 @@ def dry_run_of_the_671b_recipe_in_parts():
 def test_the_671b_recipe_in_parts_fits():
     printed = dry_run_of_the_671b_recipe_in_parts()
     (sums,) = re.findall(r"^ +sum +(.*)$", printed, re.MULTILINE)
-    assert max(map(float, sums.split())) < 80
+    assert max(map(float, sums.split())) < 75
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xfail(strict=True, reason="20.6 %: docs/torchtitan.md says what is left of it")
 def test_the_671b_recipe_in_parts_exposes_a_fifth():
-    (line,) = re.findall(r"exposed share: (.*)", dry_run_of_the_671b_recipe_in_parts())
-    assert int(re.findall(r"(\d+)%", line)[1]) <= 20
+    """Over all its blocks with experts, 14 graphs of four and one of two, forward and backward."""
+    printed = dry_run_of_the_671b_recipe_in_parts()
+    exposed, unhidden = 0.0, 0.0
+    for number, blocks in ((14, 4), (1, 2)):
+        (graph,) = re.findall(rf"Collectives of one graph of blocks: {blocks} with(.*?exposed share"
+                              r": .*?ms)", printed, re.DOTALL)  # fmt: skip
+        forward, backward = map(float, re.findall(r"exposed +[\d.]+ +-> +([\d.]+)", graph))
+        exposed += number * (forward + backward)
+        unhidden += number * float(re.findall(r"of +([\d.]+) +ms$", graph)[0])
+    assert 0.1 * unhidden < exposed <= 0.2 * unhidden
 
 
 @pytest.mark.parametrize(
     ("name", "billions"), [("mixtral_8x7b", 46.70), ("megascale_352b", 351.86)]
 )
 def test_models_built_from_qwen3s_code_have_their_own_size(name, billions):
-
     args = FLAVORS["qwen3"][name]
     with torch.device("meta"):
         model = get_train_spec("qwen3").model_cls(args)
