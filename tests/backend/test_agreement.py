@@ -102,6 +102,7 @@ def compilation_as_written_fails(rank):
     return ran, after[0], [text for text in said if "out of symbols" in text]
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_compiled_as_written_runs_node_by_node(two_ranks):
     """It raised after it had promised its collectives, and the next program was taken for it."""
     found = two_ranks.run(compilation_as_written_fails)
@@ -126,6 +127,7 @@ def second_layers_differ(rank, late):
     return alike, len(executed_records()) - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_what_was_agreed_for_one_layer_does_not_bind_another_like_it(two_ranks, late):
     """Whoever came first had launched the second layer's exchanges: the job was stopped."""
@@ -164,6 +166,7 @@ def recompile_alone(rank):
     return run_steps(rank, GroupedExperts, (16, 16 + 4 * rank, 16 - 15 * rank, 16))
 
 
+@pytest.mark.slow
 def test_a_rank_that_recompiles_alone_runs_on_with_those_that_do_not(two_ranks):
     (alike, first), (others_alike, second) = two_ranks.run(recompile_alone)
     assert alike == others_alike == [True] * 4
@@ -191,6 +194,7 @@ def recompile_other_dependences(rank):
     return run_steps(rank, Measured, (5, 5 - 4 * rank, 5 * rank, 6))
 
 
+@pytest.mark.slow
 def test_a_rank_whose_graph_depends_otherwise_launches_in_the_same_order(two_ranks):
     """Reductions met others' reductions, silently: their order followed from dependences."""
     for alike, records in two_ranks.run(recompile_other_dependences):
@@ -386,6 +390,7 @@ def warnings_of(name):
         logging.getLogger(name).removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_long_says_for_what(two_ranks):
     """A rank that runs the layer eagerly answers never; nothing was said for half an hour."""
     waiting, late_one = two_ranks.run(late_beyond_patience, 3)

@@ -124,6 +124,7 @@ def check(seeds):
     return num_split
 
 
+@pytest.mark.slow
 def test_blocks_in_parts_equal_gradient_accumulation():
     assert check(range(12)) >= 8
 

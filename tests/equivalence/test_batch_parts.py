@@ -141,6 +141,7 @@ def test_ranks_may_have_other_numbers_of_sequences(two_ranks):
 SHARED = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layer"),
     slow_but(

@@ -61,6 +61,7 @@ def test_one_program_runs_batches_of_several_sizes(two_ranks, layer):
     assert check(two_ranks, (Block, layer), 2, sizes) == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_size_that_is_marked_is_compiled_once(two_ranks):
     """Parts of unequal size too."""
     sizes = [(5, 4)] * 2

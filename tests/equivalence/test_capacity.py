@@ -104,6 +104,7 @@ def run_steps(rank, tokens):
     return differing, compiled
 
 
+@pytest.mark.slow
 def test_a_capacity_of_tensors_stays_in_chunks_where_one_rank_alone_has_other_tokens(two_ranks):
     """torch reads a wrong number of it where sizes are symbols. Eager code would meet chunks."""
     tokens = [(24, 24), (23, 24), (23, 22), (24, 23)]  # five slots each

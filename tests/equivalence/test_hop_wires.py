@@ -231,6 +231,7 @@ def beyond_bound(rank, case, style, wires):
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", slow_but([InOrder], [InOrder, Around, InOrderWeighted]))
 @pytest.mark.parametrize(("top_k", "width"), slow_but([(6, 16)], [(6, 16), (3, 160)]))
 def test_sums_on_nodes_stay_within_the_bound(fresh_nodes, style, top_k, width):

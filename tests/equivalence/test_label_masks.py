@@ -101,6 +101,7 @@ def outcome(rank, style, backend):
 STYLES = [MaskedByLabels, ClampedLabels, ClampedLabelsOfBiases, WrittenAndKept]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", slow_but([ClampedLabels], STYLES))
 def test_masks_of_labels_are_equal_in_chunks(two_ranks, style):
     plain, chunked = (two_ranks.run(outcome, style, way) for way in ("aot_eager", "megamoe"))

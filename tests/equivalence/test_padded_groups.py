@@ -107,6 +107,7 @@ def test_a_chunk_with_its_own_weights_alone_has_eagers_bits(pool, indices, chunk
         assert all(same), same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunks", "tokens"),
     [

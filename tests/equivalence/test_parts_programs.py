@@ -64,6 +64,7 @@ def test_a_program_equals_accumulation_or_is_left_whole(within):
     assert judgement.is_chunked == (within not in MIXING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrite", slow_but([Rewrite.PARTS], sorted(PARTED, key=str)))
 def test_a_program_of_any_size_equals_accumulation(rewrite):
     judgement = judged(program(rewrite=rewrite, tokens=((6, 6), (9, 9), (3, 3)), dynamic=True))

@@ -220,6 +220,7 @@ BESIDE_TORCH = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", slow_but(BESIDE_TORCH[:1], BESIDE_TORCH))
 def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     judgement = judge.judge(source_of(program))
@@ -249,6 +250,7 @@ def test_a_pass_that_failed_is_a_failure():
 CHOICES = (capacity_choices, choices, exchange_choices, loop_choices, picking_choices)
 
 
+@pytest.mark.slow
 def test_every_choice_of_the_grammar_is_drawn():
     named = [kind for m in CHOICES for kind in vars(m).values()]
     kinds = [k for k in named if isinstance(k, enum.EnumMeta) and k.__doc__]
@@ -361,6 +363,7 @@ def test_other_failures_are_judged_once():
     assert (judgement.kind, judgement.is_second) == (Kind.INVALID, False)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_ends_every_rank(judge):
     """Ranks of other shapes have other schedules: one ended before an exchange, one waited in it.
 

@@ -38,6 +38,7 @@ FEW = ((1, 5), (0, 3), (2, 0))
 """Tokens of the two ranks in each step."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", slow_but([LoopExperts], [GroupedExperts, LoopExperts]))
 def test_a_rank_with_one_token_or_none_computes_the_same(two_ranks, style):
     """The rank without tokens left its region whole, the other chunked: they waited for ever."""

@@ -159,6 +159,7 @@ def test_more_rows_a_token_are_off_by_the_reported_bound(two_ranks, top_k):
             assert torch.equal(eager[name], gathered[name]), name
 
 
+@pytest.mark.slow
 def test_auto_takes_a_way_that_rounds_where_it_pays_and_keeps_the_bound(two_ranks, tmp_path):
     """Four rows a token on two ranks: gathering sends half, and the link is all there is."""
     slow = dataclasses.replace(load_profile("cpu"), link_gb_per_s=1e-4).as_toml()
@@ -182,6 +183,7 @@ class PositiveWeighted(InOrderWeighted):
         return super().experts(rows, received).abs()
 
 
+@pytest.mark.slow
 def test_a_weighted_sum_of_two_is_off_by_the_reported_bound(two_ranks):
     """The router's gradient is a product summed over the width, by another operator in float32."""
     for eager, gathered in two_ranks.run(both_ways, PositiveWeighted, 2, options("worst")):
@@ -198,6 +200,7 @@ def test_one_row_added_to_something_changes_no_bit(two_ranks):
         assert [name for name in eager if not torch.equal(eager[name], gathered[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", [SharedAndBias])
 def test_slices_of_tokens_change_weight_gradients_only(two_ranks, style):
     chunks = 3

@@ -64,6 +64,7 @@ def whole_case(*tokens):
     return one_case(LoopExperts, *tokens, dtype=torch.float64, num_experts=2 * len(tokens[0]))
 
 
+@pytest.mark.slow
 def test_sums_that_do_not_round_are_the_same_in_chunks_of_tokens(two_ranks):
     check(two_ranks, whole_case((9, 14)), 3)
 

@@ -56,12 +56,13 @@ def test_sums_that_round_are_taken_in_the_order_they_had(two_ranks, num_slices):
     check(two_ranks, Real, 2, num_slices, 0, torch.float32, expected=("chunked", num_slices, LOCAL))
 
 
-@pytest.mark.parametrize("favourite", (0, 1000))
+@pytest.mark.parametrize("favourite", slow_but([0], [0, 1000]))
 def test_groups_of_a_grouped_product_end_where_the_rows_of_a_slice_do(two_ranks, favourite):
     case = Grouped, 2, 2, favourite, torch.bfloat16
     check(two_ranks, *case, expected=("chunked", 2, 1))  # all experts of a rank in one product
 
 
+@pytest.mark.slow
 def test_one_expert_per_rank_is_split_too(two_ranks):
     check(two_ranks, Searched, 1, 4, 0, torch.float64, 1, expected=("chunked", 4, 1))
 
@@ -86,5 +87,6 @@ def differing_options(rank):
     return differing, {r.verdict for c in REPORT.compilations[before:] for r in c.regions}
 
 
+@pytest.mark.slow
 def test_where_one_rank_alone_makes_slices_all_run_as_written(two_ranks):
     assert two_ranks.run(differing_options) == [([], set()), ([], {AS_WRITTEN})]

@@ -59,6 +59,7 @@ CHECKPOINTING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

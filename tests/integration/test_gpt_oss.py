@@ -78,7 +78,8 @@ def both_ways(rank, layer, is_grouped, chunks):
 @pytest.mark.parametrize(
     ("layer", "is_grouped", "chunks"),
     [
-        (0, True, 2),  # a sliding window in every second layer
+        # a sliding window in every second layer
+        pytest.param(0, True, 2, marks=pytest.mark.slow),
         pytest.param(1, True, 4, marks=pytest.mark.slow),
         pytest.param(1, True, 1, marks=pytest.mark.exhaustive),
         pytest.param(1, False, 2, marks=pytest.mark.slow),

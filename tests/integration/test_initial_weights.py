@@ -25,6 +25,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_no_two_experts_are_equal(plain_job):
     """Each rank drew the same numbers: experts 0 to 3, and their routers, were experts 4 to 7."""
     experts = plain_job.ranks[0].experts
@@ -33,6 +34,7 @@ def test_no_two_experts_are_equal(plain_job):
         assert len(hashes) == len(set(hashes)) == 8, name
 
 
+@pytest.mark.slow
 def test_ranks_receive_different_numbers_of_rows(plain_job):
     """With equal routers for both ranks' experts every exchange was split in equal halves."""
     for of_step in zip(*(rank.rows for rank in plain_job.ranks), strict=True):

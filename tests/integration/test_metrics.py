@@ -91,6 +91,7 @@ def test_a_resumed_job_counts_its_own_steps(two_ranks, tmp_path):
     assert rate == pytest.approx(gigabytes / seconds, rel=0.4)  # by two clocks; it was twice this
 
 
+@pytest.mark.slow
 def test_a_job_without_megamoe_logs_as_torchtitan_does(two_ranks, tmp_path):
     train(two_ranks, 2, tmp_path, LOGGED, STOCK, {"training.steps": 2})
     assert not [key for key in logged(tmp_path) if key.startswith("megamoe/")]

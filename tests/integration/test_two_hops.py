@@ -135,6 +135,7 @@ SEQUENCES = ((2, 6), (2, 6), (1, 9), (1, 9))
 """Of the ranks of a pair alike: each has one half of the sequence, and all of it in the layer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "score_before_experts", [pytest.param(True, marks=pytest.mark.slow), False]
 )

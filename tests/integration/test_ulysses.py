@@ -112,6 +112,7 @@ def resume(pool_for, folder, before, settings, *changes):
     return train(pool_for(ranks), ranks, folder, settings, SAVES, *changes)[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ulysses_goes_on_under_torchtitans_fsdp(trained, pool_for, tmp_path):
     written, folder = trained(settings_of(ULYSSES[0]), SPLIT)
     rest = resume(pool_for, tmp_path, folder, fsdp(2, ULYSSES[0].model), STOCK)

@@ -313,7 +313,7 @@ def by_group(graph, fake_nodes):
         ("exact", "both", (2, 4, 2), (2, 4, 2)),
         ("rounded", "experts", (2, 4, 0), (2, 4, 0)),
         ("rounded", "tokens", (4, 4, 0), (4, 4, 0)),
-        ("rounded", "both", (4, 8, 0), (4, 8, 0)),
+        pytest.param("rounded", "both", (4, 8, 0), (4, 8, 0), marks=pytest.mark.slow),
     ],
 )
 def test_hop_1_goes_in_slices_of_tokens_and_hop_2_in_chunks_of_experts(

@@ -12,6 +12,7 @@ from moe_compile.journal.reasons import Reason
 from tests.batch_layers import POSITIONS, WIDTH, Block, Recomputed
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 FREE = {"numerics": "bounded", "equal_tokens": True}
 PROFILE = """
@@ -56,7 +57,7 @@ def exchanges(gm):
     return sum(map(is_all_to_all, gm.graph.nodes))
 
 
-@pytest.mark.parametrize("chunks", ["auto", 2])
+@pytest.mark.parametrize("chunks", slow_but([2], ["auto", 2]))
 def test_a_program_that_is_predicted_to_gain_runs_in_parts(fake_ranks, pays, chunks):
     del fake_ranks
     gm, state, compilation, skipped = rewritten(experts(), drawn(), chunks=chunks, **pays)
@@ -69,6 +70,7 @@ def test_a_program_that_is_predicted_to_gain_runs_in_parts(fake_ranks, pays, chu
     assert exchanges(gm) >= 3 * decided.num_parts
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_are_divided_where_they_are_computed_again(fake_ranks, pays):
     del fake_ranks
     program = Recomputed(GroupedExperts, torch.bfloat16)
