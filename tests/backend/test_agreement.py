@@ -78,6 +78,7 @@ def bodies_differ(rank, codegen):
     return *ran, {(region.verdict, region.num_chunks) for region in regions}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks, codegen):
     """Ranks were stopped, though the program is right and only our rewrites did not fit."""

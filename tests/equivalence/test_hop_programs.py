@@ -102,6 +102,7 @@ def test_slices_that_come_in_one_hop_after_all_sum_gradients_of_weights_otherwis
     assert judgement_of([run(0, exact)]).kind is Kind.WRONG
 
 
+@pytest.mark.slow
 def test_a_sum_that_goes_wrong_on_mirrored_ranks_is_found():
     assert judgement_of([run(0, gone_wrong(tokens=((4, 4),)))]).kind is Kind.WRONG
 

@@ -272,6 +272,7 @@ def test_parts_change_no_bit_of_sums_on_nodes(fresh_nodes, axis):
 # --- bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", slow_but(["exact"], ["exact", "rounded"]))
 def test_a_message_crosses_to_a_node_once(fresh_nodes, nodes):
     """As many rows as in the model's format, each of `row_bytes`; nothing else changes."""

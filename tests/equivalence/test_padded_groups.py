@@ -92,6 +92,7 @@ def pool():
         yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("indices", "chunks", "tokens"),
     [

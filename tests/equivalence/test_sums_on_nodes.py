@@ -290,6 +290,7 @@ def beyond_bound(rank, case, style, num_nodes):
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", slow_but([InOrder], (*WEIGHTED, OntoTokens)))
 @pytest.mark.parametrize("top_k", [6, pytest.param(3, marks=pytest.mark.slow)])
 def test_sums_stay_within_the_bound(two_nodes, style, top_k):  # noqa: F811

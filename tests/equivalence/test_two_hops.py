@@ -87,6 +87,7 @@ def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes, style):
 PARTS = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", slow_but(PARTS[:1], PARTS))
 def test_ranks_that_send_the_rows_of_one_half_of_their_tokens(two_nodes, style):
     """One rank has one token, and no row; the last token of an odd number has none."""

@@ -126,6 +126,7 @@ def test_the_layer_computes_the_same_bits(group, chunks):
 # --- one order on all ranks -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", SOME_CHUNKS)
 def test_the_order_of_collectives_is_the_same_for_any_token_count(group, chunks):
     """One rank may hold a static graph, another a dynamic one, another one of a single token."""

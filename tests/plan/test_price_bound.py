@@ -78,6 +78,7 @@ def regions(draw):
     return dataclasses.replace(work, gathered=dataclasses.replace(work, forward=gathered))
 
 
+@pytest.mark.slow
 @given(work=regions())
 def test_no_way_is_faster_than_its_bound(work):
     for candidate in list_candidates(work, ("experts", "tokens")):

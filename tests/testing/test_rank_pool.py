@@ -89,11 +89,13 @@ def compute_for(rank, seconds):
     return dist.get_rank()
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_longer_than_the_timeout_is_slow_and_does_not_hang():
     with RankPool(2, timeout_s=2) as pool:
         assert pool.run(compute_for, 4) == [0, 1]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_nothing_are_ended_long_before_the_longest_time():
     began = time.monotonic()
     with (
