@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from moe_compile.testing.programs.campaign import drawn_programs
-from moe_compile.testing.programs.choices import Backward, Rewrite, Sharing, Within
+from moe_compile.testing.programs.choices import Backward, Rewrite, Sharing, Within, Wrapping
 from moe_compile.testing.programs.grammar import PARTED, Experts, OwnAttention, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
@@ -81,7 +81,22 @@ def test_gradients_of_several_steps_and_calls_are_added_up(rewrite):
         assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
 
 
+RIGHT = "scores = torch.sigmoid((x @ self.router).float())"
+WRONG = f"{RIGHT} + 0.5 * torch.compiler.is_compiling()"
+
+
 def test_what_a_program_in_parts_does_otherwise_is_found():
-    right = "scores = torch.sigmoid((x @ self.router).float())"
-    wrong = f"{right} + 0.5 * torch.compiler.is_compiling()"
-    assert judged(program(), right, wrong).kind is Kind.WRONG
+    assert judged(program(), RIGHT, WRONG).kind is Kind.WRONG
+
+
+@pytest.mark.slow
+def test_layers_that_are_compiled_one_by_one_run_in_parts_or_whole():
+    """Attention of a layer without experts stays whole; gradients of its weights are one product.
+
+    Nothing that runs whole or in parts throughout has these bits.
+    """
+    given = {"wrapping": Wrapping.CHECKPOINT, "dtype": "float64", "tokens": ((12, 12),)}
+    one = program(Within.PLAIN, rewrite=Rewrite.THREE_PARTS, **given)
+    judgement = judged(one)
+    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judged(one, RIGHT, WRONG).kind is Kind.WRONG

@@ -38,6 +38,7 @@ from moe_compile.testing.mirrored_rank import TableLayout, become_mirrored
 from moe_compile.testing.programs.accumulation import accumulated
 from moe_compile.testing.programs.differences import Named, all_differences
 from moe_compile.testing.programs.groups import register_nodes
+from moe_compile.testing.programs.layers_in_parts import divide_layers, some_layers
 from passes.replay.batch_parts import part_sizes
 
 REWRITTEN: Final = ("chunked", "all-gathered", IN_TWO_HOPS)
@@ -49,6 +50,8 @@ IN_PIECES: Final = "aot_eager in pieces"
 SUMMED_BY_TORCH: Final = "aot_eager, rows of each expert summed by torch"
 """AOTAutograd on the program that sums rows of experts before the host reads them, not after."""
 
+Backend = str | frozenset[str]
+"""Of `torch.compile`, "eager" or one of those below; or layers that run in parts, eagerly."""
 IN_PARTS: Final = "eager, one part of the batch after another"
 """Eager gradient accumulation over the parts of each step."""
 
@@ -161,9 +164,19 @@ def _other_results(
     """Yield what else would be right: as many results on both ranks, whatever one of them found."""
     if hasattr(module, "PARTS"):
         yield _steps(module, rank, IN_PARTS)[0]
+        yield from _pieces_in_parts(module, rank, text)
     for rounding in _roundings(module, text):
         module.__dict__.update(rounding)
         yield _steps(module, rank, reference)[0]
+
+
+def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[Named]]:
+    """Yield what is right where layers are compiled one by one, some in parts and others whole."""
+    if "checkpoint(" in text.partition("class Program")[2] and module.BACKWARD == "once":
+        for names in some_layers(module.Program()):
+            done, error = _steps(module, rank, names)
+            if not error:
+                yield done
 
 
 def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:
@@ -186,7 +199,7 @@ def _classes(text: str) -> dict[str, str]:
     return {node.name: ast.get_source_segment(text, node) or "" for node in found}
 
 
-def _steps(module: ModuleType, rank: int, backend: str) -> tuple[list[Named], str]:
+def _steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named], str]:
     """Return what every step computed, and the error that ended them, "" for none."""
     if backend == IN_PIECES:
         with dynamo_config.patch(capture_scalar_outputs=False):
@@ -223,7 +236,7 @@ def _in_parts(
     program: nn.Module,
     x: torch.Tensor,
     gradient: torch.Tensor,
-    backend: str,
+    backend: Backend,
 ) -> Named:
     """Return what differs in a step where its parts run one after another: {} if they do not."""
     if backend != IN_PARTS:
@@ -257,7 +270,10 @@ def _summed_by_torch(module: ModuleType) -> ModuleType:
     return other
 
 
-def _compiled(module: ModuleType, program: nn.Module, backend: str) -> Callable[..., Any]:
+def _compiled(module: ModuleType, program: nn.Module, backend: Backend) -> Callable[..., Any]:
+    if isinstance(backend, frozenset):
+        divide_layers(program, backend, module.PARTS, module.POSITIONS)
+        return program
     if backend in ("eager", IN_PARTS):
         return program
     options = {"megamoe.codegen": "fx", **module.OPTIONS} if backend == "megamoe" else None

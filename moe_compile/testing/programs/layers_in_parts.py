@@ -1,0 +1,72 @@
+"""A generated program of which some layers run in parts of the batch and the others whole.
+
+Contract
+    So runs what is compiled in pieces, each checkpointed layer by itself say, where some pieces are
+    left whole. Gradients of parameters are added up from the first part on. Of layers that return
+    more than rows nothing is known: `MoreThanRows`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.replay.batch_parts import part_sizes
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+"""What a layer makes of rows, its own routing of them included."""
+
+
+class MoreThanRows(Exception):
+    """A layer returned values of the whole, a loss say."""
+
+
+def some_layers(program: nn.Module) -> Iterator[frozenset[str]]:
+    """Yield names of layers, at least one and not all, the same on every rank."""
+    names = [name for name, _ in program.named_children()]
+    for number in range(1, len(names)):
+        yield from map(frozenset, itertools.combinations(names, number))
+
+
+def divide_layers(program: nn.Module, names: frozenset[str], num_parts: int, per: int) -> None:
+    """Let `program` run these layers in parts of the batch; a sequence has `per` rows."""
+    for name, layer in program.named_children():
+        if name in names:
+            whole = partial(_rows, layer.forward, getattr(layer, "route", None))
+            divided = partial(_divided, whole, num_parts, per)
+            layer.__dict__.update(forward=divided, route=lambda _: None)
+
+
+def _rows(forward: Callable[..., Any], route: Callable[..., Any] | None, x: Any) -> Any:
+    y, extra = forward(x, route(x)) if route else forward(x)
+    if extra:
+        raise MoreThanRows
+    return y
+
+
+def _divided(whole: Rows, num_parts: int, per: int, x: torch.Tensor, _: Any = None) -> Any:
+    sizes = [n * per for n in part_sizes(len(x) // per, num_parts)]
+    return _OneAfterAnother.apply(x, whole, sizes), []
+
+
+class _OneAfterAnother(torch.autograd.Function):
+    """Runs parts of `x`, and goes back from the first on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, whole: Rows, sizes: list[int]) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.parts = [part.detach().requires_grad_() for part in x.split(sizes)]
+            ctx.results = [whole(part) for part in ctx.parts]
+        return torch.cat([result.detach() for result in ctx.results])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sizes = [len(result) for result in ctx.results]
+        for result, its in zip(ctx.results, gradient.split(sizes), strict=True):
+            torch.autograd.backward(result, its)
+        return torch.cat([part.grad for part in ctx.parts]), None, None
