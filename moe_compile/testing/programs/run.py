@@ -171,7 +171,10 @@ def _other_results(
 
 
 def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[Named]]:
-    """Yield what is right where layers are compiled one by one, some in parts and others whole."""
+    """Yield what is right where layers are compiled one by one, some in parts and others whole.
+
+    What does not run so, a layer that returns a loss, is left out: on every rank, by its source.
+    """
     if "checkpoint(" in text.partition("class Program")[2] and module.BACKWARD == "once":
         for names in some_layers(module.Program()):
             done, error = _steps(module, rank, names)
