@@ -44,15 +44,17 @@ test-exhaustive: $(READY)
 coverage: $(READY)
 	$(PYTEST) -m "$(QUICK)" --cov --cov-report=term --cov-fail-under=$(COVERED)
 
-# make fuzz SEED=7 PROGRAMS=500: generated programs, eagerly and compiled; outside test-all. Torch's
-# memory of operators and shapes costs more than it saves in graphs with a size for every count
+# make fuzz SEED=7 PROGRAMS=500: generated programs, eagerly and compiled; outside test-all. MINUTES=5
+# ends it earlier, FUZZ_RECORD= keeps no record. Torch's memory of operators and shapes costs more
+# than it saves in graphs with a size for every count
 SEED ?= 1
 PROGRAMS ?= 2000
+MINUTES ?= 600
 FUZZ_RECORD ?= benchmarks/results/fuzz_cpu.json
 fuzz: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
 fuzz: $(READY)
 	$(BIN)/python -m moe_compile.testing.fuzz --seed $(SEED) --programs $(PROGRAMS) \
-		--keep outputs/fuzz --record $(FUZZ_RECORD)
+		--minutes $(MINUTES) --keep outputs/fuzz $(if $(FUZZ_RECORD),--record $(FUZZ_RECORD))
 
 # make defects SEED=1: faults of before, put back one at a time, and whether the fuzzer finds them
 DEFECTS_RECORD ?= benchmarks/results/defects_cpu.json
