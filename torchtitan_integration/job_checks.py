@@ -15,7 +15,7 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig, listed, nearest
 from torchtitan_integration import titan_keys
 from torchtitan_integration.job_file import JobFile, num_ranks, uses_megamoe
-from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
+from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, MODEL, read_layout, toml
 from torchtitan_integration.resume import check_resume
 from torchtitan_integration.titan_keys import Kinds
 
@@ -91,6 +91,21 @@ def notes_on(job: JobFile) -> Iterator[str]:
             f'compile.backend is "{BACKEND}" and compile.enable is false: nothing is compiled; '
             "write compile.enable = true"
         )
+    elif MODEL not in (parts := _components(job)):
+        yield (
+            f'compile.backend is "{BACKEND}" and compile.components has no "{MODEL}": the model is '
+            f"compiled all the same; to say so write compile.components = {_toml([MODEL, *parts])}"
+        )
+
+
+def _components(job: JobFile) -> list[str]:
+    """Return what of a job is compiled, as it says so."""
+    said = job.read("compile.components", [MODEL])
+    return said.split(",") if isinstance(said, str) else list(said)
+
+
+def _toml(names: list[str]) -> str:
+    return "[" + ", ".join(map(toml, names)) + "]"
 
 
 def _check_modules(job: JobFile) -> None:

@@ -9,7 +9,7 @@ Contract
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from typing import Any, Final
 
 from moe_compile.config import (
@@ -21,6 +21,7 @@ from moe_compile.config import (
     MegaMoEConfig,
     from_sources,
 )
+from torchtitan_integration.layout import BACKEND, MODEL
 
 RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {"max_memory_increase": 0.05, "equal_tokens": True}
 """Where the recipe's default differs from that of torch.compile."""
@@ -51,6 +52,22 @@ class JobConfig:
     """What torchtitan merges into its own JobConfig."""
 
     megamoe: MegaMoE = field(default_factory=MegaMoE)  # type: ignore[valid-type]
+
+
+def asks_for_megamoe(job: Any) -> bool:
+    """Whether a torchtitan job asks for this recipe: it compiles, and names our backend."""
+    return bool(job.compile.enable and job.compile.backend == BACKEND)
+
+
+def with_model_compiled(job: Any) -> Any:
+    """Return a torchtitan job with the model among what is compiled, where it names our backend.
+
+    torchtitan's own files for MoE models compile the loss alone.
+    """
+    components = job.compile.components
+    if job.compile.backend != BACKEND or MODEL in components:
+        return job
+    return replace(job, compile=replace(job.compile, components=[MODEL, *components]))
 
 
 def compile_options(table: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from moe_compile.errors import InvalidConfig
 
 BACKEND: Final = "megamoe"
 """Value of `compile.backend` that asks for this recipe."""
+MODEL: Final = "model"
+"""Of `compile.components`: the part that has the exchanges."""
 
 
 def _key(key: str, default: int | str | bool) -> Any:

@@ -2,14 +2,16 @@
 
 Contract
     Importing it gives torchtitan's MoE models a layout by megamoe where `compile.backend` asks for
-    it; any other job of theirs is laid out by torchtitan. Models, optimizers, losses and
-    checkpoints are torchtitan's own. The registry's public function is all that is used.
+    it; any other job of theirs is laid out by torchtitan. The model is compiled then whatever
+    `compile.components` says. Models, optimizers, losses and checkpoints are torchtitan's own.
+    The registry's public function is all that is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import logging
+from typing import Any, Final
 
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
@@ -21,10 +23,12 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan_integration.corpus import DATASET, prepare_corpus
 from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
-from torchtitan_integration.layout import BACKEND
+from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.layout_rules import MODELS
 from torchtitan_integration.metrics import MegaMoEMetrics
 from torchtitan_integration.parallelize import parallelize
+
+LOG: Final = logging.getLogger(__name__)
 
 
 def with_corpus(spec: TrainSpec) -> TrainSpec:
@@ -55,25 +59,23 @@ def _with_paths(job: JobConfig) -> JobConfig:
     )
 
 
-def _asks_for_megamoe(job: JobConfig) -> bool:
-    compiles = job.compile.enable and "model" in job.compile.components
-    return bool(compiles and job.compile.backend == BACKEND)
-
-
 def make_spec(model: str) -> TrainSpec:
     """Return torchtitan's spec of `model`: our layout where a job asks for it, corpus, flavors."""
     spec = get_train_spec(model)
 
     def layout(part: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Module:
-        if _asks_for_megamoe(job):
-            return parallelize(part, dims, job)
+        if asks_for_megamoe(job):
+            whole = with_model_compiled(job)
+            if whole is not job:
+                LOG.info("megamoe: the model is compiled though compile.components leaves it out")
+            return parallelize(part, dims, whole)
         part = spec.parallelize_fn(part, dims, job)
         adapt_to_gloo(part)
         return part
 
     def metrics(job: JobConfig, *args: Any, **kwargs: Any) -> MetricsProcessor:
         stock = spec.build_metrics_processor_fn or build_metrics_processor
-        return (MegaMoEMetrics if _asks_for_megamoe(job) else stock)(job, *args, **kwargs)
+        return (MegaMoEMetrics if asks_for_megamoe(job) else stock)(job, *args, **kwargs)
 
     changed = dataclasses.replace(
         spec,

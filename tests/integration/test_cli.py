@@ -13,6 +13,7 @@ import pytest
 from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
+from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
 from torchtitan_integration.launch import train_command
 from torchtitan_integration.layout import KEYS, Layout
@@ -348,6 +349,23 @@ def test_experts_that_no_rank_shares_are_remarked_on(tmp_path):
     assert list(notes_on(load_job(tmp_path / "job.toml", ulysses))) == []
     (note,) = notes_on(load_job(write(tmp_path, RIGHT), ["--compile.no-enable"]))
     assert "write compile.enable = true" in note
+
+
+def test_the_model_is_compiled_though_the_file_names_the_loss_alone(tmp_path):
+    """torchtitan's own files for MoE models do; such jobs trained without megamoe, and said so
+    nowhere."""
+    text = RIGHT.replace("enable = true", 'enable = true\ncomponents = ["loss"]')
+    for flags in ([], ["--compile.components=loss"]):
+        (note,) = notes_on(load_job(write(tmp_path, text), flags))
+        assert 'write compile.components = ["model", "loss"]' in note
+    compile_ = dataclasses.make_dataclass("Compile", ["enable", "backend", "components"])
+    titan = dataclasses.make_dataclass("Job", ["compile"])
+    job = titan(compile_(True, "megamoe", ["loss"]))
+    assert asks_for_megamoe(job)
+    assert with_model_compiled(job).compile.components == ["model", "loss"]
+    assert job.compile.components == ["loss"]
+    job.compile.backend = "inductor"
+    assert with_model_compiled(job) is job and not asks_for_megamoe(job)
 
 
 def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):

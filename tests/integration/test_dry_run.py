@@ -82,6 +82,13 @@ def shares(output):
 
 
 @pytest.mark.slow
+def test_the_model_is_traced_though_the_loss_alone_is_to_be_compiled(dry_run):
+    """Jobs of torchtitan's own files ended here in an IndexError."""
+    output = dry_run(compile__components="loss")
+    assert "chunked, 2 chunks of 4 local experts" in output
+
+
+@pytest.mark.slow
 def test_the_exposed_share_is_of_the_block_with_nothing_hidden(dry_run):
     forward, both, least = shares(dry_run(megamoe__hardware="h100"))
     assert 0.0 <= least <= both <= 1.0 and forward <= 1.0

@@ -29,6 +29,7 @@ from torchtitan.tools.utils import set_default_dtype
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.runtime.node_groups import node_groups_of
 from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.job_config import with_model_compiled
 from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.layout import Layout, of_model, read_layout
 from torchtitan_integration.layout_rules import check_layout
@@ -86,6 +87,7 @@ def fake_rank(file: JobFile, world: int, rank: int) -> Iterator[FakeRank]:
     job = ConfigManager().parse_args([f"--job.config_file={file.path}", *file.overrides])
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
+    job = with_model_compiled(job)
     spec = get_train_spec(job.model.name)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
