@@ -1,14 +1,17 @@
 """Code that Dynamo cannot trace with host reads in graphs runs eagerly, and what it calls does not.
 
 Contract
-    megamoe has Dynamo keep host reads in graphs (`capture_scalar_outputs`). In torch 2.13 some
-    uses of a number that was read are then an error of the trace, before any backend is asked, and
-    no graph break: a list that is indexed by it. Without that setting Dynamo ends the graph at the
-    read. Where this error leaves a trace, torch is told to run that function eagerly
-    (`suppress_errors`), until the next compilation begins; functions that it calls are compiled.
-    Errors of backends and of programs are raised as ever. So is this one where the function was
-    compiled before, with other shapes: this rank would run it eagerly beside ranks that run it
-    rewritten. And under `fullgraph=True`, which allows no eager code.
+    megamoe has Dynamo keep host reads in graphs (`capture_scalar_outputs`). Some uses of a number
+    that was read then end the trace, before any backend is asked, and no graph: a list that is
+    indexed by it. Without that setting Dynamo ends the graph at the read. Up to torch 2.14 this is
+    `GuardOnDataDependentSymNode`, an error; where it leaves a trace, torch is told to run that
+    function eagerly (`suppress_errors`), until the next compilation begins. Torch 2.15 makes a
+    `UserError` of it and runs the function eagerly by itself, without a word. Functions that it
+    calls are compiled either way, and a warning names the line.
+    Errors of backends and of programs are raised as ever. So is this one, by any torch, where there
+    are ranks and the function was compiled before, with other shapes: this rank would run it
+    eagerly beside ranks that run it rewritten. And under `fullgraph=True`, which allows no eager
+    code.
     `torch._dynamo.reset()` forgets callbacks: `fall_back` is called again for every graph.
 """
 
@@ -21,6 +24,8 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.exc import UserError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 LOG: Final = logging.getLogger(__name__)
@@ -47,18 +52,50 @@ def _at_start(_: Any) -> None:
 
 def _at_end(compilation: Any) -> None:
     error, config = sys.exception(), torch._dynamo.config
+    needed = _number_needed(error)
+    if error is None or needed is None or not config.capture_scalar_outputs:
+        return
     is_first = str(compilation.compile_id).endswith("/0")
-    if not isinstance(error, GuardOnDataDependentSymNode) or not is_first:
+    if not is_first and _has_other_ranks():
+        _have_torch_raise(error)
         return
-    if config.suppress_errors or not config.capture_scalar_outputs:
+    if config.suppress_errors:
         return
-    config.suppress_errors = True
-    _suppressed.append(True)
-    said = PLACE.search(str(error))
+    if error is needed:
+        config.suppress_errors = True
+        _suppressed.append(True)
+    said = PLACE.search(str(needed))
     LOG.warning(
         "megamoe: %s: Dynamo does not trace `%s`, for which it needs a number that the host reads. "
         "The function around it runs eagerly, and no region is found across it. To do: make it of "
         "Python integers, or of tensors alone (x[order] in place of a list), or mark the function "
         "that has the line with torch.compiler.disable",
-        *((said[2], said[1]) if said else ("a function", str(error).partition("\n")[0])),
+        *((said[2], said[1]) if said else ("a function", str(needed).partition("\n")[0])),
     )
+
+
+def _number_needed(error: BaseException | None) -> GuardOnDataDependentSymNode | None:
+    """Return the error that says which number a trace needed, if that is what ended it."""
+    inner = error
+    while isinstance(error, UserError) and inner is not None:
+        if isinstance(inner, GuardOnDataDependentSymNode):
+            break
+        inner = inner.__cause__ or inner.__context__
+    return inner if isinstance(inner, GuardOnDataDependentSymNode) else None
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _have_torch_raise(error: BaseException) -> None:
+    """Have Dynamo raise `error`, which some releases take for one to run the function eagerly by.
+
+    `error_on_graph_break` decides that, and the error carries its value. Raising from here does
+    it as well, but Dynamo then counts a compilation that never ends: for a torch without the value.
+    """
+    traced: Any = getattr(error, "_torch_dynamo_tracer_output", None)
+    if hasattr(traced, "error_on_graph_break"):
+        traced.error_on_graph_break = True
+    elif isinstance(error, UserError):
+        raise error

@@ -10,7 +10,8 @@ and have `torch.distributed`'s collectives write memory (`normalize/filled_memor
 A program may have a function of its own that waits, as older torch has no derivative of a wait:
 on what was awaited before it hands on a view.
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
-whose wait hides in the body of an `autograd_function_apply` operator.
+whose wait hides in the body of an `autograd_function_apply` operator. Newer torch waits for several
+tensors at once (`graph/single_waits.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
+from moe_compile.graph.single_waits import split_waits
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
@@ -54,6 +56,7 @@ class NormalizeExchanges(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Rewrite each launch together with what hides it, its wait or its result."""
         del state
+        waits = split_waits(graph)
         found: list[tuple[fx.Node, fx.Node]] = []
         skipped: list[Verdict] = []
         launches = [node for node in graph.nodes if is_launch(node)]
@@ -74,6 +77,7 @@ class NormalizeExchanges(GraphPass):
             *(launch.name for launch, _ in found),
             *(node.name for node in (*replaced, *again)),
             *(fill.memory.name for fill in fills),
+            *waits,
         )
         for launch, (args, kwargs) in placed.items():
             launch.args, launch.kwargs = args, kwargs

@@ -2,8 +2,9 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every node and edge, and the order of what is in order already: Inductor's own
-              patterns on the joint graph leave the sorting for later.
+    Keeps     every edge, and the order of what is in order already: Inductor's own patterns on the
+              joint graph leave the sorting for later. And every node, but for waits for several
+              tensors, which derivatives bring: they become waits for each, as passes know them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 import torch.fx as fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
+from moe_compile.graph.single_waits import split_waits
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
@@ -32,4 +34,5 @@ class SortNodes(GraphPass):
         before = list(graph.nodes)
         stable_topological_sort(graph)
         moved = before != list(graph.nodes)
+        split_waits(graph)
         return PassReport(pass_name=self.name, applied=("graph",) if moved else ())

@@ -5,6 +5,8 @@ import importlib.util
 
 import pytest
 import torch
+from torch._dynamo.exc import UserError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 
 def has_hooks():
@@ -26,6 +28,25 @@ def has_autocast_by_functions():
     except torch._dynamo.exc.Unsupported:
         return False
     return True
+
+
+@functools.cache
+def ends_graphs_at_lists():
+    """Whether a list that is indexed by a number of a tensor ends the graph, not the trace."""
+
+    def program(x, place):
+        return x.split(1)[place.tolist()[0]]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        try:
+            compiled(torch.ones(2), torch.tensor([1]))
+        except GuardOnDataDependentSymNode:
+            return False
+        except UserError:
+            return True
+    raise AssertionError("this torch traces it")
 
 
 def need(*abilities):

@@ -27,6 +27,7 @@ ASSERTIONS: Final = (
 """What stops a program whose host integers are not what it says: the tracer's and the user's."""
 
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+WAITS: Final = ("wait_tensor", "wait_tensors")
 
 
 def overload_name(node: fx.Node) -> str:
@@ -54,7 +55,7 @@ def argument_of(call: fx.Node, position: int, name: str, default: Any = None) ->
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective."""
+    """Whether the node waits for a collective; `single_waits` makes such ones of all others."""
     return overload_name(node) == "_c10d_functional::wait_tensor"
 
 
@@ -70,7 +71,7 @@ def waits_on(launch: fx.Node) -> list[fx.Node]:
 def is_launch(node: fx.Node) -> bool:
     """Whether the node launches an asynchronous collective."""
     namespace, _, op = overload_name(node).partition("::")
-    return namespace in NAMESPACES and op != "wait_tensor" and not op.startswith("_wrap")
+    return namespace in NAMESPACES and op not in WAITS and not op.startswith("_wrap")
 
 
 def is_all_to_all(node: fx.Node) -> bool:

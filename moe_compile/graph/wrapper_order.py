@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from moe_compile.graph.query import WAITS
+
 
 class EventKind(enum.Enum):
     """What a line of generated code does. Values are the letters of `event_letters`."""
@@ -95,7 +97,7 @@ def products_under(events: tuple[Event, ...]) -> tuple[int, ...]:
 def _event(line: str) -> list[Event]:
     if found := COLLECTIVE.search(line):
         op, arguments = found.groups()
-        if op == "wait_tensor":
+        if op in WAITS:
             return [Event(EventKind.WAIT, op, names=tuple(NAME.findall(arguments)))]
         strings = STRING.findall(arguments)
         made = line.partition("=")[0].strip()

@@ -89,7 +89,9 @@ def _copy_without_rows(
     rows = node.args[0]
     assert isinstance(rows, fx.Node)
     if isinstance(before, int) and isinstance(behind, int):
-        inner = emit.call(operator.getitem, env[rows], slice(before, -behind if behind else None))
+        # torch 2.11's Inductor fails at an end left open of a length known at run time alone
+        end = -behind if behind else emit.method("size", env[rows], 0)
+        inner = emit.call(operator.getitem, env[rows], slice(before, end))
         copied = _copy_for_chunk(emit, node, {**env, rows: inner})
         padded = emit.call(F.pad, copied, (0, 0, before, behind))
     else:  # Inductor lowers no padding, and no slice from the end, by a size of run time

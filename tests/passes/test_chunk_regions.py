@@ -1,6 +1,7 @@
 """What the graph of a chunked region holds: exchanges, host reads, side effects, weights."""
 
 import contextlib
+import importlib
 import operator
 
 import pytest
@@ -150,6 +151,19 @@ def test_the_rows_a_chunk_sends_or_receives_are_one_symbol(fake_ranks):
     assert len(exchanged) == 2 * 4
     assert len({str(rows.shape[0]) for rows in exchanged}) == 2 * 4
     assert all(len(rows.shape[0].node.expr.free_symbols) == 1 for rows in exchanged)
+
+
+def test_no_slice_of_rows_known_at_run_time_alone_has_an_open_end(fake_ranks, monkeypatch):
+    """Inductor of torch 2.11, the least version, lowers none: `KeyError: 'unbacked_bindings'`."""
+    titan_layer = pytest.importorskip("tests.proof.titan_layer", reason="needs torchtitan")
+    utils = importlib.import_module("torchtitan.models.moe.utils")
+    monkeypatch.setattr(utils, "generate_permute_indices", titan_layer.permute_indices)
+    program = titan_layer.TitanExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, True)
+    graph, report = chunked(program.bfloat16(), 2)
+    assert report.applied == ("region 0",)
+    taken = [n for n in graph.nodes if n.target is operator.getitem]
+    cut = [n.args[1] for n in taken if isinstance(n.args[1], slice) and n.args[1].start == 2 * 8]
+    assert len(cut) == 3 and all(one.stop is not None for one in cut)
 
 
 def test_all_dispatches_stand_before_the_first_expert(fake_ranks):
