@@ -2,9 +2,9 @@
 
 Contract
     Programs are a function of the seed and the number of workers. Distinct ones are counted.
-    Interrupted or terminated, it reports and records what was done so far.
-    Exit status 1 when a program was wrong, crashed, hung or made a pass fail; each kind of failure
-    is made plainer, printed as code and, with `--keep`, written to a folder.
+    Interrupted, terminated or out of minutes, it reports and records what was done so far.
+    Exit status 1 when a program was wrong, crashed, hung or made a pass fail, or when none ran;
+    each kind of failure is made plainer, printed as code and, with `--keep`, written to a folder.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ def main() -> int:
             worker.wait()
     seconds = time.monotonic() - began
     sys.stdout.write(coverage.table() + "\n" + coverage.summary(seconds) + "\n")
+    if seconds >= 60.0 * options.minutes:
+        sys.stdout.write(f"out of minutes: {options.minutes:g}, for {options.programs} programs\n")
     for failure in coverage.failures:
         sys.stdout.write(f"\n# {failure['kind']}: {failure['detail']}\n{failure['source']}\n")
     if options.record:
         add_record(Path(options.record), options.seed, coverage, seconds)
-    return int(bool(coverage.num_failed))
+    return int(bool(coverage.num_failed) or not coverage.num_valid)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m moe_compile.testing.fuzz")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0, help="a number, or a commit's hash")
     parser.add_argument(
         "--programs", type=int, default=2000, help="distinct programs to run, invalid ones included"
     )
@@ -75,6 +77,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--record", default="", help="JSON file to add this run to")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _seed(text: str) -> int:
+    """Return a number of any size as it is, and a hash as the number it is in base 16."""
+    return int(text) if text.isdecimal() else int(text, 16)
 
 
 def _command(options: argparse.Namespace) -> list[str]:

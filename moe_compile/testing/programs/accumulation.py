@@ -8,15 +8,14 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-GoBack = Callable[[list[Any], torch.Tensor], None]
-"""Goes back from what a program returned, given the gradient of the first of it."""
+from moe_compile.testing.programs.backwards import GoBack, Step
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -37,7 +36,7 @@ def accumulated(
             x.grad = None
             program.zero_grad()
             for (y, extra), part in zip(results, gradient.split(sizes), strict=True):
-                go_back([y, *extra], part)
+                go_back(Step([y, *extra], part, x, program), retain=True)
             fresh = _gradients(program, x)
             total = {name: _plus(kept, fresh[name]) for name, kept in total.items()}
     return {"output": torch.cat([y.detach() for y, _ in results]), **total}

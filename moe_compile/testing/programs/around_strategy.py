@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from moe_compile.testing.programs.choices import Backward, Groups, Routing, Sharing, Wrapping
+from moe_compile.testing.programs.choices import (
+    Backward,
+    Groups,
+    Poison,
+    Routing,
+    Running,
+    Sharing,
+    Wrapping,
+)
 from moe_compile.testing.programs.draws import mostly
 from moe_compile.testing.programs.grammar import Layer, Program
 
@@ -25,8 +33,10 @@ def around(
         routing=draw(mostly(Routing)),
         groups=draw(st.sampled_from([Groups.WORLD] * 12 + list(Groups))),
         sharing=draw(st.sampled_from([Sharing.NOTHING] * 5 + list(Sharing))),
-        backward=draw(st.sampled_from([Backward.ONCE] * 4 + list(Backward))),
+        backward=draw(st.sampled_from([Backward.ONCE] * 5 + list(Backward))),
         wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
+        running=draw(st.sampled_from([Running.ALWAYS] * 9 + [Running.IF_ANY])),
+        poison=draw(st.sampled_from([Poison.NONE] * 7 + list(Poison))),
         dynamic=draw(st.sampled_from([False, False, False, True])),
         chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
         seed=draw(st.integers(0, 999)),
@@ -35,8 +45,15 @@ def around(
 
 @st.composite
 def tokens(draw: st.DrawFn, *, even: bool) -> tuple[tuple[int, int], ...]:
-    """Draw the tokens of both ranks in one step or several; `even` has equally many on both."""
+    """Draw the tokens of both ranks in one step or several; `even` has equally many on both.
+
+    A last batch is smaller more often than steps are of any other sizes.
+    """
     one = st.integers(1, 6).map(lambda t: (t, t))
+    if draw(st.integers(0, 9)) == 9:
+        most = draw(st.integers(3, 6))
+        last = draw(st.integers(1, most - 1))
+        return ((most, most),) * draw(st.sampled_from([1, 1, 2])) + ((last, last),)
     if even:
         return tuple(draw(st.lists(one, min_size=1, max_size=2)))
     number = st.sampled_from([0, *range(7)])

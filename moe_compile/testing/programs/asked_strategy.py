@@ -2,7 +2,7 @@
 
 Contract
     What stands around the rows keeps most layers out of two hops, and most graphs whole: two thirds
-    of the programs that ask for hops or parts have nothing that reads or sends more than rows and
+    of the programs that ask for hops or parts have little that reads or sends more than rows and
     their sums. Those in parts have attention over sequences beside their experts, and more tokens.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from moe_compile.testing.programs.choices import Detail, Rewrite, Within
+from moe_compile.testing.programs.choices import Detail, Reader, Rewrite, Within
 from moe_compile.testing.programs.exchange_choices import Move
 from moe_compile.testing.programs.grammar import (
     HOPPING,
@@ -26,10 +26,18 @@ from moe_compile.testing.programs.grammar import (
     Program,
 )
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.strategy import ALIGNED, LEAVES_WHOLE, programs
+from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE, programs
 
 SENDS_MORE: Final = frozenset({Detail.PROBS_TRAVEL, Detail.SURE, Detail.ONE_NUMBER})
 """What travels beside the rows, or instead of them."""
+
+FOLLOWED: Final = frozenset(
+    {
+        Reader.SEEN, Reader.STATISTICS, Reader.LATE_STATISTICS, Reader.NO_DROPOUT, Reader.EXPANDED,
+        Reader.REPEATED,
+    }
+)  # fmt: skip
+"""What the plainer programs may read besides."""
 
 
 @st.composite
@@ -44,8 +52,8 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
         plainer = tuple(map(_plainer, program.layers))
         if program.rewrite in PARTED:  # one layer that is left whole keeps the others so
             plainer = tuple(map(_proven, plainer))
-            width = ALIGNED if program.dtype != "bfloat16" else program.width
-            program = replace(program, width=width, hidden=max(width, program.hidden // 8 * 8))
+            width = FILLING[program.dtype]
+            program = replace(program, width=width, hidden=width)
         program = legal(replace(program, layers=plainer))
     return program
 
@@ -81,7 +89,7 @@ def _plainer(layer: Layer) -> Layer:
     return replace(
         layer,
         move=Move.FUNCTIONAL if layer.move in LEAVES_WHOLE else layer.move,
-        readers=frozenset(),
+        readers=layer.readers & FOLLOWED,
         decoys=frozenset(),
         details=layer.details - LEAVES_WHOLE - SENDS_MORE,
     )

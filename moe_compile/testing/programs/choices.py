@@ -57,6 +57,7 @@ class Back(enum.Enum):
     PIECES = "pieces cut and joined once more, where they were sorted so"
     VIEW_PUT = "assignment into a view of empty memory"
     MORE_ROWS = "assignment into more rows than there are"
+    COLUMNS_PUT = "assignment of whole rows, back[i, :] = out, into memory of as many"
 
 
 class Act(enum.Enum):
@@ -185,6 +186,10 @@ class Reader(enum.Enum):
     AUTOCAST_SET = "x times a size under autocast that functions switch on and off"
     CHECK_EQUAL = "torch._check that a number of the host equals another, which holds"
     SHIFT_WRITTEN = "a buffer is added to the received rows, then written"
+    SEEN = "self.seen += counts, while tokens are routed"
+    NO_DROPOUT = "dropout in training with p = 0, before and after the region"
+    EXPANDED = "a parameter, expanded over tokens, joins the result"
+    REPEATED = "a parameter, repeated for each token, scales the result"
 
 
 class Heads(enum.Enum):
@@ -220,6 +225,10 @@ class Within(enum.Enum):
     ONTO_NEW = "added onto zeros of written sizes and the input's type"
     FOLDED = "a product over positions and features together"
     BY_TOKEN = "tokens in one dimension, cut by a view of written sizes"
+    CLASS_TOKEN = "a parameter, expanded over sequences, stands ahead of each"
+    QUERIES = "queries are a parameter, repeated for each sequence"
+    POSITION_BIAS = "scores get a parameter, expanded over sequences"
+    NO_DROPOUT = "dropout of p = 0 in attention and behind it"
     ALL_MEAN = "decoy: the mean of all sequences added"
     ALL_SUM = "decoy: a running sum over tokens"
     TURNED_BACK = "decoy: positions before sequences in memory, taken for sequences after"
@@ -256,6 +265,8 @@ class Backward(enum.Enum):
 
     ONCE = "one backward"
     TWICE = "a second backward through the same graph"
+    APART = "one backward from the result, then one from all else that is returned"
+    GRAD_TWICE = "autograd.grad of the input, then of the parameters"
     ACCUMULATED = "gradients accumulate over steps"
     NONE = "forward under no_grad"
     EVALUATED = "a step without gradients between training steps"
@@ -269,6 +280,21 @@ class Wrapping(enum.Enum):
     CHECKPOINT = "every layer is checkpointed"
     AUTOCAST = "autocast"
     NO_GRAD_HALF = "a first pass under no_grad"
+
+
+class Running(enum.Enum):
+    """Whether the first layer runs."""
+
+    ALWAYS = "in every step"
+    IF_ANY = "where any of some flags is set, which all ranks have alike"
+
+
+class Poison(enum.Enum):
+    """Which tokens are NaN."""
+
+    NONE = "none"
+    TOKEN = "the first one"
+    PADDING = "the first and the last one, which are padding"
 
 
 class Rewrite(enum.Enum):

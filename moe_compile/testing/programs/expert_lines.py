@@ -116,6 +116,11 @@ BACKS: Final = {
         "back.view(out.shape[0], 1, out.shape[1])[perm] = out[:, None]",
         "return back",
     ],
+    Back.COLUMNS_PUT: [
+        "back = out.new_empty(out.shape)",
+        "back[perm, :] = out",
+        "return back",
+    ],
     Back.MORE_ROWS: [
         "back = out.new_zeros(out.shape[0] + 2, out.shape[1])",
         "back[perm, :] = out",

@@ -10,8 +10,10 @@ from moe_compile.testing.programs.choices import (
     Backward,
     Groups,
     Heads,
+    Poison,
     Rewrite,
     Routing,
+    Running,
     Sharing,
     Within,
     Wrapping,
@@ -24,6 +26,7 @@ from moe_compile.testing.programs.grammar import (
     Experts,
     Layer,
     Program,
+    ends_smaller,
 )
 
 
@@ -41,7 +44,9 @@ def features(program: Program) -> frozenset[str]:
 
 def all_features() -> list[str]:
     """Return the name of every choice of the grammar, in its order."""
-    of_programs = (Heads, Within, Routing, Groups, Sharing, Backward, Wrapping, Rewrite)
+    of_programs = (
+        Heads, Within, Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite,
+    )  # fmt: skip
     kinds: tuple[type[enum.Enum], ...] = (
         CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + CHOICES_OF_PICKING + of_programs
     )
@@ -69,4 +74,5 @@ def _token_features(tokens: tuple[tuple[int, ...], ...]) -> list[str]:
     found = ["uneven"] if any(len({*step}) > 1 for step in tokens) else []
     found += ["empty rank"] if any(0 in step for step in tokens) else []
     found += ["changing"] if len(set(tokens)) > 1 else []
+    found += ["smaller last"] if ends_smaller(tokens) else []
     return found

@@ -29,9 +29,11 @@ from moe_compile.testing.programs.choices import (
     Groups,
     Heads,
     Order,
+    Poison,
     Reader,
     Rewrite,
     Routing,
+    Running,
     Sharing,
     Style,
     Within,
@@ -48,8 +50,12 @@ from moe_compile.testing.programs.picking_choices import (
     Take,
     Weigh,
 )
+from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 
 NUM_RANKS: Final = 2
+
+GROUPED_PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
+"""Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
 
 WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE, Style.SEARCHED, Style.RUNS})
 """Styles that sort no rows: their order is no feature of a program."""
@@ -93,6 +99,7 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Mixing: "mixing",
     Also: "also",
     Otherwise: "otherwise",
+    Loss: "losses",
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
 
@@ -123,7 +130,8 @@ GATHERING: Final = frozenset({Rewrite.GATHERED, Rewrite.PADDED})
 """Rewrites by which tokens are gathered instead of rows exchanged."""
 
 CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
-    Tally, Counts, Splits, Move, Style, Order, Back, Find, Put, Cut, Act, Detail, Decoy, Reader,
+    Tally, Padding, Counts, Splits, Move, Style, Order, Back, Find, Put, Cut, Act, Detail, Decoy,
+    Reader, Weighing, Unsort, Loss,
 )  # fmt: skip
 
 CHOICES_OF_CAPACITY: Final[tuple[type[enum.Enum], ...]] = (Room, Fill, Sent, Across, Extra, Mixing)
@@ -157,6 +165,7 @@ class Experts:
     """As many as the program is for: what its text is written with."""
     top_k: int = 1
     tally: Tally = Tally.COMPARE
+    padding: Padding = Padding.NONE
     counts: Counts = Counts.FUNCTIONAL
     splits: Splits = Splits.TOLIST
     move: Move = Move.FUNCTIONAL
@@ -172,6 +181,9 @@ class Experts:
     late: bool = False
     """Whether readers between the exchanges stand after the experts, not before."""
     decoys: frozenset[Decoy] = frozenset()
+    weighing: Weighing = Weighing.COLUMN
+    unsort: Unsort = Unsort.INDEX_ADD
+    losses: frozenset[Loss] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +244,8 @@ class Program:
     sharing: Sharing = Sharing.NOTHING
     backward: Backward = Backward.ONCE
     wrapping: Wrapping = Wrapping.BARE
+    running: Running = Running.ALWAYS
+    poison: Poison = Poison.NONE
     rewrite: Rewrite = Rewrite.CHUNKS
     dynamic: bool = False
     """Whether `torch.compile(dynamic=True)` is asked for."""
@@ -251,7 +265,21 @@ class Program:
     @property
     def positions(self) -> int:
         """Return of how many tokens a sequence is."""
-        return POSITIONS if any(isinstance(a, OwnAttention) for a in self.layers) else 1
+        in_sequences = any(
+            isinstance(a, OwnAttention) or (isinstance(a, Experts) and Loss.SEQUENCE in a.losses)
+            for a in self.layers
+        )
+        return POSITIONS if in_sequences else 1
+
+    @property
+    def has_losses(self) -> bool:
+        """Return whether layers compute losses in the graph."""
+        return any(isinstance(a, Experts) and a.losses for a in self.layers)
+
+
+def ends_smaller(tokens: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether the last step has fewer tokens than the first, and as many on each rank."""
+    return max(tokens[-1]) < min(tokens[0]) and len({*tokens[-1]}) == 1
 
 
 LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity, Picking)

@@ -20,6 +20,14 @@ from moe_compile.testing.programs.expert_text import (
 )
 from moe_compile.testing.programs.grammar import READ_IN, Experts
 from moe_compile.testing.programs.reader_text import lines_at
+from moe_compile.testing.programs.sender_text import (
+    cut_lines,
+    padded_labels,
+    result_lines,
+    result_losses,
+    routed_losses,
+    weights,
+)
 
 TALLIES: Final = {
     Tally.COMPARE: ["counts = (flat[:, None] == torch.arange({n})).sum(0)"],
@@ -147,11 +155,14 @@ def _route(layer: Experts) -> list[str]:
     body = [
         "scores = torch.sigmoid((x @ self.router).float())",
         f"chosen = torch.topk(scores + favour({layer.local * layer.ranks}), {layer.top_k}, -1)[1]",
+        "noted = []",
+        *routed_losses(layer),
         "scores, flat = scores.gather(1, chosen).reshape(-1), chosen.reshape(-1)",
+        *padded_labels(layer),
         "order = torch.argsort(flat, stable=True)",
         *written(TALLIES[layer.tally]),
-        "noted = []",
         *_split_lines(layer, written(COUNTS[layer.counts])),
+        *cut_lines(layer),
         "return scores, order, counts, arrived, sent, got, runs, noted",
     ]
     return ["def route(self, x):", *indented(body)]
@@ -198,12 +209,9 @@ def _forward(layer: Experts) -> list[str]:
         f"routed = x[order // {layer.top_k}]",
         *lines_at(layer, "before"),
         *_dispatch_lines(layer, move),
-        "weights = scores[order]" + ("" if one_number else "[:, None]"),
+        f"weights = {weights(layer)}",
     ]
-    weigh = ["out = out * weights.to(out.dtype)"]
-    carried: list[str] = []
-    if Detail.PROBS_TRAVEL in layer.details:
-        weigh, carried = [], ["out = out * probs"]
+    carried = ["out = out * probs"] if Detail.PROBS_TRAVEL in layer.details else []
     between = lines_at(layer, "between")
     body += [] if layer.late else between
     body += [*_call_experts(layer), *carried]
@@ -215,9 +223,9 @@ def _forward(layer: Experts) -> list[str]:
         f"out = {move}(out, sent, got, self.group)",
         *(["out = out * sure"] if Detail.SURE in layer.details else []),
         *lines_at(layer, "combined"),
-        *weigh,
-        *_result_lines(layer, one_number=one_number),
+        *result_lines(layer),
         *lines_at(layer, "after"),
+        *result_losses(layer),
         "return result, extra",
     ]
     return ["def forward(self, x, routing):", *indented(body)]
@@ -238,13 +246,6 @@ def _sure_lines(layer: Experts, move: str) -> list[str]:
         return []
     column = "" if Detail.ONE_NUMBER in layer.details else "[:, None]"
     return [f"sure = {move}(out.amax(-1), sent, got, self.group){column}"]
-
-
-def _result_lines(layer: Experts, *, one_number: bool) -> list[str]:
-    tokens = f"order // {layer.top_k}, out.to(x.dtype)"
-    if one_number:
-        return [f"result = x * x.new_zeros(x.shape[0]).index_add(0, {tokens})[:, None]"]
-    return [f"result = torch.zeros_like(x).index_add(0, {tokens})"]
 
 
 def _call_experts(layer: Experts) -> list[str]:

@@ -17,17 +17,20 @@ from moe_compile.testing.programs.choices import (
     Detail,
     Groups,
     Order,
+    Poison,
     Reader,
     Rewrite,
+    Running,
     Sharing,
     Style,
     Within,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Splits
+from moe_compile.testing.programs.exchange_choices import Splits, Tally
 from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GATHERING,
+    GROUPED_PRODUCTS,
     HOPPING,
     IN_EIGHT_BITS,
     NUM_RANKS,
@@ -41,8 +44,11 @@ from moe_compile.testing.programs.grammar import (
     Picking,
     Program,
     changed,
+    ends_smaller,
 )
 from moe_compile.testing.programs.picking_choices import Add, Also, Search, Take
+from moe_compile.testing.programs.sender_choices import Padding, Unsort
+from moe_compile.testing.programs.sender_text import BY_TOKEN
 from moe_compile.testing.programs.text import BOUNDS, FLAT_BOUNDS
 
 USED_BY: Final = {
@@ -66,7 +72,7 @@ WRITES: Final = frozenset(
         Reader.HOST_VIEW, Reader.HOST_STATE, Reader.FAILING_CHECK, Reader.BREAK,
         Reader.EARLY_RATIO, Reader.EARLY_FOREACH, Reader.EARLY_NORM,
         Reader.EARLY_DATA, Reader.SHIFT_WRITTEN, Reader.HOOK_COUNT, Reader.HOOK_ROWS,
-        Reader.AUTOCAST_SET,
+        Reader.AUTOCAST_SET, Reader.SEEN,
     }
 )  # fmt: skip
 """What happens twice where a layer is recomputed."""
@@ -82,15 +88,20 @@ SAVE_ROWS: Final = frozenset(
 OF_ONE_EXPERT: Final = frozenset({Also.BIAS, Also.LINEAR, Also.BATCH_OF_ONE})
 """What grouped products do not have."""
 
+COUNTS_LAST: Final = frozenset({Tally.COMPARE, Tally.HISTC, Tally.BINCOUNT_CUT})
+"""Ways to count that leave out an expert behind the last."""
+
 ROUNDING: Final = (*IN_EIGHT_BITS, *BOUNDS)
 
 
 def legal(program: Program) -> Program:
     """Return `program` less what does not go together."""
-    program = _of_whole_sequences(_on_its_ranks(program))
+    program = _with_losses(_on_its_ranks(_around_layers(program)))
+    program = _of_whole_sequences(program)
     recomputed = program.wrapping is Wrapping.CHECKPOINT
     banned: set[Reader] = set(WRITES) if recomputed else set()
-    if Reader.FAILING_CHECK in banned or len(program.layers) > 1 or program.dynamic:
+    is_certain = len(program.layers) == 1 and program.running is Running.ALWAYS
+    if recomputed or not is_certain or program.dynamic:
         banned.add(Reader.FAILING_CHECK)
     if program.sharing is Sharing.ROUTING:  # the second region repeats what the counts say
         banned.add(Reader.ARRIVED_WRITTEN)
@@ -104,6 +115,42 @@ def legal(program: Program) -> Program:
     if _may_rewrite(program):
         return program
     return _on_its_ranks(replace(program, rewrite=Rewrite.CHUNKS))
+
+
+def _around_layers(program: Program) -> Program:
+    """Return `program` less what does not go together around its layers.
+
+    What shares a routing, or has a layer inside another, has none that runs in some steps alone.
+    NaNs of one step would be in all numbers of the next.
+    """
+    if program.running is not Running.ALWAYS and program.sharing is not Sharing.WEIGHTS:
+        program = replace(program, sharing=Sharing.NOTHING)
+    padded = any(isinstance(a, Experts) and a.padding is not Padding.NONE for a in program.layers)
+    if program.poison is Poison.PADDING and not padded:
+        program = replace(program, poison=Poison.NONE)
+    if program.poison is not Poison.NONE:
+        program = replace(program, tokens=program.tokens[:1])
+    return program
+
+
+def _with_losses(program: Program) -> Program:
+    """Return `program` with losses where they are numbers, and where sums of another order are.
+
+    A mean over no tokens is NaN, and so are its gradients.
+    """
+    if not program.has_losses:
+        return program
+    of_nothing = any(0 in step for step in program.tokens)
+    grouped = any(isinstance(a, Experts) and a.style in GROUPED_PRODUCTS for a in program.layers)
+    is_parted = program.rewrite in PARTED
+    if of_nothing or (is_parted and grouped):
+        bare = (
+            replace(a, losses=frozenset()) if isinstance(a, Experts) else a for a in program.layers
+        )
+        return replace(program, layers=tuple(bare))
+    if is_parted:
+        return replace(program, dtype="float64", tokens=program.tokens[:1])
+    return program
 
 
 def _on_its_ranks(program: Program) -> Program:
@@ -136,8 +183,9 @@ def _of_four(tokens: tuple[int, ...]) -> tuple[int, ...]:
 def _of_whole_sequences(program: Program) -> Program:
     """Return `program` with no sequence cut short; where it is to run in parts, all steps alike.
 
-    Those are of one size, or of any where that is the number of sequences: of tokens that are
-    viewed as sequences it is not, nor is it that of a step with fewer than parts.
+    Those are of one size, the last perhaps of a smaller one on all ranks; or of any where that is
+    the number of sequences: of tokens that are viewed as sequences it is not, nor is it that of a
+    step with fewer than parts.
     """
     number = program.positions
     if program.rewrite in PARTED:
@@ -145,6 +193,8 @@ def _of_whole_sequences(program: Program) -> Program:
         steps = program.tokens[:1] * len(program.tokens)
         if is_batch:
             steps = tuple(tuple(max(n, least) for n in step) for step in program.tokens)
+        if ends_smaller(program.tokens):
+            steps = (*steps[:-1], program.tokens[-1])
         program = replace(program, tokens=steps, dynamic=is_batch)
     whole = tuple(tuple(-(-n // number) * number for n in step) for step in program.tokens)
     return replace(program, tokens=whole)
@@ -176,11 +226,24 @@ def _legal_layer(layer: Layer, banned: set[Reader], width: int) -> Layer:
     if layer.readers & SAVE_ROWS:
         banned = {*banned, Reader.ROWS_WRITTEN}
     return replace(
-        _read_by_style(layer),
+        _of_its_tokens(_read_by_style(layer), details),
         top_k=min(layer.top_k, 2 * layer.local),
         readers=frozenset(layer.readers - banned),
         details=frozenset(details),
     )
+
+
+def _of_its_tokens(layer: Experts, details: set[Detail]) -> Experts:
+    """Return `layer` less what does not go together of how its tokens send and take rows.
+
+    Padding has no rows to take: sums by token are of those that were sent.
+    """
+    is_padded = layer.padding is not Padding.NONE
+    if Detail.ONE_NUMBER in details or (is_padded and layer.unsort in BY_TOKEN):
+        layer = replace(layer, unsort=Unsort.INDEX_ADD)
+    if is_padded and layer.tally not in COUNTS_LAST:
+        layer = replace(layer, tally=Tally.COMPARE)
+    return layer
 
 
 def _read_by_style(layer: Experts) -> Experts:

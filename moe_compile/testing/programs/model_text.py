@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_compile.testing.programs.choices import Groups, Sharing, Wrapping
+from moe_compile.testing.programs.choices import Groups, Running, Sharing, Wrapping
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import Experts, Layer, Program
 
@@ -14,12 +14,16 @@ def model_class(program: Program) -> list[str]:
     if program.groups is Groups.OWN_SUM:
         made += ["self.own = own_group()"]
         calls += ['extra.append(wait_tensor(all_reduce(x.detach() * 1.0, "sum", self.own)))']
+    if program.running is Running.IF_ANY:
+        made += ['self.register_buffer("images", torch.zeros(3, dtype=torch.bool))']
     constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
     if program.sharing is Sharing.INSIDE:
         calls += _one_inside(program)
     else:
         for i, layer in enumerate(program.layers):
-            calls += _call(program, i, layer)
+            call = _call(program, i, layer)
+            is_optional = program.running is Running.IF_ANY and i == 0
+            calls += ["if self.images.any():", *indented(call)] if is_optional else call
     if program.sharing is Sharing.WEIGHTS:
         calls += _call(program, 0, program.layers[0])
     if program.sharing is Sharing.ROUTING:

@@ -250,6 +250,21 @@ FIXED: dict[Reader, Lines] = {
         later=("self.shift.mul_(0.5)",),
         buffers=('self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))',),
     ),
+    Reader.SEEN: Lines(
+        early=("with torch.no_grad():", "    self.met += counts"),
+        buffers=('self.register_buffer("met", torch.zeros({counts}))',),
+    ),
+    Reader.NO_DROPOUT: Lines(
+        before=("routed = F.dropout(routed, 0.0)",), after=("result = F.dropout(result, p=0.0)",)
+    ),
+    Reader.EXPANDED: Lines(
+        after=("result = result + self.addend.expand(x.shape[0], -1)",),
+        buffers=("self.addend = parameter(shared, 1, WIDTH)",),
+    ),
+    Reader.REPEATED: Lines(
+        after=("result = result * self.factor.repeat(x.shape[0], 1)",),
+        buffers=("self.factor = parameter(shared, WIDTH)",),
+    ),
     Reader.EARLY_GAMMA: Lines(
         early=("noted.append(torch._standard_gamma(torch.ones(3)) * sent[0])",),
         after=("extra.append(torch.rand(2))",),

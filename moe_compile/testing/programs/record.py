@@ -44,7 +44,7 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "minutes": round(seconds / 60, 1),
         "programs": coverage.num_valid,
-        "chunked": coverage.num_chunked,
+        "rewritten": coverage.num_rewritten,
         "failed": coverage.num_failed,
         "judged_twice": coverage.num_second,
         "by_kind": dict(coverage.kinds),
@@ -53,7 +53,7 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
             for failure in coverage.failures
         ],
         "features": {
-            name: [coverage.tried[name], coverage.chunked[name], coverage.failed[name]]
+            name: [coverage.tried[name], coverage.rewritten[name], coverage.failed[name]]
             for name in sorted(coverage.tried)
         },
     }

@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -36,6 +35,7 @@ from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.testing.mirrored_rank import TableLayout, become_mirrored
 from moe_compile.testing.programs.accumulation import accumulated
+from moe_compile.testing.programs.backwards import Step, backwards_of
 from moe_compile.testing.programs.differences import Named, all_differences
 from moe_compile.testing.programs.groups import register_nodes
 from moe_compile.testing.programs.layers_in_parts import divide_layers, some_layers
@@ -50,10 +50,16 @@ IN_PIECES: Final = "aot_eager in pieces"
 SUMMED_BY_TORCH: Final = "aot_eager, rows of each expert summed by torch"
 """AOTAutograd on the program that sums rows of experts before the host reads them, not after."""
 
-Backend = str | frozenset[str]
-"""Of `torch.compile`, "eager" or one of those below; or layers that run in parts, eagerly."""
-IN_PARTS: Final = "eager, one part of the batch after another"
-"""Eager gradient accumulation over the parts of each step."""
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """Eager gradient accumulation over the parts of some steps; the others run whole."""
+
+    steps: frozenset[int]
+
+
+Backend = str | frozenset[str] | InParts
+"""Of `torch.compile`, or "eager"; layers that run in parts, eagerly; or steps that do."""
 
 SUMMED_BY_HOST: Final = re.compile(
     r"sizes = \[runs\[(.+?)\] \+ runs\[(\d+) \+ \1\] for e in range\(\2\)\]"
@@ -163,11 +169,25 @@ def _other_results(
 ) -> Iterator[list[Named]]:
     """Yield what else would be right: as many results on both ranks, whatever one of them found."""
     if hasattr(module, "PARTS"):
-        yield _steps(module, rank, IN_PARTS)[0]
+        for steps in _steps_in_parts(module):
+            yield _steps(module, rank, InParts(steps))[0]
         yield from _pieces_in_parts(module, rank, text)
     for rounding in _roundings(module, text):
         module.__dict__.update(rounding)
         yield _steps(module, rank, reference)[0]
+
+
+def _steps_in_parts(module: ModuleType) -> Iterator[frozenset[int]]:
+    """Yield which steps may run in parts: those of some sizes, all of one size alike.
+
+    Of a size that was not compiled before a graph may be left whole; a rank with fewer sequences
+    than parts has none.
+    """
+    least = module.PARTS * module.POSITIONS
+    sizes = [size for size in dict.fromkeys(module.TOKENS) if min(size) >= least]
+    for number in range(len(sizes), 0, -1):
+        for some in itertools.combinations(sizes, number):
+            yield frozenset(i for i, size in enumerate(module.TOKENS) if size in some)
 
 
 def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[Named]]:
@@ -216,8 +236,14 @@ def _steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named]
     done: list[Named] = []
     for number, tokens in enumerate(module.TOKENS):
         x, gradient = (_drawn(module, tokens[rank], own) for _ in ("x", "gradient"))
+        _poison(module, x)
         try:
-            with functorch_config.patch(donated_buffer=False):  # else no graph is used twice
+            images = getattr(module, "IMAGES", None)
+            if images is not None:
+                program.images.fill_(images[number])
+            # a graph that gave its memory away cannot be used twice
+            again = len(backwards_of(module.BACKWARD, number)) > 1
+            with functorch_config.patch({"donated_buffer": False} if again else {}):
                 in_parts = _in_parts(module, number, program, x, gradient, backend)
                 done.append(_step(module, number, program, function, x, gradient, in_parts))
         except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
@@ -233,6 +259,13 @@ def _drawn(module: ModuleType, num_rows: int, own: torch.Generator) -> torch.Ten
     return torch.randn(shape, generator=own).to(module.DTYPE)
 
 
+def _poison(module: ModuleType, x: torch.Tensor) -> None:
+    """Make the tokens NaN that the program says are."""
+    kind = getattr(module, "POISON", "none")
+    x[:1] = torch.nan if kind != "none" else x[:1]
+    x[-1:] = torch.nan if kind == "padding" else x[-1:]
+
+
 def _in_parts(
     module: ModuleType,
     number: int,
@@ -242,21 +275,13 @@ def _in_parts(
     backend: Backend,
 ) -> Named:
     """Return what differs in a step where its parts run one after another: {} if they do not."""
-    if backend != IN_PARTS:
+    if not isinstance(backend, InParts) or number not in backend.steps:
         return {}
     if module.BACKWARD != "accumulated":
         program.zero_grad()
     num_sequences = len(x) // module.POSITIONS
     sizes = [n * module.POSITIONS for n in part_sizes(num_sequences, module.PARTS)]
-    backwards = [partial(_backward, retain=True)] * _num_backwards(module, number)
-    return accumulated(program, x, gradient, sizes, backwards)
-
-
-def _num_backwards(module: ModuleType, number: int) -> int:
-    """Return how often a step goes back."""
-    if module.BACKWARD == "none" or (module.BACKWARD == "evaluated" and number % 2):
-        return 0
-    return 2 if module.BACKWARD == "twice" else 1
+    return accumulated(program, x, gradient, sizes, backwards_of(module.BACKWARD, number))
 
 
 def _summed_by_torch(module: ModuleType) -> ModuleType:
@@ -277,7 +302,7 @@ def _compiled(module: ModuleType, program: nn.Module, backend: Backend) -> Calla
     if isinstance(backend, frozenset):
         divide_layers(program, backend, module.PARTS, module.POSITIONS)
         return program
-    if backend in ("eager", IN_PARTS):
+    if backend == "eager" or isinstance(backend, InParts):
         return program
     options = {"megamoe.codegen": "fx", **module.OPTIONS} if backend == "megamoe" else None
     return torch.compile(program, backend=backend, options=options, dynamic=module.DYNAMIC)
@@ -293,15 +318,15 @@ def _step(
     instead: Named,
 ) -> Named:
     """Run a step and return what it computed, some of it given by name `instead`."""
-    kind, times = module.BACKWARD, _num_backwards(module, number)
-    trained = times > 0
+    kind, backwards = module.BACKWARD, backwards_of(module.BACKWARD, number)
+    trained = bool(backwards)
     if kind != "accumulated":
         program.zero_grad()
     x.requires_grad_(trained)
     with torch.set_grad_enabled(trained):
         output, extra = function(x)
-    for left in reversed(range(times)):
-        _backward([output, *extra], gradient, retain=left > 0)
+    for left, go_back in zip(reversed(range(len(backwards))), backwards, strict=True):
+        go_back(Step([output, *extra], gradient, x, program), retain=left > 0)
     computed: Named = {"output": output, "input gradient": x.grad}
     computed |= {f"extra value {i}": value for i, value in enumerate(extra)}
     computed |= {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
@@ -316,13 +341,6 @@ def _step(
     if trained and kind != "accumulated" and not getattr(module, "WHOLE", False):
         _update(program)
     return copied
-
-
-def _backward(values: list[Any], gradient: torch.Tensor, *, retain: bool) -> None:
-    """Go back from the output, whose gradient is given, and from all else that has a graph."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
-    gradients = [gradient if t is values[0] else torch.ones_like(t) for t in tensors]
-    torch.autograd.backward(tensors, gradients, retain_graph=retain)
 
 
 def _update(program: nn.Module) -> None:

@@ -18,6 +18,7 @@ BEFORE: Final = {
     Within.SCALED: [f"h = h * (1 + torch.arange({P})[:, None].to(h.dtype) / 4)"],
     Within.GATED: ["h = h * torch.sigmoid(h.mean(1, keepdim=True))"],
     Within.BY_TOKEN: [f"h = (x * 2).view(x.shape[0] // {P}, {P}, WIDTH)"],
+    Within.CLASS_TOKEN: ["h = torch.cat([self.token.expand(h.shape[0], 1, -1), h], 1)"],
     Within.ALL_MEAN: ["h = h + h.mean(0)"],
     Within.ALL_SUM: [f"h = h + x.cumsum(0).view(-1, {P}, WIDTH)"],
     Within.TURNED_BACK: ["h = h.transpose(0, 1).reshape(h.shape)"],
@@ -33,8 +34,21 @@ ATTEND: Final = {
         "h = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
         "h = h.transpose(1, 2).flatten(2)",
     ],
+    Within.QUERIES: [
+        "q = self.queries.repeat(h.shape[0], 1, 1)",
+        "h = F.scaled_dot_product_attention(q, k, v)",
+    ],
+    Within.POSITION_BIAS: [
+        f"bias = self.bias.expand(h.shape[0], {P}, {P})",
+        "h = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)",
+    ],
+    Within.NO_DROPOUT: [
+        "h = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, is_causal=True)",
+        "h = F.dropout(h, 0.0)",
+    ],
 }
 AFTER: Final = {
+    Within.CLASS_TOKEN: ["h = h[:, 1:]"],
     Within.SUMMED: ["h = h + h.mean(1, keepdim=True)"],
     Within.ONTO_ZEROS: [
         f"base = torch.zeros(x.shape[0] // {P}, {P}, WIDTH, dtype=h.dtype)",
@@ -42,6 +56,14 @@ AFTER: Final = {
     ],
     Within.ONTO_NEW: ["h = h.new_zeros(x.shape[0], WIDTH) + h.flatten(0, 1)"],
     Within.FOLDED: ["h = h + (h.flatten(1) @ self.folded).view(h.shape)"],
+}
+
+PARAMETERS: Final = {
+    Within.NORM: ["self.gain = parameter(shared, WIDTH)"],
+    Within.FOLDED: [f"self.folded = parameter(shared, {P} * WIDTH, {P} * WIDTH)"],
+    Within.CLASS_TOKEN: ["self.token = parameter(shared, WIDTH)"],
+    Within.QUERIES: [f"self.queries = parameter(shared, {P}, WIDTH)"],
+    Within.POSITION_BIAS: [f"self.bias = parameter(shared, {P}, {P})"],
 }
 
 
@@ -53,10 +75,7 @@ def own_attention_class(layer: OwnAttention, number: int) -> list[str]:
         f"shared = torch.Generator().manual_seed(SEED + {10 * number})",
         "self.qkv = parameter(shared, WIDTH, 3 * WIDTH)",
     ]
-    if kind is Within.NORM:
-        constructor += ["self.gain = parameter(shared, WIDTH)"]
-    if kind is Within.FOLDED:
-        constructor += [f"self.folded = parameter(shared, {P} * WIDTH, {P} * WIDTH)"]
+    constructor += PARAMETERS.get(kind, [])
     plain = ["h = F.scaled_dot_product_attention(q, k, v, is_causal=True)"]
     forward = [
         f"h = x.view(-1, {P}, WIDTH)",

@@ -15,7 +15,8 @@ from moe_compile.testing.programs.grammar import SEVERAL, Layer, Program, change
 from moe_compile.testing.programs.legal import legal
 
 CHOICES: Final = (
-    "groups", "sharing", "wrapping", "rewrite", "backward", "routing", "dynamic", "chunks",
+    "groups", "sharing", "wrapping", "running", "poison", "rewrite", "backward", "routing",
+    "dynamic", "chunks",
 )  # fmt: skip
 """Fields of programs that go before anything of a layer does."""
 

@@ -37,6 +37,7 @@ from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, 
 from moe_compile.testing.programs.expert_text import LISTED
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
+    GROUPED_PRODUCTS,
     Attention,
     Experts,
     Layer,
@@ -46,9 +47,7 @@ from moe_compile.testing.programs.grammar import (
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 from moe_compile.testing.programs.picking_strategy import programs_that_gather
-
-PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
-"""Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
+from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 
 SEARCHING: Final = (Style.SEARCHED, Style.SEARCHED, Style.RUNS)
 """Styles that have choices of their own, drawn more often."""
@@ -72,9 +71,9 @@ SELDOM: Final[frozenset[enum.Enum]] = frozenset(
 )  # fmt: skip
 """What would occur in fewer than fifty of 2,000 programs that are chunked, and is drawn thrice."""
 
-ALIGNED: Final = 16
-"""A width whose rows begin 64 bytes apart in 4 or 8 bytes a value: in other widths of these types
-a CPU's matrix products round by position, and layers are left whole."""
+FILLING: Final = {"bfloat16": 64, "float32": 32, "float64": 16}
+"""Widths that fill two vectors of 64 bytes: in others a CPU rounds some operators, and products of
+4 or 8 bytes a value, by where a row stands, and layers are left whole."""
 
 LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
@@ -106,8 +105,8 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
         return _weighted(member for member in kind if whole or member not in kept)
 
     local = draw(st.sampled_from([*[2] * 6, 3, 4, *([1] if whole else [])]))
-    styles = [*among(Style), Style.LOOP, Style.SORTED_LOOP, *SEARCHING, *PRODUCTS]
-    style = draw(st.sampled_from([s for s in styles if grouped or s not in PRODUCTS]))
+    styles = [*among(Style), Style.LOOP, Style.SORTED_LOOP, *SEARCHING, *GROUPED_PRODUCTS]
+    style = draw(st.sampled_from([s for s in styles if grouped or s not in GROUPED_PRODUCTS]))
     orders = [o for o in among(Order) if not (style is Style.BATCHED and o is Order.MISMATCHED)]
     order = draw(st.sampled_from(orders))
     listed = style in LISTED
@@ -132,6 +131,10 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
         details=draw(few([*details, *DETAILS_OF.get(style, ())], 4)),
         readers=draw(_readers(among(Reader))),
         late=draw(st.booleans()),
+        padding=draw(st.sampled_from([Padding.NONE] * 9 + list(Padding))),
+        weighing=draw(mostly(Weighing, 4)),
+        unsort=draw(mostly(Unsort, 3)),
+        losses=draw(few(Loss, 2)) if draw(st.integers(0, 2)) == 2 else frozenset(),
     )
 
 
@@ -147,9 +150,9 @@ def programs(draw: st.DrawFn, layers: str = "") -> Program:
 @st.composite
 def _programs_of_experts(draw: st.DrawFn) -> Program:
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "bfloat16", "float32", "float64"]))
-    aligned = [ALIGNED] * 8 if dtype != "bfloat16" else []
-    width = draw(st.sampled_from([16, 16, 24, 17, 8, *aligned]))
-    hidden = draw(st.sampled_from([32, 16, 32, 8, 20, *aligned]))
+    filling = [FILLING[dtype]] * 15
+    width = draw(st.sampled_from([16, 16, 24, 17, 8, *filling]))
+    hidden = draw(st.sampled_from([32, 16, 32, 8, 20, *filling]))
     grouped = dtype == "bfloat16" and width % 8 == 0 and hidden % 8 == 0
     layers = draw(_layers(dtype=dtype, grouped=grouped))
     even = any(isinstance(layer, Attention) for layer in layers)
@@ -173,7 +176,7 @@ REWRITES_DRAWN: Final = (
 )  # fmt: skip
 """Those that only some programs allow, or that leave many whole, more often."""
 
-BESIDE: Final = ("nothing",) * 8 + ("whole",) * 20 + ("decoy",) * 9 + ("heads",) * 7 + ("alone",)
+BESIDE: Final = ("nothing",) * 14 + ("whole",) * 14 + ("decoy",) * 8 + ("heads",) * 5 + ("alone",)
 """What stands beside a layer that can be chunked; "alone" is any layer without one."""
 
 READERS_OF_ONE_LAYER: Final = (

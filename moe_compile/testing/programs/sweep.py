@@ -12,8 +12,10 @@ from moe_compile.testing.programs.choices import (
     Backward,
     Groups,
     Heads,
+    Poison,
     Rewrite,
     Routing,
+    Running,
     Sharing,
     Within,
     Wrapping,
@@ -33,6 +35,7 @@ from moe_compile.testing.programs.grammar import (
 )
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.picking_choices import Search
+from moe_compile.testing.programs.sender_choices import Padding
 
 WIDE_CAPACITY: Final = Capacity(top_k=2, room=Room.SIXTEEN)
 """Two bytes a value are followed where slots fill 64 bytes."""
@@ -52,7 +55,8 @@ def _all() -> Iterator[Program]:
     (layer,) = plain.layers
     assert isinstance(layer, Experts)
     yield plain
-    for tokens in (((1, 5), (0, 3), (2, 0)), ((5, 3),), ((4, 4), (6, 6)), ((0, 0),)):
+    smaller_last = ((6, 6), (1, 1))
+    for tokens in (((1, 5), (0, 3), (2, 0)), ((5, 3),), ((4, 4), (6, 6)), smaller_last, ((0, 0),)):
         yield replace(plain, tokens=tokens)
     for width, dtype in ((17, "float32"), (24, "bfloat16"), (17, "bfloat16"), (16, "float64")):
         yield replace(plain, width=width, dtype=dtype)
@@ -77,7 +81,10 @@ def _all() -> Iterator[Program]:
             replace(gathers, layers=(with_choice(Picking(top_k=2), choice),), dtype=_dtype(choice))
             for choice in kind
         )
-    for kind in (Routing, Groups, Sharing, Backward, Wrapping, Rewrite):
+    padded = replace(plain, layers=(with_choice(layer, Padding.SENT),))
+    yield replace(padded, poison=Poison.PADDING)
+    yield replace(plain, tokens=((5, 5), (5, 5), (1, 1)), running=Running.IF_ANY)
+    for kind in (Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite):
         yield from (changed(plain, kind.__name__.lower(), choice) for choice in kind)
 
 

@@ -14,9 +14,11 @@ from moe_compile.testing.programs.capacity_text import capacity_class
 from moe_compile.testing.programs.choices import (
     Backward,
     Groups,
+    Poison,
     Reader,
     Rewrite,
     Routing,
+    Running,
     Style,
 )
 from moe_compile.testing.programs.exchange_choices import Tally
@@ -130,6 +132,10 @@ sums per token."""
 FLAT_BOUNDS: Final = {Rewrite.HOP_SLICES: BOUNDS[Rewrite.TOKENS]}
 """The same where rows that were to come in two hops do not: in one, slices of tokens round."""
 
+BOUND_OF_LOSSES: Final = 1e-4
+"""Relative error of what has losses, in parts of the batch: these are sums of the parts' sums, and
+their gradients not those of accumulation but the whole's, terms in another order."""
+
 BOUND_OF_HEADS: Final = 0.05
 """Relative error of attention that rounds otherwise in groups of heads."""
 
@@ -162,6 +168,8 @@ def _settings(program: Program) -> str:
     heads = [layer.heads for layer in program.layers if isinstance(layer, Attention)]
     rounds = any(may_round(kind, program.dtype) for kind in heads)
     bound = BOUNDS.get(program.rewrite, BOUND_OF_HEADS if rounds else 0.0)
+    if program.rewrite in PARTED and program.has_losses:
+        bound = max(bound, BOUND_OF_LOSSES)
     bound = 0.0 if program.is_whole else bound
     flat = 0.0 if program.is_whole else FLAT_BOUNDS.get(program.rewrite, 0.0)
     rows = max(sum(step) for step in program.tokens)
@@ -177,6 +185,8 @@ def _settings(program: Program) -> str:
         f"DYNAMIC = {True if program.dynamic else None}",
         f"UNKNOWN_LENGTHS = {_has_unknown_lengths(program)}  # are captured",
         f'BACKWARD = "{program.backward.name.lower()}"',
+        *_images(program),
+        *_poison(program),
         f"BOUND = {bound}  # of the error, relative",
         *([f"FLAT_BOUND = {flat}  # where rows come in one hop"] if flat else []),
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other ranks its mirror images",
@@ -191,6 +201,20 @@ def _settings(program: Program) -> str:
         parts = f"{PARTED[program.rewrite]}, {program.positions}"
         lines += [f"PARTS, POSITIONS = {parts}  # of the batch; of a sequence"]
     return "\n".join(lines) + "\n"
+
+
+def _images(program: Program) -> list[str]:
+    """Return the line that says in which steps the first layer runs, where it does in some."""
+    if program.running is Running.ALWAYS:
+        return []
+    runs = [i == 0 or (program.seed + i) % 3 > 0 for i in range(len(program.tokens))]
+    return [f"IMAGES = {runs}  # per step: whether the first layer runs"]
+
+
+def _poison(program: Program) -> list[str]:
+    """Return the line that says which tokens are NaN, if any are."""
+    kind = program.poison
+    return [f'POISON = "{kind.name.lower()}"'] if kind is not Poison.NONE else []
 
 
 def _is_mirrored(program: Program) -> bool:
