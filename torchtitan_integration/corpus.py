@@ -23,9 +23,11 @@ from typing import Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 DATASET: Final = "python_stdlib"
-"""Value of `training.dataset` that asks for this text."""
+"""Value of `training.dataset` and `validation.dataset` that asks for this text."""
 MAX_CHARACTERS: Final = 6_000_000
-"""Text taken: a minute of training needs far less, and BPE training takes seconds."""
+"""Text trained on: a minute of training needs far less, and BPE training takes seconds."""
+HELD_OUT_CHARACTERS: Final = 300_000
+"""Text of the files after these, for validation."""
 SKIPPED: Final = frozenset(
     {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -49,6 +51,8 @@ class Corpus:
 
     text: Path
     """Folder with one `train.jsonl`, one object `{"text": ...}` per piece of a source file."""
+    held_out: Path
+    """The same, of other files, and no piece of `text` in it."""
     tokenizer: Path
     """Folder with `tokenizer.json` and `tokenizer_config.json`."""
 
@@ -56,17 +60,23 @@ class Corpus:
 def prepare_corpus(vocab_size: int, cache: Path | None = None) -> Corpus:
     """Return the corpus with a tokenizer of at most `vocab_size` entries, made if need be."""
     cache = cache or _cache_folder()
-    sources = tuple(_sources(Path(sysconfig.get_path("stdlib"))))
-    digest = hashlib.sha256("\n".join([FORMAT, str(vocab_size), *sources]).encode()).hexdigest()
+    sources = _sources(Path(sysconfig.get_path("stdlib")))
+    trained, held_out = _up_to(MAX_CHARACTERS, sources), _up_to(HELD_OUT_CHARACTERS, sources)
+    told = [FORMAT, str(vocab_size), *trained, *held_out]
+    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
     folder = cache / f"{DATASET}-{digest[:16]}"
-    corpus = Corpus(folder / "text", folder / "tokenizer")
+    corpus = Corpus(folder / "text", folder / "held_out", folder / "tokenizer")
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _make(partial, _documents(sources), vocab_size)
+            documents = _documents(trained)
+            _write(partial / "text", documents)
+            known = set(documents)
+            _write(partial / "held_out", [d for d in _documents(held_out) if d not in known])
+            _write_tokenizer(partial / "tokenizer", documents, vocab_size)
             partial.rename(folder)
     return corpus
 
@@ -82,28 +92,39 @@ def _documents(sources: Iterable[str]) -> list[str]:
     return sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
 
 
-def _make(folder: Path, documents: list[str], vocab_size: int) -> None:
-    (folder / "text").mkdir(parents=True)
-    (folder / "tokenizer").mkdir()
+def _write(folder: Path, documents: list[str]) -> None:
+    folder.mkdir(parents=True)
     lines = [json.dumps({"text": document}) for document in documents]
-    (folder / "text" / "train.jsonl").write_text("\n".join(lines) + "\n")
-    _train_tokenizer(documents, vocab_size).save(str(folder / "tokenizer" / "tokenizer.json"))
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _write_tokenizer(folder: Path, documents: list[str], vocab_size: int) -> None:
+    folder.mkdir()
+    _train_tokenizer(documents, vocab_size).save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _up_to(most: int, sources: Iterator[str]) -> tuple[str, ...]:
+    """Take sources until they have `most` characters; the first over it is of nobody."""
+    taken: list[str] = []
+    left = most
+    for text in sources:
+        left -= len(text)
+        if left < 0:
+            break
+        taken.append(text)
+    return tuple(taken)
 
 
 def _sources(root: Path) -> Iterator[str]:
-    """Yield source files in a fixed order until MAX_CHARACTERS are reached."""
-    total = 0
+    """Yield source files in a fixed order."""
     for folder, below, names in os.walk(root):
         below[:] = sorted(set(below) - SKIPPED)
         for name in sorted(names):
             if not name.endswith(".py") or name.startswith(BUILD):
                 continue
             text = Path(folder, name).read_text(encoding="utf-8", errors="replace")
-            total += len(text)
-            if total > MAX_CHARACTERS:
-                return
             if text.strip():
                 yield text
 

@@ -25,6 +25,8 @@ TEXT: Final = "python_stdlib"
 """The dataset that every machine has."""
 TOKENIZERS: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
 """What torchtitan looks for in the folder of a tokenizer."""
+WITH_BIAS_IN_HF: Final = "deepseek_v3"
+"""The model whose published format has the bias on the choice of experts."""
 DATASETS: Final = ("hf_datasets/text_datasets.py", "DATASETS")
 FLAVORS: Final = ("_args", "_configs")
 """Endings of the names of torchtitan's tables of flavors."""
@@ -86,7 +88,12 @@ def notes_on(job: JobFile) -> Iterator[str]:
             f"{KEYS['ep']} is 1: every rank has all experts, and there is no exchange to hide; "
             f"to divide experts over ranks write {KEYS['ep']} = {example}"
         )
-    if str(job.read("compile.enable", False)).lower() == "false":
+    if layout.model != WITH_BIAS_IN_HF and _is_true(job, "checkpoint.last_save_in_hf"):
+        yield (
+            f"checkpoint.last_save_in_hf: safetensors of {layout.model} have no place for the bias "
+            "by which experts are balanced, and without it tokens choose other experts"
+        )
+    if not _is_true(job, "compile.enable"):
         yield (
             f'compile.backend is "{BACKEND}" and compile.enable is false: nothing is compiled; '
             "write compile.enable = true"
@@ -106,6 +113,10 @@ def _components(job: JobFile) -> list[str]:
 
 def _toml(names: list[str]) -> str:
     return "[" + ", ".join(map(toml, names)) + "]"
+
+
+def _is_true(job: JobFile, key: str) -> bool:
+    return str(job.read(key, False)).lower() == "true"
 
 
 def _check_modules(job: JobFile) -> None:
@@ -194,19 +205,27 @@ def _check_flavor(job: JobFile) -> None:
 
 def _check_text(job: JobFile) -> None:
     """Refuse a dataset without a name, and one that needs a folder that is not there."""
-    dataset = str(job.read("training.dataset", "c4_test"))
+    _check_dataset(job, "training", "c4_test")
+    if _is_true(job, "validation.enable"):
+        _check_dataset(job, "validation", "c4_validation")
+
+
+def _check_dataset(job: JobFile, section: str, default: str) -> None:
+    dataset = str(job.read(f"{section}.dataset", default))
     known = (TEXT, *titan_keys.names_in(*DATASETS))
-    instead = f'; write training.dataset = "{TEXT}" to train on text that every machine has'
+    instead = f'; write {section}.dataset = "{TEXT}" for text that every machine has'
     if dataset == TEXT or len(known) == 1:
         return
     if dataset.lower() not in known:
-        raise InvalidConfig(f"training.dataset = {dataset!r}: known are {listed(dataset, known)}")
-    is_local = dataset.lower() == "c4_test" and not job.read("training.dataset_path")
+        raise InvalidConfig(f"{section}.dataset = {dataset!r}: known are {listed(dataset, known)}")
+    is_local = dataset.lower() == "c4_test" and not job.read(f"{section}.dataset_path")
     if is_local and not Path("tests/assets/c4_test").exists():
         raise InvalidConfig(
-            "training.dataset = 'c4_test' lies in a checkout of torchtitan, which this folder "
+            f"{section}.dataset = 'c4_test' lies in a checkout of torchtitan, which this folder "
             f"is not{instead}"
         )
+    if job.read("training.dataset") == TEXT:
+        return  # it brings a tokenizer
     assets = Path(str(job.read("model.hf_assets_path", "./tests/assets/tokenizer")))
     if not any((assets / name).is_file() for name in TOKENIZERS):
         raise InvalidConfig(

@@ -47,6 +47,13 @@ class Layout:
     """Type in which FSDP2 reduces gradients."""
     gradient_wire: str = _key("megamoe.gradient_wire", "same")
     """Type in which gradients travel."""
+    batch: int = _key("training.local_batch_size", 8)
+    """Sequences of a rank's batch."""
+    validates: bool = _key("validation.enable", False)
+    validation_seq_len: int = _key("validation.seq_len", 2048)
+    validation_batch: int = _key("validation.local_batch_size", 8)
+    validation_steps: int = _key("validation.steps", -1)
+    """-1 for all there is."""
     attention: str = _key("megamoe.attention", "auto")
     """How attention is divided over ranks."""
     query_heads: int = 0

@@ -175,8 +175,41 @@ RULES: Final = (
         why="it takes the place of FSDP2's reduce-scatter, and one data shard has none (DDP "
         "all-reduces)",
     ),
+    Rule(
+        holds=lambda x: x.validates and x.validation_steps == -1 and _data_ranks(x) != 1,
+        what="validation on all there is, with several data ranks",
+        field="validation_steps",
+        instead=lambda _: 10,
+        why="ranks have unequal numbers of batches, and who has more would wait for the others",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.validation_seq_len % (2 * x.cp * x.tp) > 0,
+        what="a sequence of validation that does not divide by 2 x CP x TP",
+        field="validation_seq_len",
+        instead=lambda x: max(1, x.validation_seq_len // (2 * x.cp * x.tp)) * 2 * x.cp * x.tp,
+        why="torchtitan gives each rank of a TP group an equal slice of the sequence",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.pp > 1 and x.validation_seq_len != x.seq_len,
+        what="PP with another sequence length in validation",
+        field="validation_seq_len",
+        instead=lambda x: x.seq_len,
+        why="stages of a pipeline receive tensors of one shape",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.pp > 1 and x.validation_batch != x.batch,
+        what="PP with another batch in validation",
+        field="validation_batch",
+        instead=lambda x: x.batch,
+        why="stages of a pipeline receive tensors of one shape, in as many microbatches",
+    ),
 )
 """Every refusal."""
+
+
+def _data_ranks(layout: Layout) -> int:
+    """Return the ranks with data of their own; 0 where it is not known."""
+    return layout.dp_replicate * layout.dp_shard if layout.knows_shards else 0
 
 
 def _expert_ranks(layout: Layout) -> int:

@@ -81,9 +81,9 @@ class MegaMoEMetrics(MetricsProcessor):
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
-        """Log as torchtitan does, which starts its clock anew: start our counts with it."""
+        """Log as torchtitan does, which starts its clock anew: count steps from there."""
         super().log_validation(loss, step, extra_metrics)
-        self._routing.restart()
+        self._routing.take()
 
     def close(self) -> None:
         """Stop counting, and log no more."""

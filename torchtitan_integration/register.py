@@ -3,7 +3,8 @@
 Contract
     Importing it gives torchtitan's MoE models a layout by megamoe where `compile.backend` asks for
     it; any other job of theirs is laid out by torchtitan. The model is compiled then whatever
-    `compile.components` says. Models, optimizers, losses and checkpoints are torchtitan's own.
+    `compile.components` says. Models, losses and checkpoints are torchtitan's own, and so are
+    optimizers but for the balancing of experts, whatever the backend.
     The registry's public function is all that is used.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
@@ -20,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
+from torchtitan_integration.balancing import build_optimizers
 from torchtitan_integration.corpus import DATASET, prepare_corpus
 from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
@@ -27,12 +30,13 @@ from torchtitan_integration.job_config import asks_for_megamoe, with_model_compi
 from torchtitan_integration.layout_rules import MODELS
 from torchtitan_integration.metrics import MegaMoEMetrics
 from torchtitan_integration.parallelize import parallelize
+from torchtitan_integration.validation import KernelValidator
 
 LOG: Final = logging.getLogger(__name__)
 
 
 def with_corpus(spec: TrainSpec) -> TrainSpec:
-    """Return `spec` with `training.dataset = "python_stdlib"` among the data it knows."""
+    """Return `spec` with "python_stdlib" among the data it trains and validates on."""
     build_tokenizer, build_dataloader = spec.build_tokenizer_fn, spec.build_dataloader_fn
     assert build_tokenizer is not None
 
@@ -42,21 +46,31 @@ def with_corpus(spec: TrainSpec) -> TrainSpec:
     def dataloader(*args: Any, job_config: JobConfig, **kwargs: Any) -> Any:
         return build_dataloader(*args, job_config=_with_paths(job_config), **kwargs)
 
-    return dataclasses.replace(spec, build_tokenizer_fn=tokenizer, build_dataloader_fn=dataloader)
+    def validator(*, job_config: JobConfig, **kwargs: Any) -> KernelValidator:
+        return KernelValidator(job_config=_with_paths(job_config), **kwargs)
+
+    return dataclasses.replace(
+        spec,
+        build_tokenizer_fn=tokenizer,
+        build_dataloader_fn=dataloader,
+        build_validator_fn=validator,
+    )
 
 
 def _with_paths(job: JobConfig) -> JobConfig:
-    """Return `job` reading our text as the local jsonl folder torchtitan can load."""
-    if job.training.dataset != DATASET:
-        return job
-    corpus = prepare_corpus(VOCAB_SIZE)
-    return dataclasses.replace(
-        job,
-        model=dataclasses.replace(job.model, hf_assets_path=str(corpus.tokenizer)),
-        training=dataclasses.replace(
-            job.training, dataset="c4_test", dataset_path=str(corpus.text)
-        ),
-    )
+    """Return `job` reading our text as local jsonl folders torchtitan can load."""
+    changes: dict[str, Any] = {}
+    if job.training.dataset == DATASET:
+        corpus = prepare_corpus(VOCAB_SIZE)
+        changes["model"] = dataclasses.replace(job.model, hf_assets_path=str(corpus.tokenizer))
+        changes["training"] = _reading(job.training, corpus.text)
+    if job.validation.dataset == DATASET:
+        changes["validation"] = _reading(job.validation, prepare_corpus(VOCAB_SIZE).held_out)
+    return dataclasses.replace(job, **changes)
+
+
+def _reading(section: Any, folder: Path) -> Any:
+    return dataclasses.replace(section, dataset="c4_test", dataset_path=str(folder))
 
 
 def make_spec(model: str) -> TrainSpec:
@@ -82,6 +96,7 @@ def make_spec(model: str) -> TrainSpec:
         parallelize_fn=layout,
         # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
         pipelining_fn=spec.pipelining_fn or pipeline_llm,
+        build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=metrics,
         model_args={**spec.model_args, **FLAVORS.get(model, {})},
     )

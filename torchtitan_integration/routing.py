@@ -3,9 +3,8 @@
 Contract
     Per optimizer step two small copies and one small asynchronous all-reduce, which runs beside the
     optimizer; the host waits for it when metrics are logged. torchtitan counts every routed row of
-    its rank's tokens, in training and validation, and where it balances the load it clears the
-    counters when it steps: one copy is taken before that, and one after, from which the next step
-    counts.
+    its rank's tokens, and where the load is balanced the counters are cleared with each step: one
+    copy is taken before that, and one after, from which the next step counts.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class RoutingCounter:
     ) -> None:
         """Count for the model `parts` that `optimizers` steps; `group` has all ranks with data."""
         self._group = group
-        blocks = [block for part in parts for block in part.layers.values()]
-        self._blocks = [block for block in blocks if getattr(block, "moe_enabled", False)]
+        self._blocks = blocks_with_experts(parts)
         self._optimizers = optimizers
         if not self._hooks and self._blocks:  # those of all optimizers enclose an optimizer's own
             self._hooks = [
@@ -63,11 +61,6 @@ class RoutingCounter:
             raise ValueError("no optimizer step was counted yet")
         self._finish()
         return self._total
-
-    def restart(self) -> None:
-        """Count from here: what was routed since the last step, as by validation, is no step's."""
-        self._before = self._counted()
-        self.take()
 
     def take(self) -> tuple[int, float]:
         """Return the steps counted since the last call, and the seconds spent counting."""
@@ -112,10 +105,18 @@ class RoutingCounter:
 
     def _counted(self) -> torch.Tensor | None:
         """Return a copy of all counters; None for a stage of a pipeline that has none."""
-        return torch.stack([_counter(block) for block in self._blocks]) if self._blocks else None
+        return (
+            torch.stack([counted_rows(block) for block in self._blocks]) if self._blocks else None
+        )
 
 
-def _counter(block: nn.Module) -> torch.Tensor:
+def blocks_with_experts(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks of model `parts` that have experts, in order."""
+    blocks = [block for part in parts for block in part.layers.values()]
+    return [block for block in blocks if getattr(block, "moe_enabled", False)]
+
+
+def counted_rows(block: nn.Module) -> torch.Tensor:
     """Return the counter; halved where checkpointing runs the router twice, as torchtitan does."""
     rows: torch.Tensor = block.moe.tokens_per_expert
     return rows / 2 if getattr(block, "checkpoint_impl", None) is not None else rows

@@ -27,6 +27,7 @@ MODULES = (
     '[job]\ncustom_config_module = "torchtitan_integration.job_config"\n'
     '[experimental]\ncustom_import = "torchtitan_integration.register"\n'
 )
+VALIDATES = {"validates": True, "validation_steps": 2}
 RIGHT = f"""{MODULES}{OURS}enable = true
 [training]\ndataset = "python_stdlib"
 [parallelism]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2
@@ -211,6 +212,10 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         {"checkpointing": "memory_budget"},
         {"gradient_wire": "bf16_fp32_sum", "reduce_dtype": "bfloat16"},
         {"gradient_wire": "bf16_fp32_sum", "dp_shard": 1, "ep": 1},
+        {"validates": True},
+        {**VALIDATES, "validation_seq_len": 130},
+        {**VALIDATES, "pp": 2, "validation_seq_len": 1024},
+        {**VALIDATES, "pp": 2, "validation_batch": 4},
     )
     check_layout(base)
     for rule, changes in zip(RULES, wrong, strict=True):
@@ -288,6 +293,10 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--training.dataset", "c5"], "known are python_stdlib, c4"),
         (["--training.dataset", "c4"], "holds no tokenizer"),
         (["--training.dataset", "c4_test"], 'write training.dataset = "python_stdlib"'),
+        (["--validation.enable", "--validation.steps=1", "--validation.dataset", "c4_test"],
+         'write validation.dataset = "python_stdlib"'),
+        (["--validation.enable", "--validation.steps=1", "--validation.dataset", "c5"], "known"),
+        (["--validation.enable"], "write validation.steps = "),
         (["--nproc", "3"], "write --nproc 2"),
         (["--nproc", "4"], "or write parallelism.data_parallel_shard_degree = 4"),
         (["--nproc", "3", "--parallelism.data_parallel_shard_degree=-1",
@@ -420,27 +429,6 @@ def test_torchtitans_keys_are_all_found_with_their_kinds():
     assert keys["megamoe.chunks"] == ("int", "str")
     assert len(keys) > 150
     assert "debug_cpu" in own_flavors("deepseek_v3") and "20b" not in own_flavors("gpt_oss")
-
-
-def checkpoint(folder, step, *, whole):
-    path = folder / "outputs" / "checkpoint" / f"step-{step}"
-    path.mkdir(parents=True)
-    (path / ".metadata").write_bytes(b"model train_state" if whole else b"model")
-
-
-def test_a_finished_job_is_not_begun_again_and_the_key_to_change_is_named(checked, tmp_path):
-    text = f"{RIGHT}[checkpoint]\nenable = true\n".replace("[training]", "[training]\nsteps = 4")
-    checkpoint(tmp_path, 2, whole=True)
-    checkpoint(tmp_path, 4, whole=False)
-    said = checked(text)
-    assert "holds the model alone" in said
-    assert "write checkpoint.load_step = 2 and training.steps" in said
-    assert "checkpoint.load_step = 2 (" in checked(text, "--training.steps=6")
-    job = load_job(tmp_path / "job.toml", ["--training.steps=6", "--checkpoint.load_step=2"])
-    check_job(job, is_run=True)
-    checkpoint(tmp_path, 6, whole=True)
-    assert "step 6 of training.steps = 4" in checked(text)
-    check_job(load_job(tmp_path / "job.toml", ["--checkpoint.no-enable"]), is_run=True)
 
 
 def test_what_ranks_printed_is_kept_of_a_few_runs(tmp_path):

@@ -63,16 +63,6 @@ def test_rows_are_those_of_the_last_step(counting):
         assert counting.counter.rows.tolist() == counting.counter.total().tolist() == [rows]
 
 
-def test_rows_of_validation_belong_to_no_step(counting):
-    counting.route(3.0, 5.0)
-    counting.optimizer.step()
-    counting.route(100.0, 0.0)
-    counting.counter.restart()
-    counting.route(2.0, 6.0)
-    counting.optimizer.step()
-    assert counting.counter.rows.tolist() == [[2.0, 6.0]]
-
-
 def test_steps_and_time_are_counted_since_they_were_taken(counting):
     counting.optimizer.step()
     counting.optimizer.step()

@@ -14,6 +14,7 @@ from moe_compile.testing.rank_pool import meeting_point
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
 STEP = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s+grad_norm:\s+(\S+)")
+VALIDATED = re.compile(r"validate step:\s+\d+\s+loss:\s+(\S+)")
 STEPS = 5
 SMALL = {
     "model.flavor": "tiny",
@@ -29,6 +30,14 @@ SMALL = {
 }
 OURS = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 STOCK = {"compile.enable": False}
+VALIDATES = {
+    "validation.enable": True,
+    "validation.dataset": "python_stdlib",
+    "validation.freq": 1,
+    "validation.steps": 1,
+    "validation.local_batch_size": 2,
+    "validation.seq_len": 64,
+}
 LOGGED = {"metrics.enable_tensorboard": True, "metrics.save_tb_folder": "tb"}
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 2}
 
@@ -49,8 +58,16 @@ class JobResult:
     """Parameter -> hash of all its values, as they were before the first step."""
     experts: dict = field(default_factory=dict)
     """Parameter that has one part per expert -> hash of each expert's part, as `parameters`."""
+    loaded: dict = field(default_factory=dict)
+    """What was loaded of a checkpoint: name in the model, or of the optimizer's state -> hash."""
     rows: list = field(default_factory=list)
     """Per step: rows of this rank's tokens, by MoE layer and expert."""
+    choices: list = field(default_factory=list)
+    """Per step: rows as routers chose them while training, where nothing is compiled."""
+    bias: list = field(default_factory=list)
+    """After each step: the bias on the choice, by MoE layer with one and expert."""
+    validated: list = field(default_factory=list)
+    """Losses of validation, as printed."""
     chunks: list = field(default_factory=list)
     """Number of chunks of every region compiled in this job."""
     verdicts: list = field(default_factory=list)

@@ -21,8 +21,8 @@ from torchtitan.train import Trainer
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import forget_compiled
-from tests.integration.titan_jobs import CONFIG, STEP, JobResult
-from torchtitan_integration.routing import RoutingCounter
+from tests.integration.titan_jobs import CONFIG, STEP, VALIDATED, JobResult
+from torchtitan_integration.routing import RoutingCounter, blocks_with_experts
 from torchtitan_integration.sequence_mesh import sequence_mesh
 
 
@@ -32,7 +32,7 @@ def train(rank, ranks, port, flags):
         return None
     result, before, counter = JobResult(), len(REPORT.compilations), RoutingCounter()
     graphs_before = len(REPORT.as_dict()["graphs"])
-    with _listening(result.steps):
+    with _listening(result):
         trainer = cpu_trainer()(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
         try:
             if trainer.job_config.checkpoint.create_seed_checkpoint:
@@ -40,6 +40,8 @@ def train(rank, ranks, port, flags):
             else:
                 _look_at(trainer, result)
                 _count_rows(trainer, counter, result)
+                _watch_bias(trainer, result)
+                _watch_loading(trainer, result)
                 trainer.train()
         finally:
             counter.close()
@@ -93,19 +95,21 @@ def _leave():
 
 
 class _Printed(logging.Handler):
-    def __init__(self, steps):
+    def __init__(self, result):
         super().__init__()
-        self.steps = steps
+        self.result = result
 
     def emit(self, record):
-        for step, loss, norm in STEP.findall(record.getMessage()):
-            self.steps[int(step)] = (loss, norm)
+        said = record.getMessage()
+        self.result.validated += VALIDATED.findall(said)
+        for step, loss, norm in STEP.findall(said):
+            self.result.steps[int(step)] = (loss, norm)
 
 
 @contextlib.contextmanager
-def _listening(steps):
+def _listening(result):
     init_logger()
-    handler = _Printed(steps)
+    handler = _Printed(result)
     logger.addHandler(handler)
     try:
         yield
@@ -142,6 +146,56 @@ def _count_rows(trainer, counter, result):
     trainer.optimizers.register_step_post_hook(
         lambda *_, **__: result.rows.append(counter.rows.tolist())
     )
+
+
+def _watch_bias(trainer, result):
+    """Keep the bias after each step, and what routers choose, seen from outside of them."""
+    layers = blocks_with_experts(trainer.model_parts)
+    counts = [torch.zeros(len(b.moe.tokens_per_expert), dtype=torch.int64) for b in layers]
+
+    def count(total, router, output):
+        if router.training and torch.is_grad_enabled():
+            total += torch.bincount(output[1].reshape(-1), minlength=len(total))
+
+    def step(*_, **__):
+        bias = [b.moe.expert_bias for b in layers if b.moe.expert_bias is not None]
+        result.bias.append([values.tolist() for values in bias])
+        result.choices.append([total.tolist() for total in counts])
+        for total in counts:
+            total.zero_()
+
+    if not trainer.job_config.compile.enable:
+        for block, total in zip(layers, counts, strict=True):
+            block.moe.router.register_forward_hook(
+                lambda router, _, output, total=total: count(total, router, output)
+            )
+    trainer.optimizers.register_step_post_hook(step)
+
+
+def _watch_loading(trainer, result):
+    """Keep what is there once a checkpoint was loaded: model, buffers, moments."""
+    load = trainer.checkpointer.load
+
+    def loading(step):
+        if found := load(step):
+            states = trainer.checkpointer.states
+            tensors = {
+                **states["model"].state_dict(),
+                **{f"optimizer.{k}": v for k, v in states["optimizer"].state_dict().items()},
+            }
+            result.loaded |= hashes(tensors)
+        return found
+
+    trainer.checkpointer.load = loading
+
+
+def hashes(tensors):
+    """Return the hash of each tensor, of a DTensor all of it; what is no tensor is left out."""
+    return {
+        name: _hash((x.full_tensor() if isinstance(x, DTensor) else x).detach())
+        for name, x in tensors.items()
+        if isinstance(x, torch.Tensor)
+    }
 
 
 def _hash_once(trainer, result):

@@ -1,0 +1,43 @@
+"""torchtitan's validator, for every model and every kernel of attention.
+
+Contract
+    `KernelValidator` has torchtitan's losses; torchtitan's own DeepSeek-V3 and gpt_oss have no
+    validator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torchtitan.components.validate import Validator
+
+MASKED: Final = ("flex", "varlen")
+"""Kernels of attention that are given a mask."""
+
+
+class KernelValidator(Validator):  # type: ignore[misc]
+    """Makes masks for kernels that take one, as torchtitan's trainer does.
+
+    torchtitan's validator makes them wherever a model knows how to, and its DeepSeek-V3 and Llama 4
+    on SDPA end in an assertion when they are given one.
+    """
+
+    def post_dataloading_process(
+        self,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        model_parts: list[nn.Module],
+    ) -> Any:
+        """Return what torchtitan's validator does, without a mask for SDPA."""
+        masked = model_parts[0].model_args.attn_type in MASKED
+        makers = model_parts if masked else [_NoMask()]
+        return super().post_dataloading_process(input_dict, labels, makers)
+
+
+class _NoMask:
+    """In a model's place: torchtitan takes a TypeError for a model that knows no masks."""
+
+    def get_attention_masks(self, **_: Any) -> None:
+        raise TypeError("SDPA takes no mask")
