@@ -1,4 +1,4 @@
-"""May a job go on from the newest checkpoint of its folder? Said before a process starts.
+"""Can a job load what its [checkpoint] says, and save it so? Said before a process starts.
 
 Contract
     Reads names of folders, and whether a checkpoint has more than a model; loads nothing.
@@ -8,53 +8,131 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_file import JobFile
 
 STEP: Final = re.compile(r"step-(\d+)")
 METADATA: Final = ".metadata"
+HUGGING_FACE: Final = "model.safetensors.index.json"
 WHOLE: Final = b"train_state"
 """In the metadata of a checkpoint that a job can go on from: the step it stands at."""
+BESIDE_MODEL: Final = frozenset({"optimizer", "lr_scheduler", "dataloader", "train_state"})
+"""What a job loads beside its model, unless `checkpoint.exclude_from_loading` names it."""
 
 
 def check_resume(job: JobFile) -> None:
-    """Raise InvalidConfig where the job is over, or its newest checkpoint is of a model alone."""
-    if str(job.read("checkpoint.enable", False)).lower() != "true":
+    """Raise InvalidConfig where a job is over, or cannot load or save as it says."""
+    if not _is_set(job, "enable"):
         return
+    _check_formats(job)
     folder = Path(job.read("job.dump_folder", "outputs")) / job.read(
         "checkpoint.folder", "checkpoint"
     )
+    if not folder.exists():
+        _check_initial(job)
+        return
     steps = _steps(folder)
     asked = int(job.read("checkpoint.load_step", -1))
+    if not steps:
+        _check_start(job, folder)
     if not steps or (asked >= 0 and asked not in steps):
         return  # torchtitan starts anew, or says what it misses
     step, last = asked if asked >= 0 else steps[-1], int(job.read("training.steps", 10000))
-    anew = f"to start anew write another checkpoint.folder, or remove {folder}"
-    if not (whole := _is_whole(folder, step)) or step >= last:
-        raise InvalidConfig(_why(folder, step, last, is_whole=whole) + f"; {anew}")
+    whole = step == 0 or _is_whole(job, folder / f"step-{step}")  # of a seed the model is enough
+    if not whole or step >= last:
+        anew = f"to start anew write another checkpoint.folder, or remove {folder}"
+        raise InvalidConfig(_why(job, folder, step, last, is_whole=whole) + f"; {anew}")
 
 
-def _why(folder: Path, step: int, last: int, *, is_whole: bool) -> str:
+def _why(job: JobFile, folder: Path, step: int, last: int, *, is_whole: bool) -> str:
     if is_whole:
         return (
             f"the job is finished: step {step} of training.steps = {last}; to train on write more"
         )
-    goes_on = [n for n in _steps(folder) if n < last and _is_whole(folder, n)]
-    said = (
-        f"{folder / f'step-{step}'} holds the model alone, as the last step of a finished job does"
-    )
+    found = folder / f"step-{step}"
+    goes_on = [n for n in _steps(folder) if n < last and _is_whole(job, folder / f"step-{n}")]
+    said = f"{found} holds the model alone, as the last step of a finished job does"
     if goes_on:
         said += f"; to train on from before it write checkpoint.load_step = {goes_on[-1]}"
         said += " and training.steps" if step >= last else ""
-    return said + " (checkpoint.last_save_model_only = false keeps all of a last step)"
+    in_hf = "" if (found / METADATA).is_file() else ", checkpoint.initial_load_in_hf = true"
+    return (
+        f"{said}; to begin with its weights, at step 1 and with a new optimizer, write checkpoint."
+        f'initial_load_path = "{found}"{in_hf} and another checkpoint.folder (checkpoint.'
+        "last_save_model_only = false keeps all of a last step)"
+    )
+
+
+def _check_formats(job: JobFile) -> None:
+    """Refuse safetensors of Hugging Face for what they cannot hold: all but a model."""
+    for asked, needs in (
+        ("last_save_in_hf", "last_save_model_only"),
+        ("initial_load_in_hf", "initial_load_model_only"),
+    ):
+        if _is_set(job, asked) and not _is_set(job, needs, default=True):
+            raise InvalidConfig(
+                f"checkpoint.{asked} = true: safetensors of Hugging Face hold a model and nothing "
+                f"else; write checkpoint.{needs} = true"
+            )
+
+
+def _check_initial(job: JobFile) -> None:
+    """Refuse weights to begin with that are not there, or are less than what is to be loaded."""
+    path = job.read("checkpoint.initial_load_path")
+    if _is_set(job, "initial_load_in_hf"):
+        key = "checkpoint.initial_load_path" if path else "model.hf_assets_path"
+        assets = Path(str(path or job.read("model.hf_assets_path", "./tests/assets/tokenizer")))
+        if not any(assets.glob("*.safetensors")):
+            raise InvalidConfig(
+                f"checkpoint.initial_load_in_hf = true, and {key} = {str(assets)!r} holds no "
+                ".safetensors; write the folder of a model of Hugging Face"
+            )
+        return
+    if not path:
+        return
+    if not (Path(path) / METADATA).is_file():
+        instead = "; write the folder of a step, as outputs/checkpoint/step-500"
+        if any(Path(path).glob("*.safetensors")):
+            instead = " but safetensors; write checkpoint.initial_load_in_hf = true"
+        raise InvalidConfig(
+            f"checkpoint.initial_load_path = {str(path)!r} holds no checkpoint{instead}"
+        )
+    if not _is_set(job, "initial_load_model_only", default=True) and not _is_whole(job, Path(path)):
+        raise InvalidConfig(
+            f"checkpoint.initial_load_path = {str(path)!r} holds the model alone, as the last step "
+            "of a finished job does; write checkpoint.initial_load_model_only = true"
+        )
+
+
+def _check_start(job: JobFile, folder: Path) -> None:
+    """Refuse to begin with other weights than the job names: torchtitan looks at one place only."""
+    if job.read("checkpoint.initial_load_path") or _is_set(job, "initial_load_in_hf"):
+        raise InvalidConfig(
+            f"{folder} is there and holds no whole checkpoint: torchtitan would load nothing, nor "
+            f"what checkpoint.initial_load_path or initial_load_in_hf ask for; remove {folder}"
+        )
+
+
+def _is_set(job: JobFile, name: str, *, default: bool = False) -> bool:
+    value: Any = job.read(f"checkpoint.{name}", default)
+    return str(value).lower() == "true"
 
 
 def _steps(folder: Path) -> list[int]:
-    found = (STEP.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted(int(m[1]) for m in found if m and (folder / m[0] / METADATA).is_file())
+    """Return the steps that torchtitan finds."""
+    found = (STEP.fullmatch(path.name) for path in folder.iterdir())
+    kinds = (METADATA, HUGGING_FACE)
+    return sorted(
+        int(m[1]) for m in found if m and any((folder / m[0] / kind).is_file() for kind in kinds)
+    )
 
 
-def _is_whole(folder: Path, step: int) -> bool:
-    return WHOLE in (folder / f"step-{step}" / METADATA).read_bytes()
+def _is_whole(job: JobFile, step: Path) -> bool:
+    """Whether a checkpoint has all that the job loads of it."""
+    excluded = job.read("checkpoint.exclude_from_loading") or []
+    names = excluded.split(",") if isinstance(excluded, str) else excluded
+    if (step / METADATA).is_file() and set(names) >= BESIDE_MODEL:
+        return True
+    return (step / METADATA).is_file() and WHOLE in (step / METADATA).read_bytes()

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
+from tests.integration.titan_jobs import OURS, SAVES, SMALL, STEP, flags_of
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
 
@@ -86,6 +88,45 @@ def test_a_grandchild_ends_though_all_above_it_are_killed(tmp_path):
     finally:
         for process in processes_with(f"{name}={value}"):
             os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
+def test_the_same_command_goes_on_after_a_rank_was_killed(tmp_path, request):
+    """From its newest whole checkpoint, to the losses of the job that nothing interrupted."""
+    mark = f"KILL_TEST={uuid.uuid4()}"
+    request.addfinalizer(lambda: [os.kill(p, signal.SIGKILL) for p in processes_with(mark)])
+    settings = {**SMALL, **OURS, **SAVES, "training.steps": 12}
+
+    def start(folder):
+        flags = flags_of({**settings, "job.dump_folder": tmp_path / folder})
+        name, _, value = mark.partition("=")
+        return subprocess.Popen(
+            [sys.executable, "-m", "moe_compile.cli", "train", "--nproc=2", str(CONFIG), *flags],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), name: value},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def end(job):
+        said, _ = job.communicate(timeout=900)
+        return job.returncode, {int(step): (loss, norm) for step, loss, norm in STEP.findall(said)}
+
+    status, whole = end(start("whole"))
+    assert status == 0 and sorted(whole) == list(range(1, 13))
+    job = start("killed")
+    _wait_until(lambda: (tmp_path / "killed/checkpoint/step-2/.metadata").is_file(), 900)
+    os.kill(rank_of(mark, 1), signal.SIGKILL)
+    assert end(job)[0] == 1
+    status, rest = end(start("killed"))
+    assert status == 0 and min(rest) > 2 and max(rest) == 12
+    assert rest == {step: whole[step] for step in rest}
+
+
+def rank_of(mark, number):
+    """Return the process that is rank `number` of the job with `mark`."""
+    found = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(mark)}
+    (pid,) = (pid for pid, said in found.items() if f"\0RANK={number}\0".encode() in said)
+    return pid
 
 
 def _wait_until(is_true, seconds):
