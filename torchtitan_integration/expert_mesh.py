@@ -24,8 +24,8 @@ AXES: Final = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
 def expert_mesh(dims: ParallelDims, axes: list[str]) -> DeviceMesh | None:
     """Return `axes` of the experts' mesh; None where one of them is not in use."""
-    mesh = dims.get_optional_mesh(axes)
-    if mesh is None or not has_default_group(dims.get_mesh("ep")):
+    mesh, ep = dims.get_optional_mesh(axes), dims.get_optional_mesh("ep")
+    if mesh is None or ep is None or not has_default_group(ep):
         return mesh
     shards = dims.dp_shard * dims.cp * dims.tp // (dims.etp * dims.ep)
     shape = (dims.pp, dims.dp_replicate, shards, dims.ep, dims.etp)

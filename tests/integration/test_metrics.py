@@ -8,8 +8,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integration.titan_jobs import LOGGED, OURS, STEPS, STOCK, train
-from torchtitan_integration.corpus import prepare_corpus
-from torchtitan_integration.flavors import VOCAB_SIZE
 
 KEYS = {
     "megamoe/rows_per_expert_max_over_mean",
@@ -57,24 +55,6 @@ def test_rows_are_counted_once_under_activation_checkpointing(two_ranks, tmp_pat
     train(two_ranks, 2, tmp_path, LOGGED, OURS, {"activation_checkpoint.mode": "full"})
     sent = "megamoe/exchange_GB_per_step"
     assert logged(tmp_path)[sent] == logged(plain_job.folder)[sent]
-
-
-@pytest.mark.exhaustive
-def test_tokens_of_validation_are_not_counted_as_trained(two_ranks, tmp_path):
-    validates = {
-        "model.name": "qwen3",  # torchtitan validates no DeepSeek-V3
-        "validation.enable": True,
-        "validation.dataset": "c4_test",
-        "validation.dataset_path": str(prepare_corpus(VOCAB_SIZE).text),
-        "validation.freq": 1,
-        "validation.steps": 1,
-        "validation.local_batch_size": 2,
-        "validation.seq_len": 64,
-    }
-    train(two_ranks, 2, tmp_path, LOGGED, OURS, validates)
-    values = logged(tmp_path)
-    assert len(values["validation_metrics/loss"]) == STEPS
-    assert_about_half_leave(values, tokens=TOKENS, dim=DIM)
 
 
 @pytest.mark.slow

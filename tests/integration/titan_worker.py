@@ -33,7 +33,7 @@ def train(rank, ranks, port, flags):
     result, before, counter = JobResult(), len(REPORT.compilations), RoutingCounter()
     graphs_before = len(REPORT.as_dict()["graphs"])
     with _listening(result):
-        trainer = cpu_trainer()(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
+        trainer = cpu_trainer()(ConfigManager().parse_args([*flags, f"--job.config_file={CONFIG}"]))
         try:
             if trainer.job_config.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -65,7 +65,7 @@ def random_states(rank, port, flags):
     states = []
     for make in (Trainer, cpu_trainer()):
         torch.manual_seed(0)
-        trainer = make(ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags]))
+        trainer = make(ConfigManager().parse_args([*flags, f"--job.config_file={CONFIG}"]))
         states.append(torch.get_rng_state().tolist())
         trainer.close()
         del trainer
