@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,35 @@ WORDS: Final = {
 """What to write for a kind of value."""
 Kinds = tuple[str, ...]
 """What a key takes, any of them: "int", "Literal['a', 'b']", "None"."""
+
+
+BUILT_ON: Final = ("config/job_config.py", "protocols/train_spec.py", "models/moe/moe.py")
+"""Files of torchtitan 0.2.2 that the recipe reads or extends; 0.3 has none of them."""
+
+
+def check_torchtitan() -> None:
+    """Raise InvalidConfig where no torchtitan is installed that the recipe is built on."""
+    spec = importlib.util.find_spec("torchtitan")
+    if spec is None:
+        raise InvalidConfig(
+            "torchtitan is not installed; pip install 'megamoe[titan]' brings the version wanted"
+        )
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    lacks = [name for name in BUILT_ON if not any((f / name).is_file() for f in folders)]
+    if lacks:
+        raise InvalidConfig(
+            f"torchtitan {_version()} is installed, which has no torchtitan/{lacks[0]}; the recipe "
+            "extends the train specs of torchtitan 0.2.2 and reads its TOML files. To do: "
+            "pip install 'torchtitan==0.2.2', or compile the blocks of a newer one yourself: "
+            "docs/torchtitan.md, torchtitan 0.3"
+        )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        return "of no known version"
 
 
 def keys_of_jobs(custom_module: str) -> Mapping[str, Kinds]:

@@ -1,10 +1,12 @@
-// Hooks and a device guard for a CUDA device that does not exist, for a CPU build of torch: what
-// autograd and fake tensors ask of a device while a program is traced. One device, one stream, no
-// work. Load it before torch is imported: ATen looks for CUDA hooks once.
+// Hooks and a device guard for a CUDA device that does not exist: what autograd and fake tensors ask
+// of a device while a program is traced. One device, one stream, no work. Load it before torch is
+// imported: ATen looks for CUDA hooks once. A CUDA build of torch has hooks and a guard of its own:
+// these hooks are preferred to its, and the guard is stored again once torch is imported.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace at {
+namespace {
 
 struct CUDAHooks final : CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
@@ -18,8 +20,10 @@ struct CUDAHooks final : CUDAHooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(
+    CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
+}  // namespace
 }  // namespace at
 
 namespace {
@@ -40,9 +44,17 @@ struct OneDevice final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Stream exchangeStream(Stream) const noexcept override { return stream(); }
 };
 
-const bool registered = [] {
+}  // namespace
+
+extern "C" void megamoe_store_guard() {
   static OneDevice guard;
   c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
+}
+
+namespace {
+
+const bool registered = [] {
+  megamoe_store_guard();
   return true;
 }();
 

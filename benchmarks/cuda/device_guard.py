@@ -1,6 +1,8 @@
-"""Build and load CUDA hooks for a CPU build of torch; to be called before torch is imported.
+"""Build and load CUDA hooks for a device that is not there, on any build of torch.
 
 Contract
+    `load_guard` is called before torch is imported, and `store_guard` after: a CUDA build of torch
+    puts a guard of its own in its place.
     Needs g++ and torch's headers; the library is kept in the temporary folder, by a hash of
     torch's version and of the source.
 """
@@ -34,6 +36,11 @@ def load_guard() -> None:
     if "torch" in sys.modules:
         raise RuntimeError("load_guard() comes before torch is imported")
     ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL)
+
+
+def store_guard() -> None:
+    """Put the guard that `load_guard` loaded in the place of torch's own."""
+    ctypes.CDLL(str(_library())).megamoe_store_guard()
 
 
 def _library() -> Path:

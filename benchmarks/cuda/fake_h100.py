@@ -19,9 +19,12 @@ import triton
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+
+from benchmarks.cuda.device_guard import store_guard
 
 DEVICE: Final = "cuda:0"
 PROPERTIES: Final = types.SimpleNamespace(
@@ -104,9 +107,11 @@ class Driver(DriverBase):
 
 def install(*, compile_kernels: bool) -> None:
     """Let torch believe in the device; without `compile_kernels` Triton's part is left out."""
+    store_guard()
     _answer_for_cuda()
     _answer_for_dynamo()
     FakeTensorMode.avoid_device_init = property(_always(True))
+    fake_tensor.init_gpu_context = _always(None)
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = lambda: None
     _fold_constants_on_cpu()
@@ -122,6 +127,7 @@ def _answer_for_cuda() -> None:
         "device_count": 1,
         "current_device": 0,
         "is_initialized": False,
+        "is_current_stream_capturing": False,
         "_lazy_init": None,
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,

@@ -83,7 +83,7 @@ def _findings(
 ) -> Findings:
     triton = [c for c in wrapper.calls if c.kind is Kind.TRITON]
     moved = bytes_of(wrapper, sizes, weights)
-    order = "".join(map(_letter, wrapper.calls))
+    order = _order(wrapper)
     return Findings(
         triton=len(triton),
         extern=sum(c.kind is Kind.EXTERN for c in wrapper.calls),
@@ -105,6 +105,22 @@ def _findings(
 def _by_exchange(order: str) -> list[str]:
     """Return the launches and waits, and what stands between them in any order."""
     return ["".join(sorted(part)) for part in re.split("([LW])", order)]
+
+
+def _order(wrapper: Wrapper) -> str:
+    """Return a letter for each call; a wait for what has landed already is none."""
+    in_flight: set[str] = set()
+    letters = []
+    for call in wrapper.calls:
+        if call.kind is Kind.LAUNCH:
+            in_flight |= {t.storage for t in call.writes}
+        if call.kind is Kind.WAIT:
+            awaited = {t.storage for t in call.reads}
+            if not awaited & in_flight:
+                continue
+            in_flight -= awaited
+        letters.append(_letter(call))
+    return "".join(letters)
 
 
 def _letter(call: Call) -> str:

@@ -104,9 +104,7 @@ def _kernel(name: str, ptx: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(source), "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        said = _assembled(source)
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.search(r"(\d+) bytes spill stores", said)
     return {
@@ -114,6 +112,23 @@ def _kernel(name: str, ptx: str) -> dict[str, Any]:
         "registers": int(registers[1]) if registers else 0,
         "spilled_bytes": int(spills[1]) if spills else 0,
     }
+
+
+def _assembled(source: Path) -> str:
+    """Return what the first assembler prints that knows the kernel's version of PTX.
+
+    Triton takes the one of its own or of torch that is new enough: there may be three.
+    """
+    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tools = [*sorted(beside.glob("ptxas*")), Path(torch.__file__).parent / "bin" / "ptxas"]
+    failed = []
+    for tool in filter(Path.exists, tools):
+        command = [str(tool), "-v", "--gpu-name", "sm_90a", str(source), "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stderr
+        failed.append(f"{tool}: {done.stderr.strip()}")
+    raise RuntimeError("no ptxas takes what Triton wrote: " + "; ".join(failed))
 
 
 def _write(path: Path, content: Any) -> None:

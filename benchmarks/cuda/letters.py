@@ -6,13 +6,24 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
+from moe_compile.graph.precedence import awaited
 from moe_compile.graph.query import is_launch, is_wait
 from moe_compile.graph.wrapper_order import EventKind
 
 
 def graph_letters(graph: fx.Graph) -> str:
-    """Return the letters of `event_letters` for the nodes of an ATen graph."""
-    return "".join(map(_letter, graph.nodes))
+    """Return the letters of `event_letters` for the nodes of an ATen graph.
+
+    Not of a second wait for the same collective, which newer releases of Inductor leave out.
+    """
+    landed: set[fx.Node | None] = {None}
+    letters = []
+    for node in graph.nodes:
+        launch = awaited(node) if is_wait(node) else None
+        if launch is None or launch not in landed:
+            letters.append(_letter(node))
+        landed.add(launch)
+    return "".join(letters)
 
 
 def _letter(node: fx.Node) -> str:

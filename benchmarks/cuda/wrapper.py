@@ -20,12 +20,15 @@ ITEMSIZE: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float8_e4m3fn": 1,
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8,
 }  # fmt: skip
+WAITS: Final = ("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors")
 SILENT: Final = {
     "assert_alignment", "copy_if_misaligned", "get_raw_stream",
     "torch.cuda._DeviceGuard", "torch.cuda.set_device", "args.clear", "RuntimeError",
     "torch._check", "torch.Event",
 }  # fmt: skip
 """Calls that move no data."""
+ASSERTS_SIZE: Final = ("assert_size_stride", "assert_tensor_metadata")
+"""The second asserts a type, too; torch 2.14 and newer write it."""
 NAME: Final = re.compile(r"[\w.]+")
 METHOD: Final = re.compile(r"\.([a-z]\w*)\(")
 EVENT: Final = re.compile(r"event\w*\.(record|synchronize)$")
@@ -128,8 +131,12 @@ class _Reader:
 
     def _makes_buffer(self, call: ast.Call, name: str, target: str | None) -> bool:
         """Note a buffer or its size, if that is what is called."""
-        if name == "assert_size_stride":
+        if name in ASSERTS_SIZE:
             self._note_size(ast.unparse(call.args[0]), _elements(call.args[1]))
+            return True
+        if name == "assert_size_stride_grouped":
+            for one, shape in zip(*(_members(a) for a in call.args[:2]), strict=True):
+                self._note_size(ast.unparse(one), _elements(shape))
             return True
         if target is not None and name == "reinterpret_tensor":
             self._tensors[target] = self._tensor(call)
@@ -152,8 +159,8 @@ class _Reader:
         elif name.endswith(".copy_"):
             reads, writes = [self._tensor(call.args[0])], [self._tensor(of)]
             self._say(call, Kind.TO_HOST, "copy_", reads=reads, writes=writes)
-        elif short == "_c10d_functional.wait_tensor":
-            self._say(call, Kind.WAIT, short, reads=[self._tensor(call.args[0])])
+        elif short in WAITS:
+            self._say(call, Kind.WAIT, short, reads=list(map(self._tensor, _members(call.args[0]))))
             if target is not None:
                 self._tensors[target] = self._tensor(call.args[0])
         elif short.startswith("_c10d_functional."):
@@ -341,6 +348,11 @@ def _itemsizes(module: ast.Module) -> Iterator[tuple[str, int]]:
         if dtypes and made in ("rand_strided", "torch.empty_strided"):
             shared[name] = ITEMSIZE[dtypes[0].removeprefix("torch.")]
             yield name, shared[name]
+
+
+def _members(value: ast.expr) -> list[ast.expr]:
+    """Return what is listed; what stands in parentheses by itself is one."""
+    return value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
 
 
 def _elements(value: ast.expr) -> tuple[str, ...]:

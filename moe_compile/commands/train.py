@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from torchtitan_integration.rank_logs import drop_old, last_errors
 from torchtitan_integration.recipes import find_job, recipes
 from torchtitan_integration.run_output import RunOutput
 from torchtitan_integration.terminal import show
+from torchtitan_integration.titan_keys import check_torchtitan
 
 SIGNALLED = 128
 """An exit status above it is that of a process which a signal ended."""
@@ -84,10 +84,7 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
             f"--world is of --dry-run; to start another number of ranks write --nproc {known.world}"
         )
     job = load_job(find_job(known.config), overrides)
-    if importlib.util.find_spec("torchtitan") is None:
-        raise InvalidConfig(
-            "torchtitan is not installed; pip install 'megamoe[titan]' brings the version wanted"
-        )
+    check_torchtitan()
     check_job(job, is_run=not known.dry_run)
     flag = "--world" if known.dry_run else "--nproc"
     ranks = check_ranks(job, known.world if known.dry_run else known.nproc, flag)

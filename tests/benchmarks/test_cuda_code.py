@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from torch import fx
 
 from benchmarks.cuda.amounts import (
     balanced_sizes,
@@ -16,10 +17,12 @@ from benchmarks.cuda.bars import missed
 from benchmarks.cuda.calls import Kind
 from benchmarks.cuda.cases import PROGRAMS
 from benchmarks.cuda.device_guard import missing
-from benchmarks.cuda.findings import findings_in
+from benchmarks.cuda.findings import _order, findings_in
 from benchmarks.cuda.in_flight import faults
+from benchmarks.cuda.letters import graph_letters
 from benchmarks.cuda.wrapper import read_wrapper
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import C10D
 
 KERNELS = '''
 triton_poi_0 = async_compile.triton('triton_poi_0', """
@@ -107,6 +110,37 @@ def test_calls_are_read_in_their_order_with_what_they_read_and_write():
     assert in_place.numels == ["4 * u2 + 4 * u3"]
     assert wrapper.num_range_checks == {"u0": 2}
     assert wrapper.num_triton_sources == 2
+
+
+def test_newer_torch_asserts_and_waits_in_other_words():
+    """2.14 and 2.15 assert types, several sizes at once, and wait for several tensors at once."""
+    inputs = "".join(line + "\n" for line in FORWARD.splitlines() if "'input'" in line)
+    grouped = "assert_size_stride_grouped((primals_1, primals_2), ((8, 4), (4, 4)), (), 'input')\n"
+    old = "assert_size_stride(buf3, (u2 + u3, 4), (4, 1), 'all_to_all_single')"
+    new = "assert_tensor_metadata(buf3, (u2 + u3, 4), (4, 1), torch.bfloat16, 'all_to_all_single')"
+    wait = "_c10d_functional.wait_tensor.default(buf3)"
+    text = FORWARD.replace(inputs, grouped).replace(old, new)
+    text = text.replace(wait, "_c10d_functional.wait_tensors.default([buf3])").format(between="")
+    text = text.replace("buf3 = torch", "u2, u3 = 1, 1\n    buf3 = torch")
+    older = FORWARD.format(between="").replace("buf3 = torch", "u2, u3 = 1, 1\n    buf3 = torch")
+    assert text != older and inputs
+    calls = [
+        [(c.kind, c.reads, c.writes) for c in read_wrapper(code(t)).calls] for t in (text, older)
+    ]
+    assert calls[0] == calls[1]
+
+
+def test_a_second_wait_for_the_same_collective_is_none():
+    """Newer releases of Inductor leave it out: its order was taken for lost."""
+    wait = "    torch.ops._c10d_functional.wait_tensor.default(buf3)\n"
+    twice = read_wrapper(code(FORWARD.format(between="    pass").replace(wait, wait + wait)))
+    assert _order(twice) == _order(forward()) == "LWm"
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    launch = graph.call_function(C10D.all_reduce.default, (x, "sum", "0"))
+    waits = [graph.call_function(C10D.wait_tensor.default, (launch,))]
+    waits.append(graph.call_function(C10D.wait_tensor.default, (waits[0],)))
+    assert graph_letters(graph) == "LW"
 
 
 @pytest.mark.parametrize(

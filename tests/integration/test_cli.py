@@ -155,6 +155,26 @@ def test_without_torchtitan_the_user_is_told_what_to_install(tmp_path):
     assert "pip install 'megamoe[titan]'" in run.stderr
 
 
+def test_with_another_torchtitan_the_user_is_told_which_and_why_in_one_line(tmp_path):
+    """It was a traceback of every rank's import."""
+    path = write(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2\n")
+    for name in ("torchtitan", "torchtitan-0.3.0.dist-info"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").touch()
+    metadata = "Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.3.0\n"
+    (tmp_path / "torchtitan-0.3.0.dist-info" / "METADATA").write_text(metadata)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"from moe_compile.cli import main; sys.exit(main(['train', {str(path)!r}]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert "torchtitan 0.3.0 is installed" in line and "pip install 'torchtitan==0.2.2'" in line
+
+
 def test_ranks_are_the_product_of_the_degrees_and_overrides_win(tmp_path):
     text = "[parallelism]\ndata_parallel_shard_degree = 2\ntensor_parallel_degree = 2\n"
     path = write(tmp_path, text)
