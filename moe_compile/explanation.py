@@ -3,7 +3,9 @@
 Contract
     A model that Dynamo captures in one graph is not run; another is run once, on all ranks, and its
     graphs run as they were written. No code is generated. Dynamo is reset.
-    What is said of a graph is what the passes do when it is compiled with the same options.
+    What is said of a graph is what the passes do when it is compiled with the same options, and
+    graphs are those of `torch.compile(model, backend="megamoe")`. Where these end at a result
+    whose length depends on data, what is found once Dynamo captures such stands beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.fx as fx
 from rich.console import Console
+from torch._guards import CompileContext
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_graphs
@@ -37,6 +40,8 @@ from moe_compile.report.process_report import report_of
 LOG: Final = logging.getLogger(__name__)
 NO_RUN: Final = "fake"
 """torch's process group that moves nothing: models can be traced on it, not run."""
+SETTING: Final = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
+"""The line with which Dynamo captures results whose length depends on data."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +54,8 @@ class Explanation:
     num_graphs: int
     is_whole: bool
     """Whether all graphs were seen."""
+    if_captured: Explanation | None = None
+    """Where a graph ends at a result of unknown length: what is found with `SETTING`."""
 
     def __str__(self) -> str:
         """Return what was printed."""
@@ -64,13 +71,18 @@ class Explanation:
     def print(self, console: Console | None = None) -> None:
         """Print exchange by exchange, then the report of what was found."""
         console = console or Console()
-        lines = explanation_lines(
-            self.report["exchanges"], self.breaks, self.num_graphs, is_whole=self.is_whole
-        )
-        for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._print_lines(console, "megamoe")
+        if self.if_captured is not None:
+            self.if_captured._print_lines(console, f"with {SETTING}")
         if self.report["regions"] or self.report["attention"]:
             print_report(self.report, console)
+
+    def _print_lines(self, console: Console, title: str) -> None:
+        exchanges, whole = self.report["exchanges"], self.is_whole
+        for line in explanation_lines(
+            exchanges, self.breaks, self.num_graphs, title=title, is_whole=whole
+        ):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,6 +91,10 @@ class _Seen:
 
     config: MegaMoEConfig
     num_graphs: int = 0
+    is_whole: bool = True
+    """Whether that is all there is."""
+    ends_at_length: bool = False
+    """Whether a graph ends at a result whose length depends on data."""
     compilations: list[Compilation] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     breaks: dict[str, None] = field(default_factory=dict)
@@ -86,6 +102,7 @@ class _Seen:
     def note(self, broken: GraphBreak) -> None:
         """Take in where a graph ends."""
         self.breaks[str(broken)] = None
+        self.ends_at_length |= broken.is_of_unknown_length
 
     def look_at(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Take in what the passes make of a copy of `gm`."""
@@ -119,15 +136,13 @@ def explain(model: Any, *inputs: Any, **options: Any) -> Explanation:
     ours = {name.removeprefix(PREFIX): value for name, value in options.items()}
     asked = from_sources(options=ours, environment=os.environ)
     config = replace(asked, codegen="fx", strict=False, report="")
-    seen, is_whole = _look(_as_written(model), inputs, config)
-    explanation = Explanation(
-        report=report_of(
-            seen.compilations, seen.records, hardware=load_profile(config.hardware).name
-        ),
-        breaks=list(seen.breaks),
-        num_graphs=seen.num_graphs,
-        is_whole=is_whole,
-    )
+    model = _as_written(model)
+    seen = _look(model, inputs, config)
+    explanation = _explanation(seen)
+    if seen.ends_at_length:
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            captured = _captured(model, inputs, config)
+        explanation.if_captured = _explanation(captured) if captured.is_whole else None
     if not dist.is_initialized() or dist.get_rank() == 0:
         explanation.print()
     return explanation
@@ -138,38 +153,65 @@ def _as_written(model: Any) -> Any:
     return getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
 
 
-def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> tuple[_Seen, bool]:
-    """Return what was seen, and whether that is all there is."""
-    seen = _Seen(config=config)
+def _explanation(seen: _Seen) -> Explanation:
+    hardware = load_profile(seen.config.hardware).name
+    return Explanation(
+        report=report_of(seen.compilations, seen.records, hardware=hardware),
+        breaks=list(seen.breaks),
+        num_graphs=seen.num_graphs,
+        is_whole=seen.is_whole,
+    )
 
-    def see(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., NoReturn]:
-        seen.look_at(gm, given)
-        return _end
+
+def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> _Seen:
+    """Return what is seen of a run."""
+    captured = _captured(model, inputs, config)
+    if captured.is_whole:
+        return captured
+    seen = _Seen(config=config, breaks=captured.breaks, ends_at_length=captured.ends_at_length)
+    can_run = not dist.is_initialized() or dist.get_backend() != NO_RUN
 
     def see_and_run(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         seen.look_at(gm, given)
-        return gm.forward
+        return gm.forward if can_run else _end
 
+    seen.is_whole = _traced(seen, torch.compile(model, backend=see_and_run), inputs) and can_run
+    return seen
+
+
+def _captured(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> _Seen:
+    """Return what is seen of the model's one graph; `is_whole` is False where there are several.
+
+    Not by `fullgraph=True`, under which Dynamo captures what else ends a graph.
+    """
+    seen = _Seen(config=config)
+
+    def see(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., NoReturn]:
+        compiling = CompileContext.current_compile_id()
+        if compiling is not None and compiling.frame_id:  # Dynamo left the frame around to Python
+            seen.is_whole = False
+        else:
+            seen.look_at(gm, given)
+        return _end
+
+    with torch._dynamo.error_on_graph_break(True):
+        seen.is_whole &= _traced(seen, torch.compile(model, backend=see), inputs)
+    return seen
+
+
+def _traced(seen: _Seen, compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
+    """Call `compiled`; return whether Dynamo came to an end of what it traces."""
     torch._dynamo.reset()
     try:
-        torch.compile(model, backend=see, fullgraph=True)(*inputs)
+        compiled(*inputs)
     except _Captured:
-        return seen, True
+        return True
     except torch._dynamo.exc.TorchDynamoException as error:
         seen.note(break_at(getattr(error, "real_stack", None) or (), str(error)))
+        return False
     finally:
         torch._dynamo.reset()
-    can_run = not dist.is_initialized() or dist.get_backend() != NO_RUN
-    try:
-        torch.compile(model, backend=see_and_run if can_run else see)(*inputs)
-    except _Captured:
-        return seen, False
-    except torch._dynamo.exc.TorchDynamoException as error:
-        seen.note(break_at(getattr(error, "real_stack", None) or (), str(error)))
-        return seen, False
-    finally:
-        torch._dynamo.reset()
-    return seen, can_run
+    return True
 
 
 def _end(*arguments: Any) -> NoReturn:

@@ -32,12 +32,13 @@ def explanation_lines(
     breaks: Sequence[str],
     num_graphs: int,
     *,
+    title: str = "megamoe",
     is_whole: bool,
 ) -> Iterator[str]:
     """Yield the lines; `is_whole` says whether all graphs were seen."""
     found = sum(one["is_found"] for one in exchanges)
     graphs, seen = _some(num_graphs, "graph"), _some(len(exchanges), "exchange")
-    yield f"megamoe: {graphs}, {seen}, {found} found"
+    yield f"{title}: {graphs}, {seen}, {found} found"
     for one in exchanges:
         yield from ("", one["where"] or "(line unknown)")
         yield from _entry("found" if one["is_found"] else "not found", one["what"], one)

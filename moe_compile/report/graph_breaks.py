@@ -24,6 +24,7 @@ COLLECTIVES: Final = str(Path(TORCH, "distributed"))
 AUTOGRAD_FORM: Final = (
     "where gradients flow, all_to_all_single_autograd of torch.distributed._functional_collectives"
 )
+UNKNOWN_LENGTH: Final = re.compile("output shape depends on")
 REMEDIES: Final = (
     (
         re.compile("async_op"),
@@ -42,7 +43,7 @@ REMEDIES: Final = (
         f"all_to_all_single of torch.distributed, or, {AUTOGRAD_FORM}",
     ),
     (
-        re.compile("output shape depends on"),
+        UNKNOWN_LENGTH,
         "say how long the result is, repeat_interleave(..., output_size=n), or compile with "
         "fullgraph=True, which captures such operators",
     ),
@@ -72,6 +73,11 @@ class GraphBreak:
     why: str
     is_collective: bool
     """Whether a collective is what is not traced."""
+
+    @property
+    def is_of_unknown_length(self) -> bool:
+        """Whether what is not traced is a result whose length depends on data."""
+        return UNKNOWN_LENGTH.search(self.why) is not None
 
     def __str__(self) -> str:
         """Return the place and the reason."""
