@@ -46,6 +46,7 @@ from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.host_read_fallback import eager_where_a_value_is_needed
 from moe_compile.journal.entries import Dropped, PassReport
+from moe_compile.nothing_rewritten import WATCH
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.parts_by_price import decide_parts
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
@@ -99,6 +100,7 @@ def megamoe(
     _log(compilation)
     with eager_where_a_value_is_needed(is_rewritten=compilation.has_regions):
         compiled = _compile(gm, example_inputs, state, patches)
+    compiled = WATCH.counted(compiled)
     if written is None:
         return compiled
     written.learn_guards()

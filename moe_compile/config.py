@@ -167,7 +167,7 @@ class MegaMoEConfig:
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
     """Path of a JSON report: regions, compiled graphs, and what every pass did, with reasons; ""
-    for none."""
+    for none, and in torchtitan jobs for `report.json` in the job's folder."""
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a value no documented option takes."""

@@ -94,15 +94,22 @@ def notes_on(job: JobFile) -> Iterator[str]:
             "by which experts are balanced, and without it tokens choose other experts"
         )
     if not _is_true(job, "compile.enable"):
-        yield (
-            f'compile.backend is "{BACKEND}" and compile.enable is false: nothing is compiled; '
-            "write compile.enable = true"
-        )
+        yield not_compiled(job)
     elif MODEL not in (parts := _components(job)):
         yield (
             f'compile.backend is "{BACKEND}" and compile.components has no "{MODEL}": the model is '
             f"compiled all the same; to say so write compile.components = {_toml([MODEL, *parts])}"
         )
+
+
+def not_compiled(job: JobFile) -> str:
+    """Return why nothing of a job that names our backend is compiled."""
+    if _is_true(job, "compile.enable"):
+        return "no block of the model ran, or its first call failed"
+    return (
+        f'compile.backend is "{BACKEND}" and compile.enable is false: nothing is compiled; '
+        "write compile.enable = true"
+    )
 
 
 def _components(job: JobFile) -> list[str]:

@@ -10,6 +10,7 @@ Contract
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from moe_compile.config import (
@@ -30,6 +31,10 @@ OUTSIDE_GRAPHS: Final = ("blocks_per_graph", "gradient_wire", "node_ranks")
 """Options the recipe acts on itself: FSDP2 reduces gradients outside of compiled graphs, and what
 these reduce inside belongs to tensor parallelism; groups of nodes are made before any graph, and
 so is the choice of what a graph has in it."""
+
+
+REPORT_FILE: Final = "report.json"
+"""In the job's folder, where `megamoe.report` names no other file."""
 
 
 def _field(name: str, default: Any) -> tuple[str, Any, Any]:
@@ -96,6 +101,11 @@ def options_of(job: Any, environment: Mapping[str, str] = os.environ) -> MegaMoE
     """
     table = getattr(job, PREFIX.rstrip("."), None)  # absent from a TOML without our config module
     return from_sources(table=_written(table), environment=environment)
+
+
+def report_path(job: Any) -> str:
+    """Return where the report of a torchtitan job is written."""
+    return options_of(job).report or str(Path(job.job.dump_folder, REPORT_FILE))
 
 
 def option_of(job: Any, name: str) -> Any:

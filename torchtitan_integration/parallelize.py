@@ -27,7 +27,7 @@ from moe_compile.config import PREFIX
 from moe_compile.group_setup import agree_on_machines
 from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
-from torchtitan_integration.job_config import compile_options, option_of, options_of
+from torchtitan_integration.job_config import compile_options, option_of, options_of, report_path
 from torchtitan_integration.layout import BACKEND, of_model, read_layout
 from torchtitan_integration.layout_rules import check_layout
 from torchtitan_integration.model_parts import ModelParts, parts_of
@@ -179,7 +179,8 @@ def _largest_share(parameter: nn.Parameter) -> int:
 def backend_options(job: JobConfig, held: int) -> dict[str, Any]:
     """Return the `options=` of the backend for a job whose rank holds `held` bytes."""
     table = getattr(job, BACKEND, None)  # absent from a TOML that names no config module
-    return {PREFIX + "step_peak_bytes": held, **compile_options(table)}
+    report = {PREFIX + "report": report_path(job)}
+    return {PREFIX + "step_peak_bytes": held, **compile_options(table), **report}
 
 
 def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 Contract
     What can be wrong with the job is said before a process starts: file, key, nearest name.
     The exit status is torchrun's. A run that failed says so in its last line.
-    The report shown at the end is of this run, never of an earlier one.
+    The report shown at the end is of this run, never of an earlier one. Where megamoe was asked for
+    and rewrote nothing, the last line says so, and why.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,9 +19,12 @@ from typing import Any
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
-from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
-from torchtitan_integration.job_file import JobFile, load_job, rank_with_loss
+from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
+from torchtitan_integration.job_checks import check_job, check_ranks, not_compiled, notes_on
+from torchtitan_integration.job_config import REPORT_FILE
+from torchtitan_integration.job_file import JobFile, load_job, rank_with_loss, uses_megamoe
 from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
+from torchtitan_integration.layout import read_layout
 from torchtitan_integration.rank_logs import drop_old, last_errors
 from torchtitan_integration.recipes import find_job, recipes
 from torchtitan_integration.run_output import RunOutput
@@ -40,8 +43,8 @@ def add_train(commands: Any) -> None:
         description="Check a torchtitan job, train by it on this machine, one process per "
         "rank, and print what megamoe did. With fewer GPUs than ranks it trains on the CPU.",
         epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
-        "--megamoe.chunks 4. The report is read from the path in megamoe.report. Recipes: "
-        f"{', '.join(recipes())}.",
+        "--megamoe.chunks 4. The report is written into the job's folder, or as megamoe.report "
+        f"says. Recipes: {', '.join(recipes())}.",
         usage="megamoe train [-h] [--verbose] [--nproc N | --dry-run [--world N]] CONFIG "
         "[--section.key value ...]",
         allow_abbrev=False,
@@ -115,14 +118,18 @@ def _dry_run(job: JobFile, world: int) -> int:
 def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> int:
     if num_gpus() and uses_cpu(ranks):
         _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
-    logs = Path(job.read("job.dump_folder", "outputs")) / "ranks"
+    folder = Path(job.read("job.dump_folder", "outputs"))
+    logs = folder / "ranks"
     drop_old(logs)
-    report = Path(job.read("megamoe.report") or os.environ.get("MEGAMOE_REPORT", ""))
+    report = Path(job.read("megamoe.report") or folder / REPORT_FILE)
     before = _written(report)
     command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
     output = RunOutput(verbose=verbose, on_cpu=uses_cpu(ranks))
     status = run(command, lambda lines: show(lines, output))
-    _print_report(report, is_new=_written(report) != before, job=job, failed=status != 0)
+    written = _read_new(report, before)
+    if written:
+        print_report(written)
+        print(f"megamoe: this report as JSON: {report}", flush=True)  # noqa: T201
     if measured := output.measured():
         print(measured)  # noqa: T201  (the user's terminal)
     if output.num_folded and not verbose:
@@ -131,6 +138,8 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
         for line in last_errors(logs):
             _say(line)
         _say(_failure(status, logs))
+    elif uses_megamoe(job) and (why := _why_nothing(job, written)):
+        _say(why)
     return status
 
 
@@ -147,14 +156,15 @@ def _written(path: Path) -> int:
     return path.stat().st_mtime_ns if path.is_file() else 0
 
 
-def _print_report(path: Path, *, is_new: bool, job: JobFile, failed: bool) -> None:
-    if is_new:
-        print_report(json.loads(path.read_text()))
-        print(f"megamoe: this report as JSON: {path}", flush=True)  # noqa: T201
-    elif not failed and job.read("compile.backend") == "megamoe":
-        print(  # noqa: T201
-            f"megamoe: no report was written to {path}: nothing was compiled"
-            if path.name
-            else "megamoe: no report was asked for; name a file in megamoe.report to have one",
-            flush=True,
-        )
+def _read_new(path: Path, before: int) -> dict[str, Any]:
+    """Return the report that a run has written, {} where it has written none."""
+    return dict(json.loads(path.read_text())) if _written(path) != before else {}
+
+
+def _why_nothing(job: JobFile, report: dict[str, Any]) -> str:
+    """Return the last line of a run in which megamoe rewrote nothing, "" for another."""
+    if not report:
+        return f"nothing was compiled by megamoe: {not_compiled(job)}"
+    why = why_nothing_was_rewritten(report)
+    stage = " on rank 0, of the first pipeline stage" if read_layout(job.read).pp > 1 else ""
+    return f"nothing was rewritten{stage}: {why}" if why else ""

@@ -8,6 +8,8 @@ Contract
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ import torch.fx as fx
 
 TORCH: Final = str(Path(torch.__file__).parent)
 COLLECTIVES: Final = str(Path(TORCH, "distributed"))
+EXCHANGE: Final = re.compile(r"\ball_to_all")
 AUTOGRAD_FORM: Final = (
     "where gradients flow, all_to_all_single_autograd of torch.distributed._functional_collectives"
 )
@@ -114,13 +117,30 @@ def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
 
 
 def frames_left_out() -> list[GraphBreak]:
-    """Return the functions that Dynamo left to Python since a collective in them is not traced."""
+    """Return the functions with exchanges that Dynamo left to Python.
+
+    They call a collective that is not traced; or have an all-to-all in their source, and in a loop
+    or a `with` something that is not traced, where Dynamo cannot end a graph.
+    """
     metrics: list[Any] = getattr(dynamo_utils, "get_compilation_metrics", list)()
-    return [
-        GraphBreak(_place(m.co_filename, m.co_firstlineno, m.co_name), _short(m.fail_reason), True)
-        for m in metrics
-        if m.fail_reason and str(m.fail_user_frame_filename).startswith(COLLECTIVES)
-    ]
+    return [_left_out(m) for m in metrics if m.fail_reason and _has_exchange(m)]
+
+
+def _left_out(metrics: Any) -> GraphBreak:
+    function = _place(metrics.co_filename, metrics.co_firstlineno, metrics.co_name)
+    why = _short(metrics.fail_reason)
+    if metrics.fail_user_frame_filename == metrics.co_filename:
+        why = (
+            f"Dynamo leaves the function to Python for line {metrics.fail_user_frame_lineno}: {why}"
+        )
+    return GraphBreak(function, why, True)
+
+
+def _has_exchange(metrics: Any) -> bool:
+    if str(metrics.fail_user_frame_filename).startswith(COLLECTIVES):
+        return True
+    following = linecache.getlines(metrics.co_filename)[metrics.co_firstlineno - 1 :]
+    return EXCHANGE.search("".join(inspect.getblock(following))) is not None
 
 
 def warning_of(one: GraphBreak) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.exchanges import exchanges_of
+from moe_compile.report.graph_breaks import frames_left_out, warning_of
 from moe_compile.runtime.launch_records import executed_records, on_first_execution
 from moe_compile.source_hash import installed_version
 
@@ -56,6 +57,8 @@ class ProcessReport:
         """Of graphs with exchanges and no region; each once, in order."""
         self.graph_breaks: dict[str, None] = {}
         """Where Dynamo ended a graph, or left a function to Python; each once, in order."""
+        self.num_graphs = 0
+        """Graphs that Dynamo gave to megamoe."""
         self.paths: set[Path] = set()
         self._unwritable: set[Path] = set()
         self._hardware = ""
@@ -65,6 +68,7 @@ class ProcessReport:
 
         The file is written in any case: a report that finds nothing says so.
         """
+        self.num_graphs += 1
         self._keep(compilation)
         self.warnings |= dict.fromkeys(compilation.warnings())
         self.graph_breaks |= dict.fromkeys(map(str, compilation.graph_breaks()))
@@ -91,12 +95,15 @@ class ProcessReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report."""
+        left_out = frames_left_out()  # some of them after the last graph
+        breaks = {**self.graph_breaks, **dict.fromkeys(map(str, left_out))}
         return report_of(
             self.compilations,
             executed_records(),
             hardware=self._hardware,
-            warnings=tuple(self.warnings),
-            graph_breaks=tuple(self.graph_breaks),
+            warnings=tuple({**self.warnings, **dict.fromkeys(map(warning_of, left_out))}),
+            graph_breaks=tuple(breaks),
+            num_graphs=self.num_graphs,
         )
 
     def num_recompiles(self) -> int:
@@ -132,6 +139,7 @@ def report_of(
     hardware: str,
     warnings: Sequence[str] = (),
     graph_breaks: Sequence[str] = (),
+    num_graphs: int = 1,
 ) -> dict[str, Any]:
     """Return a report as JSON data; `graphs` are the records of compiled graphs."""
     return {
@@ -155,6 +163,7 @@ def report_of(
         ],
         "compilations": sum(c.has_regions for c in compilations),
         "recompiles": _num_recompiles(compilations),
+        "num_graphs": num_graphs,
     }
 
 

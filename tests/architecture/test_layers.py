@@ -39,6 +39,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.first_run",
         "moe_compile.group_setup",
         "moe_compile.host_read_fallback",
+        "moe_compile.nothing_rewritten",
         "moe_compile.parts_by_price",
         "moe_compile.predicted_time",
         "moe_compile.read_options",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
+from moe_compile.report.process_report import report_of
 from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
@@ -418,6 +420,27 @@ def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch
     monkeypatch.setattr("moe_compile.commands.train.run", lambda *_: 130)
     assert main(["train", str(tmp_path / "job.toml")]) == 130
     assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_without_megamoe_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
+    """Jobs trained to their end without a word."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.chdir(tmp_path)
+    empty = report_of([], [], hardware="cpu", warnings=("megamoe: the exchange at a.py:3",))
+
+    def write_report(command, show):
+        path = Path("outputs/report.json")
+        path.parent.mkdir()
+        path.write_text(json.dumps(empty))
+        return 0
+
+    for started, last in (
+        (lambda *_: 0, "nothing was compiled by megamoe: no block of the model ran"),
+        (write_report, "nothing was rewritten: the exchange at a.py:3"),
+    ):
+        monkeypatch.setattr("moe_compile.commands.train.run", started)
+        assert main(["train", str(write(tmp_path, RIGHT))]) == 0
+        assert last in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_recipe_is_found_by_its_name_and_an_unknown_one_lists_them(capsys, tmp_path, monkeypatch):
