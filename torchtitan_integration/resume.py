@@ -6,6 +6,7 @@ Contract
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +77,19 @@ def _check_formats(job: JobFile) -> None:
                 f"checkpoint.{asked} = true: safetensors of Hugging Face hold a model and nothing "
                 f"else; write checkpoint.{needs} = true"
             )
+        if _is_set(job, asked) and not _has_safetensors():
+            raise InvalidConfig(
+                f"checkpoint.{asked} = true needs a package that is not installed: pip install "
+                "safetensors"
+            )
+
+
+def _has_safetensors() -> bool:
+    try:
+        importlib.import_module("safetensors")
+    except ImportError:
+        return False
+    return True
 
 
 def _check_initial(job: JobFile) -> None:

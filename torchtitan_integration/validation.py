@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torchtitan.components.validate import Validator
+from torchtitan.distributed import ParallelDims
 
 MASKED: Final = ("flex", "varlen")
 """Kernels of attention that are given a mask."""
@@ -21,8 +22,17 @@ class KernelValidator(Validator):  # type: ignore[misc]
     """Makes masks for kernels that take one, as torchtitan's trainer does.
 
     torchtitan's validator makes them wherever a model knows how to, and its DeepSeek-V3 and Llama 4
-    on SDPA end in an assertion when they are given one.
+    on SDPA end in an assertion when they are given one. With context parallelism it divides each
+    rank's loss by the tokens of one part of the sequence, not of all of it.
     """
+
+    def __init__(self, *, parallel_dims: ParallelDims, loss_fn: Any, **others: Any) -> None:
+        """Validate as torchtitan does."""
+        super().__init__(
+            parallel_dims=parallel_dims,
+            loss_fn=lambda *given: loss_fn(*given) / parallel_dims.cp,
+            **others,
+        )
 
     def post_dataloading_process(
         self,

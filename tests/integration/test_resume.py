@@ -1,5 +1,8 @@
 """What a job cannot load or save is said before a process starts, with the key to change."""
 
+import sys
+import types
+
 import pytest
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
@@ -16,6 +19,7 @@ SAVES = f"{RIGHT}[checkpoint]\nenable = true\n".replace("[training]", "[training
 def answer(tmp_path, monkeypatch):
     """Return what is said of the job with flags; "" where it may start."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", types.ModuleType("safetensors"))
 
     def ask(*flags):
         try:
@@ -97,3 +101,8 @@ def test_weights_to_begin_with_must_be_there_and_be_enough(answer, tmp_path):
 def test_safetensors_hold_a_model_alone(answer, asked, needs):
     said = answer(f"--checkpoint.{asked}", f"--checkpoint.no-{needs}")
     assert f"write checkpoint.{needs} = true" in said
+
+
+def test_a_package_that_safetensors_need_is_named(answer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert "pip install safetensors" in answer("--checkpoint.last_save_in_hf")
