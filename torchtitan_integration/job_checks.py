@@ -14,7 +14,17 @@ from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig, listed, nearest
 from torchtitan_integration import titan_keys
-from torchtitan_integration.job_file import JobFile, num_ranks, uses_megamoe
+from torchtitan_integration.job_file import (
+    JobFile,
+    layout_faults,
+    names_in_list,
+    num_ranks,
+    option_faults,
+    refuse,
+    uses_megamoe,
+)
+from torchtitan_integration.job_values import run_faults, said, value_faults
+from torchtitan_integration.launch import uses_cpu
 from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, MODEL, read_layout, toml
 from torchtitan_integration.resume import check_resume
 from torchtitan_integration.titan_keys import Kinds
@@ -35,20 +45,46 @@ OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world", "--verbose")
 
 def check_job(job: JobFile, *, is_run: bool) -> None:
     """Raise InvalidConfig for what cannot train; what is read from disk only where it `is_run`."""
+    refuse(job, list(_faults(job, is_run=is_run)))
+
+
+def checked_ranks(job: JobFile, asked: int | None, *, is_run: bool) -> int:
+    """Return the number of ranks of a job in which nothing is wrong; `asked` by a flag, or None.
+
+    Raises InvalidConfig with all that is wrong.
+    """
+    faults, ranks = list(_faults(job, is_run=is_run)), asked or 1
     try:
-        _check_modules(job)
-        keys = titan_keys.keys_of_jobs(str(job.read("job.custom_config_module", "")))
-        if keys:
-            _check_table(job.content, keys)
-            _check_flags(job.overrides, keys)
-        if uses_megamoe(job) and job.read("experimental.custom_import") == REGISTER:
-            _check_flavor(job)
-            if is_run:
-                _check_text(job)
-        if is_run:
-            check_resume(job)
+        ranks = check_ranks(job, asked, "--nproc" if is_run else "--world")
     except InvalidConfig as error:
-        raise InvalidConfig(f"{job.path}: {error}") from None
+        faults.append(str(error).removeprefix(f"{job.path}: "))
+    if is_run:
+        faults += run_faults(job, on_cpu=uses_cpu(ranks))
+    refuse(job, faults)
+    return ranks
+
+
+def _faults(job: JobFile, *, is_run: bool) -> Iterator[str]:
+    faults = [*option_faults(job), *layout_faults(job), *_module_faults(job), *_key_faults(job)]
+    yield from faults
+    yield from value_faults(job)
+    if uses_megamoe(job) and job.read("experimental.custom_import") == REGISTER and not faults:
+        yield from said(lambda: _check_flavor(job))
+        if is_run:
+            yield from said(lambda: _check_text(job))
+    if is_run and not faults:
+        yield from said(lambda: check_resume(job))
+
+
+def _key_faults(job: JobFile) -> Iterator[str]:
+    try:
+        keys = titan_keys.keys_of_jobs(str(job.read("job.custom_config_module", "")))
+    except InvalidConfig as error:
+        yield str(error)
+        return
+    if keys:
+        yield from _table_faults(job.content, keys)
+        yield from _flag_faults(job.overrides, keys)
 
 
 def check_ranks(job: JobFile, ranks: int | None, flag: str) -> int:
@@ -114,8 +150,7 @@ def not_compiled(job: JobFile) -> str:
 
 def _components(job: JobFile) -> list[str]:
     """Return what of a job is compiled, as it says so."""
-    said = job.read("compile.components", [MODEL])
-    return said.split(",") if isinstance(said, str) else list(said)
+    return names_in_list(job.read("compile.components", [MODEL]))
 
 
 def _toml(names: list[str]) -> str:
@@ -126,11 +161,11 @@ def _is_true(job: JobFile, key: str) -> bool:
     return str(job.read(key, False)).lower() == "true"
 
 
-def _check_modules(job: JobFile) -> None:
-    """Refuse a table or a backend that torchtitan does not know without a module of ours."""
+def _module_faults(job: JobFile) -> Iterator[str]:
+    """Yield a table or a backend that torchtitan does not know without a module of ours."""
     flags = any(word.startswith(f"--{BACKEND}.") for word in job.overrides)
     if (BACKEND in job.content or flags) and not job.read("job.custom_config_module"):
-        raise InvalidConfig(
+        yield (
             f"torchtitan knows no [{BACKEND}]; write under [job]: "
             f'custom_config_module = "{CONFIG_MODULE}"'
         )
@@ -139,48 +174,61 @@ def _check_modules(job: JobFile) -> None:
         if job.read("training.dataset") == TEXT:
             needs = needs or f'training.dataset = "{TEXT}"'
         if needs:
-            raise InvalidConfig(
+            yield (
                 f'{needs} needs our train specs; write under [experimental]: custom_import = "'
                 f'{REGISTER}"'
             )
 
 
-def _check_table(table: Mapping[str, Any], keys: Mapping[str, Kinds], prefix: str = "") -> None:
+def _table_faults(
+    table: Mapping[str, Any], keys: Mapping[str, Kinds], prefix: str = ""
+) -> Iterator[str]:
     sections = {key.rpartition(".")[0] + "." for key in keys}
     for name, value in table.items():
         key = prefix + name
+        if key == BACKEND:
+            continue  # its options are checked as such
         if isinstance(value, dict) and any(s.startswith(f"{key}.") for s in sections):
-            _check_table(value, keys, f"{key}.")
+            yield from _table_faults(value, keys, f"{key}.")
         elif key not in keys:
-            raise InvalidConfig(f"torchtitan has no key {key!r}.{_nearest(key, keys)}")
+            yield f"torchtitan has no key {key!r}.{_nearest(key, keys)}"
         elif not titan_keys.admits(keys[key], value):
-            raise InvalidConfig(f"{key} is {value!r}; write {titan_keys.said(keys[key])}")
+            yield f"{key} is {value!r}; write {titan_keys.said(keys[key])}"
 
 
-def _check_flags(words: tuple[str, ...], keys: Mapping[str, Kinds]) -> None:
+def _flag_faults(words: tuple[str, ...], keys: Mapping[str, Kinds]) -> Iterator[str]:
     left = list(words)
     while left:
         word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if not flag.startswith("--"):
-            raise InvalidConfig(f"{word!r} belongs to no flag: what a flag takes follows it")
-        key = flag.removeprefix("--").replace("-", "_")
-        section, _, name = key.rpartition(".")
-        switch = f"{section}.{name.removeprefix('no_')}"
-        if keys.get(switch) == ("bool",):
-            if equals or (left and not left[0].startswith("--")):
-                raise InvalidConfig(
-                    f"{flag} takes no value; write --{switch} or --{section}.no_"
-                    f"{name.removeprefix('no_')}"
-                )
-        elif key not in keys:
-            raise InvalidConfig(f"there is no flag {flag!r}.{_nearest_flag(key, keys)}")
-        else:
-            if not equals and (not left or left[0].startswith("--")):
-                raise InvalidConfig(f"{flag} needs a value: {titan_keys.said(keys[key])}")
-            given = value if equals else left.pop(0)
-            if not titan_keys.reads(keys[key], given):
-                raise InvalidConfig(f"{flag} is {given!r}; write {titan_keys.said(keys[key])}")
+        if not word.startswith("--"):
+            yield f"{word!r} belongs to no flag: what a flag takes follows it"
+            continue
+        given = left.pop(0) if left and "=" not in word and not left[0].startswith("--") else None
+        if fault := _flag_fault(word, given, keys):
+            yield fault
+
+
+def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
+    """Return what is wrong with a flag; `given` is the word after it that is none."""
+    flag, equals, value = word.partition("=")
+    key = flag.removeprefix("--").replace("-", "_")
+    section, _, name = key.rpartition(".")
+    switch = f"{section}.{name.removeprefix('no_')}"
+    if section == BACKEND and switch not in keys:
+        return ""  # its options are checked as such
+    if keys.get(switch) == ("bool",):
+        takes = (
+            f"{flag} takes no value; write --{switch} or --{section}.no_{name.removeprefix('no_')}"
+        )
+        return takes if equals or given is not None else ""
+    if key not in keys:
+        return f"there is no flag {flag!r}.{_nearest_flag(key, keys)}"
+    text = value if equals else given
+    if text is None:
+        return f"{flag} needs a value: {titan_keys.said(keys[key])}"
+    if not titan_keys.reads(keys[key], text):
+        return f"{flag} is {text!r}; write {titan_keys.said(keys[key])}"
+    return ""
 
 
 def _nearest(key: str, keys: Mapping[str, Kinds]) -> str:

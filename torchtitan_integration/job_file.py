@@ -1,8 +1,8 @@
 """A torchtitan TOML file and what the command line overrides in it, checked before a rank starts.
 
 Contract
-    Every error names the file or the flag, the key, and what to write. Only what concerns megamoe
-    is checked; the rest is torchtitan's to say.
+    Every error names the file or the flag, the key, and what to write, and all that is wrong is
+    said at once. Only what concerns megamoe is checked here; `job_checks` has the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +20,9 @@ from moe_compile.config import (
     OPTION_NAMES,
     TABLE_ONLY,
     MegaMoEConfig,
-    check_name,
     from_sources,
 )
-from moe_compile.errors import InvalidConfig
+from moe_compile.errors import InvalidConfig, nearest
 from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
 from torchtitan_integration.layout_rules import check_layout
 
@@ -64,6 +63,13 @@ def load_job(path: Path, overrides: list[str]) -> JobFile:
 
     Raises InvalidConfig when the file, its `[megamoe]` table, or the layout is wrong.
     """
+    job = read_job(path, overrides)
+    refuse(job, [*option_faults(job), *layout_faults(job)])
+    return job
+
+
+def read_job(path: Path, overrides: list[str]) -> JobFile:
+    """Return the job of a TOML file. Raises InvalidConfig where it is none."""
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
@@ -73,14 +79,26 @@ def load_job(path: Path, overrides: list[str]) -> JobFile:
     for section, table in content.items():
         if not isinstance(table, dict):
             raise InvalidConfig(f"{path}: {section} must be a table, [{section}]")
-    job = JobFile(path=path, content=content, overrides=tuple(overrides))
-    try:
-        _check_options(job)
-        if uses_megamoe(job):
+    return JobFile(path=path, content=content, overrides=tuple(overrides))
+
+
+def refuse(job: JobFile, faults: Sequence[str]) -> None:
+    """Raise InvalidConfig with all faults of a job, one a line; none of them is none."""
+    different = list(dict.fromkeys(faults))
+    if len(different) == 1:
+        raise InvalidConfig(f"{job.path}: {different[0]}")
+    if different:
+        lines = "".join(f"\n  {fault}" for fault in different)
+        raise InvalidConfig(f"{job.path}: {len(different)} things are wrong:{lines}")
+
+
+def layout_faults(job: JobFile) -> Iterator[str]:
+    """Yield why the recipe does not have the layout of a job."""
+    if uses_megamoe(job):
+        try:
             check_layout(read_layout(job.read))
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{path}: {error}") from None
-    return job
+        except InvalidConfig as error:
+            yield from str(error).split("\n  ")
 
 
 def uses_megamoe(job: JobFile) -> bool:
@@ -113,21 +131,55 @@ def rank_with_loss(job: JobFile, ranks: int) -> int:
     return first_ranks_of_stages(job, ranks)[-1]
 
 
-def _check_options(job: JobFile) -> None:
-    """Raise InvalidConfig for an unknown option or an impossible value, in file or flags."""
-    table = dict(job.content.get("megamoe", {}))
-    for name in table:
-        check_name(name, where="[megamoe]", known=KNOWN)
+def option_faults(job: JobFile) -> Iterator[str]:
+    """Yield what is wrong with our options, in file, flags and environment: names, then values."""
+    table = dict(job.content.get(BACKEND, {}))
+    unknown = [name for name in table if name not in KNOWN]
+    flags = list(_overridden(job))
+    yield from (_unknown(name, "[megamoe]") for name in unknown)
+    yield from (_unknown(n, f"--megamoe.{n}") for n in flags if n not in KNOWN)
+    values: dict[str, Any] = {k: v for k, v in table.items() if k in KNOWN and k not in flags}
     environment = dict(os.environ)
-    for name in _overridden(job):
-        table.pop(name, None)
-        value = job.read(f"megamoe.{name}", "")
+    for name in flags:
+        value = job.read(f"{BACKEND}.{name}", "")
         is_read = isinstance(getattr(MegaMoEConfig(), name, None), int | float | str)
         if name in TABLE_ONLY:
-            table[name] = value
+            values[name] = value
         elif is_read and value not in ("", True):
             environment[ENVIRONMENT_PREFIX + name.upper()] = value  # text, as a variable is
-    from_sources(table=table, environment=environment)
+    ours = {k: v for k, v in environment.items() if k.startswith(ENVIRONMENT_PREFIX)}
+    yield from _value_faults(values, ours)
+
+
+def _value_faults(table: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield why options cannot be built, the one at fault left out each time."""
+    while why := _why_not(table, environment):
+        yield why
+        without = [
+            *(({k: v for k, v in table.items() if k != name}, environment) for name in table),
+            *((table, {k: v for k, v in environment.items() if k != n}) for n in environment),
+        ]
+        better = [pair for pair in without if _why_not(*pair) != why]
+        if not better:
+            return
+        table, environment = better[0]
+
+
+def _why_not(table: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    try:
+        from_sources(table=table, environment=environment)
+    except InvalidConfig as error:
+        return str(error)
+    return ""
+
+
+def _unknown(name: str, where: str) -> str:
+    return f"{where}: megamoe has no option {name!r}.{nearest(name, KNOWN)}"
+
+
+def names_in_list(said: Any) -> list[str]:
+    """Return the names of a list, as a flag has them, with commas, or as the file has."""
+    return [n for n in said.split(",") if n] if isinstance(said, str) else list(said)
 
 
 def _overridden(job: JobFile) -> list[str]:
@@ -139,6 +191,5 @@ def _overridden(job: JobFile) -> list[str]:
         name = word.removeprefix("--megamoe.").partition("=")[0].replace("-", "_")
         is_switch = isinstance(getattr(MegaMoEConfig(), name.removeprefix("no_"), None), bool)
         if not is_switch:  # torchtitan's --megamoe.strict and --megamoe.no-strict take no value
-            check_name(name, where=f"--megamoe.{name}", known=KNOWN)
             names.append(name)
     return names

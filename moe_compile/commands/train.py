@@ -20,9 +20,9 @@ from typing import Any
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
-from torchtitan_integration.job_checks import check_job, check_ranks, not_compiled, notes_on
+from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
 from torchtitan_integration.job_config import REPORT_FILE
-from torchtitan_integration.job_file import JobFile, load_job, rank_with_loss, uses_megamoe
+from torchtitan_integration.job_file import JobFile, rank_with_loss, read_job, uses_megamoe
 from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
 from torchtitan_integration.layout import read_layout
 from torchtitan_integration.rank_logs import drop_old, last_errors
@@ -86,11 +86,9 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
         raise InvalidConfig(
             f"--world is of --dry-run; to start another number of ranks write --nproc {known.world}"
         )
-    job = load_job(find_job(known.config), overrides)
+    job = read_job(find_job(known.config), overrides)
     check_torchtitan()
-    check_job(job, is_run=not known.dry_run)
-    flag = "--world" if known.dry_run else "--nproc"
-    ranks = check_ranks(job, known.world if known.dry_run else known.nproc, flag)
+    ranks = checked_ranks(job, known.world or known.nproc, is_run=not known.dry_run)
     for note in notes_on(job):
         _say(f"note: {note}")
     if known.dry_run:

@@ -326,6 +326,20 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--dry-run", "--world", "3"], "write --world 2"),
         (["--dry-run", "--nproc", "2"], "write --world 2"),
         (["--world", "2"], "write --nproc 2"),
+        (["--training.steps", "-5"], "training.steps is -5; write 1 or more"),
+        (["--training.global_batch_size", "-2"], "write 1 or more, or -1"),
+        (["--training.global_batch_size", "24"], "write a multiple of 16"),
+        (["--optimizer.lr", "-0.1"], "optimizer.lr is -0.1"),
+        (["--megamoe.hardware", "h1000"], "no profile 'h1000'"),
+        (["--megamoe.disable_passes", "split_bath"], "Did you mean 'split_batch'?"),
+        (["--megamoe.transport", "pigeons"], "pigeons"),
+        (["--megamoe.batch_parts", "9"], "write training.local_batch_size = 9 or more"),
+        (["--compile.backend", "inductr"], "Did you mean 'inductor'?"),
+        (["--experimental.custom_import", "torchtitan_integration.registr"], "no such module"),
+        (["--experimental.custom_import", "nowhere.register"], "No module named 'nowhere'"),
+        (["--job.dump_folder", "job.toml/outputs"], "job.toml is a file"),
+        (["--megamoe.report", "."], "write the name of a file"),
+        (["--profiling.enable_profiling"], "write profiling.enable_profiling = false on a CPU"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_named_before_a_process_starts(checked, flags, message):
@@ -347,6 +361,21 @@ def test_wrong_flags_are_named_before_a_process_starts(checked, flags, message):
 )
 def test_wrong_files_are_named_before_a_process_starts(checked, text, message):
     assert message in checked(text)
+
+
+def test_all_that_is_wrong_with_a_job_is_said_at_once(checked):
+    """One thing was said in each try."""
+    text = RIGHT.replace("[training]", "[training]\nsteps = -1\nlocl = 3")
+    text += '[megamoe]\nchunks = 0\ncodgen = "fx"\nnumerics = "rough"\nattention_split = "qkv"\n'
+    said = checked(text, "--training.step", "5", "--compile.enable", "true", "--nproc", "3")
+    first, *faults = said.splitlines()
+    assert first.endswith("9 things are wrong:") and len(faults) == 9
+    for fault in (
+        "'codgen'", "megamoe.chunks is 0", "megamoe.numerics is 'rough'", "megamoe.attention_split",
+        "training.steps is -1", "no key 'training.locl'", "no flag '--training.step'",
+        "--compile.enable takes no value", "write --nproc 2",
+    ):  # fmt: skip
+        assert sum(fault in line for line in faults) == 1, fault
 
 
 @pytest.mark.slow

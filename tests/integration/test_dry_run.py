@@ -15,7 +15,12 @@ from moe_compile.cli import main
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
 from tests.integration.titan_jobs import CONFIG, flags_of
-from torchtitan_integration.dry_run.memory import ModelState, StageMemory, first_most_last
+from torchtitan_integration.dry_run.memory import (
+    ModelState,
+    StageMemory,
+    device_memory,
+    first_most_last,
+)
 
 DEGREE = "parallelism.{}_degree".format
 DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
@@ -204,6 +209,17 @@ def test_of_the_stages_between_first_and_last_the_one_with_most_is_shown():
     assert [s.name for s in first_most_last([*many, last])] == ["first", "most", "last"]
     assert [s.name for s in first_most_last([*many[:1], last])] == ["first", "last"]
     assert [s.name for s in first_most_last(many[:1])] == ["first"]
+
+
+def test_a_job_that_hardly_fits_its_gpu_is_warned_of():
+    """79.78 GiB of a GPU with 80 passed without a word."""
+    room = device_memory("h100")
+    assert room.total == 80 << 30
+    assert room.warning(stage("rank 0", 60)) == ""
+    assert "rank 0 holds 79.0 GiB" in room.warning(stage("rank 0", 79))
+    assert "has 1.0 GiB left" in room.warning(stage("rank 0", 79))
+    assert "has no room left" in room.warning(stage("rank 0", 90))
+    assert device_memory("cpu").warning(stage("rank 0", 90)) == ""
 
 
 @pytest.mark.slow

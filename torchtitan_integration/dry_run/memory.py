@@ -17,12 +17,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from moe_compile.errors import InvalidConfig
+from moe_compile.hardware.profile import read_profile
 from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.dry_run.blocks import kind_of_graph, stages_of
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import parallelize
 
+GIB: Final = 2**30
+NOT_COUNTED: Final = 6 * GIB
+"""Assumed: CUDA's context and kernels 1, NCCL's buffers 2, workspaces 1, a fragmented pool 2."""
 OPTIMIZER_STATES: Final = 2
 """Of AdamW, per parameter."""
 LOGIT_COPIES: Final = 2
@@ -77,6 +82,39 @@ class StageMemory:
     def total(self) -> int:
         """All of them together."""
         return sum(self.rows().values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """What a GPU has."""
+
+    name: str
+    """Of the hardware profile."""
+    total: int
+    """Bytes; 0 where the profile does not say."""
+
+    def warning(self, stage: StageMemory) -> str:
+        """Return what to warn of where a stage does not fit, or hardly; "" else."""
+        left = self.total - stage.total
+        if not self.total or left >= NOT_COUNTED:
+            return ""
+        what = "has no room left" if left < 0 else f"has {left / GIB:.1f} GiB left"
+        return (
+            f"warning: {stage.name} holds {stage.total / GIB:.1f} GiB, and a GPU of profile "
+            f"{self.name!r} with {self.total / GIB:.1f} GiB {what} for what is not counted here, "
+            f"{NOT_COUNTED / GIB:.0f} GiB or more: CUDA, NCCL, workspaces, and what the allocator "
+            "cannot use. Write more ranks, a smaller training.local_batch_size or training.seq_len,"
+            ' or activation_checkpoint.mode = "full"'
+        )
+
+
+def device_memory(hardware: str) -> DeviceMemory:
+    """Return what a GPU has whose profile has this name; data sheets say GB for GiB."""
+    try:
+        memory = read_profile(hardware).values.get("memory", {})
+    except InvalidConfig:  # a profile that a function makes has no file
+        memory = {}
+    return DeviceMemory(name=hardware, total=int(memory.get("capacity_gb", 0.0) * GIB))
 
 
 def measure_state(rank: FakeRank) -> ModelState:

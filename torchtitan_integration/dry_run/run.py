@@ -16,6 +16,7 @@ from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, trace_layers
 from torchtitan_integration.dry_run.memory import (
     ModelState,
     add_activations,
+    device_memory,
     first_most_last,
     measure_state,
 )
@@ -52,7 +53,7 @@ def dry_run(file: JobFile, world: int) -> None:
         traced = trace_layers(rank, graphs, states["rank 0"].held, status.update)
     print_layers(traced, console)
     stages = [add_activations(name, state, traced) for name, state in states.items()]
-    print_memory(first_most_last(stages), console)
+    print_memory(shown := first_most_last(stages), console)
     if len(stages) > 1:
         console.print(
             "Shown are a rank of the first pipeline stage and one of the last, and of those "
@@ -60,6 +61,15 @@ def dry_run(file: JobFile, world: int) -> None:
             highlight=False,
         )
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
+    room = device_memory(_hardware(file))
+    for warning in filter(None, map(room.warning, shown)):
+        console.print(warning, highlight=False)
+
+
+def _hardware(file: JobFile) -> str:
+    """Return the name of the profile that estimates are for."""
+    named = str(file.read("megamoe.hardware", "detect"))
+    return DEFAULT_HARDWARE if named == "detect" else named
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ from rich.table import Table
 from moe_compile.report.compilations import RegionReport
 from moe_compile.report.explain import LOG_WIDTH
 from torchtitan_integration.dry_run.layers import Traced
-from torchtitan_integration.dry_run.memory import StageMemory
+from torchtitan_integration.dry_run.memory import GIB, StageMemory
 
-GIB: Final = 2**30
 MB: Final = 1e6
 
 
