@@ -77,11 +77,11 @@ def pointwise(tracker: Tracker, node: fx.Node) -> Dims:
     for source in node.all_input_nodes:
         given = tracker.dims(source)
         for i, dim in enumerate(given, len(sizes) - len(given)):
-            dims[i] = _meeting(dims[i], dim)
+            dims[i] = meeting(dims[i], dim)
     return dims
 
 
-def _meeting(left: list[Factor], right: list[Factor]) -> list[Factor]:
+def meeting(left: list[Factor], right: list[Factor]) -> list[Factor]:
     """Return the factors of a dimension that two tensors share, one broadcast perhaps."""
     left, right = flat(left), flat(right)
     if not left or not right:
@@ -137,7 +137,7 @@ def stacked(tracker: Tracker, node: fx.Node) -> Dims:
     for part in parts[1:]:
         if len(tracker.dims(part)) != len(dims):
             raise Lost(f"{node.name} stacks tensors with other numbers of dimensions")
-        dims = [_meeting(a, b) for a, b in zip(dims, tracker.dims(part), strict=True)]
+        dims = [meeting(a, b) for a, b in zip(dims, tracker.dims(part), strict=True)]
     at = dim_of(node, len(dims) + 1, default=0)
     return [*dims[:at], [Factor(len(parts))], *dims[at:]]
 

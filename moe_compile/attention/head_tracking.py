@@ -132,7 +132,7 @@ class Tracker:
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Return what `node` reads, but for what tells the sizes and bounds of what it moves."""
-        is_told = is_movement(node) or node.target is operator.getitem
+        is_told = is_movement(node) or node.target in (operator.getitem, operator.setitem)
         return [n for n in node.all_input_nodes if not (is_told and self.numbers.tells_sizes(n))]
 
     def cut_sizes(self, cut: fx.Node) -> list[int]:

@@ -20,6 +20,7 @@ from moe_compile.attention.head_proof import REFUSALS, Refuse
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
+from moe_compile.batch.taken_places import counts_places
 from moe_compile.capacity.expert_rules import one_index
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
@@ -106,7 +107,7 @@ def body_of(
         raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
     read = {source for node in body for source in node.all_input_nodes}
     given = [node for node in found.cut if node in read]
-    anew = {n for n in given if maker_of(n) is not None and not dependence.writers(n)}
+    anew = {n for n in given if maker_of(n) is not None or counts_places(n)}
     dead = found.nodes | found.told
     for node in reversed(dependence.in_order(made | anew)):
         dead |= {node} if dead.issuperset(node.users) else set()
@@ -117,6 +118,7 @@ def body_of(
         rows=tuple(_outer_of_rows(regions, tracker, batch)),
         cut=tuple(node for node in given if node not in anew),
         anew=tuple(node for node in given if node in anew),
+        written=tuple(node for node in given if dependence.writers(node)),
         segments=tuple(_segments(graph, regions, set(body))),
         alone=tuple(_read_alone(body, found.cut, regions, dependence)),
         results=tuple(n for n in output.all_input_nodes if n in found.apart),

@@ -28,11 +28,11 @@ import torch.fx as fx
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, holds
 from moe_compile.attention.head_proof import Refuse
-from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
 from moe_compile.batch.batch_size import settle_size
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
+from moe_compile.batch.batch_terms import loss_arguments, terms_of
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
 from moe_compile.batch.host_sums import reads_that_add_up
 from moe_compile.batch.sharded_rules import is_about_ranks, keeps_indices
@@ -86,14 +86,21 @@ def split_around(
     if unknown := next((n for n in graph.find_nodes(op="placeholder") if n in lost), None):
         raise Lost(lost[unknown])
     why: Refuse | Lost | None = None
+    of_tokens = _outer_of_tokens(regions, tracker)
     for batch in candidates(graph, tracker):
         try:
             if batch.size < num_parts:
                 raise Refuse(Reason.BATCH_TOO_SMALL, f"{batch.size} for {num_parts} parts")
             return _Proof(graph, dependence, regions, tracker, lost, batch).split()
         except (Refuse, Lost) as refused:
-            why = why or refused
+            why = refused if why is None or batch in of_tokens else why
     raise why or Refuse(Reason.NO_BATCH)
+
+
+def _outer_of_tokens(regions: Proven, tracker: ExpertTracker) -> list[Factor]:
+    """Return the outermost factors of what regions are given: who asks why means one of these."""
+    tokens = (split.found.tokens for split, _ in regions)
+    return [f for node in tokens if node in tracker for f in flat(tracker.dims(node)[0])[:1]]
 
 
 def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
@@ -172,11 +179,27 @@ class _Proof:
         """
         regions = (split.region for split, _ in self.regions)
         sums = {n for region in regions for n in (region.counts, region.received_counts)}
-        for node, dim in self.tracker.closed:
-            is_sum = operator_name(node) in ("sum", "mean") and node not in self.lost
-            if is_sum and holds(dim, self.batch) and not self._has_batch(node):
-                sums |= {node} if found.apart | {*found.cut} >= {*node.all_input_nodes} else set()
+        over = [node for node, dim in self.tracker.closed if holds(dim, self.batch)]
+        for node in over:
+            is_sum = node not in self.lost and terms_of(node) is not None
+            if is_sum and over.count(node) == 1 and self._is_total(node):
+                sums |= {node} if self._come_apart(node, found) else set()
         return sums | reads_that_add_up(found.routed, sums)
+
+    def _is_total(self, node: fx.Node) -> bool:
+        """Whether a sum or mean is over the batch, of terms that come apart; so is a loss."""
+        loss = loss_arguments(node)
+        if loss is None:
+            return not self._has_batch(node)
+        terms = self.tracker.terms.get(node, [])
+        if loss["reduction"] == "batchmean":
+            terms = self.tracker.dims(loss["input"])[:1]
+        return any(holds(dim, self.batch) for dim in terms)
+
+    def _come_apart(self, node: fx.Node, found: Dependents) -> bool:
+        """Whether all that the node reads has the batch in a dimension, or nothing of it."""
+        apart = found.apart | {*found.cut}
+        return not any(n in found and n not in apart for n in node.all_input_nodes)
 
     def _check_inputs(self, found: Dependents) -> None:
         """Refuse an input whose gradient would be a sum over parts, but for parameters."""

@@ -14,17 +14,19 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, size_of, unify
+from moe_compile.attention.head_factors import Dims, Factor, Lost, size_of
 from moe_compile.attention.head_rules import CASTS, operator_name, pointwise
 from moe_compile.attention.move_arguments import from_left, moved
 from moe_compile.batch.attention_rules import FUSED, attention, flex_attention, operand
+from moe_compile.batch.operators_run import check_numbers, is_run, run_rule, writes_own
 from moe_compile.batch.sharded_rules import sharded_rule
+from moe_compile.batch.taken_places import is_taken, taken
 from moe_compile.capacity import expert_rules
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import is_flex_attention
-from moe_compile.graph.query import argument_of, is_integer, overload_name, tensor_of
+from moe_compile.graph.query import argument_of, overload_name, tensor_of
 
 COMPARED: Final = frozenset(
     {
@@ -53,9 +55,11 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     if rule is None:
         expert_rules.follow(tracker, node)
         return
-    if written_arguments(node) and rule is not _scattered:
+    if written_arguments(node) and not (rule in (run_rule, taken) and writes_own(node)):
         raise Lost(f"{node.name} writes in place")
     sources = tracker.operands(node)
+    if rule in (run_rule, taken):
+        check_numbers(node, sources)
     if rule is flex_attention or sharded_rule(node) is rule:
         sources = [one for one in sources if tensor_of(one) is not None]  # no mesh, no code
     for source in sources:
@@ -70,9 +74,10 @@ def _rule_of(node: fx.Node) -> Rule | None:
         return flex_attention
     if _is_one_of_several(node):
         return _kept
-    if _taken_by(node) is not None:
-        return _rows_taken
-    return sharded_rule(node) or RULES.get(_name(node))
+    if is_taken(node):
+        return taken
+    named = sharded_rule(node) or RULES.get(_name(node))
+    return named or (run_rule if is_run(node) else None)
 
 
 def _name(node: fx.Node) -> str:
@@ -87,7 +92,7 @@ def _is_one_of_several(node: fx.Node) -> bool:
         return False
     source = node.all_input_nodes[0]
     attends = is_flex_attention(source) or _name(source) in FUSED
-    return _name(source) in SEVERAL or (attends and node.args[1] == 0)
+    return _name(source) in SEVERAL or is_run(source) or (attends and node.args[1] == 0)
 
 
 def _kept(tracker: ExpertTracker, node: fx.Node) -> Dims:
@@ -111,53 +116,6 @@ def _along(tracker: ExpertTracker, node: fx.Node) -> Dims:
     return dims
 
 
-def _taken_by(node: fx.Node) -> fx.Node | None:
-    """Return the tensor of integers by which `x[index]` takes rows of x, None for another node."""
-    index = node.args[1] if node.target is operator.getitem else None
-    return index if isinstance(index, fx.Node) and is_integer(index) else None
-
-
-def _rows_taken(tracker: ExpertTracker, node: fx.Node) -> Dims:
-    source, index = node.all_input_nodes[0], _taken_by(node)
-    assert index is not None
-    first, *rest = tracker.dims(source)
-    tracker.closed.append((node, first))
-    return [*tracker.dims(index), *rest]
-
-
-def _gathered(tracker: ExpertTracker, node: fx.Node) -> Dims:
-    """Follow `gather`: an element comes of its own place in all dimensions but one."""
-    dim = argument_of(node, 1, "dim")
-    source, index = (operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
-    given, dims = tracker.dims(source), tracker.dims(index)
-    at = from_left(dim, len(given))
-    for i, (mine, other) in enumerate(zip(dims, given, strict=True)):
-        if i != at:
-            unify(other, mine)
-    tracker.closed.append((node, given[at]))
-    return tracker.dims(index)
-
-
-def _scattered(tracker: ExpertTracker, node: fx.Node) -> Dims:
-    """Follow `scatter_` into a tensor of one number: an element is written at its own place.
-
-    In all dimensions but one: along that all of them may be.
-    """
-    given = argument_of(node, 1, "dim")
-    target, index = (operand(node, i, name) for i, name in ((0, "input"), (2, "index")))
-    if not isinstance(argument_of(node, 3, "value"), bool | int | float):
-        raise Lost(f"{node.name} writes what it is given")
-    if operator_name(target) not in FILLED:
-        raise Lost(f"{node.name} writes in place")
-    dims = tracker.dims(target)
-    at = from_left(given, len(dims))
-    for i, (mine, other) in enumerate(zip(dims, tracker.dims(index), strict=True)):
-        if i != at:
-            unify(mine, other)
-    tracker.closed += [(node, tracker.dims(one)[at]) for one in (target, index)]
-    return tracker.dims(target)
-
-
 def _embedded(tracker: ExpertTracker, node: fx.Node) -> Dims:
     ids, weight = operand(node, 0, "input"), operand(node, 1, "weight")
     rows, width = tracker.dims(weight)
@@ -173,8 +131,6 @@ RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(COMPARED, pointwise),
     **dict.fromkeys(KEPT, _kept),
     **dict.fromkeys(ALONG, _along),
-    "gather": _gathered,
-    "scatter_": _scattered,
     **dict.fromkeys(FUSED, attention),
     "scaled_dot_product_attention": attention,
     "embedding": _embedded,

@@ -59,7 +59,9 @@ class BatchSplit:
     cut: tuple[fx.Node, ...]
     """What parts read and do not make, and has the index: each part reads its share."""
     anew: tuple[fx.Node, ...]
-    """Zeros and ones that have the index, and nobody writes: each part makes its own."""
+    """Zeros, ones and numbers of places that have the index: each part makes its own."""
+    written: tuple[fx.Node, ...]
+    """What of these is written in place: parts do so in memory of their own."""
     segments: tuple[tuple[fx.Node, ...], ...]
     """What runs for each part, in graph order, cut where segments of other parts may run."""
     alone: tuple[fx.Node, ...]

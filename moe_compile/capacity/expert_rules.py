@@ -42,6 +42,12 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
         tracker.put(node, rule(tracker, node))
 
 
+def is_known_by_name(node: fx.Node) -> bool:
+    """Whether there is a rule for the operator that `node` calls."""
+    name = _name(node)
+    return name in RULES or name in head_rules.RULES
+
+
 def _name(node: fx.Node) -> str:
     return operator_name(node) or move_name(node)
 

@@ -31,6 +31,8 @@ class ExpertTracker(Tracker):
         product keeps."""
         self.weights: list[tuple[fx.Node, fx.Node]] = []
         """Product -> an operand of it from outside."""
+        self.terms: dict[fx.Node, Dims] = {}
+        """Loss -> the factors of the terms that it adds up."""
 
     def picks(self, node: fx.Node) -> Picks:
         """Return the indices that `node` was made from."""

@@ -45,8 +45,9 @@ _BATCH: Final = {
     "route tokens that come of them",
     Reason.BATCH_MIXED: "return a sum or a mean over the batch, a loss say, beside the output, and "
     "compute what else reads all of it outside of the compiled function, or leave batch_parts at 1",
-    Reason.BATCH_LOST: "use operators of torch out of place, and sizes that are known when it is "
-    "compiled or products of the inputs' sizes, between the inputs and the outputs",
+    Reason.BATCH_LOST: "use operators of torch that work element by element or along dimensions, "
+    "write in place into memory of the function's own alone, and use sizes that are known when it "
+    "is compiled or products of the inputs' sizes",
     Reason.BATCH_RANDOM: "set the probability of dropout to 0, call it outside of the compiled "
     "function, or leave batch_parts at 1",
     Reason.BATCH_CAPACITY: "exchange as many rows as experts are chosen by, or leave batch_parts "

@@ -12,16 +12,18 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, size_of
-from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit
+from moe_compile.batch.batch_terms import Terms, summed_instead, terms_of, weight_of_targets
+from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.query import tensor_of
 from passes.replay.factor_pieces import Emits, Pieces
 from passes.replay.sized_emitter import SizedEmitter
@@ -67,6 +69,11 @@ def emit_parts(split: BatchSplit, shares: Sequence[int], output: fx.Node) -> Par
     return replay.parts
 
 
+def _read(env: Mapping[fx.Node, Any], node: fx.Node) -> Any:
+    """Return what a part has for `node`."""
+    return env.get(node, node)
+
+
 class _Replay:
     """Emits parts, segment by segment."""
 
@@ -92,13 +99,24 @@ class _Replay:
         """Cut what has the batch; name for each part what it reads more than once."""
         for source in self._split.cut:
             for env, piece in zip(self.parts.envs, self._pieces.cut(source), strict=True):
-                env[source] = piece
+                is_written = source in self._split.written
+                env[source] = self._emit.method("clone", piece) if is_written else piece
         for source in self._split.anew:
             for env, share in zip(self.parts.envs, self._shares, strict=True):
-                self._pieces.replay(source, env, share)
+                self._make(source, env, share)
         for source in self._split.alone:
             for env in reversed(self.parts.envs):
                 env[source] = self._emit.method("view_as", source, source)
+
+    def _make(self, source: fx.Node, env: dict[fx.Node, Any], share: int) -> None:
+        """Emit zeros, ones or numbers of places for a part."""
+        tensor = tensor_of(source)
+        if maker_of(source) is not None or tensor is None:
+            self._pieces.replay(source, env, share)
+            return
+        (size,) = self._pieces.sizes_of(source, share)
+        options = {"dtype": tensor.dtype, "device": tensor.device}
+        env[source] = self._emit.instead(source, torch.arange, size, **options)
 
     def run(self, segment: Sequence[fx.Node]) -> None:
         """Emit a segment for each part, and what is made of sums over all once these are there."""
@@ -114,12 +132,20 @@ class _Replay:
             kept[node] = self._emit.copy(node, kept)
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """Emit the sum over all parts: of means, each by its part's share of the batch."""
-        values = [env[node] for env in self.parts.envs]
-        if operator_name(node) == "mean":
-            emit, whole = self._emit, self._split.size
+        """Emit what parts make of a sum or a mean over the batch."""
+        emit, values, terms = self._emit, [env[node] for env in self.parts.envs], terms_of(node)
+        if terms is Terms.BY_SHARE:
             shared = zip(values, self._shares, strict=True)
-            values = [emit.call(torch.mul, value, emit.ratio(n, whole)) for value, n in shared]
+            shares = [(value, emit.ratio(n, self._split.size)) for value, n in shared]
+            values = [emit.call(torch.mul, value, share) for value, share in shares]
+        total = self._added(node, values)
+        if terms is not Terms.BY_TARGETS:
+            return total
+        envs = self.parts.envs
+        weights = [weight_of_targets(node, emit, partial(_read, env)) for env in envs]
+        return emit.call(torch.div, total, self._added(node, weights))
+
+    def _added(self, node: fx.Node, values: Sequence[Any]) -> Any:
         add, total = torch.add if tensor_of(node) is not None else operator.add, values[0]
         for value in values[1:]:
             total = self._emit.call(add, total, value)
@@ -134,6 +160,9 @@ class _Replay:
             env[node] = self._resized(node, env, share)
         elif node in self._shared:
             env[node] = self._of_share(node, env, share)
+        elif node in self._split.summed and terms_of(node) is Terms.BY_TARGETS:
+            given = summed_instead(node, partial(_read, env))
+            env[node] = self._emit.instead(node, node.target, *given)
         elif node in self._totals or node not in self._split.tracker:
             env[node] = self._emit.copy(node, env)
         else:

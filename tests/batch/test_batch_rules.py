@@ -31,7 +31,62 @@ def masked(x, dim, index):
     return x.masked_fill(mask, 0.0)
 
 
+def last_tokens(x):
+    """Return of each sequence the token that its own length says, and write one beside it."""
+    length, mine = (x[..., 0] > 0).sum(1).clamp(min=1), torch.arange(len(x))
+    found = torch.zeros_like(x)
+    found[mine, length - 1] = x[mine, length - 1]
+    return x + found + x[mine, -1][:, None] + x[mine[:, None], x[..., 0].topk(2, 1)[1]][:, :1]
+
+
+def written_in_place(x):
+    """Write masks by slices, and add to memory of the graph's own."""
+    mask = torch.zeros(len(x), 1, 8, 8).double()
+    mask[:, :, :, :6] = mask[:, :, :, :6].masked_fill((x.sum(-1) > 0)[:, None, None, :6], -5.0)
+    y = x.clone()
+    y[:, 1:].copy_(x[:, :-1])
+    y[y > 2] = 0.0
+    y.mul_(0.5).add_(1)
+    y += x
+    return F.scaled_dot_product_attention(*3 * (y[:, None],), attn_mask=mask)[:, 0]
+
+
+def copied_to_the_next(x):
+    y = x.clone()
+    y[1:].copy_(x[:-1])
+    return y
+
+
+def convolved(x):
+    """Convolve and pad along the sequence, and pool."""
+    turned, weight = x.transpose(1, 2), TABLE[:1].reshape(1, 1, 16)[:, :, :3].expand(16, 1, 3)
+    y = F.conv1d(F.pad(turned, (2, 0)), weight, groups=16)
+    return (y + F.avg_pool1d(turned, 3, 1, 1)).transpose(1, 2)
+
+
+def normalized(x):
+    """Apply norms that are no norms of features alone."""
+    turned = x.transpose(1, 2)
+    y = F.group_norm(turned, 4) + F.instance_norm(turned) + F.batch_norm(turned, *TABLE[:2])
+    return y.transpose(1, 2) + F.normalize(x, dim=-1)
+
+
 APART = {
+    "elementwise": lambda x: torch.where(torch.isnan(x), 0, torch.lerp(x, x.erf(), 0.5)).round(),
+    "activations": lambda x: F.elu(x) + F.mish(x) + F.logsigmoid(x) + F.hardswish(x) + x.clip(-1),
+    "reductions": lambda x: (
+        x * x.max(-1, keepdim=True).values / x.norm(dim=(1, 2), keepdim=True)
+        - x.logsumexp(1, True) * x.argmax(-1, True)
+        + x.var(1, keepdim=True)
+    ),
+    "turned along": lambda x: x.flip(1) + x.roll(1, 1) + x.cummax(1)[0] + F.glu(x.repeat(1, 1, 2)),
+    "expanded as": lambda x: x * x.sum(1, keepdim=True).expand_as(x) + TABLE[0].expand_as(x),
+    "last tokens": last_tokens,
+    "written in place": written_in_place,
+    "convolved": convolved,
+    "other norms": normalized,
+    "scattered": lambda x: x.scatter_add(2, x.topk(4, -1)[1], torch.ones_like(x[..., :4])),
+    "positions in another order": lambda x: x[:, torch.arange(7, -1, -1)],
     "norm": lambda x: F.rms_norm(x, (16,)),
     "softmax over features": lambda x: torch.softmax(x, -1),
     "softmax over positions": lambda x: torch.softmax(x, 1),
@@ -68,6 +123,12 @@ APART = {
     "looked up": lambda x: x + TABLE[(x.sum(-1) > 0).long()],
 }
 MIXED = {
+    "batch norm in training": lambda x: F.batch_norm(x, None, None, training=True),
+    "sequences written in place": lambda x: x.clone().cumsum_(0),
+    "copied to the next": copied_to_the_next,
+    "norm of all": lambda x: x / x.norm(),
+    "padded by a sequence": lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[:-1],
+    "a place in another order": lambda x: x + x[torch.arange(4).flip(0), 0][:, None],
     "batch norm": lambda x: x - x.mean(0),
     "mask of a sequence": lambda x: masked(x, 0, (x[:1] > 0).long()),
     "running sum of sequences": lambda x: torch.cumsum(x, 0),

@@ -47,7 +47,9 @@ class WithLoss(Block):
 
 class Written(Block):
     def forward(self, x):
-        return super().forward(x).add_(1)
+        y = super().forward(x)
+        x.detach().add_(1)
+        return y
 
 
 class OfCapacity(nn.Module):
