@@ -61,7 +61,9 @@ def add_train(commands: Any) -> None:
         help="ranks to start; default: the product of the TOML's degrees",
     )
     train.add_argument(
-        "--verbose", action="store_true", help="show all that the rank with the loss prints"
+        "--verbose",
+        action="store_true",
+        help="show all that the rank with the loss prints, and tables",
     )
     train.add_argument(
         "--dry-run",
@@ -126,7 +128,7 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     status = run(command, lambda lines: show(lines, output))
     written = _read_new(report, before)
     if written:
-        print_report(written)
+        print_report(written, verbose=verbose)
         print(f"megamoe: this report as JSON: {report}", flush=True)  # noqa: T201
     if measured := output.measured():
         print(measured)  # noqa: T201  (the user's terminal)

@@ -6,6 +6,8 @@ Contract
 
 from __future__ import annotations
 
+import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -15,14 +17,70 @@ from rich.console import Console
 from rich.table import Table
 
 LOG_WIDTH: Final = 120
-"""Columns when the output is no terminal but a file."""
+"""Columns when the output is no terminal but a file, and of tables that are asked for."""
+TABLES_FROM: Final = 112
+"""Columns that the widest table needs; with fewer its cells are cut into pieces."""
+DETAILS: Final = f"Tables of graphs, times and memory: --verbose, or {TABLES_FROM} columns."
 
 
-def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print regions, schedule and what was left alone, as tables."""
+def print_report(
+    report: Mapping[str, Any], console: Console | None = None, *, verbose: bool = False
+) -> None:
+    """Print one line on what was gained, then details: as tables where they fit or `verbose`."""
     console = console or Console()
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = LOG_WIDTH
+    if line := headline(report):
+        console.print(line, highlight=False)
+    if not (is_wide := console.width >= TABLES_FROM) and not verbose:
+        for line in short_lines(report):
+            folded = textwrap.wrap(line, console.width - 1, subsequent_indent="      ")
+            console.print("\n".join(folded), highlight=False, markup=False)
+        return
+    if not is_wide:
+        console.width = LOG_WIDTH
+    _print_tables(report, console)
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return what is exposed of a block's collectives, before and now; "" where nothing is."""
+    timed = [g for g in report["graphs"] if {"exposed_us", "exposed_us_before"} <= g.keys()]
+    timed = [g for g in timed if g.get("exchange_us")]
+    if not timed:
+        return ""
+    blocks = len({g["where"] for g in timed})
+    before, now = (
+        sum(g[k] for g in timed) / blocks / 1e3 for k in ("exposed_us_before", "exposed_us")
+    )
+    return (
+        f"megamoe: exposed {before:.1f} -> {now:.1f} ms per block, predicted for hardware profile "
+        f"{report['hardware']!r}"
+    )
+
+
+def short_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what fits a narrow terminal: a line for each region, and all that went another way."""
+    rows: Counter[str] = Counter()
+    for region in report["regions"]:
+        rows[f"{_place(region['where'])}: {_entry(region, _short_verdict(region))}"] += 1
+    for found in report["attention"]:
+        if found["is_region"]:
+            rows[f"{_place(found['where'])}: attention, {_entry(found, found['verdict'])}"] += 1
+    for text, number in rows.items():
+        first, *others = text.splitlines()
+        yield f"  {first}" + (f" ({number} times)" if number > 1 else "")
+        yield from (f"    {line}" for line in others)
+    yield from _lines({**report, "left_alone": ()})
+    yield DETAILS
+
+
+def _short_verdict(region: Mapping[str, Any]) -> str:
+    number, experts = region["num_chunks"], region["num_local_experts"]
+    chunks = f", {number} chunks" if number > 1 else ""
+    return f"{region['verdict']}{chunks}, {experts} experts on each of {region['num_ranks']} ranks"
+
+
+def _print_tables(report: Mapping[str, Any], console: Console) -> None:
     if report["regions"]:
         console.print(_regions(report))
     if report["attention"]:

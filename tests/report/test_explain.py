@@ -34,10 +34,41 @@ def graph(phase, where="a.py:3 in forward", **figures):
     return {"where": where, "phase": phase, "launches": {"0": ["a", "b"]}, **times, **figures}
 
 
-def printed(**changes):
+def printed(columns=200, *, verbose=False, **changes):
     text = io.StringIO()
-    print_report({**EMPTY, **changes}, Console(file=text, width=200))
+    console = Console(file=text, width=columns, force_terminal=True, color_system=None)
+    print_report({**EMPTY, **changes}, console, verbose=verbose)
     return text.getvalue()
+
+
+CHUNKED = {**REGION, "verdict": "chunked", "num_chunks": 2, "remarks": ["indices checked " * 9]}
+
+
+def test_eighty_columns_have_one_line_on_the_gain_and_one_for_each_region():
+    """Cells of tables were cut into pieces of three letters."""
+    graphs = [graph("forward"), graph("backward")]
+    text = printed(80, regions=[CHUNKED, CHUNKED], graphs=graphs)
+    first, second, *others = text.splitlines()
+    assert first.startswith("megamoe: exposed 18.0 -> 5.0 ms per block, predicted")
+    assert second == "  a.py:9: chunked, 2 chunks, 4 experts on each of 2 ranks (2 times)"
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "MoE regions" not in text and "--verbose" in others[-1]
+    for whole in (printed(120, regions=[CHUNKED], graphs=graphs),
+                  printed(80, verbose=True, regions=[CHUNKED], graphs=graphs)):  # fmt: skip
+        assert whole.startswith(first) and "MoE regions" in whole and "Compiled graphs" in whole
+
+
+def test_what_went_another_way_is_said_in_eighty_columns_too():
+    text = printed(80, compilations=0, dropped_passes=["a: b"], warnings=["megamoe: an exchange"])
+    assert "Passes left out: a: b" in text and "megamoe: an exchange" in text
+    assert "No MoE region was found" in text
+
+
+def test_the_gain_is_per_block_of_those_that_exchange():
+    other = [graph(p, where="b.py:1", exposed_us=0.0) for p in ("forward", "backward")]
+    dense = graph("forward", where="c.py:1", exchange_us=0.0)
+    text = printed(80, graphs=[graph("forward"), graph("backward"), *other, dense])
+    assert "exposed 18.0 -> 2.5 ms per block" in text
 
 
 def test_a_region_in_one_piece_says_what_of_its_exchanges_is_hidden():
