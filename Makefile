@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 CONFIG := torchtitan_integration/configs/deepseek_v3_debug_cpu.toml
-# torch the environment holds; other versions get an environment of their own (make test-torch)
+# torch the environment holds; other versions get an environment of their own (make lanes)
 TORCH := 2.13.0
 
 # tests run in so many processes at once; 0: one after another. A file's tests stay in one process,
@@ -21,7 +21,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-exhaustive test-torch coverage fuzz defects mutants cuda-table acceptance lint format clean
+.PHONY: train test test-all test-slow test-exhaustive lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -100,10 +100,13 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# make test-torch VERSION=2.11.0: the suite on another torch, in an environment of its own
-test-torch:
-	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.11.0"; exit 2; }
-	$(MAKE) test VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
+# make lanes VERSIONS="2.11.0 2.15.0": every torch in an environment of its own, made and removed one
+# at a time, 6 GB each; a quarter of an hour a lane. What passed before is not run again, unless with
+# LANES_FLAGS=--again
+VERSIONS ?=
+LANES_FLAGS ?=
+lanes: $(READY)
+	$(BIN)/python -m benchmarks.lanes $(VERSIONS) --workers $(WORKERS) $(LANES_FLAGS)
 
 # torch first and by exact version: a range may bring another build of several gigabytes. It stays
 # as it came, with the triton it came with: any other would make pip look for another torch.

@@ -15,13 +15,25 @@ from pathlib import Path
 
 
 def run_limited(
-    command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str]
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    environment: Mapping[str, str],
+    *,
+    keeps_output: bool = False,
 ) -> int | None:
-    """Return the exit code, None when the time was over; stderr goes to `log`."""
+    """Return the exit code, None when the time was over; stderr goes to `log`.
+
+    So does stdout if it `keeps_output`.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, stderr=stderr, env=dict(environment), start_new_session=True
+            command,
+            stdout=stderr if keeps_output else None,
+            stderr=stderr,
+            env=dict(environment),
+            start_new_session=True,
         )
         try:
             return process.wait(timeout=limit_s)

@@ -1,0 +1,59 @@
+"""The lanes as a page: what passed on which torch, and when; what was not run says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.lanes.steps import LANES, STEPS, steps_of
+
+INTRODUCTION: Final = f"""\
+# Which torch
+
+Made by `make lanes`, which runs the product on each of these releases, in an environment of its own
+that it removes again: the import, the README's example on two ranks, the debug recipe for {STEPS}
+steps against the same job without compiling on the same torch, the quick tests of the folders
+named, and three CUDA programs, generated and read. `make lanes VERSIONS=2.11.0` runs one of them;
+what passed is not run again. On CPUs alone.
+
+2.13.0 is what `make test` and all other pages use. 2.11.0 is the least release, and that of many
+GPU images. A cell has the day on which the step passed; one that is empty was not run. "Off" is the
+most that a loss of the recipe is off eager's.
+
+Python is 3.11 in all lanes. The sources are compiled by 3.12.1 and 3.13.0 without a warning
+(`python -W error::SyntaxWarning -m compileall`); nothing was run on these.
+
+"""
+
+
+def page_of(record: Mapping[str, Any]) -> str:
+    """Return the page."""
+    head = "| | " + " | ".join(LANES) + " |\n|" + " --- |" * (len(LANES) + 1) + "\n"
+    return INTRODUCTION + head + "".join(_rows(record["lanes"]))
+
+
+def write_page(record: Mapping[str, Any], path: Path) -> None:
+    """Write the page."""
+    path.write_text(page_of(record))
+
+
+def summary_line(version: str, name: str, result: Mapping[str, Any]) -> str:
+    """Return one line for a terminal."""
+    how = "passed" if result["passed"] else "FAILED"
+    return f"torch {version}, {name}: {how}, {result['s']} s: {result['said']}"
+
+
+def _rows(lanes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name in (step.name for step in steps_of(LANES[0], 0)):
+        cells = (_cell(name, lanes.get(version, {}).get(name)) for version in LANES)
+        yield f"| {name} | {' | '.join(cells)} |\n"
+
+
+def _cell(name: str, result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    if not result["passed"]:
+        return f"no, {result['date']}"
+    said = f", off {result['said']}" if name == "recipe" else ""
+    return f"{result['date']}{said}"
