@@ -49,6 +49,8 @@ class Layout:
     """Type in which gradients travel."""
     batch: int = _key("training.local_batch_size", 8)
     """Sequences of a rank's batch."""
+    microbatch: int = _key("parallelism.pipeline_parallel_microbatch_size", 1)
+    """Those that go through a pipeline at once."""
     validates: bool = _key("validation.enable", False)
     validation_seq_len: int = _key("validation.seq_len", 2048)
     validation_batch: int = _key("validation.local_batch_size", 8)

@@ -79,6 +79,13 @@ RULES: Final = (
         "it in two graphs, and megamoe schedules it as one)",
     ),
     Rule(
+        holds=lambda x: x.pp > 1 and x.pp_schedule == "1F1B" and x.batch < x.pp * x.microbatch,
+        what="1F1B with fewer microbatches than PP ranks",
+        field="batch",
+        instead=lambda x: x.pp * x.microbatch,
+        why="torch's schedule fills every stage before it runs a backward",
+    ),
+    Rule(
         holds=lambda x: x.pp > 1 and x.model == "gpt_oss",
         what="gpt_oss with PP",
         field="pp",

@@ -34,6 +34,13 @@ class KernelValidator(Validator):  # type: ignore[misc]
             **others,
         )
 
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validate; under context parallelism torchtitan asks each model for Llama's rotations."""
+        for part in model_parts if self.parallel_dims.cp_enabled else ():
+            if not hasattr(part, "freqs_cis"):
+                part.freqs_cis = part.rope_cache
+        super().validate(model_parts, step)
+
     def post_dataloading_process(
         self,
         input_dict: dict[str, torch.Tensor],

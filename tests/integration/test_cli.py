@@ -221,6 +221,7 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         {"tp": 4, "etp": 2},
         {"ep": 5},
         {"pp": 2, "pp_schedule": "GPipe"},
+        {"pp": 4, "batch": 3},
         {"model": "gpt_oss", "pp": 2},
         {"tp": 1, "cp": 2, "attention": "tensor"},
         {"attention": "ulysses"},

@@ -70,7 +70,7 @@ def test_two_ranks_that_train_with_megamoe_start_from_the_weights_of_one(plain_j
 def test_a_seed_gives_the_same_weights_in_every_layout(four_ranks, tmp_path, alone, name):
     ranks, layout = LAYOUTS[name]
     settings = {key: getattr(layout, field) for field, key in KEYS.items()}
-    settings["training.seq_len"] = SMALL["training.seq_len"]
+    settings |= {key: SMALL[key] for key in ("training.seq_len", "training.local_batch_size")}
     flavor = PIPELINE if layout.pp > 1 else {}
     found = train(four_ranks, ranks, tmp_path, settings, flavor, ONE_STEP)
     weights = {k: v for rank in found for k, v in rank.parameters.items()}

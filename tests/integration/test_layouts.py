@@ -33,7 +33,7 @@ def stock(pool_for, tmp_path_factory):
 
 def settings_of(layout):
     settings = {key: getattr(layout, name) for name, key in KEYS.items()}
-    settings["training.seq_len"] = SMALL["training.seq_len"]
+    settings |= {key: SMALL[key] for key in ("training.seq_len", "training.local_batch_size")}
     if layout.pp > 1:
         settings |= {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
     return settings
