@@ -73,6 +73,11 @@ def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
     for key in NEEDS_DEVICE:
         if on_cpu and str(job.read(key, False)).lower() == "true":
             yield f"{key} is true, and torchtitan profiles GPUs alone; write {key} = false on a CPU"
+    if on_cpu and job.read("checkpoint.async_mode") == "async_with_pinned_mem":
+        yield (
+            'checkpoint.async_mode is "async_with_pinned_mem", and memory is pinned for a GPU; '
+            'write checkpoint.async_mode = "async" on a CPU'
+        )
 
 
 def _numbers(job: JobFile) -> Iterator[str]:
@@ -108,6 +113,12 @@ def _batches(job: JobFile) -> Iterator[str]:
         yield (
             f"megamoe.batch_parts is {parts}, and a batch of {key} = {sizes[key]} has fewer "
             f"sequences; write {key} = {parts} or more, or megamoe.batch_parts = {sizes[key]}"
+        )
+    validated = _number(job, "validation.local_batch_size") or 8
+    if str(job.read("validation.enable", False)).lower() == "true" and parts > validated:
+        yield (
+            f"megamoe.batch_parts is {parts}, and validation.local_batch_size = {validated} has "
+            f"fewer sequences; write validation.local_batch_size = {parts} or more"
         )
     if is_piped and sizes[LOCAL] % sizes[MICRO]:
         yield f"{LOCAL} is {sizes[LOCAL]}; write a multiple of {MICRO} = {sizes[MICRO]}"

@@ -341,6 +341,9 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--job.dump_folder", "job.toml/outputs"], "job.toml is a file"),
         (["--megamoe.report", "."], "write the name of a file"),
         (["--profiling.enable_profiling"], "write profiling.enable_profiling = false on a CPU"),
+        (["--checkpoint.async_mode=async_with_pinned_mem"], 'write checkpoint.async_mode = "as'),
+        (["--megamoe.batch_parts", "9", "--validation.enable"],
+         "write validation.local_batch_size = 9 or more"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_named_before_a_process_starts(checked, flags, message):

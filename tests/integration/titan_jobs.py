@@ -98,7 +98,7 @@ num_jobs = Counter()
 """Jobs by ranks of their pool."""
 
 
-def train(pool, ranks, folder, *changes, renewed=True):
+def train(pool, ranks, folder, *changes, renewed=True, base=SMALL):
     """Train on the first `ranks` ranks of `pool`; return each rank's JobResult.
 
     With `renewed = False` in the very processes that ran what was called before.
@@ -106,7 +106,7 @@ def train(pool, ranks, folder, *changes, renewed=True):
     num_jobs[pool.num_ranks] += 1
     if renewed and num_jobs[pool.num_ranks] % MOST_JOBS == 0:
         pool.renew()
-    settings = {**SMALL, "job.dump_folder": str(folder)}
+    settings = {**base, "job.dump_folder": str(folder)}
     for change in changes:
         settings.update(change)
     store = meeting_point()
