@@ -6,7 +6,8 @@ Contract
     Ranks that decided differently about a program all run it as the user wrote it: compiled anew
     without any pass of ours, from a copy of the graph as it came. Where ranks promise to have equal
     sizes the copy is kept until then only.
-    Each later call costs a look at two attributes and a note per process group.
+    Each later call costs a look at two attributes and a note per process group. The first backward
+    pass of what ran for the first time is told to others as it begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import torch
 import torch.fx as fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
@@ -103,6 +105,7 @@ def programs_of(
             places=user.places,
             site=site,
             is_promised=is_promised,
+            is_differentiated=user.is_differentiated,
         )
         for group, user in order.items()
     }
@@ -121,20 +124,41 @@ def agreed_callable(
 
     def run(*arguments: Any) -> Any:
         agreement = current_agreement()
-        if not agreed.has_met or agreement is not agreed.agreement or agreed.is_second():
+        is_first = not agreed.has_met or agreement is not agreed.agreement or agreed.is_second()
+        if is_first:
             agreed.meet(agreement)
         if agreement is not None and agreement.stopped:
             agreement.check()
         for note, program in agreed.notes:
             note(program)
         try:
-            return agreed.current(*arguments)
+            results = agreed.current(*arguments)
         except RuntimeError as error:
-            if agreement is not None and agreement.stopped:  # the link broke as others ended
-                agreement.check(error)
+            if agreement is not None:
+                agreement.name(error, agreed.calls if is_first else ())
             raise
+        if is_first and agreement is not None:
+            _compare_backward(agreement, agreed.calls, results)
+        return results
 
     return run
+
+
+def _compare_backward(agreement: Agreement, calls: Calls, results: Any) -> None:
+    """Have the first backward pass of `calls`, which gave `results`, compared before it runs."""
+    if not any(program.is_differentiated for _, program in calls):
+        return
+    remaining = [calls]
+
+    @torch.compiler.disable
+    def compare(_: Any) -> None:
+        if remaining:
+            agreement.enter_backward(remaining.pop())
+
+    values = results if isinstance(results, list | tuple) else [results]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
+        node.register_prehook(compare)
 
 
 class _Agreed:
@@ -151,14 +175,14 @@ class _Agreed:
         self.agreement: Agreement | None = None
         self.notes: list[tuple[Callable[[Program], None], Program]] = []
         self._programs, self._compile_whole = programs, compile_whole
-        self._calls: Calls = ()
+        self.calls: Calls = ()
 
     def is_second(self) -> bool:
         """Whether a program of this place that has another plan was met meanwhile."""
         agreement = self.agreement
         if agreement is None or not agreement.has_seconds:
             return False
-        return any(journal.is_second(program) for journal, program in self._calls)
+        return any(journal.is_second(program) for journal, program in self.calls)
 
     def meet(self, agreement: Agreement | None) -> None:
         turn = agreement.meet(self._programs) if agreement is not None else Turn()
@@ -167,7 +191,7 @@ class _Agreed:
         if all(program.is_promised or not program.plan for program in self._programs.values()):
             self._compile_whole = None  # lets go of the graph as written and of its inputs
         self.agreement, self.has_met = agreement, True
-        self._calls = turn.calls
+        self.calls = turn.calls
         self.notes = [(journal.note, program) for journal, program in turn.calls]
 
     def _leave_whole(self, agreement: Agreement) -> None:

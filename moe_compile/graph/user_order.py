@@ -18,7 +18,14 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.query import group_name, is_launch, overload_name, source_place, tensor_of
+from moe_compile.graph.query import (
+    group_name,
+    has_gradient,
+    is_launch,
+    overload_name,
+    source_place,
+    tensor_of,
+)
 
 POINT_TO_POINT: Final = frozenset({"isend", "irecv", "batch_p2p_ops"})
 OUT_FORMS: Final = ("_out", "_")
@@ -33,6 +40,8 @@ class UserOrder:
     """What each is to the other ranks: operator, number formats, settings such as `sum`."""
     places: tuple[str, ...]
     """The user's line that launches each: for messages only."""
+    is_differentiated: bool = False
+    """Whether the backward pass is known to launch some too."""
 
     @property
     def digest(self) -> str:
@@ -45,10 +54,12 @@ def user_order(gm: fx.GraphModule) -> dict[str, UserOrder]:
     found: dict[str, list[fx.Node]] = {}
     for node in _launches(gm):
         found.setdefault(group_name(node), []).append(node)
+    differentiated = set(_differentiated(gm))
     return {
         group: UserOrder(
             collectives=tuple(_said(node) for node in found[group]),
             places=tuple(source_place(node) for node in found[group]),
+            is_differentiated=not differentiated.isdisjoint(found[group]),
         )
         for group in found
     }
@@ -67,6 +78,18 @@ def _launches(gm: fx.GraphModule) -> Iterator[fx.Node]:
             called = gm.get_submodule(str(node.target))
             if isinstance(called, fx.GraphModule):
                 yield from _launches(called)
+
+
+def _differentiated(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the launches through which a gradient flows from a result of `gm` to an input."""
+    flows: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node.op == "output" or (has_gradient(node) and not flows.isdisjoint(node.users)):
+            flows.add(node)
+            for body in filter(None, (_body(gm, argument) for argument in node.all_input_nodes)):
+                yield from _differentiated(body)
+            if node.op == "call_function" and is_launch(node):
+                yield node
 
 
 def _body(gm: fx.GraphModule, argument: fx.Node) -> fx.GraphModule | None:

@@ -6,12 +6,16 @@ Contract
     its position: how many of the user's collectives compiled callables launched there before.
     The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
     its main thread waits in a collective, with a message and a status of its own, ten seconds
-    at most after the second of them was published.
+    at most after the second of them was published. So they do where one rank is to launch a forward
+    pass's collectives in the place of another's backward pass, told as the first backward pass of a
+    callable begins; where a rank waits for another that launched something else on the group since,
+    by torch's own count of launches; and where it waits for one that left the process group.
     Only plans differ, or one rank launches in two calls what another launches in one: all ranks
     run the user's order. A cut through what runs rewritten on some rank ends every rank.
-    A rank waits for others only before the first run of what is rewritten, or of what was left
-    whole though other ranks may run it rewritten, and no longer than the process group's own
-    timeout. A rank that is late or was killed is waited for.
+    A rank waits for others only before the first run of what is rewritten, or of what is as written
+    on a group whose ranks ran something rewritten, and no longer than the process group's own
+    timeout; then it names the ranks that did not come. A rank that is late or was killed is waited
+    for. What all ranks ran before is compared with nothing, unless another rank runs something new.
 
 Why rewritten collectives meet their like
     Compiled calls of all ranks of a group launch one sequence of the user's collectives on it;
@@ -39,6 +43,7 @@ What a rank may see
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -48,9 +53,21 @@ from typing import Any, Final, NoReturn
 import torch.distributed as dist
 
 from moe_compile.errors import RankDisagreement
-from moe_compile.runtime.answers import REMEDY, Answers, answers_key, conflict_of, entry
+from moe_compile.runtime.answers import (
+    REMEDY,
+    Answers,
+    answer,
+    answers_key,
+    backward_entry,
+    conflict_of,
+    entry,
+    reach,
+)
 from moe_compile.runtime.call_log import Journal, Program
+from moe_compile.runtime.launch_count import LaunchCount
 from moe_compile.runtime.rank_store import (
+    LEFT,
+    STORE_ERRORS,
     UNCOMPARED,
     NewEntries,
     RankStore,
@@ -102,6 +119,7 @@ class Agreement:
         self.store = RankStore(store, self.prefix)
         self.journals: dict[str, Journal] = {}
         self._entries = NewEntries(self.store)
+        self._leaving, self._left = NewEntries(self.store), set[int]()
         self._ahead: dict[str, list[dict[str, Any]]] = {}
         """What was published that goes beyond this rank's calls, by journal."""
         self.stopped = ""
@@ -142,6 +160,33 @@ class Agreement:
         self.has_seconds |= any(p.plan != plan for j, p in calls for plan in j.plans_of(p))
         return Turn(calls=calls, is_left_whole=is_rewritten and calls == whole)
 
+    def enter_backward(self, calls: Calls) -> None:
+        """Say that the backward pass of `calls` is about to launch what it launches.
+
+        Raises RankDisagreement where another rank is to launch a forward pass's in its place.
+        """
+        self.check()
+        for journal, program in calls:
+            if program.is_differentiated:
+                mine = backward_entry(self.rank, journal, program)
+                if conflict := self._log(journal, mine):
+                    self.end(conflict)
+
+    def name(self, error: BaseException, calls: Calls) -> None:
+        """Add to an error in the first run of `calls` where that is, and which ranks did not come.
+
+        Raises RankDisagreement where that is what ended others, whose links broke.
+        """
+        self.check(error)
+        newest = [(journal, journal.last(), program) for journal, program in calls]
+        begun = [(journal, call.start, program) for journal, call, program in newest if call]
+        with contextlib.suppress(*STORE_ERRORS):
+            self.stopped = self.stopped or str(self.store.peek("stop") or "")
+            self.check(error)
+            answers = Answers(self.store, begun)
+            if answers.missing():
+                error.add_note(f"megamoe: {answers.silence()}")
+
     def end(self, message: str) -> NoReturn:
         """End all ranks, this one by RankDisagreement; for the threads that run the program."""
         self.has_raised = True
@@ -181,7 +226,7 @@ class Agreement:
             if not ranks:
                 return None
             key = f"{group}/{','.join(map(str, ranks))}"
-            self.journals[group] = Journal(key, group, ranks)
+            self.journals[group] = Journal(key, group, ranks, LaunchCount(group))
             if self._watcher is None:
                 self._watcher = Watcher(self)
                 self._watcher.start()
@@ -191,13 +236,13 @@ class Agreement:
         """Publish what is about to run; of `asked`, that it waits for others to consent."""
         asks = bool(asked)
         for journal, program in calls:
-            mine = entry(self.rank, journal.publish(program), program, is_launched=not asks)
+            mine = entry(self.rank, journal.publish(program), is_launched=not asks)
             if conflict := self._log(journal, mine):
                 self.end(conflict)
-        at = {j.key: [j.end, len(j.ranks)] for j, _ in asked}
+        at = {j.key: j.end for j, _ in asked}
         for journal, program in calls:
-            answer = {"rank": self.rank, "plan": program.plan, "is_launched": not asks, "at": at}
-            self.store.append(answers_key(journal.key, journal.end), answer)
+            mine = answer(self.rank, program, at, is_launched=not asks)
+            self.store.append(answers_key(journal.key, journal.end), mine)
 
     def _log(self, journal: Journal, mine: dict[str, Any]) -> str:
         """Put an entry where others find it if it is the first of its kind; return conflicts.
@@ -206,35 +251,27 @@ class Agreement:
         """
         waiting = {**mine, "is_launched": False}
         key = f"{journal.key}/{mine['start']}"
-        first = self.store.first(key, mine)
+        kind = f"{mine['order']} {mine['launched']}" if mine["is_backward"] else mine["order"]
+        first = mine if mine["is_backward"] else self.store.first(key, mine)
         if conflict := conflict_of(journal, first, waiting):
             return conflict
-        if self.store.first(f"{key}/{mine['order']}", self.rank) == self.rank:
+        if self.store.first(f"{key}/{kind}", self.rank) == self.rank:
             self.store.append(f"{journal.key}/log", mine)
         known = self._ahead.get(journal.key, []) + self._entries.of(f"{journal.key}/log")
-        ahead = [e for e in known if e["start"] + len(e["collectives"]) > mine["start"]]
+        ahead = [e for e in known if e["rank"] != self.rank and reach(e) > mine["start"]]
         self._ahead[journal.key] = ahead
         return next(filter(None, (conflict_of(journal, e, waiting) for e in ahead)), "")
 
     def _ask(self, calls: Calls) -> bool:
         """Wait for all ranks that asked groups connect; return whether plans are alike."""
-        open_ = {(j.key, j.end): len(j.ranks) for j, _ in calls}
-        limit_s = max(timeout_s(journal.group) for journal, _ in calls)
-        answers = Answers(self.store, open_)
-        began, pause = time.monotonic(), POLL_S
-        is_said = False
-        while not answers.look():
-            self.check()
-            waited_s = time.monotonic() - began
-            if waited_s > limit_s:
-                raise RankDisagreement(
-                    f"{answers.silence(limit_s)}; the process group waits no longer"
-                )
-            if waited_s > SILENCE_S and not is_said:
-                is_said = True
-                LOG.warning("megamoe: waits on: %s", answers.silence(waited_s))
-            time.sleep(pause)
-            pause = min(2 * pause, SLOWEST_POLL_S)
+        answers = Answers(self.store, [(j, j.end, program) for j, program in calls])
+        try:
+            self._wait_for(answers, max(timeout_s(journal.group) for journal, _ in calls))
+        except dist.DistError as error:
+            raise RankDisagreement(
+                f"the rank that serves the process group's store has ended, which this rank needs "
+                f"to wait for others: {answers.silence()}"
+            ) from error
         if answers.are_alike():
             return True
         if running := answers.ranks_that_run_rewritten():
@@ -248,6 +285,32 @@ class Agreement:
             calls[0][1].places[0],
         )
         return False
+
+    def _wait_for(self, answers: Answers, limit_s: float) -> None:
+        """Wait until all have answered; RankDisagreement where that will not be."""
+        began, pause = time.monotonic(), POLL_S
+        is_said = False
+        while not answers.look():
+            self.check()
+            waited_s = time.monotonic() - began
+            if (left := self._ranks_that_left()) and (gone := left & answers.missing()):
+                self.end(f"ranks {sorted(gone)} have left their program, but {answers.silence()}")
+            if waited_s > limit_s:
+                raise RankDisagreement(
+                    f"{answers.silence()} within {limit_s:.0f} s: they are late, run something "
+                    "else, as a program that is not compiled, or have ended; the process group "
+                    "waits no longer"
+                )
+            if waited_s > SILENCE_S and not is_said:
+                is_said = True
+                LOG.warning("megamoe: waits on, for %.0f s: %s", waited_s, answers.silence())
+            time.sleep(pause)
+            pause = min(2 * pause, SLOWEST_POLL_S)
+
+    def _ranks_that_left(self) -> set[int]:
+        """Return the ranks whose program has ended, or that left the process group."""
+        self._left.update(self._leaving.of(LEFT))
+        return self._left
 
 
 class _Current:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from moe_compile.runtime.call_log import Journal, Program
+from moe_compile.runtime.call_log import Call, Journal, Program
 from moe_compile.runtime.rank_store import RankStore
 
 REMEDY: Final = (
@@ -17,9 +17,32 @@ Position = tuple[str, int]
 """Key of a journal, and where a call begins."""
 
 
-def entry(rank: int, start: int, program: Program, *, is_launched: bool) -> dict[str, Any]:
+ONE_SIDED: Final = (
+    "Where a layer runs on some ranks only, as under `if images.any()`, let all ranks run it, with "
+    "no rows where there are none."
+)
+
+
+def entry(rank: int, call: Call, *, is_launched: bool) -> dict[str, Any]:
     """Return what a rank publishes of a call; `is_launched` where it does not wait for others."""
-    return {"rank": rank, "start": start, "is_launched": is_launched, **program.as_json()}
+    return {
+        "rank": rank, "start": call.start, "launched": call.launched, "is_again": call.is_again,
+        "is_backward": False, "is_launched": is_launched, **call.program.as_json(),
+    }  # fmt: skip
+
+
+def backward_entry(rank: int, journal: Journal, program: Program) -> dict[str, Any]:
+    """Return what a rank publishes as the backward pass of `program` begins, which launches."""
+    return {
+        "rank": rank, "start": journal.end, "launched": journal.count.exact(), "is_again": False,
+        "is_backward": True, "is_launched": False, "plan": "", "order": "backward",
+        "collectives": [], "places": list(program.places),
+    }  # fmt: skip
+
+
+def reach(one: Mapping[str, Any]) -> int:
+    """Return the position behind an entry; that of a backward pass is where forward goes on."""
+    return int(one["start"]) + max(1, len(one["collectives"]))
 
 
 def answers_key(journal: str, start: int) -> str:
@@ -32,6 +55,8 @@ def conflict_of(journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, 
 
     They may cut the user's collectives into other calls, as long as nothing rewritten is cut.
     """
+    if theirs["is_backward"] or mine["is_backward"]:
+        return _conflict_of_passes(journal, theirs, mine)
     where = f"in compiled code on process group {journal.group!r}"
     who = f"ranks {theirs['rank']} and {mine['rank']} (of ranks {journal.ranks})"
     for position, their, our in _common(theirs, mine):
@@ -53,6 +78,59 @@ def conflict_of(journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, 
     return ""
 
 
+def _conflict_of_passes(
+    journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, Any]
+) -> str:
+    """Return why ranks must end of which one is in a backward pass; "" where they need not."""
+    forward, back = (mine, theirs) if theirs["is_backward"] else (theirs, mine)
+    if forward["is_backward"] or forward["is_again"] or not _meet(forward, back):
+        return ""
+    first, last = forward["start"] + 1, reach(forward)
+    place, begun = forward["places"][-1], back["places"][0]
+    return (
+        f"ranks {forward['rank']} and {back['rank']} (of ranks {journal.ranks}) launch different "
+        f"numbers of collectives in compiled code on process group {journal.group!r}: rank "
+        f"{forward['rank']} runs a forward pass with collectives {first} to {last}, the last "
+        f"{forward['collectives'][-1]} at {place}, and rank {back['rank']}, which launched "
+        f"{back['start']}, begins the backward pass of the program at {begun}. {ONE_SIDED} {REMEDY}"
+    )
+
+
+def conflict_of_counts(journal: Journal, theirs: Mapping[str, Any], rank: int) -> str:
+    """Return why all must end where a rank waits to launch `theirs`; "" where they need not.
+
+    What `rank`, this one, launched on the group since would meet that, and is something else.
+    """
+    before, most = theirs["launched"], journal.count.at_most()
+    if theirs["is_launched"] or theirs["is_backward"] or before is None or most is None:
+        return ""
+    launched = journal.count.exact() if most > before else None  # before looking where this rank is
+    is_there = journal.end > theirs["start"] or theirs["start"] in journal.published
+    if is_there or launched is None or launched <= before:
+        return ""
+    return (
+        f"ranks {theirs['rank']} and {rank} (of ranks {journal.ranks}) are at different places of "
+        f"their programs: rank {theirs['rank']} waits until all are to launch collectives "
+        f"{theirs['start'] + 1} to {reach(theirs)} of compiled code on process group "
+        f"{journal.group!r}, the first {theirs['collectives'][0]} at {theirs['places'][0]}, and "
+        f"rank {rank}, which ran compiled code up to collective {journal.end}, launched "
+        f"{launched - before} others there since, in a backward pass or in code that is not "
+        f"compiled. {ONE_SIDED} {REMEDY}"
+    )
+
+
+def _meet(forward: Mapping[str, Any], back: Mapping[str, Any]) -> bool:
+    """Whether some collective of `forward` and one of `back` would be each other's partners.
+
+    `launched` of `forward` may be more than there were.
+    """
+    if forward["start"] < back["start"]:
+        return bool(reach(forward) > back["start"])
+    if forward["launched"] is None or back["launched"] is None:
+        return False
+    return bool(forward["launched"] <= back["launched"])
+
+
 def _common(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
     """Yield the positions that two entries have in common, and the place in each of them."""
     starts = theirs["start"], mine["start"]
@@ -66,42 +144,59 @@ def _said(one: Mapping[str, Any], index: int) -> str:
     return f"rank {one['rank']} launches {one['collectives'][index]}{place}"
 
 
+def answer(
+    rank: int, program: Program, at: Mapping[str, int], *, is_launched: bool
+) -> dict[str, Any]:
+    """Return what a rank answers: what it runs, and where it waits for others, by journal."""
+    return {
+        "rank": rank, "plan": program.plan, "num": len(program.collectives),
+        "is_launched": is_launched, "at": dict(at),
+    }  # fmt: skip
+
+
 class Answers:
     """All ranks' answers to one call, and to the calls of other groups that these ranks are in."""
 
-    def __init__(self, store: RankStore, calls: Mapping[Position, int]) -> None:
-        """Ask about `calls`: position -> number of ranks that answer."""
+    def __init__(self, store: RankStore, calls: Iterable[tuple[Journal, int, Program]]) -> None:
+        """Ask about `calls`, of which each says where it begins."""
         self._store = store
-        self._open = dict(calls)
+        self._asked = list(calls)
+        self._open = {(journal.key, start) for journal, start, _ in self._asked}
         self._answers: dict[Position, list[dict[str, Any]]] = {}
 
     def look(self) -> bool:
         """Take in what is new; return whether everybody has answered."""
-        for position, num_ranks in sorted(self._open.items()):
-            key = answers_key(*position)
+        for position in sorted(self._open):
+            key, num_ranks = answers_key(*position), len(_ranks_of(position))
             if self._store.length(key) < num_ranks:
                 continue
             found = self._store.read(key, range(1, num_ranks + 1))
             if found is None:
                 continue
-            del self._open[position]
+            self._open.remove(position)
             self._answers[position] = found
-            for answer in found:
-                for other, (call, ranks) in sorted(answer["at"].items()):
-                    if (other, call) not in self._answers:
-                        self._open[other, call] = ranks
+            for other in itertools.chain.from_iterable(a["at"].items() for a in found):
+                if other not in self._answers:
+                    self._open.add(other)
         return not self._open
+
+    def missing(self) -> set[int]:
+        """Return the ranks that have not answered, as far as is known now."""
+        return {
+            rank
+            for position in self._open
+            for rank in set(_ranks_of(position)) - self._ranks_that_answered(position)
+        }
+
+    def _ranks_that_answered(self, position: Position) -> set[int]:
+        key = answers_key(*position)
+        places = range(1, self._store.length(key) + 1)
+        found = [self._store.peek(f"{key}/{place}") for place in places]
+        return {one["rank"] for one in found if one is not None}
 
     def are_alike(self) -> bool:
         """Return whether all ranks of each call have one plan for it."""
         return all(len({a["plan"] for a in found}) == 1 for found in self._answers.values())
-
-    def ranks_by_plan(self) -> dict[str, list[int]]:
-        """Return plan -> the ranks that have it."""
-        found: dict[str, set[int]] = {}
-        for answer in itertools.chain.from_iterable(self._answers.values()):
-            found.setdefault(answer["plan"], set()).add(answer["rank"])
-        return {plan: sorted(found[plan]) for plan in sorted(found)}
 
     def ranks_that_run_rewritten(self) -> list[int]:
         """Return the ranks that no longer wait, and run another order than the user's."""
@@ -110,15 +205,25 @@ class Answers:
 
     def said(self) -> str:
         """Return which ranks have which plan."""
-        return ", ".join(
-            f"ranks {ranks}: {f'plan {plan[:8]}' if plan else 'nothing rewritten'}"
-            for plan, ranks in self.ranks_by_plan().items()
-        )
+        answers = list(itertools.chain.from_iterable(self._answers.values()))
+        are_as_long = len({one["num"] for one in answers}) == 1
+        found: dict[str, set[int]] = {}
+        for one in answers:
+            plan = f"plan {one['plan'][:8]}" if one["plan"] else "nothing rewritten"
+            long = "" if are_as_long else f", {one['num']} collectives"
+            found.setdefault(f"{plan}{long}", set()).add(one["rank"])
+        return "; ".join(f"ranks {sorted(found[what])}: {what}" for what in sorted(found))
 
-    def silence(self, waited_s: float) -> str:
-        """Return what to say when some have not answered for so long."""
-        groups = sorted(f"collective {at + 1} of compiled code on {key}" for key, at in self._open)
-        return (
-            f"some ranks did not reach {'; '.join(groups)} (group/ranks) within {waited_s:.0f} s: "
-            "they are late, run something else, as a program that is not compiled, or have ended"
+    def silence(self) -> str:
+        """Return what this rank waits for, where, and which ranks have not come."""
+        regions = "; ".join(
+            f"collective {start + 1} of compiled code on process group {journal.group!r} of ranks "
+            f"{journal.ranks}, at {program.places[0]}"
+            for journal, start, program in self._asked
         )
+        return f"ranks {sorted(self.missing())} did not reach {regions}"
+
+
+def _ranks_of(position: Position) -> list[int]:
+    """Return the ranks of a journal, which its key names."""
+    return [int(rank) for rank in position[0].rpartition("/")[2].split(",")]

@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,7 +17,11 @@ import torch.distributed as dist
 
 UNCOMPARED: Final = frozenset({"fake", "threaded", "mirrored"})
 """Backends whose ranks are no processes of their own."""
+STORE_ERRORS: Final = (RuntimeError, ValueError, dist.DistError)
+"""What a store raises that is gone."""
 ROOT: Final = "megamoe"
+LEFT: Final = "left"
+"""List of the ranks whose program has ended, or that left the process group."""
 
 
 class RankStore:
@@ -30,6 +35,10 @@ class RankStore:
     def first(self, key: str, value: Any) -> Any:
         """Return what stands under `key`: what was put there before, or `value` from now on."""
         return json.loads(self._store.compare_set(key, "", json.dumps(value)))
+
+    def put(self, key: str, value: Any) -> None:
+        """Put `value` under `key`, in place of what stands there."""
+        self._store.set(key, json.dumps(value))
 
     def append(self, key: str, value: Any) -> None:
         """Put `value` at the end of the list `key`, which all ranks add to."""
@@ -75,6 +84,19 @@ class NewEntries:
 def default_store() -> dist.Store | None:
     """Return the store of the default process group; None without one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def is_served(store: dist.Store) -> bool:
+    """Whether somebody listens where `store` is; asked without a word of torch's on stderr."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return True
+    try:
+        with socket.create_connection((store.host, store.port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def open_prefix(store: dist.Store, rank: int) -> str:

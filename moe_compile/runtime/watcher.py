@@ -10,17 +10,31 @@ Contract
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-import torch.distributed as dist
-
-from moe_compile.runtime.answers import answers_key, conflict_of, entry
+from moe_compile.runtime.answers import (
+    answer,
+    answers_key,
+    conflict_of,
+    conflict_of_counts,
+    entry,
+    reach,
+)
 from moe_compile.runtime.call_log import Call, Journal, Program
-from moe_compile.runtime.rank_store import NewEntries, RankStore, default_store
+from moe_compile.runtime.rank_store import (
+    LEFT,
+    STORE_ERRORS,
+    NewEntries,
+    RankStore,
+    default_store,
+    is_served,
+)
+from moe_compile.runtime.standstill import Standstill
 
 if TYPE_CHECKING:
     from moe_compile.runtime.agreement import Agreement
@@ -49,26 +63,34 @@ class Watcher(threading.Thread):
         self._entries = NewEntries(self._store)
         self._answered: set[tuple[str, int]] = set()
         self._pending: list[tuple[Journal, dict[str, Any]]] = []
+        self._standstill = Standstill(agreement.rank, self._store)
         self._store.append("watching", agreement.rank)
         atexit.register(self.end)  # a thread that runs on would abort the interpreter's shutdown
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching, and tell those who wait for this rank."""
         self._ended.set()
         self.join(GRACE_S)
 
     def run(self) -> None:
         """Look, again and again."""
+        with contextlib.suppress(*STORE_ERRORS):  # where the store is gone nobody can be told
+            self._watch()
+            if is_served(self._agreement.default_store):
+                self._store.append(LEFT, self._agreement.rank)
+
+    def _watch(self) -> None:
         pause = QUICK_S
         while not self._ended.wait(pause):
             try:
                 if default_store() is not self._agreement.default_store:
                     return
                 has_news = self._look()
-            except (RuntimeError, ValueError, dist.DistError) as error:
+            except STORE_ERRORS as error:
                 LOG.debug("megamoe: the store is gone, ranks are watched no more: %s", error)
                 return
-            pause = QUICK_S if has_news else min(1.5 * pause, SLOW_S)
+            slowest = SLOW_S / 2 if self._standstill.is_near() else SLOW_S
+            pause = QUICK_S if has_news else min(1.5 * pause, slowest)
 
     def _look(self) -> bool:
         if stopped := self._store.peek("stop"):
@@ -78,12 +100,16 @@ class Watcher(threading.Thread):
             self._pending += [(journal, e) for e in self._entries.of(f"{journal.key}/log")]
         has_news = len(self._pending) > before
         self._pending = [(j, e) for j, e in self._pending if not self._compare(j, e)]
-        return has_news or bool(self._pending)
+        for journal in list(self._agreement.journals.values()):
+            if conflict := self._standstill.look(journal):
+                self._end_process(self._agreement.stop(conflict, self._store))
+        return has_news or any(not one["is_backward"] for _, one in self._pending)
 
     def _compare(self, journal: Journal, theirs: dict[str, Any]) -> bool:
         """Return whether the entry is dealt with: this rank has come as far as its end."""
-        rank, start = self._agreement.rank, theirs["start"]
-        end = start + len(theirs["collectives"])
+        rank, start, end = self._agreement.rank, theirs["start"], reach(theirs)
+        if theirs["rank"] != rank and (conflict := conflict_of_counts(journal, theirs, rank)):
+            self._end_process(self._agreement.stop(conflict, self._store))
         has_passed = journal.end >= end  # before looking: what comes meanwhile is looked at next
         if theirs["rank"] == rank:
             return True
@@ -92,14 +118,14 @@ class Watcher(threading.Thread):
             self._check(journal, theirs, waiting, is_launched=False)
         for call in journal.between(start, end):
             self._check(journal, theirs, call, is_launched=True)
-            if call.start <= start:
+            if call.start <= start and not theirs["is_backward"]:
                 self._answer(journal, start, call.program)
         return has_passed
 
     def _check(
         self, journal: Journal, theirs: dict[str, Any], call: Call, *, is_launched: bool
     ) -> None:
-        mine = entry(self._agreement.rank, call.start, call.program, is_launched=is_launched)
+        mine = entry(self._agreement.rank, call, is_launched=is_launched)
         if conflict := conflict_of(journal, theirs, mine):
             self._end_process(self._agreement.stop(conflict, self._store))
 
@@ -108,11 +134,8 @@ class Watcher(threading.Thread):
         if start in journal.published or (journal.key, start) in self._answered:
             return
         self._answered.add((journal.key, start))
-        at = {journal.key: [start, len(journal.ranks)]}
-        answer = {
-            "rank": self._agreement.rank, "plan": program.plan, "is_launched": True, "at": at,
-        }  # fmt: skip
-        self._store.append(answers_key(journal.key, start), answer)
+        mine = answer(self._agreement.rank, program, {journal.key: start}, is_launched=True)
+        self._store.append(answers_key(journal.key, start), mine)
 
     def _end_process(self, message: str) -> None:
         """Say why, and end the process unless its main thread is about to end it itself."""

@@ -1,0 +1,81 @@
+"""Of what ranks publish: what ends them, and what a late rank, or one that recomputes, says too."""
+
+import dataclasses
+
+import pytest
+
+from moe_compile.runtime.answers import backward_entry, conflict_of, conflict_of_counts, entry
+from moe_compile.runtime.call_log import Call, Journal, Program
+
+
+@dataclasses.dataclass
+class Count:
+    number: int
+
+    def at_most(self):
+        return self.number
+
+    def exact(self):
+        return self.number
+
+
+LAYER = Program(order="one", plan="", collectives=("all_to_all",) * 3, places=("here",) * 3)
+TWICE = Program(order="two", plan="", collectives=("all_to_all",) * 6, places=("here",) * 6)
+
+
+def journal(end=0, launched=0):
+    found = Journal("0/0,1", "0", [0, 1], Count(launched))
+    found.end = end
+    return found
+
+
+def forward(program=LAYER, start=3, launched=5, is_again=False, **more):
+    return entry(0, Call(1, start, program, launched, is_again), is_launched=False, **more)
+
+
+BACKWARD = backward_entry(1, journal(end=3, launched=3), LAYER)
+"""After the first three of a step that launches two more in its backward pass."""
+
+
+@pytest.mark.parametrize(
+    ("other", "is_conflict"),
+    [
+        (forward(), False),  # the next step
+        (forward(launched=3), True),  # before the backward pass
+        (forward(launched=None), False),  # where torch counts nothing
+        (forward(launched=3, is_again=True), False),  # recomputed in the backward pass
+        (forward(TWICE, start=0, launched=0), True),  # a layer more
+        (forward(start=0, launched=0), False),  # its own forward pass
+        (BACKWARD, False),
+    ],
+)
+def test_a_backward_pass_and_what_other_ranks_launch(other, is_conflict):
+    assert bool(conflict_of(journal(), other, BACKWARD)) is is_conflict
+    assert bool(conflict_of(journal(), BACKWARD, other)) is is_conflict
+
+
+def test_the_message_has_what_each_launches():
+    said = conflict_of(journal(), forward(TWICE, start=0, launched=0), BACKWARD)
+    assert "rank 0 runs a forward pass with collectives 1 to 6, the last all_to_all" in said
+    assert "rank 1, which launched 3, begins the backward pass of the program at here" in said
+
+
+@pytest.mark.parametrize(
+    ("end", "launched", "is_conflict"),
+    [
+        (3, 5, False),  # late
+        (3, 6, True),
+        (6, 9, False),  # has been there
+        (0, 4, False),  # later still
+        (3, None, False),
+    ],
+)
+def test_a_rank_that_waits_for_one_that_launched_something_else(end, launched, is_conflict):
+    found = conflict_of_counts(journal(end, launched), forward(), 1)
+    assert bool(found) is is_conflict
+
+
+def test_a_rank_that_is_about_to_launch_what_it_published_is_there():
+    mine = journal(3, 6)
+    mine.publish(LAYER)
+    assert not conflict_of_counts(mine, forward(), 1)
