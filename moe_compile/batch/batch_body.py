@@ -53,6 +53,8 @@ class Dependents:
     """What reads sizes of these, and nothing else of them."""
     counters: set[fx.Node] = field(default_factory=set)
     """What adds counts to tensors from outside."""
+    returned: set[fx.Node] = field(default_factory=set)
+    """What does so and is returned: once, by the counts of all parts."""
     summed: set[fx.Node] = field(default_factory=set)
     """Counts, sums and means over the batch that what leaves the graph is made of."""
     kept: set[fx.Node] = field(default_factory=set)
@@ -74,18 +76,16 @@ class Dependents:
         graph: fx.Graph,
         dependence: Dependence,
         sums: set[fx.Node],
-        counters: set[fx.Node],
     ) -> None:
         """Take in what leaves the graph, of parts and of `sums` over the batch."""
         (output,) = graph.find_nodes(op="output")
         given = {*output.all_input_nodes}
-        ends = [n for n in dependence.needs(output) if n in given or n not in counters]
+        ends = [n for n in dependence.needs(output) if n in given or n not in self.counters]
         leaving = [n for n in ends if n in self.routed]
         above = dependence.above(leaving, stops=sums) & self.nodes
         self.summed, self.kept = above & sums, above - sums
-        self.counters = counters
         results = [n for n in output.all_input_nodes if n in self.apart]
-        self.needed = dependence.above([*results, *counters, *self.summed])
+        self.needed = dependence.above([*results, *self.counters, *self.summed])
 
 
 def body_of(

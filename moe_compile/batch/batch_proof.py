@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.fx as fx
@@ -43,7 +44,7 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
-from moe_compile.graph.query import has_gradient, is_assertion, is_launch, tensor_of
+from moe_compile.graph.query import called_name, has_gradient, is_assertion, is_launch, tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -55,6 +56,7 @@ from moe_compile.regions.token_index import TOPK, TokenIndex
 from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
 
+ADDS_TO: Final = frozenset({"add_", "__iadd__", "iadd"})
 Proven = list[tuple[SplitRegion, RowProof]]
 
 
@@ -94,6 +96,8 @@ def split_around(
             return _Proof(graph, dependence, regions, tracker, lost, batch).split()
         except (Refuse, Lost) as refused:
             why = refused if why is None or batch in of_tokens else why
+    if _is_one_sequence(graph, tracker, of_tokens):
+        why = Refuse(Reason.BATCH_TOO_SMALL, f"1 for {num_parts} parts")
     raise why or Refuse(Reason.NO_BATCH)
 
 
@@ -101,6 +105,14 @@ def _outer_of_tokens(regions: Proven, tracker: ExpertTracker) -> list[Factor]:
     """Return the outermost factors of what regions are given: who asks why means one of these."""
     tokens = (split.found.tokens for split, _ in regions)
     return [f for node in tokens if node in tracker for f in flat(tracker.dims(node)[0])[:1]]
+
+
+def _is_one_sequence(graph: fx.Graph, tracker: ExpertTracker, of_tokens: list[Factor]) -> bool:
+    """Whether tokens are positions of one sequence: an input has them inside a batch of one."""
+    inputs = (node for node in graph.find_nodes(op="placeholder") if node in tracker)
+    tensors = (n for n in inputs if not isinstance(tensor_of(n), torch.nn.Parameter))
+    dims = ([flat(dim) for dim in tracker.dims(node)[:2]] for node in tensors)
+    return any(len(d) > 1 and not d[0] and d[1][:1] and d[1][0] in of_tokens for d in dims)
 
 
 def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
@@ -137,8 +149,8 @@ class _Proof:
         mixing = {node for node, dim in self.tracker.closed if holds(dim, self.batch)}
         found = self._dependents(mixing)
         self._check_inputs(found)
-        counters = {node for node in found.routed if self._is_counter(node, found.apart)}
-        found.end(self.graph, self.dependence, self._sums(found), counters)
+        self._note_counters(found)
+        found.end(self.graph, self.dependence, self._sums(found))
         self._check_routed(found)
         for split, _ in self.regions:
             if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
@@ -171,6 +183,12 @@ class _Proof:
             else:
                 found.apart.add(node)
         return found
+
+    def _note_counters(self, found: Dependents) -> None:
+        """Note what counts: each part does, or where the graph returns it one sum of all."""
+        counters = {node for node in found.routed if self._is_counter(node, found.apart)}
+        found.counters = {node for node in counters if not node.users}
+        found.returned = counters - found.counters
 
     def _sums(self, found: Dependents) -> set[fx.Node]:
         """Return what adds up over parts: counts, sums and means of what has the batch.
@@ -247,7 +265,8 @@ class _Proof:
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
         """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
-        writes = node in self.dependence.writes and not self._writes_own(node)
+        may_write = node in found.returned or self._writes_own(node)
+        writes = node in self.dependence.writes and not may_write
         if node in found.apart or writes or draws_random(node):
             return False
         return not (has_gradient(node) and any(n in found.cut for n in node.all_input_nodes))
@@ -289,14 +308,18 @@ class _Proof:
         return any(known and is_implied(node, region, known) for region, known in facts)
 
     def _is_counter(self, node: fx.Node, apart: Collection[fx.Node]) -> bool:
-        """Whether the node counts what comes apart, in a tensor of its own from outside."""
-        if node.op != "call_method" or node.target != "add_" or len(node.args) != 2 or node.kwargs:
+        """Whether the node counts what comes apart, in a tensor of its own from outside.
+
+        The graph may return that tensor, as it does for `self.seen += counts`.
+        """
+        if called_name(node) not in ADDS_TO or len(node.args) != 2 or node.kwargs:
             return False
         buffer, value = node.args
-        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or node.users:
+        is_read = any(user.op != "output" for user in node.users)
+        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or is_read:
             return False
-        mine = storages(buffer)
-        touching = [n for n in self.graph.nodes if self.dependence.reads(n) & mine]
+        mine, inside = storages(buffer), [n for n in self.graph.nodes if n.op != "output"]
+        touching = [n for n in inside if self.dependence.reads(n) & mine]
         others = frozenset().union(*(w for n, w in self.dependence.writes.items() if n is not node))
         known = TokenIndex(others)
         is_alone = buffer.op == "placeholder" and touching == [node]

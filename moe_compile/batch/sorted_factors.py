@@ -16,11 +16,16 @@ from moe_compile.attention.head_factors import Factor, flat
 from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.query import argument_of
+from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_chain import CASTS
 from moe_compile.regions.token_index import TokenIndex
 
-FORMS: Final = frozenset({"reshape", "view", "unsqueeze", "contiguous", "detach"})
+FORMS: Final = frozenset(
+    {"reshape", "view", "unsqueeze", "contiguous", "detach", "flatten", "unflatten", "squeeze"}
+)
+TAKES: Final = ("index_select", "gather")
 
 
 def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
@@ -51,10 +56,28 @@ def _taken(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             return None
-        by = node.args[1] if node.target is operator.getitem else None
-        if isinstance(by, fx.Node):
+        if (by := _index_of(node)) is not None:
             return source, by
         is_form = node.op == "call_method" and node.target in FORMS | CASTS
-        if not (is_form or by == (slice(None), None)) or len(node.all_input_nodes) != 1:
+        if not (is_form or _adds_a_dimension(node)) or len(node.all_input_nodes) != 1:
             return None
         node = source
+
+
+def _index_of(node: fx.Node) -> fx.Node | None:
+    """Return the index by which `node` takes rows of a tensor: `x[i]`, `x[i, None]`, `x[i, :]`."""
+    if torch_name(node) in TAKES and argument_of(node, 1, "dim") == 0:
+        index = argument_of(node, 2, "index")
+        return index if isinstance(index, fx.Node) else None
+    given = node.args[1] if node.target is operator.getitem else None
+    first, *others = given if isinstance(given, tuple) else (given,)
+    is_whole = all(one is None or one == slice(None) for one in others)
+    return first if isinstance(first, fx.Node) and is_whole else None
+
+
+def _adds_a_dimension(node: fx.Node) -> bool:
+    """Whether the node is `x[:, None]` or the like: all rows, in another form."""
+    given = node.args[1] if node.target is operator.getitem else None
+    indices = given if isinstance(given, tuple) else ()
+    is_whole = all(one is None or one == slice(None) for one in indices)
+    return is_whole and indices[:1] == (slice(None),)

@@ -64,6 +64,9 @@ RANDOM_NAMES: Final = frozenset(
 """Functions and methods of a Dynamo graph that may move a generator's state."""
 
 
+SWITCHED_OFF: Final = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
+"""Of these, functions that hand on what they are given where nothing is dropped."""
+
 OWN_NAMESPACES: Final = frozenset(
     {
         "aten", "prims", "inductor_prims", "rngprims", "_c10d_functional", "c10d_functional",
@@ -131,7 +134,15 @@ def _is_switched_off(node: fx.Node) -> bool:
     """Whether a dropout, of its own or of attention, is asked for none."""
     if called_name(node) == "scaled_dot_product_attention":
         return argument_of(node, 4, "dropout_p", 0.0) == 0.0
-    return called_name(node) == "dropout" and argument_of(node, 2, "training", True) is False
+    return hands_on(node)
+
+
+def hands_on(node: fx.Node) -> bool:
+    """Whether the node is a dropout that drops nothing: its value is what it is given."""
+    if called_name(node) not in SWITCHED_OFF:
+        return False
+    is_training, p = argument_of(node, 2, "training", True), argument_of(node, 1, "p", 0.5)
+    return is_training is False or (type(p) in (int, float) and p == 0)
 
 
 def moves_memory(node: fx.Node) -> bool:

@@ -13,11 +13,14 @@ from typing import Final
 import torch
 import torch.fx as fx
 
+from moe_compile.graph.effects import hands_on
 from moe_compile.graph.query import expression_of, tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_regions import NotFound
 
-CASTS: Final = frozenset({"to", "float", "bfloat16", "half", "double", "contiguous"})
+CASTS: Final = frozenset(
+    {"to", "type", "type_as", "float", "bfloat16", "half", "double", "contiguous"}
+)
 PRODUCTS: Final = (operator.mul, torch.mul, "mul")
 
 
@@ -71,7 +74,8 @@ def type_of(node: object) -> torch.dtype | None:
 
 def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx.Node]]:
     inputs = node.all_input_nodes
-    if node.op == "call_method" and node.target in CASTS and len(inputs) == 1:
+    is_cast = node.op == "call_method" and node.target in CASTS
+    if (is_cast or hands_on(node)) and len(inputs) == 1:
         return inputs[0], []
     if node.target not in PRODUCTS or node.kwargs:
         raise NotByRow(otherwise, node)

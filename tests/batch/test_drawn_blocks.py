@@ -4,16 +4,27 @@ The rewritten Dynamo graph itself is run, and differentiated by autograd: nothin
 """
 
 import random
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from moe_compile.testing.mirrored_rank import become_mirrored
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.replay.batch_parts import part_sizes
 from passes.split_batch import SplitBatch
-from tests.batch.drawn_blocks import APART, DTYPE, FORMS, MIXED, TALLIES, WIDTH, DrawnBlock
+from tests.batch.drawn_blocks import (
+    APART,
+    DTYPE,
+    FORMS,
+    MIXED,
+    TALLIES,
+    WIDTH,
+    Drawn,
+    DrawnBlock,
+)
 from tests.capture import state
 from tests.slow_parameters import exhaustive_but, slow_but
 
@@ -122,6 +133,38 @@ def check(seeds):
         assert not (mixes and report.applied), f"seed {seed}: {mixes} did not keep it whole"
         num_split += bool(report.applied)
     return num_split
+
+
+class CommonForms(Drawn):
+    """Counts by `+=`, weighs rows by `scores[order, None]`, and drops nothing of them."""
+
+    forms: ClassVar = {name: choices[0] for name, choices in FORMS.items()}
+
+    def exchange_counts(self, counts):
+        with torch.no_grad():
+            self.seen += counts
+        return super().exchange_counts(counts)
+
+    def total(self, x, order, out, scores):
+        out = F.dropout(out * scores.flatten()[order, None].to(out.dtype), p=0.0)
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out)
+
+
+def test_common_forms_equal_gradient_accumulation():
+    """What adds to a counter by `+=` returns it: the counts of all parts are added to it once."""
+    become_mirrored()
+    made = (["attention", "experts"], CommonForms.forms, "compare", 2)
+    blocks = [DrawnBlock(*made, dist.group.WORLD, 4) for _ in range(2)]
+    for block in blocks:
+        block.moe.__class__ = type("Forms", (CommonForms,), {"tally": type(block.moe).tally})
+    x, gradient = torch.randn(2, 5, 4, WIDTH, generator=torch.Generator().manual_seed(0)).to(DTYPE)
+    (whole, cut), reports = (x.clone().requires_grad_() for _ in range(2)), []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        ours = run(blocks[0], [whole], [gradient], in_parts(blocks[0], 2, reports))
+    assert reports[0].applied
+    theirs = run(blocks[1], cut.split((3, 2)), gradient.split((3, 2)), blocks[1])
+    assert [name for name, t in theirs.items() if not same(t, ours[name])] == []
+    assert torch.equal(whole.grad, cut.grad)
 
 
 @pytest.mark.slow

@@ -70,6 +70,12 @@ def verdicts(program, x, **options):
     return gm, skipped, compilation
 
 
+def test_a_batch_of_one_sequence_is_too_small(fake_ranks):
+    _, skipped, compilation = verdicts(Block(GroupedExperts, torch.bfloat16), drawn(1))
+    assert skipped == [Reason.BATCH_TOO_SMALL]
+    assert "1 for 2 parts" in compilation.rewrites[0]
+
+
 REFUSED = {
     "dropout": (lambda group: Dropped(GroupedExperts, torch.bfloat16), Reason.BATCH_RANDOM),
     "loss": (lambda group: WithLoss(GroupedExperts, torch.bfloat16), Reason.BATCH_MIXED),
