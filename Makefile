@@ -21,7 +21,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-exhaustive lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
+.PHONY: train test test-all test-slow test-exhaustive one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
 
 train: $(READY)
 	$(BIN)/megamoe train $(CONFIG)
@@ -39,6 +39,10 @@ test-slow: $(READY)
 # every style, size and routing of what the slow tests show for some
 test-exhaustive: $(READY)
 	$(PYTEST) -m "exhaustive and $(ON_A_CPU)"
+
+# every layout of docs/layouts.md against one rank; part of test-all
+one-rank: $(READY)
+	$(PYTEST) tests/integration/test_one_rank.py
 
 # lines that make test runs, in every process it starts: twice the time of the tests
 coverage: $(READY)

@@ -1,9 +1,11 @@
-"""gpt_oss's experts by grouped GEMMs, as one graph.
+"""gpt_oss's experts, by grouped GEMMs as one graph.
 
 Contract
     Values and gradients are those of torchtitan's `_run_experts_grouped_mm`, bit for bit. That
     function reads on the host how many rows no expert has, and branches on it, which no graph can
     hold; here each row finds its expert by its place, and nothing is read.
+    Ranks that divide an expert's columns each add their share of its second bias. torchtitan 0.2.2
+    adds the whole of it on each rank where these ranks also divide the experts.
 
 Shapes: rows `x` `[R, D]`, sorted by expert, then rows of no expert; counts `[E]`; biases `[E, F]`.
 """
@@ -11,24 +13,25 @@ Shapes: rows `x` `[R, D]`, sorted by expert, then rows of no expert; counts `[E]
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.gpt_oss.model.moe import (
     GptOssGroupedExperts,
     ScaleBiasForward,
+    _run_experts_for_loop,
     indices_padding_wrapper,
     swiglu,
 )
 
 
 def run_as_one_graph(experts: GptOssGroupedExperts) -> None:
-    """Have `experts` run without that branch; those without grouped GEMMs go torchtitan's way.
+    """Have `experts` run without that branch; those without grouped GEMMs have none.
 
     To be called before they are laid out: what torchtitan does around them still runs.
     """
-    if experts.use_grouped_mm:
-        experts.forward = functools.partial(_run, experts)
+    experts.forward = functools.partial(_run, experts)
 
 
 def _run(experts: GptOssGroupedExperts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -38,8 +41,12 @@ def _run(experts: GptOssGroupedExperts, x: torch.Tensor, counts: torch.Tensor) -
     axes = () if mesh is None else mesh.mesh_dim_names
     parameters = (first, experts.mlp1_bias, experts.mlp2_weight, experts.mlp2_bias)
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-    num_shards = mesh["tp"].size() if mesh is not None and "tp" in axes else 1
-    run = _grouped if "ep" in axes else indices_padding_wrapper(_grouped)
+    of_columns = [place for place, axis in enumerate(axes) if axis in ("tp", "etp")]
+    num_shards = math.prod(mesh.size(place) for place in of_columns)
+    if not experts.use_grouped_mm:
+        run = _run_experts_for_loop
+    else:
+        run = _grouped if "ep" in axes else indices_padding_wrapper(_grouped)
     result: torch.Tensor = run(*local, experts.swiglu_limit, x, counts, num_shards)
     return result
 

@@ -50,7 +50,7 @@ RULES: Final = (
         "exchange to hide",
     ),
     Rule(
-        holds=lambda x: x.ep > 1 and x.knows_shards and x.dense_shards < 2,
+        holds=lambda x: x.ep > 1 and _has_one_shard(x),
         what="EP without data shards (data_parallel_shard_degree x context_parallel_degree = 1)",
         field="dp_shard",
         instead=lambda x: max(2, x.dp_replicate),
@@ -69,6 +69,14 @@ RULES: Final = (
         field="ep",
         instead=lambda x: max(d for d in range(1, x.ep) if _expert_ranks(x) % d == 0),
         why="EP borrows its ranks from these axes",
+    ),
+    Rule(
+        holds=lambda x: x.dp_replicate > 1 and _has_one_shard(x) and x.tp * x.pp > 1,
+        what="replicas without data shards, with TP or PP",
+        field="dp_shard",
+        instead=lambda x: x.dp_replicate,
+        why="whole replicas are DDP, which torchtitan has by itself alone: no gradient of TP's "
+        "parameters would be reduced, and not all of a pipeline's",
     ),
     Rule(
         holds=lambda x: x.pp > 1 and x.pp_schedule not in SCHEDULES,
@@ -175,7 +183,7 @@ RULES: Final = (
         "before it sees them",
     ),
     Rule(
-        holds=lambda x: x.gradient_wire != "same" and x.knows_shards and x.dense_shards < 2,
+        holds=lambda x: x.gradient_wire != "same" and _has_one_shard(x),
         what="`gradient_wire` without FSDP",
         field="gradient_wire",
         instead=lambda _: "same",
@@ -217,6 +225,10 @@ RULES: Final = (
 def _data_ranks(layout: Layout) -> int:
     """Return the ranks with data of their own; 0 where it is not known."""
     return layout.dp_replicate * layout.dp_shard if layout.knows_shards else 0
+
+
+def _has_one_shard(layout: Layout) -> bool:
+    return layout.knows_shards and layout.dense_shards < 2
 
 
 def _expert_ranks(layout: Layout) -> int:

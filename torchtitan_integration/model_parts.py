@@ -1,8 +1,8 @@
 """What torchtitan does differently for each of its MoE models, under one signature.
 
 Contract
-    Every plan is torchtitan's own: its tensor-parallel styles, its lists of operators that
-    selective activation checkpointing saves.
+    Tensor-parallel styles of all that is not MoE are torchtitan's own, and so are its lists of
+    operators that selective activation checkpointing saves; `expert_layout` has the rest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
 from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
+from torchtitan.models.gpt_oss.infra.expert_parallel import (
+    GptossExpertTensorParallel,
+    GptossTensorParallel,
+)
 from torchtitan.models.llama4.infra import parallelize as llama4
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.expert_bias import run_as_one_graph
+from torchtitan_integration.expert_layout import OF_MOST, ExpertStyles, apply_experts
 from torchtitan_integration.expert_mesh import expert_mesh
 
 
@@ -37,7 +42,8 @@ class ModelParts:
     """Whether its tensor-parallel plan asks for context parallelism."""
     knows_async_tp: bool = False
     has_own_experts: bool = False
-    """Whether its experts are gpt_oss's, with biases, and its plan for them its own."""
+    """Whether its experts are gpt_oss's, with biases."""
+    styles: ExpertStyles = OF_MOST
 
     def apply_tp(
         self, model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool, has_cp: bool
@@ -62,16 +68,12 @@ class ModelParts:
 
     def apply_experts(self, model: nn.Module, dims: ParallelDims) -> None:
         """Apply expert parallelism, and tensor parallelism of experts."""
-        settings: dict[str, Any] = {"etp_mesh": expert_mesh(dims, ["etp"])}
-        if self.has_own_experts:
-            settings = {"etp_enabled": dims.etp_enabled}
-        module = self.module if self.has_own_experts else llama4
-        module.apply_moe_ep_tp(
+        apply_experts(
             model,
-            tp_mesh=dims.get_optional_mesh("tp"),
-            ep_mesh=expert_mesh(dims, ["ep"]),
-            ep_etp_mesh=expert_mesh(dims, ["ep", "etp"]),
-            **settings,
+            self.styles,
+            tp=dims.get_optional_mesh("tp"),
+            ep=expert_mesh(dims, ["ep"]),
+            ep_and_etp=expert_mesh(dims, ["ep", "etp"]),
         )
 
     def saved_operators(self) -> set[Any]:
@@ -87,6 +89,9 @@ PARTS: Final = {
         knows_cp=False,
         knows_async_tp=True,
         has_own_experts=True,
+        styles=ExpertStyles(
+            over_tp=GptossTensorParallel, over_ep_and_etp=GptossExpertTensorParallel
+        ),
     ),
     "llama4": ModelParts(module=llama4, stock=llama4.parallelize_llama, knows_cp=False),
     "qwen3": ModelParts(module=qwen3, stock=qwen3.parallelize_qwen3, knows_async_tp=True),

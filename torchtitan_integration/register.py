@@ -3,9 +3,9 @@
 Contract
     Importing it gives torchtitan's MoE models a layout by megamoe where `compile.backend` asks for
     it; any other job of theirs is laid out by torchtitan. The model is compiled then whatever
-    `compile.components` says. Models, losses and checkpoints are torchtitan's own, and so are
-    optimizers but for the balancing of experts, whatever the backend.
-    The registry's public function is all that is used.
+    `compile.components` says. Models and checkpoints are torchtitan's own; so are losses but for
+    their gradients (`mean_loss`), and optimizers but for the balancing of experts, whatever the
+    backend. The registry's public function is all that is used.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.layout_rules import MODELS
+from torchtitan_integration.mean_loss import EveryLabel, with_mean_gradients
 from torchtitan_integration.metrics import MegaMoEMetrics
 from torchtitan_integration.parallelize import parallelize
 from torchtitan_integration.validation import KernelValidator
@@ -87,6 +88,15 @@ def make_spec(model: str) -> TrainSpec:
         adapt_to_gloo(part)
         return part
 
+    def loss(job: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
+        stock = spec.build_loss_fn(job, parallel_dims=parallel_dims, **kwargs)
+        return with_mean_gradients(stock, parallel_dims, job) if asks_for_megamoe(job) else stock
+
+    def dataloader(*args: Any, job_config: JobConfig, **kwargs: Any) -> Any:
+        stock = spec.build_dataloader_fn(*args, job_config=job_config, **kwargs)
+        is_pipeline = job_config.parallelism.pipeline_parallel_degree > 1
+        return EveryLabel(stock) if is_pipeline and asks_for_megamoe(job_config) else stock
+
     def metrics(job: JobConfig, *args: Any, **kwargs: Any) -> MetricsProcessor:
         stock = spec.build_metrics_processor_fn or build_metrics_processor
         return (MegaMoEMetrics if asks_for_megamoe(job) else stock)(job, *args, **kwargs)
@@ -96,6 +106,8 @@ def make_spec(model: str) -> TrainSpec:
         parallelize_fn=layout,
         # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
         pipelining_fn=spec.pipelining_fn or pipeline_llm,
+        build_loss_fn=loss,
+        build_dataloader_fn=dataloader,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=metrics,
         model_args={**spec.model_args, **FLAVORS.get(model, {})},

@@ -10,13 +10,13 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe import MoE, utils
 
 from tests.integration.test_gathered_tokens import DIM, arguments_of_layer, build
 from tests.node_ranks import in_two_hops, seat
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.cpu_launcher import generate_permute_indices, prepare_torch
+from torchtitan_integration.expert_layout import ExpertStyles, apply_experts
 
 OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
 TOKENS = ((2, 12), (1, 7), (3, 3), (1, 2))
@@ -94,7 +94,7 @@ def test_sums_on_the_nodes_differ_by_their_order(four_ranks, score_before_expert
 
 
 class Block(nn.Module):
-    """A block with experts and nothing else, as torchtitan lays them out."""
+    """A block with experts and nothing else, as the recipe lays them out."""
 
     moe_enabled = True
 
@@ -117,7 +117,7 @@ def build_tensor_parallel(score_before_experts):
     sparse = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     model = nn.Module()
     model.layers = {"0": block}
-    apply_moe_ep_tp(model, dense["tp"], sparse, None, None)
+    apply_experts(model, ExpertStyles(), tp=dense["tp"], ep=sparse, ep_and_etp=None)
     return block
 
 

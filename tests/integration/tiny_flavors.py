@@ -1,16 +1,54 @@
 """Flavors that train in seconds; a job names this module as `experimental.custom_import`."""
 
+import dataclasses
+
+from torchtitan.models.gpt_oss.model.model import GptOssModel
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401  (registers the specs)
 from tests.integration.one_stream import read_one_stream
 from torchtitan_integration.flavors import (
+    DebugGptOssArgs,
     debug_deepseek_v3,
     debug_gpt_oss,
     debug_llama4,
     debug_qwen3,
 )
+from torchtitan_integration.layout import BACKEND
+from torchtitan_integration.mean_loss import with_mean_gradients
+from torchtitan_integration.parallelize import parallelize
+
+
+def lay_out_by_us(spec):
+    """Have our layout run without megamoe too, where a job names another backend for it.
+
+    Not compiled at all, where the job does not compile.
+    """
+    lay_out, build_loss = spec.parallelize_fn, spec.build_loss_fn
+
+    def layout(part, dims, job):
+        return (lay_out if job.compile.backend == BACKEND else parallelize)(part, dims, job)
+
+    def loss(job, *, parallel_dims):
+        built = build_loss(job, parallel_dims=parallel_dims)
+        is_ours = job.compile.backend != BACKEND
+        return with_mean_gradients(built, parallel_dims, job) if is_ours else built
+
+    spec.parallelize_fn, spec.build_loss_fn = layout, loss
+
+
+class Float32GptOssArgs(DebugGptOssArgs):
+    """Of a gpt_oss whose blocks are float32; torchtitan's are bfloat16 where FSDP casts none."""
+
+
+class GptOss(GptOssModel):
+    """torchtitan's, but for these."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        if isinstance(args, Float32GptOssArgs):
+            self.layers.float()
 
 
 def moe(**changes):
@@ -48,5 +86,33 @@ get_train_spec("deepseek_v3").model_args["tiny_wide_latent"] = debug_deepseek_v3
 get_train_spec("deepseek_v3").model_args["tiny_flex"] = debug_deepseek_v3(
     **DEEPSEEK, moe_args=moe(), n_layers=2, attn_type="flex", attn_mask_type="block_causal"
 )
+# experts that multiply in float32: grouped GEMMs are bfloat16's
+FLOAT32 = {
+    "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe(use_grouped_mm=False), n_layers=2),
+    "qwen3": debug_qwen3(
+        **QWEN, n_layers=2, moe_args=moe(num_shared_experts=0, use_grouped_mm=False)
+    ),
+    "llama4": debug_llama4(
+        dim=64, moe_args=moe(top_k=1, score_before_experts=True, use_grouped_mm=False)
+    ),
+    "gpt_oss": Float32GptOssArgs(
+        **{
+            **vars(TINY["gpt_oss"]),
+            "moe_args": dataclasses.replace(TINY["gpt_oss"].moe_args, use_grouped_mm=False),
+        }
+    ),
+}
+get_train_spec("gpt_oss").model_cls = GptOss
+for name, flavor in FLOAT32.items():
+    get_train_spec(name).model_args["float32"] = flavor
+get_train_spec("deepseek_v3").model_args["float32_pipeline"] = debug_deepseek_v3(
+    **DEEPSEEK, n_layers=4, moe_args=moe(load_balance_coeff=None, use_grouped_mm=False)
+)
+get_train_spec("qwen3").model_args["float32_pipeline"] = debug_qwen3(
+    **QWEN,
+    n_layers=4,
+    moe_args=moe(num_shared_experts=0, load_balance_coeff=None, use_grouped_mm=False),
+)
 for name in TINY:
+    lay_out_by_us(get_train_spec(name))
     read_one_stream(get_train_spec(name))

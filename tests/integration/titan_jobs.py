@@ -30,6 +30,8 @@ SMALL = {
 }
 OURS = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 STOCK = {"compile.enable": False}
+NOT_COMPILED = {"compile.enable": False, "compile.backend": "aot_eager"}
+"""Our layout without megamoe: the tests' specs take any backend that is not ours for this."""
 VALIDATES = {
     "validation.enable": True,
     "validation.dataset": "python_stdlib",
@@ -98,9 +100,10 @@ num_jobs = Counter()
 """Jobs by ranks of their pool."""
 
 
-def train(pool, ranks, folder, *changes, renewed=True, base=SMALL):
+def train(pool, ranks, folder, *changes, renewed=True, base=SMALL, recorder=None):
     """Train on the first `ranks` ranks of `pool`; return each rank's JobResult.
 
+    Each rank enters `recorder(rank, trainer)` around its training.
     With `renewed = False` in the very processes that ran what was called before.
     """
     num_jobs[pool.num_ranks] += 1
@@ -110,7 +113,7 @@ def train(pool, ranks, folder, *changes, renewed=True, base=SMALL):
     for change in changes:
         settings.update(change)
     store = meeting_point()
-    return pool.run(_train, ranks, store.port, flags_of(settings))[:ranks]
+    return pool.run(_train, ranks, store.port, flags_of(settings), recorder)[:ranks]
 
 
 def flags_of(settings):

@@ -26,8 +26,11 @@ from torchtitan_integration.routing import RoutingCounter, blocks_with_experts
 from torchtitan_integration.sequence_mesh import sequence_mesh
 
 
-def train(rank, ranks, port, flags):
-    """Train, as one of `ranks`, the debug job with `flags`; None on a rank that has no part."""
+def train(rank, ranks, port, flags, recorder=None):
+    """Train, as one of `ranks`, the debug job with `flags`; None on a rank that has no part.
+
+    `recorder(rank, trainer)` is entered around the training.
+    """
     if not _join(rank, ranks, port):
         return None
     result, before, counter = JobResult(), len(REPORT.compilations), RoutingCounter()
@@ -42,7 +45,8 @@ def train(rank, ranks, port, flags):
                 _count_rows(trainer, counter, result)
                 _watch_bias(trainer, result)
                 _watch_loading(trainer, result)
-                trainer.train()
+                with recorder(rank, trainer) if recorder else contextlib.nullcontext():
+                    trainer.train()
         finally:
             counter.close()
             trainer.close()
@@ -120,7 +124,7 @@ def _listening(result):
 def _look_at(trainer, result):
     for part in trainer.model_parts:
         for name, p in part.named_parameters():
-            plain = _plain(name)
+            plain = plain_name(name)
             if not isinstance(p, DTensor):  # DDP
                 result.placements[plain] = tuple(p.shape)
                 continue
@@ -204,12 +208,12 @@ def _hash_once(trainer, result):
     for part in trainer.model_parts:
         for name, p in part.named_parameters():
             whole = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-            result.parameters[_plain(name)] = _hash(whole)
+            result.parameters[plain_name(name)] = _hash(whole)
             if ".experts." in name or ".router." in name:
-                result.experts[_plain(name)] = [_hash(expert) for expert in whole]
+                result.experts[plain_name(name)] = [_hash(expert) for expert in whole]
 
 
-def _plain(name):
+def plain_name(name):
     """Return a parameter's name as it is without activation checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
