@@ -23,8 +23,13 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: train test test-all test-slow test-exhaustive one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
 
+# make train RANKS=1|2|4: the same model and sequences; one rank has all experts and exchanges nothing
+RANKS ?= 2
+ON_1_RANKS := --parallelism.data_parallel_shard_degree=1 --parallelism.expert_parallel_degree=1 \
+	--training.local_batch_size=16
+ON_4_RANKS := --parallelism.data_parallel_shard_degree=4 --training.local_batch_size=4
 train: $(READY)
-	$(BIN)/megamoe train $(CONFIG)
+	$(BIN)/megamoe train $(CONFIG) $(ON_$(RANKS)_RANKS)
 
 test: $(READY)
 	$(PYTEST) -m "$(QUICK)"

@@ -30,6 +30,7 @@ from torchtitan_integration.job_config import asks_for_megamoe, with_model_compi
 from torchtitan_integration.layout_rules import MODELS
 from torchtitan_integration.mean_loss import EveryLabel, with_mean_gradients
 from torchtitan_integration.metrics import MegaMoEMetrics
+from torchtitan_integration.one_stream import asks_for_one_stream, read_one_stream
 from torchtitan_integration.parallelize import parallelize
 from torchtitan_integration.validation import KernelValidator
 
@@ -44,8 +45,11 @@ def with_corpus(spec: TrainSpec) -> TrainSpec:
     def tokenizer(job: JobConfig) -> Any:
         return build_tokenizer(_with_paths(job))
 
-    def dataloader(*args: Any, job_config: JobConfig, **kwargs: Any) -> Any:
-        return build_dataloader(*args, job_config=_with_paths(job_config), **kwargs)
+    def dataloader(*, job_config: JobConfig, **kwargs: Any) -> Any:
+        job = _with_paths(job_config)
+        if asks_for_one_stream(job_config):
+            return read_one_stream(build_dataloader, job, **kwargs)
+        return build_dataloader(job_config=job, **kwargs)
 
     def validator(*, job_config: JobConfig, **kwargs: Any) -> KernelValidator:
         return KernelValidator(job_config=_with_paths(job_config), **kwargs)
@@ -92,8 +96,8 @@ def make_spec(model: str) -> TrainSpec:
         stock = spec.build_loss_fn(job, parallel_dims=parallel_dims, **kwargs)
         return with_mean_gradients(stock, parallel_dims, job) if asks_for_megamoe(job) else stock
 
-    def dataloader(*args: Any, job_config: JobConfig, **kwargs: Any) -> Any:
-        stock = spec.build_dataloader_fn(*args, job_config=job_config, **kwargs)
+    def dataloader(*, job_config: JobConfig, **kwargs: Any) -> Any:
+        stock = spec.build_dataloader_fn(job_config=job_config, **kwargs)
         is_pipeline = job_config.parallelism.pipeline_parallel_degree > 1
         return EveryLabel(stock) if is_pipeline and asks_for_megamoe(job_config) else stock
 

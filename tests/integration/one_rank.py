@@ -16,8 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tests.integration.one_stream import ONE_STREAM
-from tests.integration.titan_jobs import STOCK, train
+from tests.integration.titan_jobs import ONE_TEXT, STOCK, train
 from torchtitan_integration.layout import DEGREES, KEYS, Layout
 
 GLOBAL_BATCH = 8
@@ -36,7 +35,7 @@ EXACT = {
     "optimizer.lr": 1e-3,
     "optimizer.eps": 1e-4,
     "lr_scheduler.warmup_steps": 0,
-    **ONE_STREAM,
+    **ONE_TEXT,
 }
 
 

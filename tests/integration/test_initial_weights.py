@@ -60,6 +60,7 @@ def alone(four_ranks, tmp_path_factory):
     return weights
 
 
+@pytest.mark.slow
 def test_two_ranks_that_train_with_megamoe_start_from_the_weights_of_one(plain_job, alone):
     assert {k: v for rank in plain_job.ranks for k, v in rank.parameters.items()} == alone("tiny")
 

@@ -68,15 +68,9 @@ def run(rank, dtype, function, layer):
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("score_before_experts", "dtype"),
-    [
-        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
-        (False, torch.bfloat16),
-        pytest.param(True, torch.float32, marks=pytest.mark.slow),
-        pytest.param(False, torch.float32, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("score_before_experts", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_bit_changes_whether_scores_come_before_or_after_the_experts(
     four_ranks, score_before_experts, dtype
 ):

@@ -14,15 +14,23 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401
 from moe_compile.errors import InvalidConfig
-from tests.integration.one_stream import ONE_STREAM
-from tests.integration.titan_jobs import CONFIG, OURS, SAVES, STEPS, STOCK, flags_of, train
+from tests.integration.titan_jobs import (
+    CONFIG,
+    ONE_TEXT,
+    OURS,
+    SAVES,
+    STEPS,
+    STOCK,
+    flags_of,
+    train,
+)
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.layout import DEGREES, KEYS, Layout
 from torchtitan_integration.layout_table import ULYSSES
 from torchtitan_integration.parallelize import parallelize
 
 GLOBAL_BATCH = 4
-SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_STREAM}
+SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_TEXT}
 """At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
 SPLIT = {**OURS, "megamoe.attention_chunks": 2}
 ONE_KV_HEAD = "one local KV head: nothing to split by"

@@ -7,7 +7,6 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401  (registers the specs)
-from tests.integration.one_stream import read_one_stream
 from torchtitan_integration.flavors import (
     DebugGptOssArgs,
     debug_deepseek_v3,
@@ -115,4 +114,3 @@ get_train_spec("qwen3").model_args["float32_pipeline"] = debug_qwen3(
 )
 for name in TINY:
     lay_out_by_us(get_train_spec(name))
-    read_one_stream(get_train_spec(name))

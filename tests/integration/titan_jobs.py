@@ -22,12 +22,14 @@ SMALL = {
     "training.steps": STEPS,
     "training.local_batch_size": 2,
     "training.seq_len": 64,
+    "training.dataset_path": "of each rank",
     "optimizer.lr": 2e-3,
     "parallelism.data_parallel_shard_degree": -1,
     "parallelism.expert_parallel_degree": 2,
     "megamoe.report": "",
     "metrics.disable_color_printing": True,
 }
+ONE_TEXT = {"training.dataset_path": "one_stream"}
 OURS = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 STOCK = {"compile.enable": False}
 NOT_COMPILED = {"compile.enable": False, "compile.backend": "aot_eager"}
