@@ -265,8 +265,8 @@ class _Proof:
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
         """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
-        may_write = node in found.returned or self._writes_own(node)
-        writes = node in self.dependence.writes and not may_write
+        is_writer = node in self.dependence.writes
+        writes = is_writer and node not in found.returned and not self._writes_own(node)
         if node in found.apart or writes or draws_random(node):
             return False
         return not (has_gradient(node) and any(n in found.cut for n in node.all_input_nodes))
