@@ -10,7 +10,7 @@ Contract
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
     graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
     `moe_compile.recompile_limit`. Also at import, grouped products are made known to torch's flop
-    counter, and callbacks around compilations to Dynamo (`moe_compile.untraced_reads`).
+    counter, and callbacks around compilations to Dynamo (`torch_quirks.untraced_reads`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ from moe_compile.codegen import (
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
-from moe_compile.frame_space import with_frame_space
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
 from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.host_read_fallback import eager_where_a_value_is_needed
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.nothing_rewritten import WATCH
 from moe_compile.ops.product_counts import count_grouped_products
@@ -57,8 +55,10 @@ from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.strict import refuse_unmet
-from moe_compile.untraced_reads import fall_back
-from moe_compile.wrong_reads import refuse_wrong_reads
+from moe_compile.torch_quirks.frame_space import with_frame_space
+from moe_compile.torch_quirks.host_read_fallback import eager_where_a_value_is_needed
+from moe_compile.torch_quirks.untraced_reads import fall_back
+from moe_compile.torch_quirks.wrong_reads import refuse_wrong_reads
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 

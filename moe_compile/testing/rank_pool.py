@@ -37,9 +37,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moe_compile.frame_space import with_frame_space
 from moe_compile.testing.idleness import Idleness
-from moe_compile.untraced_reads import fall_back
+from moe_compile.torch_quirks.frame_space import with_frame_space
+from moe_compile.torch_quirks.untraced_reads import fall_back
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0

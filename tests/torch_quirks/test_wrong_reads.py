@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_compile.wrong_reads import refuse_wrong_reads
+from moe_compile.torch_quirks.wrong_reads import refuse_wrong_reads
 
 
 class Capacity(torch.nn.Module):

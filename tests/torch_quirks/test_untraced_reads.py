@@ -5,9 +5,9 @@ import torch
 from torch._dynamo.exc import UserError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from moe_compile import untraced_reads
 from moe_compile.errors import InvalidConfig
 from moe_compile.testing.rank_pool import forget_compiled
+from moe_compile.torch_quirks import untraced_reads
 from tests.this_torch import ends_graphs_at_lists
 
 FX = {"megamoe.codegen": "fx"}
