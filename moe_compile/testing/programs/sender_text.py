@@ -45,7 +45,10 @@ ROUTED: Final = {
     ],
 }
 RETURNED: Final = {
-    Loss.CROSS_ENTROPY: ["extra.append(F.cross_entropy(result.float(), x.detach().argmax(-1)))"],
+    Loss.CROSS_ENTROPY: [
+        "labels = torch.arange(x.shape[0]) % WIDTH",
+        "extra.append(F.cross_entropy(result.float(), labels))",
+    ],
     Loss.MSE: ["extra.append(F.mse_loss(result.float(), torch.tanh(x.detach()).float()))"],
 }
 
