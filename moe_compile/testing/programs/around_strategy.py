@@ -36,7 +36,7 @@ def around(
         backward=draw(st.sampled_from([Backward.ONCE] * 5 + list(Backward))),
         wrapping=draw(st.sampled_from([Wrapping.BARE] * 3 + list(Wrapping))),
         running=draw(st.sampled_from([Running.ALWAYS] * 9 + [Running.IF_ANY])),
-        poison=draw(st.sampled_from([Poison.NONE] * 7 + list(Poison))),
+        poison=draw(st.sampled_from([Poison.NONE] * 9 + [Poison.PADDING] * 3 + list(Poison))),
         dynamic=draw(st.sampled_from([False, False, False, True])),
         chunks=draw(st.sampled_from([2, 2, 2, 3, 4])),
         seed=draw(st.integers(0, 999)),

@@ -39,6 +39,12 @@ FOLLOWED: Final = frozenset(
 )  # fmt: skip
 """What the plainer programs may read besides."""
 
+WITHINS: Final = (
+    *Within,
+    *(Within.CLASS_TOKEN, Within.QUERIES, Within.POSITION_BIAS, Within.NO_DROPOUT) * 2,
+)
+"""Attention of such programs: parameters that are expanded over the batch more often."""
+
 
 @st.composite
 def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Program:
@@ -63,7 +69,7 @@ def _in_sequences(draw: st.DrawFn, program: Program) -> Program:
     """Return `program` with attention over sequences between its layers, and some tokens more."""
     layers: list[Layer] = []
     for layer in program.layers:
-        attention = st.sampled_from(Within).map(lambda within: OwnAttention(within=within))
+        attention = st.sampled_from(WITHINS).map(lambda within: OwnAttention(within=within))
         layers += [*draw(st.lists(attention, max_size=2)), layer]
     more = draw(st.sampled_from([0, 2, 3, 4]))
     tokens = tuple(tuple(n + more for n in step) for step in program.tokens)

@@ -67,9 +67,10 @@ SELDOM: Final[frozenset[enum.Enum]] = frozenset(
         Reader.ARRIVED_WRITTEN, Reader.HOST_VMAP, Reader.BREAK, Reader.ROWS_HANDED_BACK,
         Reader.AUTOCAST_SET, Reader.HOOK_ROWS, Reader.ROWS_ACROSS, Reader.ROWS_NORMALIZED,
         Reader.ROWS_VIEWED, Reader.ROWS_SQUARED, Detail.BANK, Detail.SUMS_WRITTEN,
+        Reader.SEEN, Reader.NO_DROPOUT, Reader.EXPANDED, Reader.REPEATED, Back.COLUMNS_PUT,
     }
 )  # fmt: skip
-"""What would occur in fewer than fifty of 2,000 programs that are chunked, and is drawn thrice."""
+"""What would occur in fewer than 40 rewritten ones of 3,000 programs, and is drawn thrice."""
 
 FILLING: Final = {"bfloat16": 64, "float32": 32, "float64": 16}
 """Widths that fill two vectors of 64 bytes: in others a CPU rounds some operators, and products of
@@ -131,10 +132,10 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
         details=draw(few([*details, *DETAILS_OF.get(style, ())], 4)),
         readers=draw(_readers(among(Reader))),
         late=draw(st.booleans()),
-        padding=draw(st.sampled_from([Padding.NONE] * 9 + list(Padding))),
+        padding=draw(st.sampled_from([Padding.NONE] * 7 + list(Padding))),
         weighing=draw(mostly(Weighing, 4)),
         unsort=draw(mostly(Unsort, 3)),
-        losses=draw(few(Loss, 2)) if draw(st.integers(0, 2)) == 2 else frozenset(),
+        losses=draw(few(Loss, 2)) if draw(st.booleans()) else frozenset(),
     )
 
 
@@ -171,8 +172,8 @@ def _programs_with_capacity(draw: st.DrawFn) -> Program:
 
 
 REWRITES_DRAWN: Final = (
-    *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, *[Rewrite.PARTS] * 8,
-    Rewrite.THREE_PARTS, Rewrite.THREE_PARTS, Rewrite.GATHERED, Rewrite.PADDED,
+    *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, *[Rewrite.PARTS] * 16,
+    *[Rewrite.THREE_PARTS] * 6, Rewrite.GATHERED, Rewrite.PADDED,
 )  # fmt: skip
 """Those that only some programs allow, or that leave many whole, more often."""
 
