@@ -3,8 +3,8 @@
 Contract
     A segment ends with a launch of a region's rows, and begins and ends in the modes that the graph
     ends in: segments of other parts may run between.
-    Parameters have gradients as accumulation over the parts gives them: what is computed of them
-    is computed by each part, and a part adds up its own terms first.
+    Parameters have gradients as accumulation over the parts gives them: what is computed of them,
+    or repeats them for each index of the batch, each part makes, and adds up its own terms first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moe_compile.attention.head_proof import REFUSALS, Refuse
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
+from moe_compile.batch.spread_parameters import is_spread
 from moe_compile.batch.taken_places import counts_places
 from moe_compile.capacity.expert_rules import one_index
 from moe_compile.capacity.expert_tracking import ExpertTracker
@@ -98,7 +99,8 @@ def body_of(
 ) -> BatchSplit:
     """Return the split of a graph of which `found` depends on the batch."""
     (output,) = graph.find_nodes(op="output")
-    made = _made_of_parameters(found, dependence)
+    spread = {n for n in found.cut if n in found.needed and is_spread(n, tracker, batch)}
+    made = _made_of_parameters(found, dependence) | spread
     body = dependence.in_order((found.nodes & found.needed) | made)
     legality = Legality(dependence, graph)
     obstacle = legality.obstacle(body, output, keeps_modes=True)
@@ -106,7 +108,7 @@ def body_of(
     if obstacle is not None:
         raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
     read = {source for node in body for source in node.all_input_nodes}
-    given = [node for node in found.cut if node in read]
+    given = [node for node in found.cut if node in read - spread]
     anew = {n for n in given if maker_of(n) is not None or counts_places(n)}
     dead = found.nodes | found.told
     for node in reversed(dependence.in_order(made | anew)):
@@ -118,6 +120,7 @@ def body_of(
         rows=tuple(_outer_of_rows(regions, tracker, batch)),
         cut=tuple(node for node in given if node not in anew),
         anew=tuple(node for node in given if node in anew),
+        spread=frozenset(spread),
         written=tuple(node for node in given if dependence.writers(node)),
         segments=tuple(_segments(graph, regions, set(body))),
         alone=tuple(_read_alone(body, found.cut, regions, dependence)),

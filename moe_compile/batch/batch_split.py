@@ -60,6 +60,8 @@ class BatchSplit:
     """What parts read and do not make, and has the index: each part reads its share."""
     anew: tuple[fx.Node, ...]
     """Zeros, ones and numbers of places that have the index: each part makes its own."""
+    spread: frozenset[fx.Node]
+    """What repeats parameters for every index: each part makes its own."""
     written: tuple[fx.Node, ...]
     """What of these is written in place: parts do so in memory of their own."""
     segments: tuple[tuple[fx.Node, ...], ...]

@@ -21,10 +21,12 @@ import torch
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, size_of
+from moe_compile.attention.move_arguments import moved
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.batch.batch_terms import Terms, summed_instead, terms_of, weight_of_targets
+from moe_compile.batch.spread_parameters import REPEATS, repeats_in
 from moe_compile.graph.constant_tensors import maker_of
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import called_name, tensor_of
 from passes.replay.factor_pieces import Emits, Pieces
 from passes.replay.sized_emitter import SizedEmitter
 
@@ -163,10 +165,19 @@ class _Replay:
         elif node in self._split.summed and terms_of(node) is Terms.BY_TARGETS:
             given = summed_instead(node, partial(_read, env))
             env[node] = self._emit.instead(node, node.target, *given)
+        elif node in self._split.spread:
+            env[node] = self._spread(node, env, share)
         elif node in self._totals or node not in self._split.tracker:
             env[node] = self._emit.copy(node, env)
         else:
             self._pieces.replay(node, env, share)
+
+    def _spread(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
+        """Emit what repeats a parameter for each index of a part."""
+        source, sizes = _read(env, moved(node)), self._pieces.sizes_of(node, share)
+        if called_name(node) in REPEATS:
+            return self._emit.method("repeat", source, repeats_in(node, sizes))
+        return self._emit.method("expand", source, sizes)
 
     def _of_share(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
         """Emit what takes a rank's share of the tokens, or counts rows from the first of all."""

@@ -52,6 +52,10 @@ def positions_first(m, x):
     return torch.tanh(turned @ m.up).transpose(0, 1) + x
 
 
+def with_token(m, x):
+    return torch.cat([m.shift.expand(x.shape[0], 1, -1), x], 1)
+
+
 APART = {
     "norm": lambda m, x: F.rms_norm(x, (WIDTH,), m.gain),
     "layer norm": lambda m, x: F.layer_norm(x, (WIDTH,), m.gain, m.shift),
@@ -83,6 +87,12 @@ APART = {
     "single rows of a weight": lambda m, x: x * m.up[0] + m.up[1],
     "one row of a weight twice": lambda m, x: x * m.up[-1] + m.up[WIDTH - 1],
     "rows": lambda m, x: (x.flatten(0, 1) @ m.up).unflatten(0, x.shape[:2]) + x,
+    "a token ahead of each": lambda m, x: with_token(m, x).cumsum(1)[:, 1:] / 4,
+    "queries of a weight": lambda m, x: x * m.up[: x.shape[1]].repeat(len(x), 1, 1),
+    "a row for each token": lambda m, x: (
+        x + m.gain.repeat(x.shape[0] * x.shape[1], 1).view(x.shape)
+    ),
+    "a weight expanded": lambda m, x: x + torch.tanh(m.shift).expand(x.shape),
     "positions and features": lambda m, x: x.flatten(1).unflatten(1, x.shape[1:]) * m.gain,
 }
 MIXED = {

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from moe_compile.journal.reasons import Reason
 from moe_compile.testing.mirrored_rank import become_mirrored
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.replay.batch_parts import part_sizes
@@ -76,7 +77,12 @@ def in_parts(block, parts, reports):
 
 def differences(seed):
     """Return what differs of the block of this seed, and the report on its graph."""
-    made, parts, (batch, positions) = drawn(seed)
+    return compared(*drawn(seed), seed)
+
+
+def compared(made, parts, sizes, seed=0):
+    """Return what differs of a block in parts from accumulation, and the report on its graph."""
+    batch, positions = sizes
     own = torch.Generator().manual_seed(seed)
     shape = (2, batch, positions, WIDTH)
     (x, gradient), reports = torch.randn(shape, generator=own).to(DTYPE), []
@@ -165,6 +171,32 @@ def test_common_forms_equal_gradient_accumulation():
     theirs = run(blocks[1], cut.split((3, 2)), gradient.split((3, 2)), blocks[1])
     assert [name for name, t in theirs.items() if not same(t, ours[name])] == []
     assert torch.equal(whole.grad, cut.grad)
+
+
+REPEATED = (
+    "a token ahead of each", "queries of a weight", "a row for each token", "a weight expanded",
+)  # fmt: skip
+
+
+def test_what_repeats_a_parameter_has_the_gradient_of_accumulation():
+    become_mirrored()
+    forms = {name: choices[0] for name, choices in FORMS.items()}
+    made = ([*REPEATED, "attention", "experts"], forms, "compare", 2)
+    differing, report = compared(made, 2, (7, 3), seed=1)
+    assert report.applied and not differing, (differing, report)
+
+
+def repeated_in_turn(m, x):
+    return x + m.gain[None].repeat_interleave(x.shape[0], 0)[:, None]
+
+
+def test_what_repeats_a_parameter_otherwise_is_left_whole(monkeypatch):
+    become_mirrored()
+    monkeypatch.setitem(APART, "in turn", repeated_in_turn)
+    forms = {name: choices[0] for name, choices in FORMS.items()}
+    _, report = compared((["in turn", "attention", "experts"], forms, "compare", 2), 2, (6, 3))
+    (skipped,) = report.skipped
+    assert skipped.reason is Reason.BATCH_LOST and "repeat_interleave" in skipped.detail
 
 
 @pytest.mark.slow

@@ -26,15 +26,6 @@ from moe_compile.testing.programs.text import source_of
 UNMENDED: Final[Mapping[frozenset[str], str]] = {
     frozenset({"padding: sent"}): "a cut by sizes that are read does not compile: "
     "'should have been constant'",
-    **{
-        frozenset({rewrite, expanded}): "in parts of the batch a parameter that is expanded over "
-        "it has the sum over the whole for its gradient"
-        for rewrite in ("rewrite: parts", "rewrite: three_parts")
-        for expanded in (
-            "within: class_token", "within: queries", "within: position_bias",
-            "reader: expanded", "reader: repeated",
-        )
-    },
 }  # fmt: skip
 """What together shows a fault that is known, and the fault: not drawn until it is mended."""
 

@@ -1,0 +1,56 @@
+"""Parameters that are repeated for every index of the batch: a class token, learned queries.
+
+Contract
+    What a parameter is repeated to is made by each part in its own sizes, not cut: the gradient of
+    a part is the sum over its own indices, as accumulation over parts gives it.
+    Refused is what repeats elements in another way than one run of them behind another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch.fx as fx
+
+from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds, size_of
+from moe_compile.attention.move_arguments import moved
+from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.graph.query import called_name, has_gradient, tensor_of
+
+EXPANDS: Final = frozenset({"expand", "broadcast_to"})
+REPEATS: Final = frozenset({"repeat", "tile"})
+OTHERS: Final = frozenset({"expand_as", "repeat_interleave", "index_select", "embedding", "gather"})
+"""What repeats elements too, and is not made anew in other sizes."""
+
+
+def is_spread(node: fx.Node, tracker: ExpertTracker, batch: Factor) -> bool:
+    """Whether `node`, which has the batch and depends on nothing that has, repeats a parameter."""
+    name = called_name(node)
+    if not has_gradient(node) or name not in EXPANDS | REPEATS | OTHERS:
+        return False
+    if name in OTHERS or not _is_outermost(node, tracker, batch):
+        raise Lost(f"{name} repeats a parameter for each index of the batch")
+    return True
+
+
+def repeats_in(node: fx.Node, sizes: list[int]) -> list[int]:
+    """Return how often a call of `repeat` repeats each dimension to have such `sizes`."""
+    return [size // given for size, given in zip(sizes, _given_sizes(node), strict=True)]
+
+
+def _is_outermost(node: fx.Node, tracker: ExpertTracker, batch: Factor) -> bool:
+    """Whether each index of the batch has the same elements, whatever comes before it."""
+    dims: Dims = tracker.dims(node)
+    along = next(i for i, dim in enumerate(dims) if holds(dim, batch))
+    given = _given_sizes(node)[along]
+    if given == 1:
+        return True
+    first, *inner = flat(dims[along])
+    return called_name(node) in REPEATS and first is batch and size_of(inner) % given == 0
+
+
+def _given_sizes(node: fx.Node) -> list[Any]:
+    """Return the sizes of what is repeated, as of as many dimensions as there are then."""
+    whole, given = tensor_of(node), tensor_of(moved(node))
+    assert whole is not None and given is not None
+    return [1] * (whole.dim() - given.dim()) + list(given.shape)
