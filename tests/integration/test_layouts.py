@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
+from moe_compile.errors import InvalidConfig
 from tests.integration.titan_jobs import NOT_COMPILED, OURS, SMALL, STEPS, STOCK, train
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.layout import DEGREES, KEYS
+from torchtitan_integration.layout import DEGREES, KEYS, Layout
+from torchtitan_integration.layout_rules import check_layout
 from torchtitan_integration.layout_table import TESTED, table
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +75,9 @@ def test_losses_and_placements_are_torchtitans(pool_for, plain, tmp_path, layout
 
 def test_the_table_in_the_docs_is_of_this_code():
     assert (ROOT / "docs/layouts.md").read_text() == table()
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_whole_replicas_are_refused_beside_another_axis(axis):
+    with pytest.raises(InvalidConfig, match="data_parallel_shard_degree = 2"):
+        check_layout(Layout(dp_replicate=2, dp_shard=1, **{axis: 2}))
