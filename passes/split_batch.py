@@ -26,7 +26,7 @@ from moe_compile.errors import ContractViolation
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, read_instead
 from moe_compile.graph.observation import fake_mode_of
-from moe_compile.graph.query import expression_of, tensor_of, value_of
+from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
 from moe_compile.graph.stored_values import store_values
 from moe_compile.journal.entries import PassReport, Verdict, judged
 from moe_compile.journal.reasons import Reason
@@ -133,7 +133,9 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             sizes = [expression_of(size) for size in tensor.shape]
             numbers = split.tracker.numbers
             if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
-                raise Refuse(Reason.BATCH_LOST, f"{node.name} has other sizes in a part: {sizes}")
+                raise Refuse(
+                    Reason.BATCH_LOST, f"{operator_at(node)} has other sizes in a part: {sizes}"
+                )
 
 
 def _check_told(split: BatchSplit) -> None:
@@ -141,7 +143,10 @@ def _check_told(split: BatchSplit) -> None:
     dead = {*split.dead}
     for node in split.told:
         if reader := next((user for user in node.users if user not in dead), None):
-            raise Refuse(Reason.BATCH_LOST, f"{reader.name} reads {node.name}, a size of the whole")
+            raise Refuse(
+                Reason.BATCH_LOST,
+                f"{operator_at(reader)} reads {operator_at(node)}, a size of the whole",
+            )
 
 
 def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:

@@ -43,7 +43,9 @@ def test_a_section_has_the_texts_of_the_reports(name):
 @pytest.mark.parametrize("name", cases())
 def test_the_program_of_a_section_gives_its_reason_and_no_other(fake_ranks, name):
     """Others of its kind: what stands beside the candidate may be what is not meant, or done."""
-    reasons = {verdict.reason for verdict in verdicts(name)}
+    found = list(verdicts(name))
+    reasons = {verdict.reason for verdict in found}
+    assert not [v.detail for v in found if v.detail.isidentifier()], "a node, not an operator"
     assert {reason for reason in reasons if reason.kind is Reason[name].kind} == {Reason[name]}
 
 

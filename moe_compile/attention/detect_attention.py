@@ -47,6 +47,7 @@ from moe_compile.graph.query import (
     is_all_gather,
     is_launch,
     is_wait,
+    operator_at,
     output_splits,
 )
 from moe_compile.journal.reasons import Reason
@@ -157,7 +158,7 @@ def _check_shape(
         raise Refuse(Reason.SEVERAL_EXCHANGES)
     for operand, found in zip(operands, entering, strict=True):
         if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
-            raise Refuse(Reason.COMPUTED_BETWEEN, operand.name)
+            raise Refuse(Reason.COMPUTED_BETWEEN, operator_at(operand))
     if not outward:
         raise Refuse(Reason.NO_EXCHANGE_BACK)
     if not all(is_even_exchange(n) for n in launches):
@@ -172,7 +173,7 @@ def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
     above = [n for operand in operands for n in nearest_launches(operand, up=True)]
     below = nearest_launches(core, up=False)
     if any(is_even_exchange(n) for n in above) and any(is_even_exchange(n) for n in below):
-        return Refuse(Reason.COMPUTED_BETWEEN, operands[0].name)
+        return Refuse(Reason.COMPUTED_BETWEEN, operator_at(operands[0]))
     return Refuse(Reason.NO_EXCHANGE)
 
 
@@ -181,6 +182,6 @@ def _check_arithmetic(core: fx.Node) -> None:
     if isinstance(mask, fx.Node):
         sizes = sizes_of(mask)
         if len(sizes) > 2 and sizes[-3] != 1:
-            raise Refuse(Reason.VARIES_BY_HEAD, mask.name)
+            raise Refuse(Reason.VARIES_BY_HEAD, operator_at(mask))
     if dropout != 0.0:
         raise Refuse(Reason.RANDOM)

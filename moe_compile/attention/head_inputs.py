@@ -23,7 +23,7 @@ from moe_compile.attention.head_proof import Refuse
 from moe_compile.attention.head_tracking import Tracker, is_form
 from moe_compile.attention.move_arguments import moved
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import has_gradient, is_launch, value_of
+from moe_compile.graph.query import has_gradient, is_launch, operator_at, value_of
 from moe_compile.graph.same_tensor import maker, readers
 from moe_compile.journal.reasons import Reason
 
@@ -45,14 +45,14 @@ def heads_read(
     found = []
     for source, by in read_from_outside(body).items():
         if dependence.position[source] > dependence.position[core]:
-            raise Lost(f"{source.name} is made after the attention")
+            raise Lost(f"{operator_at(source)} is made after the attention")
         with_heads = _with_heads(tracker, source, head)
         terms = [reader for reader in by if has_gradient(source) and has_gradient(reader)]
         beside = not may_round and not all(map(is_launch, terms))
         if beside or (terms and not _all_hold(with_heads, head)):
-            raise Refuse(Reason.GRADIENT_BESIDE, source.name)
+            raise Refuse(Reason.GRADIENT_BESIDE, operator_at(source))
         if len(terms) > 1 and not _added_up_alone(source, terms, dependence):
-            raise Refuse(Reason.GRADIENT_ORDER, source.name)
+            raise Refuse(Reason.GRADIENT_ORDER, operator_at(source))
         if with_heads:
             found.append(source)
     return found
@@ -80,7 +80,7 @@ def _with_heads(tracker: Tracker, source: fx.Node, head: Factor) -> list[Factor]
     dims = tracker.dims(source) if source in tracker else []
     found = [factor for dim in dims for factor in dim if holds([factor], head)]
     if len(found) > 1:
-        raise Lost(f"{source.name} has heads in several dimensions")
+        raise Lost(f"{operator_at(source)} has heads in several dimensions")
     return found
 
 

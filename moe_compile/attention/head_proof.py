@@ -28,7 +28,7 @@ from moe_compile.attention.head_tracking import CUTS, Tracker, is_movement, move
 from moe_compile.attention.move_arguments import argument, values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.legality import Hazard, Legality
-from moe_compile.graph.query import is_launch
+from moe_compile.graph.query import is_launch, operator_at
 from moe_compile.journal.reasons import Reason
 
 REFUSALS: Final = {
@@ -83,7 +83,7 @@ def find_heads(
         raise Refuse(Reason.NOT_HEADS)
     for operand, source in zip(operands, sources, strict=True):
         if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
-            raise Refuse(Reason.NOT_SEQUENCE, operand.name)
+            raise Refuse(Reason.NOT_SEQUENCE, operator_at(operand))
     tracker.result_of_attention(core, query, value)
     track(tracker, outward, ())
     back = next(n for n in outward if is_launch(n))
@@ -144,7 +144,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
             made, given = _share(tracker.dims(node), head), values_moved(node)
         times = argument(node, "repeats") if move_name(node) == "repeat_interleave" else 1
         if made != times * sum(_share(tracker.dims(source), head) for source in given):
-            raise Lost(f"{node.name} makes heads of its own")
+            raise Lost(f"{operator_at(node)} makes heads of its own")
 
 
 def _share(dims: Dims, head: Factor) -> int:
@@ -157,7 +157,7 @@ def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
     inside = set(body)
     for node in nodes:
         if any(user not in inside for user in node.users):
-            raise Refuse(Reason.ESCAPES, node.name)
+            raise Refuse(Reason.ESCAPES, operator_at(node))
 
 
 def check_meanwhile(

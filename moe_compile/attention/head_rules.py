@@ -20,7 +20,7 @@ from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of
 from moe_compile.attention.head_tracking import Tracker, is_movement
 from moe_compile.attention.move_arguments import argument, dim_of, joined, moved
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import value_of
+from moe_compile.graph.query import operator_at, value_of
 
 POINTWISE: Final = frozenset(
     {
@@ -55,9 +55,9 @@ def step(tracker: Tracker, node: fx.Node) -> None:
     if is_movement(node):
         tracker.step(node)
     elif not is_per_head(node):
-        raise Lost(f"{node.name} is no operator that factors are followed through")
+        raise Lost(f"{operator_at(node)} is no operator that factors are followed through")
     elif written_arguments(node):
-        raise Lost(f"{node.name} writes in place")
+        raise Lost(f"{operator_at(node)} writes in place")
     else:
         tracker.put(node, RULES[operator_name(node)](tracker, node))
 
@@ -97,7 +97,7 @@ def _normed(tracker: Tracker, node: fx.Node) -> Dims:
     dims = _source(tracker, node)
     shape = argument(node, "normalized_shape")
     if not isinstance(shape, list | tuple) or not shape:
-        raise Lost(f"{node.name} normalises over an unknown dimension")
+        raise Lost(f"{operator_at(node)} normalises over an unknown dimension")
     tracker.closed += [(node, dim) for dim in dims[-len(shape) :]]
     return dims
 
@@ -108,7 +108,7 @@ def _reduced(tracker: Tracker, node: fx.Node) -> Dims:
     every = list(range(len(dims))) if given is None else [given]
     along = given if isinstance(given, list | tuple) else every
     if not along or not all(isinstance(d, int) for d in along):
-        raise Lost(f"{node.name} reduces an unknown dimension")
+        raise Lost(f"{operator_at(node)} reduces an unknown dimension")
     along = [d % len(dims) for d in along]
     tracker.closed += [(node, dims[d]) for d in along]
     if len(tracker.sizes_of(node)) == len(dims):
@@ -136,7 +136,7 @@ def stacked(tracker: Tracker, node: fx.Node) -> Dims:
     dims = tracker.dims(parts[0])
     for part in parts[1:]:
         if len(tracker.dims(part)) != len(dims):
-            raise Lost(f"{node.name} stacks tensors with other numbers of dimensions")
+            raise Lost(f"{operator_at(node)} stacks tensors with other numbers of dimensions")
         dims = [meeting(a, b) for a, b in zip(dims, tracker.dims(part), strict=True)]
     at = dim_of(node, len(dims) + 1, default=0)
     return [*dims[:at], [Factor(len(parts))], *dims[at:]]
@@ -149,7 +149,7 @@ def _item(tracker: Tracker, node: fx.Node) -> Dims:
         return _one_of_unbound(tracker, source)
     if isinstance(value_of(source), torch.Tensor):
         return _indexed(tracker, node, index)
-    raise Lost(f"{node.name} is taken from something unknown")
+    raise Lost(f"{operator_at(node)} is taken from something unknown")
 
 
 def _one_of_unbound(tracker: Tracker, unbound: fx.Node) -> Dims:
@@ -164,7 +164,7 @@ def _indexed(tracker: Tracker, node: fx.Node, index: Any) -> Dims:
     given = tracker.dims(node.all_input_nodes[0])
     indices = list(index) if isinstance(index, tuple) else [index]
     if not all(i is None or i is ... or isinstance(i, int | slice) for i in indices):
-        raise Lost(f"{node.name} indexes by a tensor")
+        raise Lost(f"{operator_at(node)} indexes by a tensor")
     if ... not in indices:
         indices.append(...)
     at = indices.index(...)

@@ -32,7 +32,7 @@ from moe_compile.attention.head_tracking import Tracker, is_movement, move_name
 from moe_compile.attention.linear_layers import Linear, linear_of
 from moe_compile.attention.move_arguments import values_moved
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.graph.query import is_launch, is_wait, operator_at
 from moe_compile.journal.reasons import Reason
 
 
@@ -114,7 +114,7 @@ def _with_projections(region: AttentionRegion, dependence: Dependence) -> HeadSp
         raise _Refuse(Reason.HEADS_LOST)
     for node, dim in tracker.closed:
         if holds(dim, head):
-            raise _Refuse(Reason.MIXES_HEADS, node.name)
+            raise _Refuse(Reason.MIXES_HEADS, operator_at(node))
     linears.sort(key=lambda linear: dependence.position[linear.node])
     projections = tuple(li for li in linears if _in_features(tracker, li.node, head))
     if not projections:
@@ -177,7 +177,7 @@ def _roots(tracker: Tracker, head: Factor) -> list[fx.Node]:
     for node in tracker.started():
         dims = [dim for dim in tracker.dims(node) if holds(dim, head)]
         if len(dims) > 1:
-            raise _Refuse(Reason.HEADS_LOST, node.name)
+            raise _Refuse(Reason.HEADS_LOST, operator_at(node))
         if dims:
             found.append(node)
     return found
@@ -197,11 +197,11 @@ def _with_output(split: HeadSplit, dependence: Dependence) -> HeadSplit:
     for node in after:
         tracker.step(node)
     if head is None or not _in_features(tracker, output.x, head):
-        raise _Refuse(Reason.HEADS_LOST, output.x.name)
+        raise _Refuse(Reason.HEADS_LOST, operator_at(output.x))
     core = dependence.position[split.region.core]
     for node in (output.weight, output.bias):
         if node and node.op not in ("placeholder", "get_attr") and dependence.position[node] > core:
-            raise _Refuse(Reason.MADE_LATE, node.name)
+            raise _Refuse(Reason.MADE_LATE, operator_at(node))
     found = dataclasses.replace(split, after=tuple(after), output=output)
     check_meanwhile(found.body, found.region.core, dependence, may_round=True)
     return found

@@ -29,6 +29,7 @@ from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
     is_wait,
+    operator_at,
     output_splits,
     tensor_of,
     value_of,
@@ -103,7 +104,7 @@ def cut_dim(node: fx.Node) -> int:
     """Return the dimension a split, a chunk or a concatenation works along, from the left."""
     made = pytree.tree_leaves(value_of(node))
     if not made or not isinstance(made[0], torch.Tensor):
-        raise Lost(f"{node.name} makes something unknown")
+        raise Lost(f"{operator_at(node)} makes something unknown")
     return dim_of(node, made[0].dim(), default=0)
 
 
@@ -148,7 +149,7 @@ class Tracker:
     def put(self, node: fx.Node, dims: Dims) -> None:
         """Say what the factors of `node` are; raises Lost unless its sizes agree."""
         if tensor_of(node) is not None and [size_of(dim) for dim in dims] != self.sizes_of(node):
-            raise Lost(f"{node.name} has other sizes than were followed to it")
+            raise Lost(f"{operator_at(node)} has other sizes than were followed to it")
         self._dims[node] = dims
 
     def started(self) -> tuple[fx.Node, ...]:
@@ -162,7 +163,7 @@ class Tracker:
     def dims(self, node: fx.Node) -> Dims:
         """Return the factors of `node`."""
         if node not in self:
-            raise Lost(f"{node.name} was not followed")
+            raise Lost(f"{operator_at(node)} was not followed")
         return [flat(dim) for dim in self._dims[node]]
 
     def step(self, node: fx.Node) -> None:
@@ -282,5 +283,5 @@ def _rule_of(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims]:
     if node.target is operator.getitem:
         return Tracker._piece
     if (name := move_name(node)) not in RULES:
-        raise Lost(f"{node.name} is no movement of data")
+        raise Lost(f"{operator_at(node)} is no movement of data")
     return RULES[name]

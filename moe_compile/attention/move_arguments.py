@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Lost
-from moe_compile.graph.query import argument_of, called_name
+from moe_compile.graph.query import argument_of, called_name, operator_at
 
 PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "view": ("input", "size"),
@@ -64,7 +64,7 @@ def argument(call: fx.Node, name: str, default: Any = None) -> Any:
     parameters = PARAMETERS[called_name(call)]
     names = {ALSO_CALLED.get(given, given): given for given in call.kwargs}
     if unknown := sorted(names.keys() - set(parameters)):
-        raise Lost(f"{call.name} is given {', '.join(unknown)}")
+        raise Lost(f"{operator_at(call)} is given {', '.join(unknown)}")
     return argument_of(call, parameters.index(name), names.get(name, name), default)
 
 
@@ -85,7 +85,7 @@ def moved(call: fx.Node) -> fx.Node:
     parameters = PARAMETERS.get(called_name(call))
     found = argument(call, parameters[0]) if parameters else argument_of(call, 0, "input")
     if not isinstance(found, fx.Node):
-        raise Lost(f"{call.name} has its input in an unknown place")
+        raise Lost(f"{operator_at(call)} has its input in an unknown place")
     return found
 
 
@@ -98,5 +98,5 @@ def joined(call: fx.Node) -> list[fx.Node]:
     """Return the values that `call` concatenates or stacks."""
     parts = argument(call, "tensors")
     if not isinstance(parts, list | tuple) or not all(isinstance(p, fx.Node) for p in parts):
-        raise Lost(f"{call.name} joins something unknown")
+        raise Lost(f"{operator_at(call)} joins something unknown")
     return list(parts)

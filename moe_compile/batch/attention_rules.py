@@ -19,7 +19,7 @@ from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.inner_graphs import body_named
-from moe_compile.graph.query import argument_of, called_name
+from moe_compile.graph.query import argument_of, called_name, operator_at
 
 FUSED: Final = frozenset(
     {
@@ -34,7 +34,7 @@ def operand(call: fx.Node, position: int, name: str) -> fx.Node:
     """Return an operand of `call`; raises Lost where it is given in an unknown form."""
     found = argument_of(call, position, name)
     if not isinstance(found, fx.Node):
-        raise Lost(f"{call.name} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(call)} is given its operands in an unknown form")
     return found
 
 
@@ -53,7 +53,7 @@ def _meet_outer(tracker: ExpertTracker, node: fx.Node, operands: Sequence[fx.Nod
     """Name alike what attention treats apart of its operands; return how many dimensions it is."""
     dims = [tracker.dims(operand) for operand in operands]
     if len({len(one) for one in dims}) > 1 or len(dims[0]) < 3:
-        raise Lost(f"{node.name} attends over operands of different forms")
+        raise Lost(f"{operator_at(node)} attends over operands of different forms")
     num_outer = len(dims[0]) - 2
     for i in range(num_outer):
         for other in dims[1:]:
@@ -76,7 +76,7 @@ def flex_attention(tracker: ExpertTracker, node: fx.Node) -> Dims:
     """Follow FlexAttention, given as the operator takes it."""
     *operands, score_code, mask, _, _, of_scores, of_mask = node.args
     if not isinstance(mask, tuple) or not all(isinstance(o, fx.Node) for o in operands):
-        raise Lost(f"{node.name} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(node)} is given its operands in an unknown form")
     *blocks, mask_code = mask
     tensors = [one for one in blocks if isinstance(one, fx.Node)]
     num_outer = _meet_outer(tracker, node, operands)
@@ -109,7 +109,7 @@ def _follow_code(
     query: Any = node.args[0]
     is_known = all(isinstance(one, fx.Node) for one in (query, *buffers))
     if len(given) != 4 + len(buffers) or not is_known:
-        raise Lost(f"{node.name} runs code that is given something unknown")
+        raise Lost(f"{operator_at(node)} runs code that is given something unknown")
     sequence, head, *_ = given
     tensors = dict(zip(given[4:], buffers, strict=True))
     of_sequences, of_heads, *_ = tracker.dims(query)

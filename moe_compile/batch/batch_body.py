@@ -35,7 +35,7 @@ from moe_compile.graph.modes import (
     chooses_attention,
     modes,
 )
-from moe_compile.graph.query import called_name, has_gradient, tensor_of
+from moe_compile.graph.query import called_name, has_gradient, operator_at, tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_index import TokenIndex
 
@@ -192,7 +192,7 @@ def _segments(
     is_led = state.is_settled
     for node in _thrown_and(body, graph, state):
         if node in body and not is_led:
-            raise Refuse(Reason.STATE_CHANGES, node.name)
+            raise Refuse(Reason.STATE_CHANGES, operator_at(node))
         is_begun |= node in body
         nodes.append(node)
         is_launched |= node in launches
@@ -205,7 +205,7 @@ def _segments(
             yield tuple(nodes)
             nodes, is_launched = [], False
     if not state.is_settled:
-        raise Refuse(Reason.STATE_CHANGES, output.name)
+        raise Refuse(Reason.STATE_CHANGES, operator_at(output))
     yield tuple(nodes)
 
 
@@ -241,7 +241,7 @@ class _State:
         elif chooses_attention(switch):
             self._num_chosen += 1
         else:
-            raise Refuse(Reason.STATE_CHANGES, switch.name)
+            raise Refuse(Reason.STATE_CHANGES, operator_at(switch))
 
 
 def _read_alone(

@@ -44,7 +44,14 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
-from moe_compile.graph.query import called_name, has_gradient, is_assertion, is_launch, tensor_of
+from moe_compile.graph.query import (
+    called_name,
+    has_gradient,
+    is_assertion,
+    is_launch,
+    operator_at,
+    tensor_of,
+)
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -127,7 +134,7 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
         if isinstance(rows, NotFound):
             raise Refuse(rows.reason, rows.detail)
         if rows.chosen is None or not rows.is_chosen_once:
-            raise Refuse(Reason.CHOSEN_TWICE, rows.index.name)
+            raise Refuse(Reason.CHOSEN_TWICE, operator_at(rows.index))
         share = find_share(rows, dependence)
         found.append((SplitRegion(region=region, found=rows, share=share), proof))
     return found
@@ -154,7 +161,7 @@ class _Proof:
         self._check_routed(found)
         for split, _ in self.regions:
             if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
-                raise Refuse(Reason.NO_BATCH, split.found.tokens.name)
+                raise Refuse(Reason.NO_BATCH, operator_at(split.found.tokens))
             check_factors(split, self.tracker)
             if split.share is not None:
                 given = {n for n in found.cut if n.op == "placeholder"}
@@ -225,19 +232,19 @@ class _Proof:
         for node in self.graph.find_nodes(op="placeholder"):
             is_parameter = isinstance(tensor_of(node), torch.nn.Parameter)
             if node in read and has_gradient(node) and node not in found.cut and not is_parameter:
-                raise Refuse(Reason.BATCH_MIXED, node.name)
+                raise Refuse(Reason.BATCH_MIXED, operator_at(node))
 
     def _has_batch(self, node: fx.Node) -> bool:
         """Whether the index of the batch is in one dimension of `node`; raises in any other way."""
         if node not in self.tracker:
             return False
         if self.batch in self.tracker.picks(node):
-            raise Refuse(Reason.BATCH_MIXED, node.name)
+            raise Refuse(Reason.BATCH_MIXED, operator_at(node))
         places = [dim for dim in self.tracker.dims(node) if holds(dim, self.batch)]
         if not places:
             return False
         if len(places) > 1 or flat(places[0]).count(self.batch) != 1:
-            raise Lost(f"{node.name} has the batch in several places")
+            raise Lost(f"{operator_at(node)} has the batch in several places")
         return True
 
     def _check_routed(self, found: Dependents) -> None:
@@ -261,7 +268,7 @@ class _Proof:
         for node in self.dependence.in_order(filter(is_launch, found.nodes - known)):
             keeps = is_even_exchange(node) and self._travels_whole(node)
             if not (keeps or (node in found.apart and keeps_indices(node))):
-                raise Refuse(Reason.COMMUNICATES, node.name)
+                raise Refuse(Reason.COMMUNICATES, operator_at(node))
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
         """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
@@ -285,12 +292,12 @@ class _Proof:
     def _refusal(self, node: fx.Node, found: Dependents) -> Refuse | Lost:
         """Return why `node` is not computed by parts."""
         if draws_random(node):
-            return Refuse(Reason.BATCH_RANDOM, node.name)
+            return Refuse(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
-            return Lost(f"{node.name} reads the batch for its type alone")
+            return Lost(f"{operator_at(node)} reads the batch for its type alone")
         why = self.lost.get(node)
         is_first = any(n in found.apart or n in found.cut for n in node.all_input_nodes)
-        return Lost(why) if why and is_first else Refuse(Reason.BATCH_MIXED, node.name)
+        return Lost(why) if why and is_first else Refuse(Reason.BATCH_MIXED, operator_at(node))
 
     def _is_host_side(self, node: fx.Node) -> bool:
         """Whether the node only leads to assertions that hold for each part by themselves."""

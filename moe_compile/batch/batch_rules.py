@@ -26,7 +26,7 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import is_flex_attention
-from moe_compile.graph.query import argument_of, overload_name, tensor_of
+from moe_compile.graph.query import argument_of, operator_at, overload_name, tensor_of
 
 COMPARED: Final = frozenset(
     {
@@ -56,7 +56,7 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
         expert_rules.follow(tracker, node)
         return
     if written_arguments(node) and not (rule in (run_rule, taken) and writes_own(node)):
-        raise Lost(f"{node.name} writes in place")
+        raise Lost(f"{operator_at(node)} writes in place")
     sources = tracker.operands(node)
     if rule in (run_rule, taken):
         check_numbers(node, sources)
@@ -109,7 +109,7 @@ def _along(tracker: ExpertTracker, node: fx.Node) -> Dims:
     if name == "topk":
         chosen = argument_of(node, 1, "k")
         if type(chosen) is not int:
-            raise Lost(f"{node.name} chooses an unknown number")
+            raise Lost(f"{operator_at(node)} chooses an unknown number")
         dims[at] = [Factor(chosen)]
     elif name == "sort":
         dims[at] = [Factor(size_of(dims[at]))]

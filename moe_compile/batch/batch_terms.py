@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from moe_compile.attention.head_factors import Lost
 from moe_compile.attention.head_rules import operator_name
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import operator_at, tensor_of
 
 
 class Terms(enum.Enum):
@@ -66,7 +66,7 @@ def loss_arguments(node: fx.Node) -> dict[str, Any] | None:
     given = parameters.bind(*node.args, **node.kwargs)
     given.apply_defaults()
     if any(given.arguments.get(name) is not None for name in TOLD_OTHERWISE):
-        raise Lost(f"{node.name} is told its reduction by size_average or reduce")
+        raise Lost(f"{operator_at(node)} is told its reduction by size_average or reduce")
     return dict(given.arguments)
 
 

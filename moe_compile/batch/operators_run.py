@@ -29,7 +29,7 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import storages, written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, fake_mode_of, running_on
-from moe_compile.graph.query import is_launch, is_wait, tensor_of, value_of
+from moe_compile.graph.query import is_launch, is_wait, operator_at, tensor_of, value_of
 from moe_compile.proof.operator_call import SAME_VALUES
 from moe_compile.proof.row_trace import UNTRACEABLE
 
@@ -87,14 +87,14 @@ def check_numbers(node: fx.Node, sources: Sequence[fx.Node]) -> None:
     written = node.args[2] if node.target is operator.setitem else None
     given = [*sources, *([written] if isinstance(written, fx.Node) else [])]
     if any(tensor_of(one) is None for one in given):
-        raise Lost(f"{node.name}: a size is not known when compiling")
+        raise Lost(f"{operator_at(node)}: a size is not known when compiling")
 
 
 def run_rule(tracker: ExpertTracker, node: fx.Node) -> Dims:
     """Return the factors of what `node` makes: of several tensors they are the same."""
     fake = fake_mode_of([value_of(source) for source in node.all_input_nodes])
     if fake is None:
-        raise Lost(f"{node.name} is no operator that factors are followed through")
+        raise Lost(f"{operator_at(node)} is no operator that factors are followed through")
     run, loss = _Run(tracker, node), loss_arguments(node)
     apart = None if loss is None else {**loss, "reduction": "none"}
     args, kwargs = (node.args, node.kwargs) if apart is None else ((), apart)
@@ -102,7 +102,7 @@ def run_rule(tracker: ExpertTracker, node: fx.Node) -> Dims:
         with running_on(fake), run:
             made = call(node, *fx.node.map_arg((args, kwargs), run.given))
     except UNTRACEABLE as error:
-        raise Lost(f"{node.name} does not run: {error}") from error
+        raise Lost(f"{operator_at(node)} does not run: {error}") from error
     if made is None:  # `x[...] = y`
         made = run.given(node.args[0])
     dims = run.result(made)
@@ -136,7 +136,7 @@ class _Run(TorchDispatchMode):
     def put(self, tensor: torch.Tensor, dims: Dims) -> None:
         """Say what the factors of a tensor are; raises Lost unless its sizes agree."""
         if [size_of(dim) for dim in dims] != self.sizes(tensor):
-            raise Lost(f"{self.node.name} has other sizes than were followed to it")
+            raise Lost(f"{operator_at(self.node)} has other sizes than were followed to it")
         self._dims[id(tensor)] = tensor, dims
 
     def dims(self, tensor: torch.Tensor) -> Dims:
@@ -157,7 +157,7 @@ class _Run(TorchDispatchMode):
         """Return the factors of all tensors in `made`; raises Lost where they differ."""
         each = [self.dims(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
         if not each or any(dims != each[0] for dims in each):
-            raise Lost(f"{self.node.name} makes tensors of different dimensions")
+            raise Lost(f"{operator_at(self.node)} makes tensors of different dimensions")
         return each[0]
 
     def __torch_dispatch__(
@@ -179,7 +179,9 @@ class _Run(TorchDispatchMode):
         one = _Call(self, func, args, kwargs, out)
         if one.outputs and one.inputs:
             if rule is None:
-                raise Lost(f"{self.node.name} runs {func}, which factors are not followed through")
+                raise Lost(
+                    f"{operator_at(self.node)} runs {func}, which factors are not followed through"
+                )
             rule(one)
         return out
 
@@ -336,7 +338,7 @@ def _sampled(one: _Call) -> None:
     for tensor in one.outputs:
         sizes = one.run.sizes(tensor)
         if sizes[0] != size_of(first):
-            raise Lost(f"{one.run.node.name} makes tensors of different dimensions")
+            raise Lost(f"{operator_at(one.run.node)} makes tensors of different dimensions")
         one.run.put(tensor, [first, *([Factor(size)] for size in sizes[1:])])
 
 
@@ -360,7 +362,7 @@ def _masked(one: _Call) -> None:
     mask, *others = one.arguments["indices"]
     values = one.arguments["values"]
     if others or mask is None or mask.dtype is not torch.bool or values.dim():
-        raise Lost(f"{one.run.node.name} indexes by a tensor")
+        raise Lost(f"{operator_at(one.run.node)} indexes by a tensor")
     for mine, its in zip(one.first(), one.run.dims(mask), strict=False):
         unify(mine, its)
     one.put(one.first())

@@ -25,6 +25,7 @@ from moe_compile.graph.query import (
     is_launch,
     is_reduce_scatter,
     is_wait,
+    operator_at,
     overload_name,
     tensor_of,
 )
@@ -128,7 +129,7 @@ def _kept(tracker: ExpertTracker, node: fx.Node) -> Dims:
 def _from_local(tracker: ExpertTracker, node: fx.Node) -> Dims:
     whole, local = dtensor_of(node), node.args[0] if node.args else None
     if whole is None or not isinstance(local, fx.Node) or not node.kwargs.keys() <= MADE_OF:
-        raise Lost(f"{node.name} is told its sizes")
+        raise Lost(f"{operator_at(node)} is told its sizes")
     pairs = zip(_ranks_of(whole), tracker.dims(local), strict=True)
     return [[*ranks, *own] for ranks, own in pairs]
 
@@ -147,7 +148,7 @@ def _one_index(
 ) -> list[Factor]:
     """Return what a dimension has left for one of so many ranks that share it."""
     if size_of(dim) % num_ranks:
-        raise Lost(f"{node.name} is shared unevenly")
+        raise Lost(f"{operator_at(node)} is shared unevenly")
     ranks, own = regroup(dim, [num_ranks, size_of(dim) // num_ranks])
     tracker.closed.append((node, ranks))
     return own

@@ -16,7 +16,7 @@ from moe_compile.attention.head_factors import Factor, flat
 from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.capacity.expert_tracking import ExpertTracker
-from moe_compile.graph.query import argument_of
+from moe_compile.graph.query import argument_of, operator_at
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_chain import CASTS
@@ -43,10 +43,10 @@ def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
     for factor in found.factors:
         taken = _taken(factor)
         if taken is None:
-            raise Refuse(Reason.BATCH_MIXED, factor.name)
+            raise Refuse(Reason.BATCH_MIXED, operator_at(factor))
         source, by = taken
         if source not in tracker or flat(tracker.dims(source)[0]) != orders.get(by):
-            raise Refuse(Reason.BATCH_MIXED, factor.name)
+            raise Refuse(Reason.BATCH_MIXED, operator_at(factor))
 
 
 def _taken(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:

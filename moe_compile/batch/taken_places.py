@@ -18,7 +18,7 @@ import torch.fx as fx
 from moe_compile.attention.head_factors import Dims, Lost, flat, unify
 from moe_compile.attention.head_rules import meeting
 from moe_compile.capacity.expert_tracking import ExpertTracker
-from moe_compile.graph.query import is_integer, tensor_of
+from moe_compile.graph.query import is_integer, operator_at, tensor_of
 from moe_compile.graph.torch_calls import torch_name
 
 FORMS: Final = frozenset({"view", "reshape", "unsqueeze", "to", "long", "contiguous"})
@@ -70,7 +70,7 @@ def _places(
         elif one is None or one == slice(None):
             dims.append(dim)
         elif i not in several:
-            raise Lost(f"{node.name} takes a slice beside what tensors name")
+            raise Lost(f"{operator_at(node)} takes a slice beside what tensors name")
     return dims
 
 
@@ -107,10 +107,10 @@ def _check_places(
     first = indices[0]
     counted = _counted(first) if isinstance(first, fx.Node) else None
     if list(where) != list(range(len(where))) or counted is None or not counts_places(counted):
-        raise Lost(f"{node.name} indexes by a tensor")
+        raise Lost(f"{operator_at(node)} indexes by a tensor")
     own = [dim for dim in tracker.dims(first) if flat(dim)]
     if len(own) != 1:
-        raise Lost(f"{node.name} indexes by a tensor")
+        raise Lost(f"{operator_at(node)} indexes by a tensor")
     unify(tracker.dims(_source(node))[0], own[0])
 
 

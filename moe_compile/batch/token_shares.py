@@ -26,7 +26,7 @@ from moe_compile.batch.batch_split import SplitRegion, TokenShare
 from moe_compile.batch.sharded_rules import same_on, summed_over, takes_own_part
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import is_launch, known_rows
+from moe_compile.graph.query import is_launch, known_rows, operator_at
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_index import TokenIndex
@@ -44,9 +44,11 @@ def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
     first, chosen = found.part.first, found.chosen
     num_tokens, of_mine = (_rows(node) for node in (found.tokens, chosen))
     if chosen is not None and not (num_tokens and of_mine):
-        raise Lost(f"{found.tokens.name} is shared out, and its size is not known when compiling")
+        raise Lost(
+            f"{operator_at(found.tokens)} is shared out, and its size is not known when compiling"
+        )
     if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
-        raise Refuse(Reason.BATCH_MIXED, found.index.name)
+        raise Refuse(Reason.BATCH_MIXED, operator_at(found.index))
     known, orders = TokenIndex(frozenset()), [found.sums.index] if found.sums.is_order else []
     orders += filter(None, map(known.order_of, (found.index, found.sums.index)))
     shifted = (node for node in map(known.origin, orders) if known.unshifted(node)[0] is not node)
@@ -88,12 +90,14 @@ def _summing_ranks(
         if ranks := summed_over(node):
             summing.add(ranks)
         elif not _may_be_done_to_sums(node):
-            raise Refuse(Reason.BATCH_MIXED, f"{node.name} of some of the tokens")
+            raise Refuse(Reason.BATCH_MIXED, f"{operator_at(node)} of some of the tokens")
     for ranks in summing:
         if len(ranks) != size or ranks.index(dist.get_rank()) != number or len(summing) > 1:
-            raise Refuse(Reason.BATCH_MIXED, f"{found.index.name} is no share of {len(ranks)}")
+            raise Refuse(
+                Reason.BATCH_MIXED, f"{operator_at(found.index)} is no share of {len(ranks)}"
+            )
     if not summing:
-        raise Refuse(Reason.BATCH_MIXED, f"{found.sums.total.name} of some of the tokens")
+        raise Refuse(Reason.BATCH_MIXED, f"{operator_at(found.sums.total)} of some of the tokens")
     return summing.pop()
 
 
@@ -133,7 +137,9 @@ def check_share(
     found, ranks = split.found, {*share.ranks}
     assert found.chosen is not None
     if flat(tracker.dims(found.chosen)[0]) != flat([share.factor]):
-        raise Lost(f"{found.chosen.name} is not followed to the tokens of {split.region.name}")
+        raise Lost(
+            f"{operator_at(found.chosen)} is not followed to the tokens of {split.region.name}"
+        )
     todo, seen = [found.tokens, found.chosen, *found.factors], set[fx.Node]()
     todo += [found.sums.weights] if found.sums.weights is not None else []
     while todo:
@@ -142,5 +148,7 @@ def check_share(
             continue
         seen.add(node)
         if node in given or is_launch(node) or takes_own_part(node):
-            raise Refuse(Reason.BATCH_MIXED, f"{node.name} may differ on ranks that share tokens")
+            raise Refuse(
+                Reason.BATCH_MIXED, f"{operator_at(node)} may differ on ranks that share tokens"
+            )
         todo += dependence.needs(node)

@@ -31,7 +31,7 @@ from moe_compile.capacity.expert_rules import follow
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.capacity.unknown_sizes import are_experts_of_unknown_size, is_weight
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import group_name, is_integer, is_launch, waits_on
+from moe_compile.graph.query import group_name, is_integer, is_launch, operator_at, waits_on
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused
 
@@ -121,7 +121,7 @@ def _follow(tracker: ExpertTracker, body: list[fx.Node]) -> None:
     lost: Lost | None = None
     for node in body:
         if is_launch(node) and node is not body[0] and not is_even_exchange(node):
-            raise Refuse(Reason.COMMUNICATES, node.name)
+            raise Refuse(Reason.COMMUNICATES, operator_at(node))
         try:
             follow(tracker, node)
         except Lost as error:  # what is written further down tells what was meant

@@ -21,12 +21,7 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.legality import Legality
-from moe_compile.graph.query import (
-    group_name,
-    has_gradient,
-    is_launch,
-    output_splits,
-)
+from moe_compile.graph.query import group_name, has_gradient, is_launch, operator_at, output_splits
 from moe_compile.journal.reasons import Reason
 
 WHOLE: Final = -1
@@ -44,14 +39,14 @@ def prove(
     dispatch, result = body[0], body[-1]
     launches = [node for node in body if is_launch(node)]
     if len(launches) > 2:
-        raise Refuse(Reason.COMMUNICATES, launches[1].name)
+        raise Refuse(Reason.COMMUNICATES, operator_at(launches[1]))
     combine = launches[-1]
     rows = dispatch.all_input_nodes[0]
     experts = _travelling(tracker, candidates, rows, dispatch, combine, result)
     expert_of = _experts_of_values(tracker, experts, body)
     for node, dim in tracker.closed:
         if holds(dim, experts):
-            raise Refuse(Reason.ROWS_MIXED, node.name)
+            raise Refuse(Reason.ROWS_MIXED, operator_at(node))
     region = CapacityRegion(
         name=name,
         rows=rows,
@@ -84,7 +79,9 @@ def _travelling(
 ) -> Factor:
     """Return the candidate that is in what is sent and in what comes back, beside the rank."""
     if flat(tracker.sent[combine]) != flat([tracker.source[dispatch]]):
-        raise Lost(f"{combine.name} does not send back what {dispatch.name} brought")
+        raise Lost(
+            f"{operator_at(combine)} does not send back what {operator_at(dispatch)} brought"
+        )
     for experts in candidates:
         places = [_num_places(tracker, node, experts) for node in (rows, result)]
         by_rank = any(holds(tracker.sent[launch], experts) for launch in (dispatch, combine))
@@ -97,7 +94,7 @@ def _num_places(tracker: ExpertTracker, node: fx.Node, experts: Factor) -> int:
     """Return in how many dimensions `node` has the index of experts; raises inside a join."""
     factors = [factor for dim in tracker.dims(node) for factor in dim]
     if any(f is not experts and holds([f], experts) for f in factors):
-        raise Lost(f"{node.name} joins several experts with something else")
+        raise Lost(f"{operator_at(node)} joins several experts with something else")
     return factors.count(experts)
 
 
@@ -109,7 +106,7 @@ def _experts_of_values(
     for node in body:
         places, index = _num_places(tracker, node, experts), tracker.picks(node).get(experts)
         if places + (index is not None) != 1:
-            raise Refuse(Reason.ROWS_MIXED, node.name)
+            raise Refuse(Reason.ROWS_MIXED, operator_at(node))
         found[node] = WHOLE if index is None else index
     return found
 
@@ -130,12 +127,14 @@ def _inputs_to_cut(
         if _num_places(tracker, source, experts) == 0:
             indices = {expert_of[reader] for reader in by}
             if has_gradient(source) and (len(indices) > 1 or WHOLE in indices):
-                raise Refuse(Reason.SHARED_PARAMETER, source.name)
+                raise Refuse(Reason.SHARED_PARAMETER, operator_at(source))
             continue
         if _num_places(tracker, source, experts) > 1:
-            raise Lost(f"{source.name} has experts in several dimensions")
+            raise Lost(f"{operator_at(source)} has experts in several dimensions")
         if (other := find_later_reader(by, source, dependence)) is not None:
-            raise Refuse(Reason.GRADIENT_ORDER, f"{source.name} is read by {other.name} too")
+            raise Refuse(
+                Reason.GRADIENT_ORDER, f"{operator_at(source)} is read by {operator_at(other)} too"
+            )
         found.append(source)
     return found
 
@@ -145,8 +144,8 @@ def _check_gradients(region: CapacityRegion, expert_of: Mapping[fx.Node, int]) -
     if has_gradient(region.dispatch):
         lost = next((node for node in region.body if not has_gradient(node)), None)
         if lost is not None:
-            raise Refuse(Reason.NO_GRADIENT, lost.name)
+            raise Refuse(Reason.NO_GRADIENT, operator_at(lost))
     for node in region.body:
         parts = [i for i in node.all_input_nodes if expert_of.get(i, WHOLE) != WHOLE]
         if expert_of[node] == WHOLE and len({*map(has_gradient, parts)}) > 1:
-            raise Refuse(Reason.NO_GRADIENT, node.name)
+            raise Refuse(Reason.NO_GRADIENT, operator_at(node))

@@ -20,7 +20,7 @@ from moe_compile.attention.linear_layers import linear_of
 from moe_compile.attention.move_arguments import dim_of, from_left, joined, moved
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.query import argument_of, is_launch, is_wait, tensor_of
+from moe_compile.graph.query import argument_of, is_launch, is_wait, operator_at, tensor_of
 
 BATCHED: Final = {"bmm": 0, "baddbmm": 1}
 """Batched products -> the place of their first matrix."""
@@ -37,7 +37,7 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     if rule is None or is_launch(node) or is_wait(node):
         head_rules.step(tracker, node)
     elif written_arguments(node):
-        raise Lost(f"{node.name} writes in place")
+        raise Lost(f"{operator_at(node)} writes in place")
     else:
         tracker.put(node, rule(tracker, node))
 
@@ -90,7 +90,7 @@ def _item(tracker: ExpertTracker, node: fx.Node) -> Dims:
 def _select(tracker: ExpertTracker, node: fx.Node) -> Dims:
     found = one_index(node)
     if found is None:
-        raise Lost(f"{node.name} selects an unknown index")
+        raise Lost(f"{operator_at(node)} selects an unknown index")
     return _without(tracker, node, moved(node), *found)
 
 
@@ -126,10 +126,10 @@ def _einsum(tracker: ExpertTracker, node: fx.Node) -> Dims:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     if not isinstance(equation, str) or not all(isinstance(o, fx.Node) for o in operands):
-        raise Lost(f"{node.name} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(node)} is given its operands in an unknown form")
     given, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow or not given.replace(",", "").isalpha():
-        raise Lost(f"{node.name} leaves its result, or dimensions, to be told")
+        raise Lost(f"{operator_at(node)} leaves its result, or dimensions, to be told")
     return _product(tracker, node, given.split(","), result, [o for o in operands if _is_node(o)])
 
 
@@ -138,7 +138,7 @@ def _batched(tracker: ExpertTracker, node: fx.Node) -> Dims:
     names = ("input", "batch1", "batch2") if first else ("input", "mat2")
     operands = [argument_of(node, i, name) for i, name in enumerate(names)]
     if not all(map(_is_node, operands)):
-        raise Lost(f"{node.name} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(node)} is given its operands in an unknown form")
     dims = _product(tracker, node, ["bij", "bjk"], "bik", operands[first:])
     return _plus(tracker, dims, operands[0]) if first else dims
 
@@ -148,10 +148,10 @@ def _matmul(tracker: ExpertTracker, node: fx.Node) -> Dims:
         return _linear(tracker, node)
     operands = [argument_of(node, i, name) for i, name in enumerate(("input", "other"))]
     if not all(map(_is_node, operands)):
-        raise Lost(f"{node.name} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(node)} is given its operands in an unknown form")
     left, right = (len(tracker.dims(operand)) for operand in operands)
     if min(left, right) < 3:
-        raise Lost(f"{node.name} multiplies by a vector or a matrix first")
+        raise Lost(f"{operator_at(node)} multiplies by a vector or a matrix first")
     batch = "abcdefg"[: max(left, right) - 2]
     letters = [batch[len(batch) - n + 2 :] + pair for n, pair in ((left, "ij"), (right, "jk"))]
     return _product(tracker, node, letters, batch + "ik", operands)
@@ -160,7 +160,7 @@ def _matmul(tracker: ExpertTracker, node: fx.Node) -> Dims:
 def _linear(tracker: ExpertTracker, node: fx.Node) -> Dims:
     linear = linear_of(node)
     if linear is None:
-        raise Lost(f"{node.name} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(node)} is given its operands in an unknown form")
     outer = "abcdefgh"[: len(tracker.dims(linear.x)) - 1]
     letters = [outer + "i", "oi" if linear.by_rows else "io"]
     dims = _product(tracker, node, letters, outer + "o", [linear.x, linear.weight])
@@ -179,7 +179,9 @@ def _product(
     for names, operand in zip(letters, operands, strict=True):
         dims = tracker.dims(operand)
         if len(names) != len(dims) or len({*names}) < len(names):
-            raise Lost(f"{node.name} names other dimensions than {operand.name} has")
+            raise Lost(
+                f"{operator_at(node)} names other dimensions than {operator_at(operand)} has"
+            )
         for name, dim in zip(names, dims, strict=True):
             known = found.setdefault(name, dim)
             if known is not dim and flat(known) and flat(dim):
@@ -209,7 +211,7 @@ def _plus(tracker: ExpertTracker, dims: Dims, added: Any) -> Dims:
 def _dropout(tracker: ExpertTracker, node: fx.Node) -> Dims:
     is_training, p = argument_of(node, 2, "training", True), argument_of(node, 1, "p", 0.5)
     if is_training is not False and p != 0.0:
-        raise Lost(f"{node.name} draws random numbers")
+        raise Lost(f"{operator_at(node)} draws random numbers")
     return tracker.dims(moved(node))
 
 

@@ -31,7 +31,7 @@ from moe_compile.graph.modes import (
     entered_since,
     modes,
 )
-from moe_compile.graph.query import has_gradient, is_launch, is_wait, value_of
+from moe_compile.graph.query import has_gradient, is_launch, is_wait, operator_at, value_of
 
 
 class Hazard(enum.Enum):
@@ -54,8 +54,10 @@ class Obstacle:
     """The write, the switch of a mode, or the tensor whose gradient is added up."""
 
     def __str__(self) -> str:
-        """Return the two nodes, as refusals print them."""
-        return f"{self.moved.name}, because of {self.because_of.name}"
+        """Return what refusals print: the two operators; of a random one, it alone."""
+        if self.hazard is Hazard.RANDOM:
+            return operator_at(self.moved)
+        return f"{operator_at(self.moved)}, because of {operator_at(self.because_of)}"
 
 
 class Legality:

@@ -196,3 +196,19 @@ def source_place(node: fx.Node) -> str:
         return ""
     path, line, function = own[-1]
     return f"{PurePath(path).name}:{line} in {function}"
+
+
+def operator_at(node: fx.Node) -> str:
+    """Return what a user knows a node by: the operator, and the line that it stands on."""
+    place = source_place(node)
+    return f"{_operator(node)} at {place}" if place else _operator(node)
+
+
+def _operator(node: fx.Node) -> str:
+    if node.op == "output":
+        return "the result of the graph"
+    if node.op in ("placeholder", "get_attr"):
+        return f"the input `{node.name}`"
+    if node.op == "call_method":
+        return f"`.{node.target}()`"
+    return f"`{getattr(node.target, '__name__', node.target)}`"

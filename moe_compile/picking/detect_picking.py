@@ -30,6 +30,7 @@ from moe_compile.graph.query import (
     is_assertion,
     is_launch,
     known_rows,
+    operator_at,
     tensor_of,
     value_of,
     waits_on,
@@ -164,7 +165,7 @@ def _dead(
     replaced: dict[fx.Node, fx.Node | None] = {waits_on(back)[-1]: None}
     dead = legality.unneeded(old, replaced, dropped, read_anew)
     if (stays := next((node for node in old if node not in dead), None)) is not None:
-        raise Refuse(Reason.ESCAPES, stays.name)
+        raise Refuse(Reason.ESCAPES, operator_at(stays))
     return is_alone, tuple(dead)
 
 
@@ -190,11 +191,11 @@ def _expert(put: Put, everyone: fx.Node, dependence: Dependence) -> Picked:
     for node in body:
         reader = next((u for u in readers_of(node) if u not in {*inside, *put.nodes}), None)
         if reader is not None:
-            raise Refuse(Reason.ESCAPES, f"{node.name} is read by {reader.name}")
+            raise Refuse(Reason.ESCAPES, f"{operator_at(node)} is read by {operator_at(reader)}")
         if is_launch(node):
-            raise Refuse(Reason.COMMUNICATES, node.name)
+            raise Refuse(Reason.COMMUNICATES, operator_at(node))
         if node in dependence.writes:
-            raise Refuse(Reason.UNKNOWN_OPERATOR, f"{node.name} writes in place")
+            raise Refuse(Reason.UNKNOWN_OPERATOR, f"{operator_at(node)} writes in place")
     return _classified(put, picks, body)
 
 
@@ -207,11 +208,11 @@ def _classified(put: Put, picks: dict[fx.Node, RowIndex], body: list[fx.Node]) -
     for source in dict.fromkeys(read):
         tensor = tensor_of(source)
         if source in indices:
-            raise Refuse(Reason.ROWS_MIXED, f"{source.name} is read as a number")
+            raise Refuse(Reason.ROWS_MIXED, f"{operator_at(source)} is read as a number")
         if tensor is not None and tensor.dim() and num_rows_of(source) == num_rows:
             by_row.append(source)
         elif tensor is None and not isinstance(value_of(source), int | float | bool | None):
-            raise Refuse(Reason.SIZE_FROM_COUNTS, source.name)
+            raise Refuse(Reason.SIZE_FROM_COUNTS, operator_at(source))
         elif all(offsets_of(node) is source for node in source.users if node in body):
             offsets.append(source)
         elif has_gradient(source):
@@ -253,7 +254,9 @@ def _proven(
         once += [(s, [n for n in expert.body if s in n.all_input_nodes]) for s in expert.by_row]
     for source, readers in once:
         if (other := find_later_reader(readers, source, dependence)) is not None:
-            raise Refuse(Reason.GRADIENT_ORDER, f"{source.name} is read by {other.name} too")
+            raise Refuse(
+                Reason.GRADIENT_ORDER, f"{operator_at(source)} is read by {operator_at(other)} too"
+            )
     proven = []
     for expert in experts:
         dims = prove_rows(

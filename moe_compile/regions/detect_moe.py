@@ -28,6 +28,7 @@ from moe_compile.graph.query import (
     is_integer,
     is_launch,
     number_of,
+    operator_at,
     output_splits,
     source_place,
     tensor_of,
@@ -123,10 +124,10 @@ def _region(match: _Match, dependence: Dependence, name: str) -> MoERegion | Ref
     if got is exchange or tensor is None:
         return refuse(Reason.NO_COUNT_EXCHANGE)
     if unread := [one for one in back if one.result is one.launch]:
-        return refuse(Reason.NO_COMBINE, f"nothing waits for {unread[0].launch.name}")
+        return refuse(Reason.NO_COMBINE, f"nothing waits for {operator_at(unread[0].launch)}")
     num_experts = number_of(tensor.numel())
     if num_experts is None:
-        return refuse(Reason.COUNTS_NOT_COUNTED, counts.name)
+        return refuse(Reason.COUNTS_NOT_COUNTED, operator_at(counts))
     if num_experts % num_ranks or not num_experts:
         return refuse(Reason.UNEVEN_EXPERTS, f"{num_experts} counts for {num_ranks} ranks")
 

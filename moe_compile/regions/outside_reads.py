@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.graph.same_tensor import origin
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_domain import Outside, Unproven
@@ -50,9 +50,9 @@ class Reads:
             if expert is not None and not self._conflicts(node, index, expert):
                 self.expert_of[node, index] = expert
             elif not (is_summed and outside.is_given and _is_leaf(node)):
-                raise Unproven(Reason.SHARED_PARAMETER, node.name)
+                raise Unproven(Reason.SHARED_PARAMETER, operator_at(node))
             elif not self.may_share:
-                detail = f"{node.name}: megamoe.numerics = 'bounded' allows it"
+                detail = f"{operator_at(node)}: megamoe.numerics = 'bounded' allows it"
                 raise Unproven(Reason.SHARED_PARAMETER, detail)
             else:
                 self.shared[node] = None

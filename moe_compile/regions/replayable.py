@@ -16,6 +16,7 @@ from moe_compile.graph.query import (
     has_dynamic_splits,
     input_splits,
     is_launch,
+    operator_at,
     output_splits,
 )
 from moe_compile.journal.reasons import Reason
@@ -99,4 +100,4 @@ def _rewrites_counts(
 
 
 def _refused(region: MoERegion, reason: Reason, node: fx.Node) -> Refused:
-    return Refused(candidate=region.name, reason=reason, detail=node.name, is_region=True)
+    return Refused(candidate=region.name, reason=reason, detail=operator_at(node), is_region=True)

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.effects import hands_on
-from moe_compile.graph.query import expression_of, tensor_of
+from moe_compile.graph.query import expression_of, operator_at, tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_regions import NotFound
 
@@ -30,7 +30,7 @@ class NotByRow(Exception):
     def __init__(self, reason: Reason, node: fx.Node) -> None:
         """Keep `reason` and `node`."""
         super().__init__(node.name)
-        self.found = NotFound(reason=reason, detail=f"{node.name}: {node.target}")
+        self.found = NotFound(reason=reason, detail=operator_at(node))
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from moe_compile.graph.effects import (
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.legality import Hazard, Legality
-from moe_compile.graph.query import is_assertion, value_of
+from moe_compile.graph.query import is_assertion, operator_at, value_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
@@ -85,11 +85,11 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
             return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
     for source, served in rewrite.read_once:
         if (other := find_later_reader(served, source, legality.dependence)) is not None:
-            detail = f"{source.name} is read by {other.name} too"
+            detail = f"{operator_at(source)} is read by {operator_at(other)} too"
             return Refused(candidate=region.name, reason=Reason.GRADIENT_ORDER, detail=detail)
     if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
         writer, reader = overtaken
-        detail = f"{writer.name} would run before {reader.name}"
+        detail = f"{operator_at(writer)} would run before {operator_at(reader)}"
         return Refused(candidate=region.name, reason=Reason.MUTATED_MEANWHILE, detail=detail)
     return None
 
@@ -160,7 +160,7 @@ class _Together:
             alive = [node for node in rewrite.rows if node not in dead]
             if alive:
                 name = rewrite.region.name
-                detail = f"{alive[-1].name} is read by {_a_reader(alive[-1], dead)}"
+                detail = f"{operator_at(alive[-1])} is read by {_a_reader(alive[-1], dead)}"
                 found[name] = Refused(candidate=name, reason=Reason.ESCAPES, detail=detail)
         return found
 
@@ -275,4 +275,4 @@ def _reads(node: fx.Node, nodes: set[fx.Node]) -> bool:
 
 
 def _a_reader(node: fx.Node, dead: set[fx.Node]) -> str:
-    return next((user.name for user in node.users if user not in dead), "nobody by name")
+    return next((operator_at(user) for user in node.users if user not in dead), "nobody by name")

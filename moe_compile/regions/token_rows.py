@@ -20,7 +20,7 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import may_attend
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.modes import changes_mode, chooses_attention
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.graph.torch_calls import arguments_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion
@@ -52,10 +52,12 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
         if writers := dependence.writers(node):
-            return NotFound(reason=Reason.WRITTEN, detail=f"{node.name} by {writers[0].name}")
+            return NotFound(
+                reason=Reason.WRITTEN, detail=f"{operator_at(node)} by {operator_at(writers[0])}"
+            )
     attends = any(map(may_attend, region.body))
     if (change := _state_change(found.gather, found.sums.total, attends=attends)) is not None:
-        return NotFound(reason=Reason.STATE_CHANGES, detail=change.name)
+        return NotFound(reason=Reason.STATE_CHANGES, detail=operator_at(change))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import waits_on
+from moe_compile.graph.query import operator_at, waits_on
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.decide import asks_planner
@@ -59,7 +59,9 @@ def gathered_form(
 def why_mixed(proof: RowProof) -> NotFound | None:
     """Return what may need all rows of an expert at once, None where nothing does."""
     for node, _ in proof.whole:
-        return NotFound(reason=Reason.NOT_PROVEN, detail=f"{node.name} may mix rows of an expert")
+        return NotFound(
+            reason=Reason.NOT_PROVEN, detail=f"{operator_at(node)} may mix rows of an expert"
+        )
     return None
 
 
@@ -70,7 +72,7 @@ def why_rounded(proof: RowProof) -> NotFound | None:
         (Reason.UNSTABLE_SORT, proof.reordered),
     ):
         if nodes:
-            return NotFound(reason=reason, detail=", ".join(node.name for node in nodes))
+            return NotFound(reason=reason, detail=", ".join(map(operator_at, nodes)))
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moe_compile.graph.query import operator_at
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from passes.replay.prune import prune_other_experts
@@ -19,12 +20,16 @@ def find_mixing(
 ) -> Refused | None:
     """Return the refusal of chunks that would run such a node otherwise; None without one."""
     if by_tokens and proof.whole:
-        return _refused(region, f"{proof.whole[0][0].name}: a chunk has not all rows of an expert")
+        return _refused(
+            region, f"{operator_at(proof.whole[0][0])}: a chunk has not all rows of an expert"
+        )
     for chunk, experts in enumerate(bounds):
         pruned = prune_other_experts(region, proof, experts)
         for node, whose in proof.whole:
             if not whose <= set(experts) and node not in pruned.nodes:
-                return _refused(region, f"{node.name}: chunk {chunk} has no rows of its expert")
+                return _refused(
+                    region, f"{operator_at(node)}: chunk {chunk} has no rows of its expert"
+                )
     return None
 
 

@@ -137,7 +137,9 @@ class OfItsType(OntoZeros):
 def test_constants_that_read_a_type_off_the_batch_are_named(fake_ranks):
     _, skipped, compilation = verdicts(Block(OfItsType, torch.bfloat16), drawn())
     assert skipped == [Reason.BATCH_LOST]
-    assert "new_ones reads the batch for its type alone" in compilation.rewrites[0]
+    (said,) = compilation.rewrites
+    assert "`.new_ones()` at test_split_batch.py:" in said
+    assert "in zeros reads the batch for its type alone" in said
 
 
 def test_what_is_written_into_zeros_is_not_left_out(fake_ranks):

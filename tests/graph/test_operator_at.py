@@ -1,0 +1,27 @@
+"""What a user is told of a node: the operator and the line."""
+
+import torch
+
+from moe_compile.graph.legality import Hazard, Obstacle
+from moe_compile.graph.query import operator_at
+from tests.capture import dynamo_graphs
+
+
+def program(x, weight):
+    hidden = torch.nn.functional.dropout(x, 0.5)
+    return hidden.relu() @ weight
+
+
+def test_an_operator_is_named_as_written_with_its_line():
+    """Reports named nodes of the graph, as `hidden`, and no line."""
+    (gm,) = dynamo_graphs(program, torch.ones(2, 2), torch.ones(2, 2))
+    said = [operator_at(node) for node in gm.graph.nodes]
+    first, _, dropout, relu, product, result = said
+    assert first.startswith("the input `l_x")
+    assert dropout.startswith("`dropout` at test_operator_at.py:11 in program")
+    assert relu.startswith("`.relu()` at test_operator_at.py:12 in program")
+    assert product.startswith("`matmul` at test_operator_at.py:12")
+    assert result == "the result of the graph"
+    _, _, drawn, later, *_ = gm.graph.nodes
+    assert str(Obstacle(Hazard.RANDOM, drawn, later)) == dropout
+    assert str(Obstacle(Hazard.WRITTEN_MEANWHILE, drawn, later)) == f"{dropout}, because of {relu}"
