@@ -53,8 +53,8 @@ def resume(pool_for, written, tmp_path_factory):
     """Go on from step 2 of what as many ranks wrote as `writer`, each way once."""
 
     @functools.cache
-    def run(writer, ranks, *ways, writers=None):
-        before, folder = written(writer, writers or ranks)[0], tmp_path_factory.mktemp("resumed")
+    def run(writer, ranks, *ways):
+        before, folder = written(writer, ranks)[0], tmp_path_factory.mktemp("resumed")
         shutil.copytree(before / "checkpoint" / "step-2", folder / "checkpoint" / "step-2")
         changes = [CHANGES[way] for way in ways]
         return train(pool_for(ranks), ranks, folder, RECOMPUTES, *changes)[0]
@@ -110,8 +110,8 @@ def hashes_of(tensors):
 @pytest.mark.parametrize(("ranks", "reader"), [(2, "ep 1"), (4, "ep 4")])
 def test_another_ep_degree_loads_model_and_moments_bit_for_bit(written, resume, ranks, reader):
     """Of parts of the batch and two blocks to a graph, on both sides."""
-    folder = written("several", 2)[0] / "checkpoint" / "step-2"
-    loaded = resume("several", ranks, reader, writers=2).loaded
+    folder = written("several", ranks)[0] / "checkpoint" / "step-2"
+    loaded = resume("several", ranks, "several", reader).loaded
     assert loaded == stored(folder)
     assert {name.rpartition(".")[2] for name in loaded} >= {"exp_avg", "exp_avg_sq", "expert_bias"}
 
