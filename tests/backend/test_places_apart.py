@@ -119,8 +119,8 @@ def run_until_the_end(rank, path, steps, *arguments):
     publish = Agreement._publish
 
     def publish_and_tell(*arguments):
-        publish(*arguments)
         tell(path, f"_parts{rank}", 0)
+        publish(*arguments)
 
     try:
         with mock.patch.object(Agreement, "_publish", publish_and_tell):
@@ -167,9 +167,10 @@ def test_a_layer_on_one_rank_only_ends_every_rank_by_name(tmp_path, make):
 
 
 @pytest.mark.slow
-def test_a_layer_on_one_rank_only_in_a_graph_of_its_own(tmp_path):
+@pytest.mark.parametrize("make", [Exchange, experts])
+def test_a_layer_on_one_rank_only_in_a_graph_of_its_own(tmp_path, make):
     """Its exchanges pass for those of the next; rank 1 waits in its backward pass, 0 forward."""
-    _, printed = ends(tmp_path, run_optional, Exchange, True)
+    _, printed = ends(tmp_path, run_optional, make, True)
     for said in printed:
         assert "begins the backward pass" in said or "in a backward pass or in code" in said
 
