@@ -215,9 +215,11 @@ class Agreement:
         return self.stopped
 
     def wait_until_heard(self, store: RankStore) -> None:
-        """Wait until every rank that watches has heard, at most `HEARD_S`."""
+        """Wait until every rank that still watches has heard, at most `HEARD_S`."""
         deadline = time.monotonic() + HEARD_S
-        while time.monotonic() < deadline and store.length("heard") < store.length("watching"):
+        while time.monotonic() < deadline and (
+            store.length("heard") + store.length(LEFT) < store.length("watching")
+        ):
             time.sleep(POLL_S)
 
     def _journal(self, group: str) -> Journal | None:
