@@ -22,6 +22,9 @@ from tests.backend.test_agreement import OPTIONS
 from tests.backend.test_disagreement import NOTICED_S, tell, wait_for, write_down_the_end
 from tests.layers import GroupedExperts
 
+TIMEOUT_S = 900.0
+"""Of a pool: ranks that a loaded machine hardly lets run are not taken to hang."""
+
 
 class Exchange(torch.nn.Module):
     """No experts: nothing is rewritten, and nobody is asked."""
@@ -138,7 +141,7 @@ def ends(path, steps, *arguments, num_ranks=2):
     Checks that the last rank ended within ten seconds after the last had come where they part.
     """
     ranks = range(num_ranks)
-    with RankPool(num_ranks, timeout_s=180) as pool:
+    with RankPool(num_ranks, timeout_s=TIMEOUT_S) as pool:
         with pytest.raises(RankFailure):
             pool.run(run_until_the_end, path, steps, *arguments)
         wait_for(*(path / f"rank{rank}" for rank in ranks))
@@ -213,7 +216,7 @@ def wait_for_one_that_left(rank, path):
 
 @pytest.mark.slow
 def test_a_rank_that_left_the_process_group_is_waited_for_no_longer(tmp_path):
-    with RankPool(2, timeout_s=180) as pool:
+    with RankPool(2, timeout_s=TIMEOUT_S) as pool:
         (ended, said), _ = pool.run(wait_for_one_that_left, tmp_path)
     assert "ranks [1] have left their program, but ranks [1] did not reach collective 2" in said
     left = (tmp_path / "rank_parts1").read_text().split()[1]
@@ -233,7 +236,7 @@ def wait_in_a_launch(rank, limit_s):
 
 @pytest.mark.slow
 def test_a_time_out_in_what_runs_first_names_the_place_and_the_ranks_that_did_not_come(tmp_path):
-    with RankPool(2, timeout_s=180) as pool:
+    with RankPool(2, timeout_s=TIMEOUT_S) as pool:
         (error, notes), _ = pool.run(wait_in_a_launch, 5)
     assert "imed out" in error
     (note,) = notes
