@@ -37,6 +37,7 @@ from moe_compile.codegen import (
 )
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
+from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
 from moe_compile.graph.outer_terms import note_outer_terms
@@ -54,6 +55,7 @@ from moe_compile.read_options import read_options
 from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
+from moe_compile.report.region_reports import DOES_NOT_COMPILE
 from moe_compile.strict import refuse_unmet
 from moe_compile.torch_quirks.frame_space import with_frame_space
 from moe_compile.torch_quirks.host_read_fallback import eager_where_a_value_is_needed
@@ -98,19 +100,27 @@ def megamoe(
     REPORT.add(compilation, config.report, state.hardware.name)
     state.tell_dropped = functools.partial(REPORT.add_dropped, compilation)
     _log(compilation)
+    whole = CompileState(config=_as_written(config), hardware=state.hardware)
+    again = functools.partial(_compile, state=whole, patches=patches)
+    now = written.compile_now if written is not None and plan_of(state) else None
     with eager_where_a_value_is_needed(is_rewritten=compilation.has_regions):
-        compiled = _compile(gm, example_inputs, state, patches)
+        compiled, is_whole = compiled_or_as_written(
+            lambda: _compile(gm, example_inputs, state, patches),
+            functools.partial(now, again) if now is not None else None,
+            state,
+        )
+    if is_whole:
+        REPORT.add_as_written(compilation, DOES_NOT_COMPILE)
     compiled = WATCH.counted(compiled)
     if written is None:
         return compiled
     written.learn_guards()
-    plan = plan_of(state)
-    if plan:
+    if plan := plan_of(state):
         forbid_eager_beyond_limit(compilation.site)
-    whole = CompileState(config=_as_written(config), hardware=state.hardware)
-    again = functools.partial(_compile, state=whole, patches=patches)
 
     def compile_whole() -> Callable[..., Any]:
+        if is_whole:
+            return compiled
         REPORT.add_as_written(compilation)
         return written.compile(again)
 

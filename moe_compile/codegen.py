@@ -35,15 +35,17 @@ from moe_compile.graph.query import is_tangent
 from moe_compile.inductor_settings import settings_of_ours, switched_off
 from moe_compile.journal.entries import Dropped
 from moe_compile.plan.state import CompileState
+from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
 
 LOG: Final = logging.getLogger(__name__)
 
+EARLY: Final = "post_grad_custom_pre_pass"
 HOOKS: Final = {
     "joint_custom_post_pass": (JOINT,),
-    "post_grad_custom_pre_pass": (POST_GRAD_EARLY,),
+    EARLY: (POST_GRAD_EARLY,),
     "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
 
@@ -78,6 +80,8 @@ class LevelPass(CustomGraphPass):
         """Run on `graph` in place."""
         if self._before is not None:
             self._before(graph)
+        if JOINT not in self._levels:
+            keep_saved_tensors()
         for level in self._levels:
             for dropped in run_on_aot_graph(level, graph, self._state):
                 failure = Failure(
@@ -170,15 +174,19 @@ def compile_with_inductor(
     state: CompileState,
     patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does."""
+    """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does.
+
+    Where it keeps host reads its backward keeps what was saved all the same.
+    """
     levels = _levels(state)
     ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
     ours.update(_settings(state))
     passes = dict[str, LevelPass]()
     for hook, all_levels in HOOKS.items():
         if here := tuple(level for level in all_levels if level in levels):
-            before = patches.get(hook, getattr(inductor_config, hook))
-            passes[hook] = LevelPass(here, state, before)
+            passes[hook] = LevelPass(here, state, _stood_on(hook, patches))
+    if not passes and keeps_host_reads(gm):
+        passes[EARLY] = LevelPass((), state, _stood_on(EARLY, patches))
     if passes:
         ours.update(_let_into_cache(gm, patches))
     settings = {**patches, **ours, **passes}
@@ -188,6 +196,11 @@ def compile_with_inductor(
     for one in passes.values():
         one.is_late = True
     return compiled
+
+
+def _stood_on(hook: str, patches: Mapping[str, Any]) -> Any:
+    """Return the pass that stands on one of Inductor's hooks, if any."""
+    return patches.get(hook, getattr(inductor_config, hook))
 
 
 def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str, object]:
@@ -226,6 +239,7 @@ def compile_with_fx(
 
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         del inputs
+        keep_saved_tensors()
         for level in AFTER_PARTITION:
             if level in levels:
                 run_on_aot_graph(level, graph_module.graph, state)

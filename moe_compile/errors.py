@@ -26,6 +26,10 @@ class RankDisagreement(MegaMoEError):
     """Ranks launch different collectives; running on would corrupt data silently."""
 
 
+class SecondOrderGradient(MegaMoEError, RuntimeError):
+    """A gradient of gradients, which no compiled program has."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest of `known`, or the list when none is close."""
     names = sorted(known)

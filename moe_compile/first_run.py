@@ -25,6 +25,7 @@ from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
 from moe_compile.runtime.agreement import Agreement, Calls, Turn, current_agreement
 from moe_compile.runtime.call_log import Program
+from moe_compile.second_backward import refuse_second_order
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -63,6 +64,12 @@ class AsWritten:
     def learn_guards(self) -> None:
         """Take down the guards on sizes that Dynamo is about to write: before it forgets them."""
         self.guards = _guards(self.tracing)
+
+    def compile_now(
+        self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]
+    ) -> Compiled:
+        """Return the graph compiled without a pass of ours while Dynamo still learns its guards."""
+        return compile_graph(pristine_copy(self.gm), self.inputs)
 
     def compile(self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]) -> Compiled:
         """Return the graph compiled without a pass of ours.
@@ -137,6 +144,7 @@ def agreed_callable(
             if agreement is not None:
                 agreement.name(error, agreed.calls if is_first else ())
             raise
+        refuse_second_order(results)
         if is_first and agreement is not None:
             _compare_backward(agreement, agreed.calls, results)
         return results

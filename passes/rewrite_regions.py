@@ -35,6 +35,7 @@ from passes.replay.divided import emit_divided
 from passes.replay.gathered import emit_gathered
 from passes.replay.head_groups import emit_head_groups
 from passes.replay.hops import Cut
+from passes.replay.host_reads import forget_bindings
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
 from passes.replay.token_slices import emit_token_slices
 
@@ -67,6 +68,7 @@ class RewriteRegions(GraphPass):
         erase_dead(dependence.in_order(dead))
         for body in bodies:
             erase_unused(body)
+        forget_bindings(graph)
         groups = {one.plan.group for one in experts if one.plan.gathers}
         groups |= {one.plan.group for one in picking}
         state.gathered_groups.update(groups)

@@ -23,7 +23,6 @@ from moe_compile.report.graph_breaks import (
 )
 from moe_compile.report.picking import picking_report
 from moe_compile.report.region_reports import (
-    AS_WRITTEN,
     AttentionReport,
     RegionReport,
     as_written,
@@ -71,12 +70,11 @@ class Compilation:
         self.unmatched += unmatched(state.found.others, _places(state))
         self.attention += [attention_report(one) for one in state.attention]
 
-    def run_as_written(self) -> None:
-        """Take in that the ranks agreed to run the program as it was written."""
-        self.regions = [as_written(region) for region in self.regions]
+    def run_as_written(self, why: str) -> None:
+        """Take in that the program runs as it was written, for the reason `why`."""
+        self.regions = [as_written(region, why) for region in self.regions]
         self.attention = [
-            replace(a, num_chunks=1, verdict=AS_WRITTEN) if a.is_region else a
-            for a in self.attention
+            replace(a, num_chunks=1, verdict=why) if a.is_region else a for a in self.attention
         ]
 
     @property

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.exchanges import exchanges_of
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
+from moe_compile.report.region_reports import AS_WRITTEN
 from moe_compile.runtime.launch_records import executed_records, on_first_execution
 from moe_compile.source_hash import installed_version
 
@@ -82,9 +83,9 @@ class ProcessReport:
         self._keep(compilation)
         self.write()
 
-    def add_as_written(self, compilation: Compilation) -> None:
+    def add_as_written(self, compilation: Compilation, why: str = AS_WRITTEN) -> None:
         """Take in that a program runs as it was written, which was taken in as it was compiled."""
-        compilation.run_as_written()
+        compilation.run_as_written(why)
         self.write()
 
     def _keep(self, compilation: Compilation) -> None:

@@ -21,6 +21,7 @@ from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks, node_remarks
 
 AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
+DOES_NOT_COMPILE: Final = "run as written: what the passes made of it does not compile"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
 
 CHUNKED: Final = "chunked"
@@ -105,13 +106,13 @@ class AttentionReport:
     """Whether Inductor's async TP has its collectives."""
 
 
-def as_written(region: RegionReport) -> RegionReport:
-    """Return the report of `region` where it runs as the program has it."""
+def as_written(region: RegionReport, why: str) -> RegionReport:
+    """Return the report of `region` where it runs as the program has it, for the reason `why`."""
     wires = {name: ("same", before, before) for name, (_, before, _) in region.wires.items()}
     return replace(
         region,
         num_chunks=1,
-        verdict=AS_WRITTEN,
+        verdict=why,
         dispatch="all_to_all",
         nodes="off",
         hop_slices=1,

@@ -6,6 +6,7 @@ Contract
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from moe_compile.graph.query import input_splits, output_splits, tensor_of
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.rewrites import Surroundings
-from passes.replay.host_reads import BulkRead
+from passes.replay.host_reads import ASSERT, SPLITS_DO_NOT_FIT, BulkRead
 from passes.replay.replayed import Replay, emit_until_reads, needed_for
+from passes.replay.sizes import most_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,25 @@ def read_chunks(
             rows_received.append(reads.add_sum(total, replay, got))
     numbers = [] if others is None else reads.add_vector(*others)
     values = reads.finish()
+    _assert_that_they_fit(emit, region, [values[i] for i in rows_sent])
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
     for node in around.served:
         if node in of_chunks and not is_alone:
             whole.env[node] = emit.call(torch.sym_sum, [replay.env[node] for replay in replays])
     return ChunkReads(*([values[i] for i in of] for of in (rows_sent, rows_received, numbers)))
+
+
+def _assert_that_they_fit(emit: Emitter, region: MoERegion, sent: Sequence[fx.Node]) -> None:
+    """Emit the check that no more rows are sent than there can be: before these are cut to size.
+
+    Rows are often cut off at the sum of what is sent, which then says nothing of the counts.
+    """
+    rows = tensor_of(region.rows)
+    most = None if rows is None else most_of(rows.shape[0])
+    if most is not None:
+        fits = emit.call(operator.le, emit.call(torch.sym_sum, [*sent]), most)
+        emit.call(ASSERT, fits, SPLITS_DO_NOT_FIT)
 
 
 def _counts_one_rank(region: MoERegion) -> bool:

@@ -17,12 +17,34 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import known_rows, tensor_of
 from moe_compile.regions.host_reads import is_move_to_host
 
 CONSTRAIN_RANGE: Final = torch.ops.aten.sym_constrain_range.default
 """Says and checks that a number lies in a range: by one check, where an assertion becomes two."""
 ASSERT: Final = torch.ops.aten._assert_scalar.default
+SPLITS_DO_NOT_FIT: Final = "Split sizes doesn't match total dim 0 size"
+"""What the exchange of the program says where counts do not fit the rows: chunks say the same."""
+
+
+def forget_bindings(graph: fx.Graph) -> None:
+    """Have no node claim a symbol of its own for a size that the bounds of new reads tell.
+
+    Of `rows[:sum(splits)]` Dynamo knows no more than that its size is some number: the integers it
+    is made of could be negative. Here they are known not to be, so that AOTAutograd finds the size
+    in terms of them, and would refuse a node that says it binds a symbol.
+    """
+    bounds = graph.find_nodes(op="call_function", target=CONSTRAIN_RANGE)
+    known = {bound.args[0]: None for bound in bounds if "example_value" not in bound.args[0].meta}
+    todo = list(known)
+    while todo:
+        for user in todo.pop().users:
+            if is_host_arithmetic(user) and user not in known:
+                known[user] = None
+                todo.append(user)
+    for reader in {user for number in known for user in number.users}:
+        reader.meta.pop("unbacked_bindings", None)
 
 
 class Place(NamedTuple):

@@ -21,7 +21,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of
 from moe_compile.regions.regions import MoERegion
 from passes.replay.chunk_axis import ChunkAxis
-from passes.replay.host_reads import ASSERT
+from passes.replay.host_reads import ASSERT, SPLITS_DO_NOT_FIT
 
 
 def emit_row_order(
@@ -32,7 +32,7 @@ def emit_row_order(
     assert counts is not None
     num_rows = emit.method("size", region.rows, 0)
     total = emit.call(torch.sym_sum, rows_per_chunk)
-    emit.call(ASSERT, emit.call(operator.eq, total, num_rows), "chunks do not make up the rows")
+    emit.call(ASSERT, emit.call(operator.eq, total, num_rows), SPLITS_DO_NOT_FIT)
     for other in dict.fromkeys(one.sent for one in region.beside):
         is_alike = emit.call(operator.eq, emit.method("size", other, 0), num_rows)
         emit.call(ASSERT, is_alike, "what is sent beside the rows has not one entry per row")

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import called_name, tensor_of
@@ -23,6 +24,14 @@ def extent(emit: Emitter, node: fx.Node, dim: int) -> Size:
     if size is None or isinstance(size, torch.SymInt):
         return emit.method("size", node, dim)
     return int(size)
+
+
+def most_of(size: int | torch.SymInt) -> int | None:
+    """Return the number that a size which is known at run time alone cannot exceed, if any."""
+    if isinstance(size, int) or not free_unbacked_symbols(size):
+        return None
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(most) if most.is_Integer else None
 
 
 def times(emit: Emitter, left: Size, right: Size) -> Size:

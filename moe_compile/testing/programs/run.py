@@ -241,8 +241,8 @@ def _steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named]
             images = getattr(module, "IMAGES", None)
             if images is not None:
                 program.images.fill_(images[number])
-            # a graph that gave its memory away cannot be used twice
-            again = len(backwards_of(module.BACKWARD, number)) > 1
+            # a graph that gave its memory away cannot be used twice: ours gives none away
+            again = len(backwards_of(module.BACKWARD, number)) > 1 and backend != "megamoe"
             with functorch_config.patch({"donated_buffer": False} if again else {}):
                 in_parts = _in_parts(module, number, program, x, gradient, backend)
                 done.append(_step(module, number, program, function, x, gradient, in_parts))

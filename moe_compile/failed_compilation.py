@@ -1,0 +1,68 @@
+"""What fails to compile once it is rewritten is compiled as it was written.
+
+Contract
+    For whatever AOTAutograd and the code generator raise; errors of ours, and what Dynamo raises to
+    trace anew or to go on without a graph, pass through. So does everything under `strict`.
+    The failure is warned of and stands in the journal, and it is part of what ranks compare: where
+    other ranks compiled what they rewrote they run their program as written too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch._dynamo.exc import TorchDynamoException
+from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from moe_compile.errors import MegaMoEError
+from moe_compile.journal.entries import Dropped
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.state import CompileState
+
+LOG: Final = logging.getLogger(__name__)
+
+COMPILATION: Final = "compilation"
+"""What the journal calls the step, in the place of a pass."""
+LEFT_TO_DYNAMO: Final = (MegaMoEError, TorchDynamoException, GuardOnDataDependentSymNode)
+
+Compiled = Callable[..., Any]
+
+
+def compiled_or_as_written(
+    compile_rewritten: Callable[[], Compiled],
+    compile_whole: Callable[[], Compiled] | None,
+    state: CompileState,
+) -> tuple[Compiled, bool]:
+    """Return what was compiled, and whether that is the program as it was written.
+
+    `compile_whole` is None where nothing was rewritten that other ranks may run otherwise.
+    """
+    try:
+        return compile_rewritten(), False
+    except LEFT_TO_DYNAMO:
+        raise
+    except Exception as error:
+        if compile_whole is None or state.config.strict:
+            raise
+        failure = f"{type(error).__name__}: {error}"
+        LOG.warning(
+            "megamoe: what was made of the program at %s does not compile (%s): it runs as it is "
+            "written. This is a fault of megamoe: please report it with the program",
+            state.site,
+            failure,
+        )
+    state.journal.add("dynamo", Dropped(COMPILATION, Reason.FAILED, failure))
+    state.dropped.append(COMPILATION)
+    _forget_unfinished_symbols()
+    return compile_whole(), True
+
+
+def _forget_unfinished_symbols() -> None:
+    """Have the next trace not look for the symbols of an operator that failed halfway."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is not None and mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()

@@ -1,0 +1,61 @@
+"""Padding tokens, of an expert that does not exist, are cut off at a size that is read."""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from moe_compile.report.process_report import REPORT
+from moe_compile.report.region_reports import AS_WRITTEN, DOES_NOT_COMPILE
+from moe_compile.testing.equivalence import differing_tensors
+from passes import rewrite_regions
+from tests.layers import GroupedExperts
+
+
+class Padded(GroupedExperts):
+    def forward(self, x):
+        scores, chosen = self.route(x)
+        is_padding = x[:, 0] > 0.5
+        flat = torch.where(is_padding[:, None], self.num_experts, chosen).reshape(-1)
+        counts = self.tally(flat)
+        received = self.exchange_counts(counts)
+        sent, got = self.splits(counts, received)
+        order = torch.argsort(flat, stable=True)[: sum(sent)]
+        rows = all_to_all_single_autograd(x[order // self.top_k], got, sent, self.group)
+        out = all_to_all_single_autograd(self.experts(rows, received), sent, got, self.group)
+        out = out * scores.reshape(-1)[order][:, None].to(out.dtype)
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out)
+
+
+def build():
+    return Padded(16, 24, 8, 2, dist.group.WORLD)
+
+
+def run(rank, breaking_rank=None):
+    """Return what differs from eager, and what became of the regions."""
+    torch._dynamo.reset()
+    before, generator = len(REPORT.compilations), torch.Generator().manual_seed(rank)
+    inputs = [[torch.randn(n, 16, generator=generator).bfloat16() for _ in "xg"] for n in (24, 17)]
+    with contextlib.ExitStack() as stack:
+        if rank == breaking_rank:
+            broken = mock.patch.object(rewrite_regions, "forget_bindings", lambda graph: None)
+            stack.enter_context(broken)
+        differing = differing_tensors(build, inputs, {"megamoe.chunks": 2})
+    found = [(r.verdict, r.num_chunks) for c in REPORT.compilations[before:] for r in c.regions]
+    return differing, found, [line for c in REPORT.compilations[before:] for line in c.dropped]
+
+
+def test_rows_cut_off_at_a_size_that_is_read_are_chunked(two_ranks):
+    """The cut still claimed to bind a size of its own: 'should have been constant'."""
+    for differing, found, dropped in two_ranks.run(run):
+        assert (differing, dropped) == ([], [])
+        assert set(found) == {("chunked", 2)}
+
+
+def test_where_one_rank_cannot_compile_what_was_rewritten_all_run_as_written(two_ranks):
+    for rank, (differing, found, dropped) in enumerate(two_ranks.run(run, 1)):
+        assert differing == []
+        assert found[0] == ((AS_WRITTEN, DOES_NOT_COMPILE)[rank], 1)
+        assert ["should have been constant" in line for line in dropped[:1]] == [True] * rank
