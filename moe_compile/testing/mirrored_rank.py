@@ -72,6 +72,7 @@ class MirroredGroup(dist.ProcessGroup):
         """Name functional collectives find this group by."""
         return self._name
 
+    @torch.compiler.disable
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -91,6 +92,7 @@ class MirroredGroup(dist.ProcessGroup):
         is_table = sent.dim() == 2 and sent.dtype == torch.int32
         return self.table.swapped(sent) if self.table is not None and is_table else sent
 
+    @torch.compiler.disable
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> _Done:
         """Write this rank's part and the others': the same with its pieces in their order."""
         del options
@@ -98,6 +100,7 @@ class MirroredGroup(dist.ProcessGroup):
         output.copy_(torch.cat([pieces[i ^ rank] for rank in ranks for i in ranks]))
         return _Done()
 
+    @torch.compiler.disable
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
     ) -> _Done:
@@ -109,10 +112,12 @@ class MirroredGroup(dist.ProcessGroup):
                 output.copy_(own)
         return _Done()
 
+    @torch.compiler.disable
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> _Done:
         """Do as `_allgather_base`, by the name newer versions of torch call."""
         return self._allgather_base(output, input, options)
 
+    @torch.compiler.disable
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
     ) -> _Done:

@@ -103,6 +103,8 @@ def legal(program: Program) -> Program:
     is_certain = len(program.layers) == 1 and program.running is Running.ALWAYS
     if recomputed or not is_certain or program.dynamic:
         banned.add(Reader.FAILING_CHECK)
+    if program.poison is not Poison.NONE:  # NaN does not equal itself
+        banned.add(Reader.CHECK_EQUAL)
     if program.sharing is Sharing.ROUTING:  # the second region repeats what the counts say
         banned.add(Reader.ARRIVED_WRITTEN)
     layers = tuple(_legal_layer(layer, banned, program.width) for layer in program.layers)
