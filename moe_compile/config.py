@@ -112,10 +112,6 @@ class MegaMoEConfig:
     rows round differently, and so do weighted sums with their gradients. It needs `equal_tokens`.
     "auto": by price where sizes are static, among what `numerics` allows; else all-gather where a
     token has more than 0.75 n rows on n ranks and no bit changes."""
-    dispatch_padding: Literal["exact", "worst"] = "exact"
-    """Room for rows after an all-gather dispatch. "exact": for the rows that came, which the host
-    reads once. "worst": for all that may come, the rest zeros: static shapes and no host read, more
-    memory and compute."""
     nodes: Literal["off", "exact", "rounded", "auto"] = "off"
     """Whether a token crosses to a node once, not once for each of its experts there
     (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
@@ -222,6 +218,11 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     name: get_args(hint) for name, hint in HINTS.items() if get_origin(hint) is Literal
 }
 """Values each closed option takes."""
+RETIRED: Final[Mapping[str, str]] = {
+    "dispatch_padding": "leave it out: after an all-gather dispatch there is room for the rows "
+    'that came, as with "exact"; padding ("worst") could make gradients NaN',
+}
+"""Options of earlier versions, and what to write instead."""
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -237,8 +238,11 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 def check_name(name: str, *, where: str, known: tuple[str, ...] = OPTION_NAMES) -> None:
     """Raise InvalidConfig unless `name` is a documented option; `where` says who wrote it."""
-    if name not in known:
-        raise InvalidConfig(f"{where}: megamoe has no option {name!r}.{nearest(name, known)}")
+    if name in known:
+        return
+    if name in RETIRED:
+        raise InvalidConfig(f"{where}: megamoe has no option {name!r} any more; {RETIRED[name]}")
+    raise InvalidConfig(f"{where}: megamoe has no option {name!r}.{nearest(name, known)}")
 
 
 def from_sources(

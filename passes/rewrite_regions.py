@@ -80,9 +80,7 @@ class RewriteRegions(GraphPass):
                 *(one.found.region.name for one in picking),
                 *(split.region.name for split, _ in splits),
             ),
-            measures={
-                "num_bulk_host_reads": sum(one.plan.is_exact for one in experts) + len(picking)
-            },
+            measures={"num_bulk_host_reads": len(experts) + len(picking)},
         )
 
 

@@ -291,7 +291,6 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "megamoe N=4",
             "ag/rs exact N=1",
             "ag/rs exact N=2",
-            "ag/rs worst N=2",
         ),
         ratios=("1:1", "1:2"),
     ),

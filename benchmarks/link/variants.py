@@ -86,10 +86,9 @@ def _split(chunks: int, attention_chunks: int) -> dict[str, Any]:
     }
 
 
-def _gathered(chunks: int, padding: str = "exact") -> dict[str, Any]:
+def _gathered(chunks: int) -> dict[str, Any]:
     return {
         "megamoe.dispatch": "all_gather",
-        "megamoe.dispatch_padding": padding,
         "megamoe.chunk_by": "tokens" if chunks > 1 else "auto",
         **_split(chunks, min(chunks, 2)),
     }
@@ -169,12 +168,11 @@ OF_LAYERS: Final = (
     ),
     *(
         Variant(
-            name=f"ag/rs {padding} N={chunks}",
+            name=f"ag/rs exact N={chunks}",
             backend="megamoe",
-            options=_gathered(chunks, padding),
+            options=_gathered(chunks),
             rivals=("megamoe N=2",),
         )
-        for padding in ("exact", "worst")
         for chunks in (1, 2)
     ),
 )

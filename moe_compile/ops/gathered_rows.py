@@ -17,40 +17,25 @@ from moe_compile.ops.permute import LIBRARY
 
 LIBRARY.define(
     "local_rows(Tensor counts, int first, int num_local, SymInt num_rows, SymInt rows_per_rank)"
-    " -> (Tensor, Tensor)"
+    " -> Tensor"
 )
-LIBRARY.define("pad_last_run(Tensor counts, int first, int num_local, SymInt num_rows) -> Tensor")
 LIBRARY.define("slice_counts(Tensor counts, Tensor by_slice, int num_slices) -> Tensor")
 
 
 def local_rows(
     counts: torch.Tensor, first: int, num_local: int, num_rows: int, rows_per_rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of a rank's rows, `[num_rows]`, and which of them are rows, `[num_rows]`.
+) -> torch.Tensor:
+    """Return the numbers of a rank's rows, `[num_rows]`.
 
-    `counts` `[ranks, experts]` integers; the rank has the experts from `first` on. Where there are
-    fewer than `num_rows` rows the rest is padding: numbers of some rows, all different, so that
-    adding zeros to what they name collides nowhere. `num_rows` must be at least the rows there are.
+    `counts` `[ranks, experts]` integers; the rank has the experts from `first` on. `num_rows` must
+    be the sum of their counts.
     """
     ahead = counts[:, :first].sum(1)
     runs = counts[:, first : first + num_local].sum(1)
     ends = torch.cumsum(runs, 0)
     places = torch.arange(num_rows, device=counts.device)
     sender = torch.searchsorted(ends, places, right=True).clamp(max=counts.shape[0] - 1)
-    start = sender * rows_per_rank + ahead[sender] - (ends - runs)[sender]
-    is_row = places < ends[-1]
-    return torch.where(is_row, start + places, places), is_row
-
-
-def pad_last_run(counts: torch.Tensor, first: int, num_local: int, num_rows: int) -> torch.Tensor:
-    """Return `counts` `[ranks, experts]`, a rank's own raised to `num_rows` in all.
-
-    What is added counts as rows of the last sender for the rank's last expert: those behind all.
-    """
-    mine = counts[:, first : first + num_local]
-    last = torch.zeros_like(counts)
-    last[-1, first + num_local - 1] = 1
-    return counts + last * (num_rows - mine.sum())
+    return sender * rows_per_rank + ahead[sender] - (ends - runs)[sender] + places
 
 
 def slice_counts(counts: torch.Tensor, by_slice: torch.Tensor, num_slices: int) -> torch.Tensor:
@@ -67,8 +52,6 @@ def slice_counts(counts: torch.Tensor, by_slice: torch.Tensor, num_slices: int) 
 
 
 LIBRARY.impl("local_rows", local_rows, "CompositeImplicitAutograd")
-LIBRARY.impl("pad_last_run", pad_last_run, "CompositeImplicitAutograd")
 LIBRARY.impl("slice_counts", slice_counts, "CompositeImplicitAutograd")
 LOCAL_ROWS = torch.ops.megamoe.local_rows.default
-PAD_LAST_RUN = torch.ops.megamoe.pad_last_run.default
 SLICE_COUNTS = torch.ops.megamoe.slice_counts.default

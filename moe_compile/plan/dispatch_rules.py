@@ -38,8 +38,6 @@ class DispatchCosts:
     rows_per_token: int
     row_bytes: int
     """Bytes of a row as it is gathered, without the numbers and factors that go with it."""
-    padding: float
-    """Rows there must be room for in the worst case, over the rows of balanced experts."""
 
     @property
     def all_to_all_bytes(self) -> float:
@@ -70,14 +68,10 @@ def dispatch_costs(region: MoERegion, found: TokenRows) -> DispatchCosts | None:
     width = tokens.shape[1]
     if k is None or type(width) is not int:
         return None
-    most = k
-    if found.is_chosen_once:
-        most = min(k, region.num_local_experts)
     return DispatchCosts(
         num_ranks=region.num_ranks,
         rows_per_token=k,
         row_bytes=width * tokens.element_size(),
-        padding=region.num_ranks * most / k,
     )
 
 

@@ -29,8 +29,6 @@ class ExpertsPlan:
     """Whether which experts a chunk has follows from the rows they have."""
     dispatch: str = "all_to_all"
     """What moves the tokens, as the option names it."""
-    is_exact: bool = True
-    """Of gathered tokens: whether there is room for the rows that come; else for all that may."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks
     gather as many."""

@@ -106,8 +106,6 @@ class GatheredForm:
     found: TokenRows
     needs: BodyNeeds
     num_slices: int
-    is_exact: bool
-    """Whether the host reads how many rows come; else there is room for all that may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,7 +114,7 @@ def _sums_on_nodes(rounding: NodeRounding) -> list[str]:
 
 
 def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
-    """Return bytes and padding either way, as numbers; empty where they are not known."""
+    """Return bytes either way, as numbers; empty where they are not known."""
     costs = one.costs
     if costs is None:
         return {}
@@ -122,7 +122,6 @@ def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
         "rows_per_token": costs.rows_per_token,
         "all_to_all_bytes": costs.all_to_all_bytes,
         "all_gather_bytes": costs.all_gather_bytes,
-        "padding": costs.padding,
     }
 
 
@@ -138,11 +137,7 @@ def _costs(costs: DispatchCosts) -> list[str]:
 
 
 def _gathered(one: PlannedExperts) -> list[str]:
-    room = "exact: the host reads how many rows come"
-    if not one.plan.is_exact:
-        times = "" if one.costs is None else f", {one.costs.padding:g} times the balanced ones"
-        room = f"room for all rows that may come{times}"
-    return [room] if one.rounding is None else [room, *_equality(one.rounding)]
+    return [] if one.rounding is None else _equality(one.rounding)
 
 
 def _equality(rounding: Rounding) -> list[str]:

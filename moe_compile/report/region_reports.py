@@ -71,7 +71,7 @@ class RegionReport:
     """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks must
     have as many, and compare this number before they run."""
     dispatch_figures: dict[str, float] = field(default_factory=dict)
-    """Rows per token, bytes per token each way by either, worst-case padding; {} if not known."""
+    """Rows per token, bytes per token each way by either; {} if not known."""
     wires: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """`dispatch` and `combine` -> number format, bytes of a row before, bytes of a row now."""
     decision: dict[str, object] = field(default_factory=dict)

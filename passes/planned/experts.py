@@ -52,7 +52,6 @@ from passes.planned.gathering import (
     gathered_form,
     gathering,
     may_be_priced,
-    reads_host,
 )
 from passes.planned.hop_parts import plan_hop_parts
 from passes.planned.hopping import (
@@ -190,8 +189,6 @@ def _examine_together(drafts: Sequence[Draft], config: MegaMoEConfig) -> Afterma
             draft.refuse(around)
             continue
         draft.around = around
-        if draft.gathered is not None and reads_host(around):
-            draft.gathered = replace(draft.gathered, is_exact=True)
     return after
 
 
@@ -223,7 +220,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
     gathered, around = draft.gathered, draft.around
     reads = draft.found.num_host_reads
     if around is not None and draft.is_rewritten:
-        reads = int(gathered is None or gathered.is_exact) + around.num_kept
+        reads = 1 + around.num_kept
     wires = plan_wires(draft, config)
     names = {name: wire.name for name, wire in wires.items()}
     if draft.divided is not None:
@@ -262,7 +259,6 @@ def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Expe
         by_tokens=config.chunk_by == "tokens" and draft.num_chunks > 1,
         by_load=draft.by_load,
         dispatch="all_to_all" if gathered is None else "all_gather",
-        is_exact=gathered is None or gathered.is_exact,
         num_tokens=known_rows(found.tokens) if found is not None else 0,
         rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
         nodes=draft.nodes,

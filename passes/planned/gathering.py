@@ -17,7 +17,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, round
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.body_needs import needs_of_body
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
-from moe_compile.regions.rewrites import Rewrite, Surroundings
+from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
 
@@ -46,14 +46,7 @@ def gathered_form(
     needs = needs_of_body(experts.region)
     if needs.reads_sent:
         return NotFound(reason=Reason.SENT_SIZES)
-    is_exact = needs.reads_host or experts.proof.searches or config.dispatch_padding == "exact"
-    return GatheredForm(
-        region=experts.region,
-        found=found,
-        needs=needs,
-        num_slices=1,
-        is_exact=is_exact or reads_host(around),
-    )
+    return GatheredForm(region=experts.region, found=found, needs=needs, num_slices=1)
 
 
 def why_mixed(proof: RowProof) -> NotFound | None:
@@ -82,11 +75,6 @@ def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:
         return True
     is_asked = asks_planner(config, can_gather=True)
     return is_asked and costs is not None and costs.by_measurement
-
-
-def reads_host(around: Surroundings) -> bool:
-    """Whether others need host integers of the region."""
-    return bool(around.served) or around.num_kept > 0
 
 
 def gathering(

@@ -4,7 +4,7 @@ Contract
     Requires  a proof that the experts treat rows independently given the counts, the gather that
               made the rows, the sum that follows, and equally many tokens, and rows, on all ranks.
     Keeps     what the experts are given: the rows, their order and the counts are those that the
-              all-to-all would bring; padding, if any, is zeros behind the last row.
+              all-to-all would bring.
 
 Pseudo-code
     all-gather the tokens of each slice, the counts and tokens of rows, the factors of rows
@@ -52,8 +52,7 @@ class Gathered:
 def emit_gathered(form: GatheredForm, around: Surroundings, rank: int) -> Gathered:
     """Emit the region in its new form for a rank; the old one is for the caller to take out.
 
-    `around` names the host reads of the region that others need and that the one read serves; with
-    any, the form must be exact.
+    `around` names the host reads of the region that others need and that the one read serves.
     """
     region, found = form.region, form.found
     gathers = _launch_tokens(form)
@@ -63,7 +62,7 @@ def emit_gathered(form: GatheredForm, around: Surroundings, rank: int) -> Gather
     told = frozenset(node for node in emit.graph.nodes if node not in before)
     writer = SliceWriter(emit, form, routing, rank)
     slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]
-    instead = _read_host(writer, form, routing, slices, around) if form.is_exact else {}
+    instead = _read_host(writer, form, routing, slices, around)
     for part in slices:
         writer.place_rows(part)
     writer.gather_factors(slices, found.before)

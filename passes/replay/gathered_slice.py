@@ -1,8 +1,4 @@
-"""One slice of a region that runs on gathered tokens: its rows, its experts, its sums.
-
-Contract
-    Padding is zeros when the experts get it, and adds nothing to any sum, forward or backward.
-"""
+"""One slice of a region that runs on gathered tokens: its rows, its experts, its sums."""
 
 from __future__ import annotations
 
@@ -10,12 +6,11 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
-from moe_compile.ops.gathered_rows import LOCAL_ROWS, PAD_LAST_RUN
+from moe_compile.ops.gathered_rows import LOCAL_ROWS
 from moe_compile.regions.token_regions import GatheredForm
 from passes.replay.changed_rows import changed_rows, weights_of_rows
 from passes.replay.gathered_routing import Routing, emit_factor
@@ -32,13 +27,11 @@ class Slice:
     """Its tokens of all ranks, `[ranks * T, D]`."""
     replay: Replay
     num_rows: Size = 0
-    """Rows that this rank has, padding included."""
+    """Rows that this rank has."""
     source: fx.Node | None = None
     """Number of each row among the rows of all ranks."""
     target: fx.Node | None = None
     """Number of each row's token among the tokens of all ranks."""
-    is_row: fx.Node | None = None
-    """Which rows are no padding, `[rows, 1]`; None without padding."""
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Factor per row of the model -> that of this rank's rows."""
 
@@ -56,26 +49,13 @@ class SliceWriter:
         """Emit what a slice has before the host has read anything."""
         tokens = self.emit.call(C10D.wait_tensor, launch)
         part = Slice(number, tokens, Replay(range(self._region.num_local_experts), {}))
-        counts = self._routing.counts[number]
-        if not self._form.is_exact:
-            local = self._region.num_local_experts
-            self.set_num_rows(part, self._most_rows())
-            counts = self.emit.call(PAD_LAST_RUN, counts, self._first, local, part.num_rows)
-        part.replay.env[self._region.received_counts] = self.received(counts)
+        part.replay.env[self._region.received_counts] = self.received(self._routing.counts[number])
         return part
 
     def set_num_rows(self, part: Slice, num_rows: Size) -> None:
         """Note how many rows the slice has, wherever the experts read it."""
         part.num_rows = num_rows
         part.replay.env.update(dict.fromkeys(self._form.needs.num_rows, num_rows))
-
-    def _most_rows(self) -> Size:
-        """Return the most rows this rank may get: of every rank, all that its tokens may send."""
-        found, region = self._found, self._region
-        if found.rows_per_token is None or not found.is_chosen_once:
-            return times(self.emit, self._routing.num_rows, region.num_ranks)
-        per_token = min(found.rows_per_token, region.num_local_experts)
-        return times(self.emit, self._num_tokens(), per_token * region.num_ranks)
 
     def _num_tokens(self) -> Size:
         size = extent(self.emit, self._found.tokens, 0)
@@ -100,11 +80,7 @@ class SliceWriter:
         emit, routing, local = self.emit, self._routing, self._region.num_local_experts
         counts = routing.counts[part.number]
         sizes = (part.num_rows, routing.num_rows)
-        numbers = emit.call(LOCAL_ROWS, counts, self._first, local, *sizes)
-        part.source = emit.call(operator.getitem, numbers, 0)
-        if not self._form.is_exact:
-            is_row = emit.call(operator.getitem, numbers, 1)
-            part.is_row = emit.method("unsqueeze", is_row, -1)
+        part.source = emit.call(LOCAL_ROWS, counts, self._first, local, *sizes)
         of_sender = emit.method("reshape", routing.tokens[part.number], -1)
         token = emit.call(operator.getitem, of_sender, part.source)
         sender = emit.call(operator.floordiv, part.source, routing.num_rows)
@@ -137,11 +113,8 @@ class SliceWriter:
         before = self._found.before
         rows = changed_rows(self.emit, self._found.gather, rows, before, part.factors)
         env = part.replay.env
-        env.update(dict.fromkeys(self._form.needs.received, self._without_padding(part, rows)))
+        env.update(dict.fromkeys(self._form.needs.received, rows))
         emit_rest(self.emit, self._form.needs.nodes, part.replay)
-
-    def _without_padding(self, part: Slice, rows: fx.Node) -> fx.Node:
-        return rows if part.is_row is None else self.emit.call(torch.where, part.is_row, rows, 0)
 
     def launch_sums(self, part: Slice) -> fx.Node:
         """Emit the sums per token of all ranks, and launch what adds them up over ranks."""
@@ -154,7 +127,6 @@ class SliceWriter:
             assert wide is not None
             rows = emit.method("to", rows, wide.dtype)
             rows = emit.call(operator.mul, rows, part.factors[weights])
-        rows = self._without_padding(part, rows)
         all_tokens = times(emit, self._num_tokens(), region.num_ranks)
         zeros = emit.method("new_zeros", rows, (all_tokens, extent(emit, found.sums.total, 1)))
         sums = emit.method("index_add", zeros, 0, part.target, rows)

@@ -343,7 +343,7 @@ def test_layers_of_one_class_with_other_weights_keep_a_plan_each(two_ranks):
 
 
 def gather_other_tokens(rank):
-    options = {"dispatch": "all_gather", "equal_tokens": True, "dispatch_padding": "worst"}
+    options = {"dispatch": "all_gather", "equal_tokens": True}
     return run_steps(rank, GroupedExperts, (8 + 4 * rank,), **options)
 
 

@@ -168,12 +168,11 @@ def bfloat16_experts(case, group):
     return experts
 
 
-def send_gathered(ranks, top_k, padding):
+def send_gathered(ranks, top_k):
     torch._dynamo.reset()
     options = {
         "megamoe.codegen": "fx",
         "megamoe.dispatch": "all_gather",
-        "megamoe.dispatch_padding": padding,
         "megamoe.equal_tokens": True,
     }
     with alike_ranks(ranks) as group:
@@ -192,14 +191,13 @@ def check_gathered(ranks, top_k, ways):
         assert sum(sent.bytes for sent in log if not is_rows(sent)) <= metadata
 
 
-@pytest.mark.parametrize(("ranks", "top_k", "padding"), [(2, 1, "exact"), (8, 8, "worst")])
-def test_gathered_tokens_are_one_unit(ranks, top_k, padding):
-    check_gathered(ranks, top_k, send_gathered(ranks, top_k, padding))
+@pytest.mark.parametrize(("ranks", "top_k"), [(2, 1), (8, 8)])
+def test_gathered_tokens_are_one_unit(ranks, top_k):
+    check_gathered(ranks, top_k, send_gathered(ranks, top_k))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padding", ["exact", "worst"])
 @pytest.mark.parametrize("top_k", TOP_K)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_gathered_tokens_are_one_unit_whatever_k(ranks, top_k, padding):
-    check_gathered(ranks, top_k, send_gathered(ranks, top_k, padding))
+def test_gathered_tokens_are_one_unit_whatever_k(ranks, top_k):
+    check_gathered(ranks, top_k, send_gathered(ranks, top_k))

@@ -51,7 +51,7 @@ def run(rank, recompute, wire="same", more=None):
 @pytest.mark.parametrize(("recompute", "backward"), [("save_exchanges", 3), ("model", 6)])
 def test_gathered_tokens_are_saved_unless_asked_otherwise(two_ranks, recompute, backward):
     """Gathered again would be tokens, routing and weights; the last sum is needed by nothing."""
-    more = {"dispatch": "all_gather", "dispatch_padding": "worst", "equal_tokens": True}
+    more = {"dispatch": "all_gather", "equal_tokens": True}
     for differing, phases in two_ranks.run(run, recompute, "same", more):
         assert differing == []
         assert phases == {"forward": 4, "backward": backward}

@@ -20,7 +20,6 @@ def results(layer, function, x, gradient):
 
 GATHERED = {
     "megamoe.dispatch": "all_gather",
-    "megamoe.dispatch_padding": "worst",
     "megamoe.equal_tokens": True,
 }
 

@@ -35,7 +35,7 @@ def build(score_before_experts):
     return layer
 
 
-def both_ways(rank, score_before_experts, padding):
+def both_ways(rank, score_before_experts):
     """Return output, input gradient and parameters' gradients of eager and compiled."""
     prepare_torch()
     utils.generate_permute_indices = generate_permute_indices  # imported before it was replaced
@@ -43,8 +43,8 @@ def both_ways(rank, score_before_experts, padding):
     own = torch.Generator().manual_seed(rank)
     x, gradient = (torch.randn(2, 12, DIM, generator=own).bfloat16() for _ in range(2))
     options = {
-        "megamoe.dispatch": "all_gather", "megamoe.dispatch_padding": padding,
-        "megamoe.equal_tokens": True, "megamoe.strict": True, "megamoe.codegen": "fx",
+        "megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True,
+        "megamoe.strict": True, "megamoe.codegen": "fx",
     }  # fmt: skip
     results = []
     for compiled in (False, True):
@@ -67,13 +67,13 @@ def both_ways(rank, score_before_experts, padding):
 
 @pytest.mark.slow
 def test_weights_before_the_experts_change_no_bit(two_ranks):
-    for eager, gathered in two_ranks.run(both_ways, True, "exact"):
+    for eager, gathered in two_ranks.run(both_ways, True):
         assert [name for name in eager if not torch.equal(eager[name], gathered[name])] == []
 
 
 @pytest.mark.slow
 def test_weights_after_the_experts_are_off_by_roundings(two_ranks):
-    for eager, gathered in two_ranks.run(both_ways, False, "worst"):
+    for eager, gathered in two_ranks.run(both_ways, False):
         off = {name: (eager[name] - gathered[name]).norm() for name in eager}
         assert 0 < off["output"] <= TOP_K * EPS * eager["output"].norm()
         for name in ("experts.w1", "experts.w2", "experts.w3"):

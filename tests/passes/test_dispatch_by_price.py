@@ -126,17 +126,8 @@ def test_slices_of_a_dispatch_that_is_asked_for_are_the_planners_too(fake_ranks)
     assert plan.plan.num_chunks == plan.decision.chosen.candidate.num_chunks == 1
 
 
-def test_padding_is_priced_as_rows_that_experts_compute(fake_ranks):
-    """Room for the worst case is twice the rows: with a faster link it costs more than it saves."""
-    machine = dataclasses.replace(MACHINE, link_gb_per_s=0.05, matmul_tflops=0.005)
-    _, exact, _ = run(fake_ranks, chunks=1, hardware=machine)
-    _, padded, _ = run(fake_ranks, chunks=1, hardware=machine, dispatch_padding="worst")
-    assert (exact.plan.gathers, padded.plan.gathers) == (True, False)
-
-
 def test_memory_that_is_not_there_is_not_taken(fake_ranks):
-    _, plan, _ = run(fake_ranks, chunks=1, max_memory_increase=0.0,
-                           dispatch_padding="worst")  # fmt: skip
+    _, plan, _ = run(fake_ranks, chunks=1, max_memory_increase=0.0)
     assert plan.decision.why is Why.MEMORY
     assert plan.left["dispatch"].reason is Reason.BY_PRICE
 

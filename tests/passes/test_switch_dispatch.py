@@ -79,25 +79,17 @@ def host_reads(graph):
     ]
 
 
-def symbolic_sizes(graph):
-    values = (n.meta.get("val") for n in graph.nodes)
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    return [s for t in tensors for s in t.shape if isinstance(s, torch.SymInt)]
-
-
 @pytest.mark.parametrize("style", STATIC)
-def test_worst_case_has_no_all_to_all_no_host_read_and_no_size_of_run_time(fake_ranks, style):
-    forward, backward = aot_graphs(layer(style, fake_ranks), dispatch_padding="worst")
+def test_no_all_to_all_is_left_forward_or_backward(fake_ranks, style):
+    forward, backward = aot_graphs(layer(style, fake_ranks))
     for graph in (forward, backward):
         assert not any(map(is_all_to_all, graph.nodes))
-        assert not host_reads(graph)
-        assert not symbolic_sizes(graph)
     assert sorted(kinds(forward)) == ["all_gather_into_tensor"] * 3 + ["reduce_scatter_tensor"]
     assert sorted(kinds(backward)) == ["all_gather_into_tensor"] + ["reduce_scatter_tensor"] * 2
 
 
 @pytest.mark.parametrize("style", [*STATIC, LoopExperts, SortedChunks])
-def test_exact_sizes_need_one_read_by_the_host(fake_ranks, style):
+def test_sizes_need_one_read_by_the_host(fake_ranks, style):
     gm, report = switched(layer(style, fake_ranks))
     assert report.applied == ("region 0",)
     assert not any(map(is_all_to_all, gm.graph.nodes))
@@ -105,12 +97,6 @@ def test_exact_sizes_need_one_read_by_the_host(fake_ranks, style):
     assert len(copies) == 1
     (copy,) = copies
     assert copy.args[1] == torch.device("cpu")
-
-
-def test_experts_that_read_the_host_anyway_get_exact_sizes(fake_ranks):
-    gm, _ = switched(layer(LoopExperts, fake_ranks), dispatch_padding="worst")
-    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
-    assert not any(n.target is torch.where for n in gm.graph.nodes)  # no padding
 
 
 class KeepsSplits(GroupedExperts):
@@ -121,8 +107,8 @@ class KeepsSplits(GroupedExperts):
         return self.sent, self.got
 
 
-def test_stashed_sizes_are_read_by_the_one_read_and_worst_becomes_exact(fake_ranks):
-    gm, _ = switched(layer(KeepsSplits, fake_ranks), dispatch_padding="worst")
+def test_stashed_sizes_are_read_by_the_one_read(fake_ranks):
+    gm, _ = switched(layer(KeepsSplits, fake_ranks))
     assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
     (output,) = gm.graph.find_nodes(op="output")
     assert sum(n in host_reads(gm.graph) for n in output.all_input_nodes) == 4
@@ -134,7 +120,7 @@ def test_a_count_exchange_that_the_model_reads_elsewhere_stays(fake_ranks):
             self.received = super().exchange_counts(counts)
             return self.received
 
-    gm, report = switched(layer(Counts, fake_ranks), dispatch_padding="worst")
+    gm, report = switched(layer(Counts, fake_ranks))
     assert report.applied == ("region 0",)
     assert [is_integer(n) for n in gm.graph.nodes if is_all_to_all(n)] == [True]
 
@@ -185,18 +171,17 @@ def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_rank
     assert any("chunk_by = tokens splits it" in remark for remark in region.remarks)
 
 
-def test_the_report_has_bytes_padding_both_rules_and_the_equality(fake_ranks):
+def test_the_report_has_bytes_both_rules_and_the_equality(fake_ranks):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
-    _, compilation = rewrite(gm, state(dispatch_padding="worst", chunks=1, **ASKED).config)
+    _, compilation = rewrite(gm, state(chunks=1, **ASKED).config)
     (region,) = compilation.regions
     assert region.dispatch == "all_gather"
     assert region.dispatch_figures == {
-        "rows_per_token": 2, "all_to_all_bytes": 32, "all_gather_bytes": 32, "padding": 2,
+        "rows_per_token": 2, "all_to_all_bytes": 32, "all_gather_bytes": 32,
     }  # fmt: skip
-    assert region.num_host_reads == 0
+    assert region.num_host_reads == 1
     said = "; ".join(region.remarks)
     assert "k = 2, n = 2: k > n says all-to-all, k > 0.75 n says all-gather" in said
-    assert "room for all rows that may come, 2 times the balanced ones" in said
     assert "no bit changes" in said
 
 
@@ -223,18 +208,6 @@ def test_the_report_bounds_gradients_of_the_weights_of_a_batched_product(fake_ra
     assert (f"off by at most {WIDTH} eps times the sum" in said) is trained
 
 
-def test_one_rank_has_room_for_every_row_its_experts_can_get(fake_ranks):
-    """Two local experts: of a token's four rows at most two come to one rank."""
-    program = GroupedExperts(WIDTH, HIDDEN, 4, 4, fake_ranks)
-    forward, _ = aot_graphs(program, dispatch_padding="worst")
-    rows = {
-        n.args[0].meta["val"].shape[0]
-        for n in forward.nodes
-        if overload_name(n) == "aten::_grouped_mm"
-    }
-    assert rows == {2 * 32 * 2}
-
-
 class WithSharedExpert(nn.Module):
     """Routed experts, and one that every token passes."""
 
@@ -253,7 +226,7 @@ def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_rank
     weight gradients."""
     x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(WithSharedExpert(fake_ranks), x)
-    more = {"max_memory_increase": 2.0, "hardware": "cpu", "dispatch_padding": "worst"}
+    more = {"max_memory_increase": 2.0, "hardware": "cpu"}
     compile_state, _ = rewrite(gm, state(schedule=schedule, **ASKED, **more).config)
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     hiding = set()
@@ -497,6 +470,6 @@ def test_experts_of_torchtitan_are_switched_with_its_sizes_read_once(fake_ranks,
     """Its layer stashes split sizes, which the host must know."""
     monkeypatch.setattr("torchtitan.models.moe.utils.generate_permute_indices", permute_indices)
     program = TitanExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, use_grouped_mm=False)
-    gm, report = switched(program, tokens(torch.float32), dispatch_padding="worst")
+    gm, report = switched(program, tokens(torch.float32))
     assert report.applied == ("region 0",)
     assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1

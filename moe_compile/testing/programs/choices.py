@@ -308,7 +308,6 @@ class Rewrite(enum.Enum):
     TOKENS = "chunk_by = tokens"
     BY_LOAD = "chunk_edges = load"
     GATHERED = "dispatch = all_gather"
-    PADDED = "dispatch = all_gather, dispatch_padding = worst"
     HOPS = "nodes = exact, four ranks on two nodes"
     HOP_SLICES = "nodes = exact, chunk_by = tokens, four ranks on two nodes"
     HOPS_FP8 = "nodes = exact, dispatch_wire = fp8, four ranks on two nodes"

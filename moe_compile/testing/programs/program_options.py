@@ -19,7 +19,6 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
     Rewrite.BY_LOAD: {"megamoe.chunk_edges": "load"},
     Rewrite.GATHERED: GATHERED,
-    Rewrite.PADDED: {**GATHERED, "megamoe.dispatch_padding": "worst"},
     Rewrite.HOPS: {"megamoe.nodes": "exact"},
     Rewrite.HOP_SLICES: {"megamoe.nodes": "exact", "megamoe.chunk_by": "tokens"},
     Rewrite.HOPS_FP8: {"megamoe.nodes": "exact", "megamoe.dispatch_wire": "fp8"},

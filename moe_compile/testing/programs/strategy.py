@@ -173,7 +173,7 @@ def _programs_with_capacity(draw: st.DrawFn) -> Program:
 
 REWRITES_DRAWN: Final = (
     *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, *[Rewrite.PARTS] * 16,
-    *[Rewrite.THREE_PARTS] * 6, Rewrite.GATHERED, Rewrite.PADDED,
+    *[Rewrite.THREE_PARTS] * 6, *[Rewrite.GATHERED] * 2,
 )  # fmt: skip
 """Those that only some programs allow, or that leave many whole, more often."""
 
