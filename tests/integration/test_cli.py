@@ -220,6 +220,7 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         {"dp_shard": 1},
         {"tp": 4, "etp": 2},
         {"ep": 5},
+        {"dp_replicate": 4, "dp_shard": 1, "ep": 1},
         {"pp": 2, "pp_schedule": "GPipe"},
         {"pp": 4, "batch": 3},
         {"model": "gpt_oss", "pp": 2},
