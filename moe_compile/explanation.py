@@ -33,7 +33,7 @@ from moe_compile.hardware import load_profile
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import explanation_lines
-from moe_compile.report.graph_breaks import GraphBreak, break_at, graph_break
+from moe_compile.report.graph_breaks import GraphBreak, break_at, forget_frames, graph_break
 from moe_compile.report.measures import record_of
 from moe_compile.report.process_report import report_of
 
@@ -211,6 +211,7 @@ def _traced(seen: _Seen, compiled: Callable[..., Any], inputs: Sequence[Any]) ->
         return False
     finally:
         torch._dynamo.reset()
+        forget_frames()  # a report of the run would name them
     return True
 
 

@@ -25,6 +25,7 @@ from benchmarks.lanes.steps import LANES, Step, example, steps_of
 from benchmarks.lanes.table import summary_line, write_page
 
 RESULTS: Final = Path("benchmarks/results/torch_lanes.json")
+COMMAND: Final = "python -m benchmarks.lanes"
 PAGE: Final = Path("docs/torches.md")
 LOGS: Final = Path("outputs/lanes")
 
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    record = json.loads(options.results.read_text()) if options.results.exists() else {"lanes": {}}
+    record: dict[str, Any] = {"command": COMMAND, "lanes": {}}
+    if options.results.exists():
+        record = json.loads(options.results.read_text())
     LOGS.mkdir(parents=True, exist_ok=True)
     (LOGS / "example.py").write_text(example())
     has_passed = True

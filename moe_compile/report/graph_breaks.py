@@ -116,6 +116,11 @@ def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
     )
 
 
+def forget_frames() -> None:
+    """Forget what torch recorded of the functions that it left to Python so far."""
+    getattr(dynamo_utils, "clear_compilation_metrics", int)()
+
+
 def frames_left_out() -> list[GraphBreak]:
     """Return the functions with exchanges that Dynamo left to Python.
 

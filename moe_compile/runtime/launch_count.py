@@ -32,8 +32,9 @@ class LaunchCount:
         process_group = dist.distributed_c10d._resolve_process_group(group)
         backends = [process_group._get_backend(device) for device in process_group._device_types]
         apart = list({id(backend): backend for backend in backends}.values())
+        # none: a group written in Python, which counts nothing
         self._read = apart[0]._get_sequence_number_for_group if len(apart) == 1 else None
-        self._name = str(apart[0].name())
+        self._name = str(apart[0].name()) if len(apart) == 1 else ""
         reader = READERS.get(self._name, "")
         self._recorder: Callable[[], bytes] | None = getattr(
             torch._C._distributed_c10d, reader, None

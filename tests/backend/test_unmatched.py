@@ -11,10 +11,16 @@ from moe_compile import backend
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.report.explain import print_report
+from moe_compile.report.graph_breaks import forget_frames
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
 FX = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
+
+
+@pytest.fixture(autouse=True)
+def no_frames_of_other_tests():
+    forget_frames()
 
 
 def one_way(x, group):

@@ -135,7 +135,6 @@ def test_a_token_of_nan_reaches_no_expert_that_did_not_see_it(two_ranks, more):
         assert any(t.isfinite().all(dim=(1, 2)).any() for t in eager if t.dim() == 3)
         for expected, tensor in zip(eager, ours, strict=True):
             assert torch.equal(expected.isnan(), tensor.isnan())
-            assert torch.equal(expected.nan_to_num(), tensor.nan_to_num())
 
 
 class Positive(GroupedExperts):
