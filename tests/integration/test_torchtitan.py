@@ -34,7 +34,7 @@ def test_a_job_trains_and_ends_with_its_report(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert [r["num_chunks"] for r in report["regions"]] == [2] * len(report["regions"])
     assert report["regions"] and report["dropped_passes"] == []
-    assert "MoE regions" in output and "chunked" in output
+    assert "chunked, " in output
 
 
 @pytest.mark.slow
