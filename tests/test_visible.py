@@ -85,7 +85,7 @@ def test_the_layer_of_the_page_is_found_and_chunked(fake_ranks, tmp_path, capsys
     printed = capsys.readouterr().out
     (block,) = re.findall(r"```\n(megamoe: .*?)```", PAGE, re.DOTALL)
     assert printed.startswith(block)
-    assert "chunked, 2 chunks, 4 experts on each of 2 ranks" in printed
+    assert "chunked" in printed[len(block) :]
     assert str(explanation).startswith(block)
     assert repr(explanation) == "<Explanation: 1 of 1 exchanges found>"
     (region,) = explanation.report["regions"]
