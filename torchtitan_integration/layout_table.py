@@ -83,9 +83,9 @@ chunked. Other degrees on the same axes are laid out by the same code.
   gradient norms of torchtitan; or of the same layout that is not compiled ("itself"), where
   torchtitan 0.2.2 gets gradients wrong ([torchtitan.md](torchtitan.md#gradients-of-one-rank)).
 - against one rank: the same model, weights, sequences and loss on one rank without parallelism, not
-  compiled, all in float32. No gradient of the first step is more than 1e-4 of its norm off; after
-  three steps of Adam the change of no parameter, no moment and no expert bias more than 1e-3.
-  Experts are given the same numbers of tokens in every step (`make one-rank`).
+  compiled, all in float32. `make one-rank` holds every row to this: no gradient of the first step
+  is more than 1e-4 of its norm off; after three steps of Adam the change of no parameter, no moment
+  and no expert bias more than 1e-3. Experts are given the same numbers of tokens in every step.
 
 """
 ALONE: Final = """
