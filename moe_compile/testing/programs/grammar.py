@@ -126,9 +126,6 @@ PARTED: Final[Mapping[Rewrite, int]] = {Rewrite.PARTS: 2, Rewrite.THREE_PARTS: 3
 POSITIONS: Final = 2
 """Tokens of a sequence."""
 
-GATHERING: Final = frozenset({Rewrite.GATHERED})
-"""Rewrites by which tokens are gathered instead of rows exchanged."""
-
 CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
     Tally, Padding, Counts, Splits, Move, Style, Order, Back, Find, Put, Cut, Act, Detail, Decoy,
     Reader, Weighing, Unsort, Loss,

@@ -29,7 +29,6 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.exchange_choices import Splits, Tally
 from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
-    GATHERING,
     GROUPED_PRODUCTS,
     HOPPING,
     IN_EIGHT_BITS,
@@ -204,7 +203,7 @@ def _of_whole_sequences(program: Program) -> Program:
 
 def _may_rewrite(program: Program) -> bool:
     """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
-    if program.rewrite in GATHERING:
+    if program.rewrite is Rewrite.GATHERED:
         return all(len({*step}) == 1 for step in program.tokens)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
     return program.rewrite not in ROUNDING or alone or program.is_whole

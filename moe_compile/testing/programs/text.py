@@ -24,7 +24,6 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.exchange_choices import Tally
 from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.grammar import (
-    GATHERING,
     IN_EIGHT_BITS,
     NODE_SUMMING,
     NUM_NODES,
@@ -224,7 +223,7 @@ def _is_mirrored(program: Program) -> bool:
     nothing. Another group is
     made by all ranks, and a mirror has no sums over ranks.
     """
-    if program.rewrite in GATHERING or program.groups is not Groups.WORLD:
+    if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD:
         return False
     if any(isinstance(a, Picking) for a in program.layers):
         return False
