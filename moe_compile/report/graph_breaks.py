@@ -21,7 +21,7 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 import torch.fx as fx
 
-TORCH: Final = str(Path(torch.__file__).parent)
+TORCH: Final = f"{Path(torch.__file__).parent}/"  # with its end: torchtitan begins alike
 COLLECTIVES: Final = str(Path(TORCH, "distributed"))
 EXCHANGE: Final = re.compile(r"\ball_to_all")
 AUTOGRAD_FORM: Final = (

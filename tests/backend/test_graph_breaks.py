@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import warnings
+from traceback import FrameSummary
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as distributed_nn
 
 from moe_compile import backend
+from moe_compile.report.graph_breaks import TORCH, break_at
 from moe_compile.report.process_report import ProcessReport
 from tests.capture import CapturedError
 from tests.layers import LoopExperts
@@ -161,3 +163,9 @@ def test_what_is_left_out_breaks_no_layer(fake_ranks, monkeypatch, caplog, style
     layer, x = style(16, 24, 8, 2, fake_ranks), torch.randn(24, 16).bfloat16()
     with torch._dynamo.config.patch(ignore_logging_functions=ignored):
         assert warnings_of(layer, caplog, x) == []
+
+
+def test_code_of_torchtitan_is_not_torchs():
+    """Its folder begins with the name of torch's, and breaks in it had no place."""
+    stack = [FrameSummary(f"{TORCH.rstrip('/')}titan/models/moe/moe.py", 7, "forward")]
+    assert break_at(stack, "why").where == "moe.py:7 in forward"
