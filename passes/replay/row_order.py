@@ -3,6 +3,8 @@
 Contract
     Stable: rows of one run, an expert's or a chunk's share of it, stay together and in order.
     Computed from the counts by two searches in sorted ends of runs; no sort of the rows.
+    Every place lies within the rows, for counts that do not fit them too: rows may be moved before
+    the host has read the counts, and the assertion about them is to have the last word.
 
 Worked example: counts [2, 1, 1, 2] of experts 0..3, two ranks of two, chunks [0, 1, 0, 1].
 Runs start at [0, 2, 3, 4]; by chunk the experts stand as [0, 2, 1, 3], their runs start at
@@ -62,5 +64,12 @@ def _runs(emit: Emitter, counts: fx.Node) -> _Runs:
 
 def _shifted(emit: Emitter, rows: fx.Node, runs: _Runs, shifts: fx.Node) -> fx.Node:
     """Emit each row's index plus the shift of the run the row lies in."""
-    run = emit.call(torch.searchsorted, runs.ends, rows, right=True)
-    return emit.call(operator.add, rows, emit.call(operator.getitem, shifts, run))
+    found = emit.call(torch.searchsorted, runs.ends, rows, right=True)
+    run = _kept_within(emit, found, runs.ends)
+    shifted = emit.call(operator.add, rows, emit.call(operator.getitem, shifts, run))
+    return _kept_within(emit, shifted, rows)
+
+
+def _kept_within(emit: Emitter, places: fx.Node, within: fx.Node) -> fx.Node:
+    last = emit.call(operator.sub, emit.method("size", within, 0), 1)
+    return emit.call(torch.clamp, places, 0, last)

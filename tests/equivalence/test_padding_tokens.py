@@ -1,8 +1,9 @@
-"""Padding tokens, of an expert that does not exist, are cut off at a size that is read."""
+"""Counts of some of the rows: padding cut off at a size that is read, and counts that do not fit."""
 
 import contextlib
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -59,3 +60,32 @@ def test_where_one_rank_cannot_compile_what_was_rewritten_all_run_as_written(two
         assert differing == []
         assert found[0] == ((AS_WRITTEN, DOES_NOT_COMPILE)[rank], 1)
         assert ["should have been constant" in line for line in dropped[:1]] == [True] * rank
+
+
+class Miscounted(GroupedExperts):
+    more: int
+
+    def tally(self, flat):
+        return (super().tally(flat) + self.more).clamp(min=0)
+
+
+def miscount(rank, more):
+    """Return the words that a step ends with, eagerly and in chunks, and what the regions became."""
+    torch._dynamo.reset()
+    before, words = len(REPORT.compilations), []
+    layer = Miscounted(16, 40, 8, 2, dist.group.WORLD)
+    layer.more = more
+    options = {"megamoe.chunks": 2, "megamoe.codegen": "fx"}
+    for step in (layer, torch.compile(layer, backend="megamoe", options=options, fullgraph=True)):
+        with pytest.raises(RuntimeError) as raised:
+            step(torch.randn(24, 16, generator=torch.Generator().manual_seed(rank)).bfloat16())
+        words.append(str(raised.value))
+    return words, {r.verdict for c in REPORT.compilations[before:] for r in c.regions}
+
+
+@pytest.mark.parametrize("more", [20, pytest.param(-1, marks=pytest.mark.slow)])
+def test_counts_that_do_not_fit_the_rows_raise_eagers_words(two_ranks, more):
+    """Rows are moved while counts are exchanged: an index out of range came first."""
+    for (eager, compiled), verdicts in two_ranks.run(miscount, more):
+        assert compiled == eager
+        assert verdicts == {"chunked"}
