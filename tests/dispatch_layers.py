@@ -80,6 +80,34 @@ class InOrderWeighted(InOrder):
         return torch.bmm(weights, by_token.float()).to(by_token.dtype).squeeze(1)
 
 
+class IntoEmpty(Around):
+    """DeepSeek's form: rows are put in order in memory that nobody filled, then weighted."""
+
+    def total(self, x, order, out, scores):
+        new = torch.empty_like(out)
+        new[order] = out
+        by_token = new.view(len(x), self.top_k, x.shape[1]).type(scores.dtype)
+        return by_token.mul_(scores.unsqueeze(-1)).sum(dim=1).type(new.dtype)
+
+
+class WeightedInOrder(Around):
+    """Rows are weighted where they are put in order, before they are viewed by token."""
+
+    def total(self, x, order, out, scores):
+        new = torch.zeros_like(out)
+        new[order, :] = out
+        new = new.to(scores.dtype) * scores.reshape(-1, 1)
+        return new.view(len(x), self.top_k, x.shape[1]).sum(1).to(out.dtype)
+
+
+class ByInverse(Around):
+    """Rows are put in order by the order's inverse."""
+
+    def total(self, x, order, out, scores):
+        by_token = out[torch.argsort(order)].view(len(x), self.top_k, x.shape[1])
+        return (by_token.to(scores.dtype) * scores[..., None]).sum(1).to(out.dtype)
+
+
 class OntoZeros(Around):
     """Adds the rows to zeros whose sizes are written, and not those of another tensor."""
 

@@ -63,7 +63,7 @@ def _summed(tracker: ExpertTracker, split: SplitRegion) -> Dims:
     by_row = [found.sums.weights, None if given is None else given["input"]]
     for node in by_row:
         if isinstance(node, fx.Node):
-            unify(tokens, tracker.dims(node)[0])
+            unify(tokens, tracker.dims(node)[0], prefix=True)
     if found.chosen is not None and split.share is None:
         chosen = [factor for dim in tracker.dims(found.chosen) for factor in dim]
         unify([*tokens, Factor(size_of(chosen) // size_of(tokens))], chosen)

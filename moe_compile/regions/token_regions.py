@@ -34,6 +34,12 @@ class TokenSum:
     """Weights of the rows in order, `k` to a token; None for 1."""
     tail: tuple[fx.Node, ...]
     """All nodes of the form, from the rows on, `total` included, in order."""
+    memory: fx.Node | None = None
+    """What the rows are put in order in, where they are written there."""
+    by_token: fx.Node | None = None
+    """The rows in order as `[T, k, D]`."""
+    needs_all: bool = False
+    """Whether the form has a row for every place, so that no memory is read that nobody wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,6 +86,8 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     in_slots = not found.is_order or rows_per_token == found.num_slots
     if not in_slots or not is_same_value(summed_by, found.index, legality):
         raise NotByRow(Reason.OTHER_INDEX, found.total)
+    if found.needs_all and of_each is None:
+        raise NotByRow(Reason.NO_SUM, found.tail[0])
     if num_rows(found.total) != num_rows(tokens):
         raise NotByRow(Reason.OTHER_TOKENS, found.total)
     if not _can_be_reduced(found.total, tokens):

@@ -6,26 +6,33 @@ Contract
     type of the rows; weighted ones in that of the weights. Two forms are known:
 
     base.index_add(0, index, rows)
-    z = zeros; z[order] = rows; z.reshape(tokens, k, width), then sum(1) or bmm with the weights
+    z = zeros; z[order] = rows; z.reshape(tokens, k, width), then sum(1), bmm with the weights, or
+    a product with them and sum(1)
+
+    Of the second, z is memory that nobody filled where each place gets a row, and so it is where it
+    is `rows[argsort(order)]`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.open_sorts import SORT_PARAMETERS
+from moe_compile.graph.query import expression_of, tensor_of
 from moe_compile.graph.torch_calls import arguments_of, torch_name
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_chain import (
     CASTS,
     NotByRow,
     RowChain,
-    num_rows,
     only_reader,
     shape_of,
     type_of,
@@ -33,6 +40,9 @@ from moe_compile.regions.row_chain import (
 from moe_compile.regions.token_regions import TokenSum
 
 ZEROS: Final = frozenset({"zeros", "zeros_like", "new_zeros"})
+EMPTY: Final = frozenset({"empty", "empty_like", "new_empty"})
+MULTIPLIES: Final = frozenset({"mul", "mul_"})
+WEIGHS: Final = MULTIPLIES | {"bmm"}
 OF_ZEROS: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory", "memory_format"})
 """Arguments that leave zeros what they are; a layout is read off the tensor."""
 FORMS: Final = frozenset({"reshape", "view", "unflatten"})
@@ -48,23 +58,55 @@ def find_token_sum(result: fx.Node, dependence: Dependence) -> tuple[RowChain, T
     chain = RowChain()
     node = result
     while True:
-        user = only_reader(node)
+        user = _reader(node)
         if torch_name(user) == "index_add":
             return chain, _index_add(user, node, dependence)
         if user.target is operator.setitem:
             return chain, _in_order(user, node, dependence)
+        if (order := _order_undone(user, node)) is not None:
+            inverse = _index_of(user)
+            before = (inverse, user) if len(inverse.users) == 1 else (user,)
+            return chain, _by_token(user, node, order, before)
         if chain.add(user, Reason.NO_SUM) is not node:
             raise NotByRow(Reason.NOT_BY_ROW, user)
         node = user
 
 
+def _reader(node: fx.Node) -> fx.Node:
+    """Return the one node that reads the numbers of `node`: its sizes alone others may."""
+    readers = [user for user in node.users if not _is_made(user, ZEROS | EMPTY)]
+    return only_reader(node) if len(readers) != 1 else readers[0]
+
+
 def is_zeros(node: Any) -> bool:
     """Whether the node makes a tensor of zeros, all of whose memory is its own."""
-    if not isinstance(node, fx.Node) or torch_name(node) not in ZEROS:
+    return _is_made(node, ZEROS)
+
+
+def _is_made(node: Any, makers: Container[str]) -> bool:
+    if not isinstance(node, fx.Node) or torch_name(node) not in makers:
         return False
     tensor = tensor_of(node)
     plain = tensor is not None and tensor.layout is torch.strided
     return plain and node.kwargs.keys() <= OF_ZEROS
+
+
+def _order_undone(taken: fx.Node, rows: fx.Node) -> fx.Node | None:
+    """Return `order` where the node is `rows[argsort(order)]`, else None."""
+    if taken.target is not operator.getitem or taken.args[0] is not rows:
+        return None
+    given = arguments_of(_index_of(taken), "argsort", *SORT_PARAMETERS)
+    if given is None or given.get("descending") or given.get("dim", -1) not in (0, -1):
+        return None
+    order = given["input"]
+    return order if isinstance(order, fx.Node) and len(shape_of(order)) == 1 else None
+
+
+def _index_of(node: fx.Node) -> Any:
+    """Return i of `x[i]`, `x[i, :]`, and where they are written."""
+    index = node.args[1]
+    is_row = isinstance(index, tuple) and index[1:] == (slice(None),)
+    return index[0] if is_row else index
 
 
 def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
@@ -83,64 +125,126 @@ def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSu
 
 def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
     """Read the form that puts rows in order, `k` to a token, and sums these."""
-    tokens, order, written = write.args
-    alone = is_zeros(tokens) and written is rows and isinstance(order, fx.Node)
-    if not alone or not isinstance(tokens, fx.Node) or dependence.writers(tokens) != [write]:
+    tokens, _, written = write.args
+    order, is_filled = _index_of(write), is_zeros(tokens)
+    alone = (is_filled or _is_made(tokens, EMPTY)) and written is rows
+    if not alone or not isinstance(tokens, fx.Node) or not isinstance(order, fx.Node):
         raise NotByRow(Reason.NO_SUM, write)
     readers = [user for user in tokens.users if user is not write]
-    if len(readers) != 1 or torch_name(readers[0]) not in FORMS:
+    if len(readers) != 1 or dependence.position[readers[0]] < dependence.position[write]:
         raise NotByRow(Reason.NO_SUM, write)
-    assert isinstance(order, fx.Node)
-    by_token, shape = readers[0], shape_of(readers[0])
-    grouped = len(shape) == 3 and shape[2:] == shape_of(tokens)[1:] == shape_of(rows)[1:]
-    later = dependence.position[by_token] > dependence.position[write]
-    alike = type_of(by_token) is type_of(tokens) is type_of(rows)
-    if not (grouped and later and alike):
-        raise NotByRow(Reason.NO_SUM, by_token)
-    reader = only_reader(by_token)
-    if torch_name(reader) != "sum":
-        return _weighted(by_token, order, (tokens, write, by_token))
-    given = arguments_of(reader, "sum", "input", "dim", "keepdim", "dtype") or {}
-    flat = given.get("dim") in ROWS_OF_TOKENS and not given.get("keepdim")
-    if not flat or type_of(reader) is not type_of(rows):
-        raise NotByRow(Reason.NO_SUM, reader)
+    found = _by_token(tokens, rows, order, (tokens, write), readers[0])
+    own = {write, *found.tail[found.tail.index(readers[0]) :]}
+    if not {*dependence.writers(tokens)} <= own:
+        raise NotByRow(Reason.NO_SUM, write)
+    return replace(found, memory=tokens, needs_all=not is_filled)
+
+
+def _by_token(
+    ordered: fx.Node,
+    rows: fx.Node,
+    order: fx.Node,
+    before: tuple[fx.Node, ...],
+    reader: fx.Node | None = None,
+) -> TokenSum:
+    """Read what follows rows in order: a view by token, and the sums of these."""
+    if type_of(ordered) is not type_of(rows) or shape_of(ordered)[1:] != shape_of(rows)[1:]:
+        raise NotByRow(Reason.NO_SUM, ordered)
+    steps = _Steps(rows)
+    node = ordered
+    while not steps.is_ended:
+        user = reader or only_reader(node)
+        steps.add(user, node)
+        node, reader = steps.nodes[-1], None
     return TokenSum(
-        total=reader,
+        total=node,
         index=order,
         is_order=True,
-        num_slots=shape[1],
-        tail=(tokens, write, by_token, reader),
+        num_slots=shape_of(steps.by_token)[1],
+        weights=steps.weights,
+        tail=(*before, *steps.nodes),
+        by_token=steps.by_token,
+        needs_all=True,
     )
 
 
-def _weighted(by_token: fx.Node, order: fx.Node, before: tuple[fx.Node, ...]) -> TokenSum:
-    """Read `bmm(weights [T, 1, k], rows [T, k, D])`, casts around it, `[T, D]` at the end."""
-    tail, node = [*before], by_token
-    while _is_cast(user := only_reader(node)):
-        tail.append(user)
-        node = user
-    given = arguments_of(user, "bmm", "input", "mat2") or {}
-    weights = given.get("input")
-    if given.get("mat2") is not node or not isinstance(weights, fx.Node):
-        raise NotByRow(Reason.NO_SUM, user)
-    if shape_of(weights) != [num_rows(by_token), 1, shape_of(by_token)[1]]:
-        raise NotByRow(Reason.NO_SUM, user)
-    wide = type_of(weights)
-    if any(not _holds(type_of(n), type_of(n.args[0]), wide) for n in tail[len(before) :]):
-        raise NotByRow(Reason.NO_SUM, user)
-    if not type_of(node) is type_of(user) is wide:
-        raise NotByRow(Reason.NO_SUM, user)
-    tail += _squeezed(user)
-    if any(type_of(n) not in (wide, type_of(tail[-1])) for n in tail[tail.index(user) :]):
-        raise NotByRow(Reason.NO_SUM, tail[-1])
-    return TokenSum(
-        total=tail[-1],
-        index=order,
-        is_order=True,
-        num_slots=shape_of(by_token)[1],
-        weights=weights,
-        tail=tuple(tail),
-    )
+class _Steps:
+    """What becomes of rows in order, one step after another: each is known, or NotByRow."""
+
+    def __init__(self, rows: fx.Node) -> None:
+        self._rows = rows
+        self.nodes: list[fx.Node] = []
+        self.weights: fx.Node | None = None
+        self._by_token: fx.Node | None = None
+        self.is_ended = False
+
+    @property
+    def by_token(self) -> fx.Node:
+        assert self._by_token is not None
+        return self._by_token
+
+    def add(self, user: fx.Node, node: fx.Node) -> None:
+        """Add `user`, which reads `node`, the last step so far."""
+        self.nodes.append(user)
+        name = torch_name(user)
+        if name in FORMS and self._by_token is None:
+            self._by_token = user
+            sizes = shape_of(user)
+            is_known = len(sizes) == 3 and sizes[2:] == shape_of(node)[1:]
+        elif name in WEIGHS:
+            is_known = self._weigh(user, node)
+        elif name == "sum":
+            is_known = self._is_sum(user)
+            self.is_ended = True
+        else:
+            is_known = _is_cast(user) and self.weights is None
+        if not is_known or (self.is_ended and not self._keeps_types()):
+            raise NotByRow(Reason.NO_SUM, user)
+
+    def _weigh(self, user: fx.Node, node: fx.Node) -> bool:
+        """Take in a product with weights, by row or by token; whether it is one."""
+        sizes = shape_of(node)[:2]
+        if torch_name(user) == "bmm":
+            given = arguments_of(user, "bmm", "input", "mat2") or {}
+            weights, times = given.get("input"), given.get("mat2")
+            sizes = [sizes[0], 1, *sizes[1:]]
+            is_known = self._by_token is not None and times is node
+        else:
+            others = [one for one in user.args if one is not node]
+            weights = others[0] if len(others) == 1 else None
+            sizes = [*sizes, 1]
+            is_known = len(user.args) == 2 and not user.kwargs
+        if not is_known or self.weights is not None or not isinstance(weights, fx.Node):
+            return False
+        self.weights = weights
+        if torch_name(user) == "bmm":
+            self.nodes += _squeezed(user)[1:]
+            self.is_ended = True
+        is_by_row = self._by_token is None and len(shape_of(weights)) == 2  # told at the sum
+        return is_by_row or shape_of(weights) == sizes
+
+    def _is_sum(self, user: fx.Node) -> bool:
+        given = arguments_of(user, "sum", "input", "dim", "keepdim", "dtype") or {}
+        is_plain = given.get("dim") in ROWS_OF_TOKENS and not given.get("keepdim")
+        if not is_plain or "dtype" in given or self._by_token is None:
+            return False
+        if self.weights is None or len(shape_of(self.weights)) != 2:
+            return True
+        by_token = tensor_of(self._by_token)
+        assert by_token is not None
+        num_rows = expression_of(by_token.shape[0] * by_token.shape[1])
+        return shape_of(self.weights) == [num_rows, 1]  # one for each row in order
+
+    def _keeps_types(self) -> bool:
+        """Whether rows are multiplied and added up in one type, which holds all before it."""
+        if self.weights is None:
+            return all(type_of(node) is type_of(self._rows) for node in self.nodes)
+        wide, last = type_of(self.weights), type_of(self.nodes[-1])
+        product = next(i for i, node in enumerate(self.nodes) if torch_name(node) in WEIGHS)
+        before = [self._rows, *self.nodes[:product]]
+        holds = all(_holds(type_of(new), type_of(old), wide) for old, new in pairwise(before))
+        is_wide = type_of(before[-1]) is type_of(self.nodes[product]) is wide
+        return holds and is_wide and all(type_of(n) in (wide, last) for n in self.nodes[product:])
 
 
 def _squeezed(product: fx.Node) -> list[fx.Node]:

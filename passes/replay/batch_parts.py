@@ -27,6 +27,7 @@ from moe_compile.batch.batch_terms import Terms, summed_instead, terms_of, weigh
 from moe_compile.batch.spread_parameters import REPEATS, repeats_in
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.query import called_name, tensor_of
+from moe_compile.graph.torch_calls import torch_name
 from passes.replay.factor_pieces import Emits, Pieces
 from passes.replay.sized_emitter import SizedEmitter
 
@@ -91,7 +92,8 @@ class _Replay:
             node: one
             for one in split.regions
             if one.found.sums.is_order
-            for node in (one.found.sums.tail[0], one.found.sums.tail[2])
+            for node in (one.found.sums.memory, one.found.sums.by_token)
+            if node is not None and not torch_name(node).endswith("_like")
         }
         routed = [one.share for one in split.regions if one.share is not None]
         self._shared = {node: own for own in routed for node in own.shifted}
@@ -197,7 +199,6 @@ class _Replay:
         num_tokens = whole // self._split.size * share
         first, *others = tracker.sizes_of(node)
         sizes = [first // whole * num_tokens, *others]
-        zeros, _, by_token = found.sums.tail[:3]
-        if node is by_token:
-            return self._emit.method("reshape", env[zeros], sizes)
+        if node is found.sums.by_token:
+            return self._emit.method("reshape", env[moved(node)], sizes)
         return self._pieces.made(node, torch.zeros, sizes)

@@ -18,6 +18,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.regions.row_chain import CASTS
 from moe_compile.regions.token_regions import TokenSum
+from moe_compile.regions.token_sums import WEIGHS
 
 
 def changed_rows(
@@ -47,12 +48,12 @@ def weighted_rows(
     """Emit what a sum per token adds up, each row times its weight, in the types the model has.
 
     A batched product with weights `[T, 1, k]` gives a row the gradient `weight * gradient`: one
-    product each, as elementwise.
+    product each, as an elementwise one with weights `[T, k, 1]`.
     """
     if sums.weights is None:
         return rows
-    for node in sums.tail[3:]:  # behind zeros, the rows put in them, and these by token
-        if torch_name(node) == "bmm":
+    for node in sums.tail:
+        if torch_name(node) in WEIGHS:
             rows = emit.call(torch.mul, rows, factors[sums.weights])
         elif node.op == "call_method" and node.target in CASTS:
             rows = emit.copy(node, {node.args[0]: rows})

@@ -10,12 +10,15 @@ from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
 from tests.dispatch_layers import (
     Around,
+    ByInverse,
     InOrder,
     InOrderWeighted,
+    IntoEmpty,
     OntoTokens,
     SharedByIndex,
     SharedInOrder,
     SharedInOrderWeighted,
+    WeightedInOrder,
 )
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
@@ -59,7 +62,7 @@ def differing(rank, case, style, **options):
     "style",
     slow_but(
         (GroupedExperts, InOrder),
-        (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens),
+        (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens, IntoEmpty, WeightedInOrder, ByInverse),
     ),
 )
 def test_no_bit_changes_whatever_the_style(two_nodes, style):

@@ -20,10 +20,13 @@ from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import (
     Around,
+    ByInverse,
     InOrderWeighted,
+    IntoEmpty,
     OntoNewZeros,
     OntoZeros,
     SharedByIndex,
+    WeightedInOrder,
 )
 from tests.layers import GroupedExperts, SharedAndBias
 
@@ -68,6 +71,12 @@ def verdicts(program, x, **options):
     records = [r for _, r in compilation.journal.records if r.pass_name == "split_batch"]
     skipped = [verdict.reason for record in records for verdict in record.skipped]
     return gm, skipped, compilation
+
+
+@pytest.mark.parametrize("layer", [IntoEmpty, WeightedInOrder, ByInverse])
+def test_sums_of_rows_put_in_order_are_known(fake_ranks, layer):
+    _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
+    assert skipped == [], compilation.rewrites
 
 
 def test_a_batch_of_one_sequence_is_too_small(fake_ranks):
