@@ -1,4 +1,4 @@
-"""Counts of some of the rows: padding cut off at a size that is read, and counts that do not fit."""
+"""Counts of some rows alone: padding cut off at a size that is read; counts that do not fit."""
 
 import contextlib
 from unittest import mock
@@ -70,7 +70,7 @@ class Miscounted(GroupedExperts):
 
 
 def miscount(rank, more):
-    """Return the words that a step ends with, eagerly and in chunks, and what the regions became."""
+    """Return what a step ends with, eagerly and in chunks, and what the regions became."""
     torch._dynamo.reset()
     before, words = len(REPORT.compilations), []
     layer = Miscounted(16, 40, 8, 2, dist.group.WORLD)

@@ -124,7 +124,7 @@ ROWS: Final[Mapping[Also | Otherwise, list[str]]] = {
     Otherwise.LENGTH: ["rows = rows * (rows.shape[0] * 0.125)"],
     Also.POSITION: ["rows = rows * torch.arange(rows.shape[0])[:, None].to(rows.dtype)"],
     Also.INDEX_READ: ["rows = rows * {i}[:, None].to(rows.dtype)"],
-    Otherwise.DROPOUT: ["rows = F.dropout(rows, 0.5)"],  # doubles what it keeps: still whole numbers
+    Otherwise.DROPOUT: ["rows = F.dropout(rows, 0.5)"],  # whole numbers stay so
     Otherwise.IN_PLACE: ["rows = rows * 1", "rows.mul_(2)"],
     Otherwise.KEPT: ["extra.append(rows.sum())"],
 }
