@@ -45,6 +45,7 @@ from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.journal.entries import Dropped, PassReport
+from moe_compile.journal.remedies import with_change
 from moe_compile.nothing_rewritten import WATCH
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.parts_by_price import decide_parts
@@ -131,6 +132,7 @@ def megamoe(
         rewritten=groups_rewritten(state, {g: user.collectives for g, user in order.items()}),
         site=site,
         is_promised=config.equal_tokens,
+        left=with_change(str(left), left.reason) if (left := state.journal.first_left()) else "",
     )
     return agreed_callable(compiled, programs, compile_whole if plan else None)
 

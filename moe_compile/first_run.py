@@ -98,11 +98,12 @@ def programs_of(
     rewritten: Collection[str] = (),
     site: str = "",
     is_promised: bool = False,
+    left: str = "",
 ) -> dict[str, Program]:
     """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
 
     On groups that are not among `rewritten` it launches what the user wrote, whatever the plan.
-    `site` and `is_promised` as in `Program`.
+    `site`, `is_promised` and `left` as in `Program`.
     """
     return {
         group: Program(
@@ -113,6 +114,7 @@ def programs_of(
             site=site,
             is_promised=is_promised,
             is_differentiated=user.is_differentiated,
+            left=left,
         )
         for group, user in order.items()
     }

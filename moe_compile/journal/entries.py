@@ -111,6 +111,10 @@ class Journal:
             if isinstance(result, PassReport):
                 yield from result.skipped
 
+    def first_left(self) -> Verdict | None:
+        """Return the first verdict on what an option asked for; None where all of it was done."""
+        return next((verdict for verdict in self.verdicts() if verdict.is_asked), None)
+
     def as_data(self) -> list[dict[str, Any]]:
         """Return the records that say something as plain data."""
         return [data for graph, result in self.records if (data := _as_data(graph, result))]

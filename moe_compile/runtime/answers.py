@@ -36,7 +36,7 @@ def backward_entry(rank: int, journal: Journal, program: Program) -> dict[str, A
     return {
         "rank": rank, "start": journal.end, "launched": journal.count.exact(), "is_again": False,
         "is_backward": True, "is_launched": False, "plan": "", "order": "backward",
-        "collectives": [], "places": list(program.places),
+        "collectives": [], "places": list(program.places), "left": "",
     }  # fmt: skip
 
 
@@ -73,9 +73,14 @@ def conflict_of(journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, 
             f"{who} launch the same collectives {where} from collective "
             f"{max(theirs['start'], mine['start']) + 1} on, but rewrote them differently"
             f"{', in other graphs' if is_cut else ''}, and one runs already what was agreed "
-            f"before. {REMEDY}"
+            f"before{_left(theirs, mine)}. {REMEDY}"
         )
     return ""
+
+
+def _left(*entries: Mapping[str, Any]) -> str:
+    """Return what stood in the way of what an option asked for, by rank."""
+    return "".join(f"; on rank {e['rank']}: {e['left']}" for e in entries if e["left"])
 
 
 def _conflict_of_passes(
@@ -149,7 +154,7 @@ def answer(
 ) -> dict[str, Any]:
     """Return what a rank answers: what it runs, and where it waits for others, by journal."""
     return {
-        "rank": rank, "plan": program.plan, "num": len(program.collectives),
+        "rank": rank, "plan": program.plan, "num": len(program.collectives), "left": program.left,
         "is_launched": is_launched, "at": dict(at),
     }  # fmt: skip
 
@@ -204,14 +209,15 @@ class Answers:
         return sorted({a["rank"] for a in answers if a["is_launched"] and a["plan"]})
 
     def said(self) -> str:
-        """Return which ranks have which plan."""
+        """Return which ranks have which plan, and what stood in the way of another."""
         answers = list(itertools.chain.from_iterable(self._answers.values()))
         are_as_long = len({one["num"] for one in answers}) == 1
         found: dict[str, set[int]] = {}
         for one in answers:
             plan = f"plan {one['plan'][:8]}" if one["plan"] else "nothing rewritten"
             long = "" if are_as_long else f", {one['num']} collectives"
-            found.setdefault(f"{plan}{long}", set()).add(one["rank"])
+            left = f" ({one['left']})" if one["left"] else ""
+            found.setdefault(f"{plan}{long}{left}", set()).add(one["rank"])
         return "; ".join(f"ranks {sorted(found[what])}: {what}" for what in sorted(found))
 
     def silence(self) -> str:

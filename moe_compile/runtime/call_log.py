@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ class Program:
     """Whether ranks promise to have equal sizes, and so to choose alike."""
     is_differentiated: bool = False
     """Whether its backward launches collectives on that group."""
+    left: str = field(default="", compare=False)
+    """What an option asked for and this program did not get, and what to do; "" for nothing."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -48,6 +50,7 @@ class Program:
             "plan": self.plan,
             "collectives": list(self.collectives),
             "places": list(self.places),
+            "left": self.left,
         }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_compile.report.process_report import REPORT
+from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.replay.batch_parts import part_sizes
 from tests.batch_layers import Block, Counted, Recomputed
 from tests.dispatch_layers import InOrder, InOrderWeighted
@@ -78,3 +79,22 @@ def test_what_is_checkpointed_is_of_any_size(two_ranks):
 def test_ranks_have_other_sizes_and_compile_in_other_steps(two_ranks):
     sizes = [(4, 4, 7, 3), (4, 5, 2, 8)]
     check(two_ranks, (Block, GroupedExperts), 2, sizes)
+
+
+def run_batches(rank, sizes):
+    model = Block(GroupedExperts, torch.bfloat16)
+    options = {"megamoe.batch_parts": 2, "megamoe.chunks": 1, "megamoe.codegen": "fx"}
+    compiled = torch.compile(model, backend="megamoe", fullgraph=True, options=options)
+    for size in sizes[rank]:
+        x, gradient = drawn(rank, size, torch.bfloat16)
+        compiled(x).backward(gradient)
+
+
+@pytest.mark.slow
+def test_a_last_batch_too_small_for_parts_on_one_rank_is_named_with_what_to_do():
+    """Others run what was agreed and ask nobody, so that it cannot run whole on all ranks."""
+    with RankPool(2, timeout_s=180) as pool, pytest.raises(RankFailure) as failure:
+        pool.run(run_batches, [(4, 1), (4, 4)])
+    said = " ".join(str(failure.value).split())
+    assert "on rank 0: the batch: the batch has fewer sequences than parts (1 for 2 parts)" in said
+    assert "DataLoader(drop_last=True)" in said
