@@ -8,7 +8,7 @@ Contract
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import torch
@@ -26,8 +26,8 @@ ASSERTIONS: Final = (
 )
 """What stops a program whose host integers are not what it says: the tracer's and the user's."""
 
-OF_TORCH: Final = ("_functional_collectives.py", "torch/distributed/nn/functional.py")
-"""Files of torch that launch what a user's line asks for; torch 2.11 traces the second."""
+TORCH: Final = f"{Path(torch.__file__).parent}/"
+"""Folder of torch's own files, with its end: torchtitan's begins alike."""
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 WAITS: Final = ("wait_tensor", "wait_tensors")
 
@@ -191,7 +191,7 @@ def is_integer(node: fx.Node) -> bool:
 def source_place(node: fx.Node) -> str:
     """Return `file.py:line in function`, the user's line that made `node`; "" when unknown."""
     frames = SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].endswith(OF_TORCH)]
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
     if not own:
         return ""
     path, line, function = own[-1]

@@ -17,11 +17,11 @@ from pathlib import Path, PurePath
 from traceback import FrameSummary
 from typing import Any, Final
 
-import torch
 import torch._dynamo.utils as dynamo_utils
 import torch.fx as fx
 
-TORCH: Final = f"{Path(torch.__file__).parent}/"  # with its end: torchtitan begins alike
+from moe_compile.graph.query import TORCH
+
 COLLECTIVES: Final = str(Path(TORCH, "distributed"))
 EXCHANGE: Final = re.compile(r"\ball_to_all")
 AUTOGRAD_FORM: Final = (

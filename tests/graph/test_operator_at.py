@@ -25,3 +25,14 @@ def test_an_operator_is_named_as_written_with_its_line():
     _, _, drawn, later, *_ = gm.graph.nodes
     assert str(Obstacle(Hazard.RANDOM, drawn, later)) == dropout
     assert str(Obstacle(Hazard.WRITTEN_MEANWHILE, drawn, later)) == f"{dropout}, because of {relu}"
+
+
+def through_torch(x, norm):
+    return norm(x) * 2
+
+
+def test_a_line_is_the_users_and_not_torchs():
+    """`RMSNorm.forward` calls a function of torch that is written in Python: its line was told."""
+    (gm,) = dynamo_graphs(through_torch, torch.ones(2, 2), torch.nn.RMSNorm(2))
+    (normed,) = (n for n in gm.graph.nodes if "rms_norm" in str(n.target))
+    assert "test_operator_at.py:31 in through_torch" in operator_at(normed)
