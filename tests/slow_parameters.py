@@ -8,6 +8,17 @@ def slow_but(quick, everything):
     return _marked(everything, lambda x: () if x in quick else pytest.mark.slow)
 
 
+def one_per_reason(cases):
+    """Return the keys of `cases` as parameters, marked slow but for the first with each reason.
+
+    A value is a reason, or a tuple that ends in one.
+    """
+    quick = {}
+    for case, reason in cases.items():
+        quick.setdefault(reason[-1] if isinstance(reason, tuple) else reason, case)
+    return slow_but(quick.values(), cases)
+
+
 def exhaustive_but(slow, everything):
     """Return `everything` as parameters, marked slow where in `slow`, exhaustive otherwise."""
     return _marked(everything, lambda x: pytest.mark.slow if x in slow else pytest.mark.exhaustive)

@@ -15,6 +15,7 @@ from tests import attention_layers as layers
 from tests import attention_variants as variants
 from tests.attention_refusals import REFUSED
 from tests.capture import dynamo_graphs
+from tests.slow_parameters import one_per_reason, slow_but
 
 
 def find(style, group, heads=8, kv_heads=4, batch=4):
@@ -23,24 +24,27 @@ def find(style, group, heads=8, kv_heads=4, batch=4):
     return find_attention(gm.graph)
 
 
+REGIONS = [
+    (layers.SplitAttention, 3, 0, 2),
+    (layers.RecipesAttention, 3, 0, 2),
+    (layers.FusedAttention, 1, 0, 2),
+    (layers.TitanAttention, 3, 0, 2),
+    (layers.RepeatedKVAttention, 3, 0, 2),
+    (layers.LateRepeatAttention, 3, 0, 2),
+    (layers.NormedAttention, 3, 0, 2),
+    (layers.LatentAttention, 1, 2, 4),
+    (layers.SharedKeyAttention, 3, 0, 4),
+    (variants.NamedArguments, 3, 0, 2),
+    (variants.NamedExchange, 3, 0, 2),
+    (variants.SlopesInFeatures, 3, 0, 4),
+    (variants.SlopesBesideResult, 3, 0, 4),
+    (variants.FixedMask, 3, 0, 2),
+]
+
+
 @pytest.mark.parametrize(
     ("style", "exchanges", "local", "kv_heads"),
-    [
-        (layers.SplitAttention, 3, 0, 2),
-        (layers.RecipesAttention, 3, 0, 2),
-        (layers.FusedAttention, 1, 0, 2),
-        (layers.TitanAttention, 3, 0, 2),
-        (layers.RepeatedKVAttention, 3, 0, 2),
-        (layers.LateRepeatAttention, 3, 0, 2),
-        (layers.NormedAttention, 3, 0, 2),
-        (layers.LatentAttention, 1, 2, 4),
-        (layers.SharedKeyAttention, 3, 0, 4),
-        (variants.NamedArguments, 3, 0, 2),
-        (variants.NamedExchange, 3, 0, 2),
-        (variants.SlopesInFeatures, 3, 0, 4),
-        (variants.SlopesBesideResult, 3, 0, 4),
-        (variants.FixedMask, 3, 0, 2),
-    ],
+    slow_but(REGIONS[::3], REGIONS),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
@@ -51,13 +55,11 @@ def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
     assert (region.num_ranks, region.num_heads, region.num_kv_heads) == (2, 4, kv_heads)
 
 
-@pytest.mark.parametrize(
-    ("style", "reason"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", None)
-)
-def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style, reason):
+@pytest.mark.parametrize("style", one_per_reason(REFUSED), ids=lambda style: style.__name__)
+def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style):
     regions, (refused,) = find(style, fake_ranks)
     assert not regions
-    assert refused.reason is reason
+    assert refused.reason is REFUSED[style]
 
 
 def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):

@@ -14,6 +14,7 @@ from moe_compile.attention.head_rounding import is_fused
 from tests import attention_layers as layers
 from tests import attention_variants as variants
 from tests.capture import dynamo_graphs
+from tests.slow_parameters import slow_but
 
 
 def region_of(style, group, head_size=8, dtype=torch.float32, **shape):
@@ -39,7 +40,9 @@ def region_of(style, group, head_size=8, dtype=torch.float32, **shape):
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-@pytest.mark.parametrize("style", [layers.SplitAttention, layers.FusedAttention])
+@pytest.mark.parametrize(
+    "style", slow_but([layers.SplitAttention], [layers.SplitAttention, layers.FusedAttention])
+)
 def test_rows_of_a_head_that_end_between_boundaries_round_by_group(
     fake_ranks, style, dtype, exact, rounded
 ):
@@ -47,12 +50,14 @@ def test_rows_of_a_head_that_end_between_boundaries_round_by_group(
     assert said == dict.fromkeys(exact, False) | dict.fromkeys(rounded, True)
 
 
-@pytest.mark.parametrize("style", [*variants.ROUNDED_BY_GROUP, layers.NormedAttention])
+@pytest.mark.parametrize(
+    "style", slow_but([variants.UnevenRows], [*variants.ROUNDED_BY_GROUP, layers.NormedAttention])
+)
 def test_what_another_kernel_or_uneven_rows_make_rounds_by_group(fake_ranks, style):
     assert region_of(style, fake_ranks).may_round(2)
 
 
-@pytest.mark.parametrize("style", variants.VARIANTS)
+@pytest.mark.parametrize("style", slow_but([variants.FixedMask], variants.VARIANTS))
 def test_what_the_fused_kernel_makes_of_even_rows_is_exact(fake_ranks, style):
     assert not region_of(style, fake_ranks).may_round(2)
 

@@ -14,6 +14,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.user_order import user_order
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts, LoopExperts
+from tests.slow_parameters import slow_but
 
 PLANNED = MegaMoEConfig(chunks="auto", equal_tokens=True, attention_chunks=1)
 
@@ -62,14 +63,17 @@ def test_ranks_of_unlike_machines_that_decide_alike_have_one_plan(fake_ranks):
     assert len(plans) == 1
 
 
+CHANGES = [
+    {"chunks": 4},
+    {"dispatch_wire": "fp8"},
+    {"schedule": False},
+    {"disable_passes": ("fold_row_moves",)},
+]
+
+
 @pytest.mark.parametrize(
     "change",
-    [
-        {"chunks": 4},
-        {"dispatch_wire": "fp8"},
-        {"schedule": False},
-        {"disable_passes": ("fold_row_moves",)},
-    ],
+    slow_but(CHANGES[::3], CHANGES),
     ids=str,
 )
 def test_ranks_that_decide_otherwise_have_other_plans(fake_ranks, change):

@@ -65,7 +65,7 @@ def of_rank(rank, style):
     return facts({**said.report, "graph_breaks": said.breaks}), facts(done), chunks
 
 
-@pytest.mark.parametrize("style", slow_but((Masked, RepeatedLabels), (*ROUTED, *OTHERS)))
+@pytest.mark.parametrize("style", slow_but((Masked,), (*ROUTED, *OTHERS)))
 def test_a_layer_is_explained_as_it_runs(two_ranks, style):
     """Rows taken by masks, and labels of unknown length, were said to run in two chunks."""
     for said, done, chunks in two_ranks.run(of_rank, style):

@@ -131,6 +131,7 @@ def beside_experts(rank):
     return [grad for grad, _ in layers], [collections.Counter(ran) for _, ran in layers]
 
 
+@pytest.mark.slow
 def test_beside_chunked_experts_the_sum_of_bfloat16_gradients_is_the_same(two_ranks):
     """Of two contributions that were bfloat16 before, both ways give the one float32 sum."""
     for (plain, ours), (before, now) in two_ranks.run(beside_experts):

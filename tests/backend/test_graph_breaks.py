@@ -16,6 +16,7 @@ from moe_compile.report.process_report import ProcessReport
 from tests.capture import CapturedError
 from tests.layers import LoopExperts
 from tests.legacy_layers import Megatron
+from tests.slow_parameters import slow_but
 
 FX = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 
@@ -155,7 +156,10 @@ def test_what_breaks_where_no_collective_is_goes_to_the_report_alone(
 
 
 @pytest.mark.parametrize(
-    ("style", "function"), [(PrintsBetween, print), (WarnsBetween, warnings.warn)]
+    ("style", "function"),
+    slow_but(
+        [(WarnsBetween, warnings.warn)], [(PrintsBetween, print), (WarnsBetween, warnings.warn)]
+    ),
 )
 def test_what_is_left_out_breaks_no_layer(fake_ranks, monkeypatch, caplog, style, function):
     """The remedy that is told of is one."""

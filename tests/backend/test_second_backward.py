@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from moe_compile.errors import SecondOrderGradient
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 
 class MeanFree(GroupedExperts):
@@ -73,7 +74,7 @@ def differing_forms(rank, style, codegen):
     return differing
 
 
-@pytest.mark.parametrize("style", [GroupedExperts, MeanFree])
+@pytest.mark.parametrize("style", slow_but([GroupedExperts], [GroupedExperts, MeanFree]))
 def test_every_form_of_a_second_backward_has_the_values_of_eager(two_ranks, style):
     """'compiled with non-empty donated buffers': sizes that are read have it compiled ahead."""
     assert two_ranks.run(differing_forms, style, "fx") == [[], []]

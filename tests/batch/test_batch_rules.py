@@ -209,6 +209,7 @@ def test_what_mixes_sequences_is_not_split_by_them(name):
     assert split is None
 
 
+@pytest.mark.slow
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=6),
     seed=st.integers(0, 1 << 30),

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from moe_compile.batch.batch_proof import split_around
 from moe_compile.graph.dependence import Dependence
 from tests.capture import dynamo_graphs
+from tests.slow_parameters import slow_but
 
 SEQUENCES, HEADS, POSITIONS, WIDTH = 4, 2, 128, 16
 
@@ -55,7 +56,7 @@ def indices_apart(code, num_masks=SEQUENCES):
     return split_around(gm.graph, Dependence(gm.graph), [], 2).size
 
 
-@pytest.mark.parametrize("num_masks", [1, SEQUENCES])
+@pytest.mark.parametrize("num_masks", slow_but([SEQUENCES], [1, SEQUENCES]))
 @pytest.mark.parametrize("code", [causal, documents, rows, of_head], ids=lambda code: code.__name__)
 def test_sequences_come_apart_where_each_looks_up_its_own(code, num_masks):
     assert indices_apart(code, num_masks) == SEQUENCES

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from moe_compile.testing.mirrored_rank import become_mirrored
 from tests.batch.drawn_blocks import DTYPE, EXPERTS, FORMS, WIDTH, DrawnBlock
 from tests.batch.test_drawn_blocks import in_parts, same
+from tests.slow_parameters import slow_but
 
 PARTS, POSITIONS = (3, 2), 4
 SHARES = [size / sum(PARTS) for size in PARTS]
@@ -128,7 +129,7 @@ def compiled(block, x, reports):
         return in_parts(block, len(PARTS), reports)(x)
 
 
-@pytest.mark.parametrize("is_symbol", [False, True])
+@pytest.mark.parametrize("is_symbol", slow_but([True], [False, True]))
 def test_losses_are_of_the_sums_of_all_parts(is_symbol):
     """Each part goes back from what it gave to the sums, by the losses' gradients at these."""
     (x, gradient), reports = drawn(), []

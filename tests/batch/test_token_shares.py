@@ -12,6 +12,7 @@ from tests.batch_layers import POSITIONS, WIDTH
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import SharedInOrderWeighted
 from tests.sharded_blocks import GatheredSequence
+from tests.slow_parameters import slow_but
 
 
 class OnceMoreInStep(GatheredSequence):
@@ -83,12 +84,15 @@ def test_a_part_has_this_rank_route_its_share_of_it(model):
     assert split.sizes([[one.share.factor]], 1) == [POSITIONS]  # of twice as many
 
 
+NOT_SHARED = [
+    *((model, SharedInOrderWeighted) for model in (Squared, Largest, NotAddedUp, OwnTokens)),
+    *((GatheredSequence, layer) for layer in (OneSequence, Turned)),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "layer"),
-    [
-        *((model, SharedInOrderWeighted) for model in (Squared, Largest, NotAddedUp, OwnTokens)),
-        *((GatheredSequence, layer) for layer in (OneSequence, Turned)),
-    ],
+    slow_but(NOT_SHARED[1:6:4], NOT_SHARED),
     ids=lambda kind: kind.__name__,
 )
 def test_tokens_that_are_not_shared_out_leave_the_graph_whole(model, layer):

@@ -114,6 +114,7 @@ def measured(two_ranks, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_layer_of_ours_is_chunked_and_equal_and_a_false_measure_is_noticed(two_ranks, measured):
     kept = torch.load(measured / "aot_eager-1.pt")
     torch.save(kept | {"step 0: output 0": kept["step 0: output 0"] + 1}, measured / "false-1.pt")

@@ -101,6 +101,7 @@ def run_split(rank, plan):
     return [torch.equal(a, b) for a, b in zip(split, eager, strict=True)], chunks
 
 
+@pytest.mark.slow
 def test_attention_and_experts_of_one_graph_are_split_and_no_bit_changes(two_ranks):
     for same, chunks in two_ranks.run(run_split, Plan(attention="sp", experts="a2a")):
         assert all(same) and chunks == ([2], [2])

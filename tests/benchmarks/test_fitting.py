@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from benchmarks.paper import fitting
 from moe_compile.simulator import published as paper
 from moe_compile.simulator.systems import shipped
@@ -12,6 +14,7 @@ def test_fitting_again_gives_the_constants_the_profiles_carry():
     assert fitting.fit_eos() == shipped("h100").fit("eos")
 
 
+@pytest.mark.slow
 def test_a_fit_sees_only_the_rows_marked_for_it(monkeypatch):
     """Held-out rows may say anything; the constants stay."""
     before = fitting.fit_bytedance()

@@ -120,6 +120,7 @@ def test_a_gather_over_nodes_enters_each_once(two_nodes):
         assert crossing == Crossing(between=100.0, inside=200.0)
 
 
+@pytest.mark.slow
 def test_both_hops_of_a_compiled_layer_take_the_link_of_their_own(two_nodes):
     for kinds, found in two_nodes.run(scenarios.two_hops):
         assert not found, found

@@ -20,6 +20,7 @@ from benchmarks.link.block import (
 from benchmarks.link.cases import BlockCase
 from benchmarks.link.layer import MoELayer
 from tests.alike_ranks import alike_ranks
+from tests.slow_parameters import slow_but
 from torchtitan_integration.ulysses import Ulysses
 
 BATCH, WIDTH, EXPERTS, TOKENS = 2, 64, 8, 16
@@ -191,7 +192,7 @@ def check_gathered(ranks, top_k, ways):
         assert sum(sent.bytes for sent in log if not is_rows(sent)) <= metadata
 
 
-@pytest.mark.parametrize(("ranks", "top_k"), [(2, 1), (8, 8)])
+@pytest.mark.parametrize(("ranks", "top_k"), slow_but([(2, 1)], [(2, 1), (8, 8)]))
 def test_gathered_tokens_are_one_unit(ranks, top_k):
     check_gathered(ranks, top_k, send_gathered(ranks, top_k))
 

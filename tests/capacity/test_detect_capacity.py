@@ -19,6 +19,7 @@ from tests.capacity_layers import (
     undropped,
 )
 from tests.capture import dynamo_graphs, state
+from tests.slow_parameters import one_per_reason, slow_but
 
 WIDTH, HIDDEN, LOCAL, TOP_K = 16, 24, 4, 2
 
@@ -38,7 +39,9 @@ def rows(count=32, width=WIDTH):
     return torch.randn(count, width, requires_grad=True)
 
 
-@pytest.mark.parametrize("style", (*STYLES, BiasedDeepSpeed), ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "style", slow_but(STYLES[:4], (*STYLES, BiasedDeepSpeed)), ids=lambda s: s.__name__
+)
 def test_every_style_is_one_region_with_its_exchanges(fake_ranks, style):
     found, report = detected(layer(style, fake_ranks), rows())
     (one,) = found.capacity
@@ -55,7 +58,7 @@ def test_two_layers_are_two_regions(fake_ranks):
     assert [one.region.name for one in found.capacity] == ["region 0", "region 1"]
 
 
-@pytest.mark.parametrize("style", REFUSED, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", one_per_reason(REFUSED), ids=lambda s: s.__name__)
 def test_what_is_meant_and_not_proven_is_refused_with_its_reason(fake_ranks, style):
     found, report = detected(layer(style, fake_ranks), rows())
     (refused,) = (left for left in found.others if left.is_region)

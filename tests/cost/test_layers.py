@@ -15,6 +15,7 @@ from passes.pipeline import Level, run_level
 from tests.block_layers import ParallelBlock, SerialBlock, block_input
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 AUTO = MegaMoEConfig(equal_tokens=True, chunks="auto", attention_chunks="auto")
 
@@ -67,7 +68,7 @@ def test_equal_layers_are_equal_programs(fake_ranks):
         assert given.shape == (32, 16)
 
 
-@pytest.mark.parametrize("style", [SerialBlock, ParallelBlock])
+@pytest.mark.parametrize("style", slow_but([SerialBlock], [SerialBlock, ParallelBlock]))
 def test_attention_and_experts_of_a_block_are_one_layer(fake_ranks, style):
     """Shared experts too, which stand behind the region."""
     module = nn.Sequential(*(style(fake_ranks, fake_ranks) for _ in range(3)))

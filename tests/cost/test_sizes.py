@@ -6,11 +6,12 @@ import torch
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, tensor_of
 from tests.scheduled_layers import ChunkedMoE, one_rank_group, post_grad_graphs
+from tests.slow_parameters import slow_but
 
 TOKENS, HIDDEN, TOP_K = 96, 64, 2
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=slow_but([2], [2, 4]))
 def graphs(request):
     torch.manual_seed(0)
     layer = ChunkedMoE(HIDDEN, 64, 8, TOP_K, one_rank_group(), request.param)

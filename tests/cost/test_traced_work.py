@@ -33,6 +33,7 @@ from passes.pipeline import Level, run_level
 from tests.capture import CapturedError, dynamo_graphs, state
 from tests.layers import GroupedExperts
 from tests.scheduled_layers import c10d, one_rank_group
+from tests.slow_parameters import slow_but
 
 MEMORY = HardwareProfile(  # a kilobyte moved is a microsecond, all else is nothing
     name="memory",
@@ -107,7 +108,11 @@ def work_of_layer(layer, tokens):
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "style"), [(1, WithShared), (2, GroupedExperts), (4, GroupedExperts)]
+    ("num_chunks", "style"),
+    slow_but(
+        [(1, WithShared), (2, GroupedExperts)],
+        [(1, WithShared), (2, GroupedExperts), (4, GroupedExperts)],
+    ),
 )
 def test_bytes_and_operators_are_those_of_the_compiled_graphs(fake_ranks, num_chunks, style):
     layer = style(128, 128, 8, 2, fake_ranks).to(torch.bfloat16)

@@ -104,7 +104,7 @@ QUICK = (SplitAttention, LatentAttention, SharedKeyAttention)
 """The others differ from these in how projections are written."""
 
 
-@pytest.mark.parametrize("style", slow_but(QUICK, STYLES), ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but(QUICK[:1], STYLES), ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(1)
 def test_any_attention_on_two_ranks_equals_eager(two_ranks, style, data):
@@ -118,7 +118,9 @@ def remarks_of(rank):
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"), [(18, torch.float64), (6, torch.float32)], ids=["float64", "one head"]
+    ("heads", "dtype"),
+    slow_but([(18, torch.float64)], [(18, torch.float64), (6, torch.float32)]),
+    ids=["float64", "one head"],
 )
 def test_values_of_another_size_than_keys_differ_in_last_bits_and_the_report_says_so(
     two_ranks, heads, dtype
@@ -153,6 +155,7 @@ def few_kv_heads(kv_heads, ranks):
     )
 
 
+@pytest.mark.slow
 def test_one_kv_head_on_two_ranks_equals_eager(two_ranks):
     check(two_ranks, few_kv_heads(1, 2), RepeatedKVAttention)
 
@@ -163,6 +166,7 @@ def test_fewer_kv_heads_than_four_ranks_equal_eager(four_ranks, kv_heads):
     check(four_ranks, few_kv_heads(kv_heads, 4), RepeatedKVAttention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", VARIANTS, ids=lambda s: s.__name__)
 def test_a_region_written_otherwise_equals_eager(mirrored_ranks, style):
     case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
@@ -171,13 +175,16 @@ def test_a_region_written_otherwise_equals_eager(mirrored_ranks, style):
         assert verdicts == [(2, "chunked")]
 
 
-@pytest.mark.parametrize("style", [BatchExchange, HeadMixing], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "style", slow_but([BatchExchange], [BatchExchange, HeadMixing]), ids=lambda s: s.__name__
+)
 def test_a_decoy_runs_as_it_came(mirrored_ranks, style):
     case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
     for differing, _ in mirrored_ranks.run(run_case, case, style):
         assert not differing
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_divide_the_kv_heads_leave_the_region_whole(two_ranks):
     case = Case(heads=8, kv_heads=4, groups=3, batch=1, positions=4, dtype=torch.float32, seed=0)
     for style in (STYLES[0], LatentAttention):

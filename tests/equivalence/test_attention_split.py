@@ -15,7 +15,7 @@ from tests.attention_layers import (
     SharedKeyAttention,
     TitanAttention,
 )
-from tests.slow_parameters import exhaustive_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 WIDTH, HEADS, KV_HEADS, HEAD_WIDTH = 32, 16, 8, 8
 TIMES = 2.0
@@ -78,11 +78,12 @@ def check(pool, style, dtype, which, groups, remarks, kv_heads=KV_HEADS):
             assert split <= TIMES * whole, (style.__name__, name, whole, split)
 
 
-@pytest.mark.parametrize("style", QUICK, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but([FusedProjection], QUICK), ids=lambda s: s.__name__)
 def test_the_error_of_split_projections_is_that_of_whole_ones(mirrored_ranks, style):
     check(mirrored_ranks, style, torch.float32, "both", 2, BOTH)
 
 
+@pytest.mark.slow
 def test_kv_heads_repeated_for_the_ranks_are_projected_whole(mirrored_ranks):
     """The groups share them: they are cut where they are repeated."""
     check(mirrored_ranks, RepeatedKVAttention, torch.float32, "both", 2, BOTH, kv_heads=1)

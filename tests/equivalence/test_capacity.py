@@ -57,15 +57,7 @@ def check(pool, style, num_chunks, dtype=torch.float32, num_tokens=24, **options
         assert dropped > 0
 
 
-OFTEN = (GShardEinsum, DeepSpeed, Tutel)
-"""Tried whenever tests are; the others differ from these in how they take and join experts."""
-
-
-@pytest.mark.parametrize(
-    "style",
-    slow_but(OFTEN, EVERY),
-    ids=lambda s: s.__name__,
-)
+@pytest.mark.parametrize("style", slow_but([Tutel], EVERY), ids=lambda s: s.__name__)
 def test_three_chunks_of_four_experts_equal_eager(two_ranks, style):
     check(two_ranks, style, 3)
 

@@ -48,7 +48,10 @@ def run(rank, recompute, wire="same", more=None):
     return differing, phases
 
 
-@pytest.mark.parametrize(("recompute", "backward"), [("save_exchanges", 3), ("model", 6)])
+@pytest.mark.parametrize(
+    ("recompute", "backward"),
+    slow_but([("save_exchanges", 3)], [("save_exchanges", 3), ("model", 6)]),
+)
 def test_gathered_tokens_are_saved_unless_asked_otherwise(two_ranks, recompute, backward):
     """Gathered again would be tokens, routing and weights; the last sum is needed by nothing."""
     more = {"dispatch": "all_gather", "equal_tokens": True}
@@ -64,7 +67,7 @@ LAUNCHES = {"save_exchanges": 2 * CHUNKS, "recompute_exchanges": 1 + 2 * CHUNKS 
 @pytest.mark.parametrize(
     ("recompute", "wire"),
     slow_but(
-        [("save_exchanges", "fp8"), ("recompute_exchanges", "same")],
+        [("recompute_exchanges", "same")],
         itertools.product(LAUNCHES, ("same", "fp8")),
     ),
 )
@@ -74,7 +77,7 @@ def test_exchanges_are_saved_unless_asked_otherwise(mirrored_ranks, recompute, w
         assert phases == {"forward": 1 + 2 * CHUNKS, "backward": LAUNCHES[recompute]}
 
 
-@pytest.mark.parametrize("recompute", ["recompute_exchanges", "model"])
+@pytest.mark.parametrize("recompute", slow_but(["model"], ["recompute_exchanges", "model"]))
 def test_exchanges_are_saved_where_a_rank_may_have_no_tokens(mirrored_ranks, recompute):
     for differing, phases in mirrored_ranks.run(run, recompute):
         assert differing == []

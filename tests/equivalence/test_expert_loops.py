@@ -60,7 +60,7 @@ def check(pool, style, tokens):
         assert not differing, f"rank {rank}: {differing}"
 
 
-@pytest.mark.parametrize("style", slow_but(QUICK, LOOPS), ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but([HandWritten], LOOPS), ids=lambda s: s.__name__)
 def test_a_loop_in_chunks_equals_eager(two_ranks, style):
     check(two_ranks, style, (9, 14))
 

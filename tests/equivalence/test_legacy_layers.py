@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
 from tests import legacy_layers as layers
-from tests.slow_parameters import slow_but
 
 CHOSEN = (layers.Megatron, layers.DeepSpeed, layers.GatheredAsList, layers.BincountViewed)
 STYLES = (
@@ -48,7 +47,8 @@ def run(rank, style, wrap=make):
     return differing, [r.verdict for c in REPORT.compilations[known:] for r in c.regions]
 
 
-@pytest.mark.parametrize("style", slow_but(CHOSEN[:2], STYLES))
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
 def test_every_style_is_chunked_and_equals_eager(two_ranks, style):
     for differing, verdicts in two_ranks.run(run, style):
         assert differing == []
@@ -73,6 +73,7 @@ def run_without_gradients(rank):
     return equal, [r.verdict for c in REPORT.compilations[known:] for r in c.regions]
 
 
+@pytest.mark.slow
 def test_rows_into_empty_memory_equal_eager_without_gradients(two_ranks):
     """The memory was read inside the region, and outside of it once it was filled."""
     for equal, verdicts in two_ranks.run(run_without_gradients):

@@ -80,11 +80,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-QUICK = (
-    "a function of the user inside of a checkpoint, and exchanges that are others",
-    "a host integer scales what is written before the combine",
-    "rows of one region made with a host integer of another",
-)
+QUICK = ("a host integer scales what is written before the combine",)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, PROGRAMS))
@@ -106,6 +102,7 @@ def test_chunks_of_tokens_are_off_by_roundings_alone():
 FAILING = Program(layers=(layer(Reader.FAILING_CHECK),))
 
 
+@pytest.mark.slow
 def test_a_users_check_that_fails_eagerly_fails_compiled():
     judgement = judgement_of([run(0, source_of(FAILING))])
     assert judgement.kind is Kind.SAME, judgement.detail

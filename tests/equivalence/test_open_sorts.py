@@ -13,6 +13,7 @@ from moe_compile.report.process_report import REPORT
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.layers import Routed
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 6, 2
 
@@ -74,7 +75,7 @@ def run(rank, style, backend, chunks, numerics="exact"):
     return tensors, layer.terms, [(r.verdict, *r.remarks, *r.to_do) for r in regions]
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("chunks", slow_but([2], [2, 3]))
 def test_chunks_compute_what_a_stable_sort_does(two_ranks, chunks):
     stable = two_ranks.run(run, Sorted, "eager", 1)
     chunked = two_ranks.run(run, Open, "megamoe", chunks, "bounded")
@@ -84,6 +85,7 @@ def test_chunks_compute_what_a_stable_sort_does(two_ranks, chunks):
         assert {n for n in expected if not torch.equal(expected[n], found[n])} == set()
 
 
+@pytest.mark.slow
 def test_gradients_keep_the_bound_of_the_order_that_torch_chose(two_ranks):
     plain = two_ranks.run(run, Open, "eager", 1)
     chunked = two_ranks.run(run, Open, "megamoe", 2, "bounded")
@@ -118,7 +120,7 @@ def proof_of(style, group, numerics="bounded"):
     return found.proof
 
 
-@pytest.mark.parametrize("spelling", OPEN)
+@pytest.mark.parametrize("spelling", slow_but([*OPEN][::3], OPEN))
 def test_every_spelling_is_found(fake_ranks, spelling):
     style = type("Spelled", (Sorted,), {"order": staticmethod(OPEN[spelling])})
     proof = proof_of(style, fake_ranks)

@@ -48,6 +48,7 @@ def run(rank, breaking_rank=None):
     return differing, found, [line for c in REPORT.compilations[before:] for line in c.dropped]
 
 
+@pytest.mark.slow
 def test_rows_cut_off_at_a_size_that_is_read_are_chunked(two_ranks):
     """The cut still claimed to bind a size of its own: 'should have been constant'."""
     for differing, found, dropped in two_ranks.run(run):

@@ -22,6 +22,7 @@ from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
+from tests.slow_parameters import slow_but
 
 PROGRAMS = {
     "beside one that mixes rows": Program(
@@ -66,7 +67,7 @@ def judge():
         yield judge
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(["grouped products"], PROGRAMS))
 def test_a_layer_that_gathers_its_tokens_equals_eager_in_slices(judge, name):
     judgement = judge.judge(source_of(PROGRAMS[name]))
     assert judgement.kind is Kind.SAME, judgement.detail
@@ -97,6 +98,7 @@ def test_a_campaign_of_such_layers_draws_nothing_else():
     assert sum(program.rewrite is Rewrite.TOKENS for program in drawn) > 10
 
 
+@pytest.mark.slow
 def test_what_is_one_more_in_one_row_is_found(two_ranks):
     """No bound hides a single wrong number."""
     text = source_of(PROGRAMS["rows weighed ahead"])

@@ -67,9 +67,8 @@ class ConcatenatedInPairs(LoopExperts):
         return torch.cat([torch.cat(pairs[:1], dim=-2), torch.cat(tensors=pairs[1:], dim=0)])
 
 
-@pytest.mark.parametrize(
-    "style", slow_but([ConcatenatedInPairs], [PaddedLoop, ConcatenatedInPairs])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("style", [PaddedLoop, ConcatenatedInPairs])
 def test_what_joins_rows_of_several_experts_never_joins_nothing(mirrored_ranks, style):
     """A concatenation of experts that a chunk is without was left with no input."""
     check(mirrored_ranks, style, ((3, 9),))

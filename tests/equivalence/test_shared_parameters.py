@@ -12,6 +12,7 @@ from moe_compile.report.process_report import REPORT
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts, LoopExperts
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 6, 2
 SHARED = ("gain", "scale", "shift")
@@ -87,7 +88,7 @@ def outcome(rank, style, backend, numerics):
     return tensors, terms, [(r.verdict, *r.remarks, *r.to_do) for r in regions]
 
 
-@pytest.mark.parametrize("style", [Shares, SharesInLoop])
+@pytest.mark.parametrize("style", slow_but([Shares], [Shares, SharesInLoop]))
 def test_gradients_of_what_is_shared_keep_the_bound_and_all_else_its_bits(two_ranks, style):
     plain = two_ranks.run(outcome, style, "eager", "exact")
     chunked = two_ranks.run(outcome, style, "megamoe", "bounded")
@@ -166,7 +167,9 @@ def test_a_proof_names_what_is_shared(fake_ranks):
     assert len(proof.shared) == 3 and all(name in names for name in SHARED)
 
 
-@pytest.mark.parametrize("style", [MadeOfTokens, OneMatrix, Exponent, FunctionOfShared])
+@pytest.mark.parametrize(
+    "style", slow_but([OneMatrix], [MadeOfTokens, OneMatrix, Exponent, FunctionOfShared])
+)
 def test_what_more_than_a_sum_of_terms_depends_on_stays_refused(fake_ranks, style):
     verdict = proof_of(style, fake_ranks, "bounded")
     assert getattr(verdict, "reason", verdict) is Reason.SHARED_PARAMETER

@@ -17,6 +17,7 @@ from moe_compile.graph.inner_graphs import is_opaque, registers_hook
 from moe_compile.graph.observation import observed, running_on
 from moe_compile.graph.query import called_name, is_assertion
 from tests.capture import dynamo_graphs
+from tests.slow_parameters import slow_but
 from tests.this_torch import has_hooks, need
 
 
@@ -64,7 +65,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("case", WRITES)
+@pytest.mark.parametrize("case", slow_but([*WRITES][::3], WRITES))
 def test_what_a_function_writes_is_seen(case):
     """A module passes `inplace` by position, and a batch norm names no write at all."""
     found = writers(lambda x, y: (WRITES[case](x, y), x.sum()), torch.rand(2, 3), torch.rand(3))

@@ -13,6 +13,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from moe_compile.attention.detect_attention import find_attention
 from moe_compile.attention.head_split import split_projections
 from tests.capture import dynamo_graphs
+from tests.slow_parameters import slow_but
 from torchtitan_integration.ulysses import apply_ulysses
 
 
@@ -27,9 +28,12 @@ class Attention(nn.Module):
         return self.attention(x, table, None, None)
 
 
+MODELS = [("llama3", "freqs_cis", 8), ("llama4", "freqs_cis", 8), ("qwen3", "rope_cache", 4)]
+
+
 @pytest.mark.parametrize(
     ("name", "table", "kv_heads"),
-    [("llama3", "freqs_cis", 8), ("llama4", "freqs_cis", 8), ("qwen3", "rope_cache", 4)],
+    slow_but(MODELS[2:], MODELS),
 )
 def test_projections_and_norms_and_rotations_treat_heads_apart(fake_ranks, name, table, kv_heads):
     spec = get_train_spec(name)

@@ -78,6 +78,7 @@ custom_import = "tests.integration.tiny_flavors"
 """
 
 
+@pytest.mark.slow
 def test_a_stock_toml_with_three_keys_more_is_chunked(tmp_path):
     """No [megamoe] table, no config module of ours; options may come from the environment.
 

@@ -13,6 +13,7 @@ from tests.attention_layers import SplitAttention
 from tests.block_layers import ParallelBlock, SerialBlock, block_input
 from tests.capture import dynamo_graphs
 from tests.filler_kinds import expected, kinds_in_graph
+from tests.slow_parameters import slow_but
 
 COMPUTE = ("aten::mm", "aten::_scaled_dot_product")
 
@@ -40,7 +41,7 @@ def hidden_launches(graph):
     return found
 
 
-@pytest.mark.parametrize("schedule", [True, False])
+@pytest.mark.parametrize("schedule", slow_but([True], [True, False]))
 def test_attention_and_other_compute_hide_its_exchanges(fake_ranks, schedule):
     x = torch.randn(2, 64, 64, requires_grad=True)
     (gm,) = dynamo_graphs(WithSharedExpert(fake_ranks), x)
@@ -79,7 +80,7 @@ def test_projections_of_one_group_run_under_exchanges_of_another(
     assert sum(overload_name(n).endswith("::mm") for n in under) == hidden
 
 
-@pytest.mark.parametrize("style", [SerialBlock, ParallelBlock])
+@pytest.mark.parametrize("style", slow_but([SerialBlock], [SerialBlock, ParallelBlock]))
 def test_exchanges_of_attention_and_of_experts_run_under_compute_of_other_kinds(fake_ranks, style):
     groups = {"attention": dist.new_group(), "experts": fake_ranks}
     (gm,) = dynamo_graphs(style(groups["attention"], groups["experts"]), block_input())

@@ -21,9 +21,10 @@ from tests.attention_layers import (
     TensorParallel,
 )
 from tests.attention_refusals import LocalKeys
-from tests.attention_variants import ROUNDED_BY_GROUP, FlashOff
+from tests.attention_variants import ROUNDED_BY_GROUP, FlashOff, UnevenRows
 from tests.capture import dynamo_graphs
 from tests.projection_refusals import REFUSED
+from tests.slow_parameters import slow_but
 
 ROUNDED = [LatentAttention, LocalKeys, NormedAttention, *ROUNDED_BY_GROUP]
 NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
@@ -60,8 +61,11 @@ def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_head
     ("asked", "groups", "verdict"),
     [(2, 2, "chunked"), ("auto", 1, Reason.MAY_ROUND.value)],
 )
-@pytest.mark.parametrize("equal_tokens", [False, True])
-@pytest.mark.parametrize("style", [style for style in ROUNDED if style is not FlashOff])
+@pytest.mark.parametrize("equal_tokens", slow_but([True], [False, True]))
+@pytest.mark.parametrize(
+    "style",
+    slow_but([NormedAttention, UnevenRows], [style for style in ROUNDED if style is not FlashOff]),
+)
 def test_where_groups_may_round_they_are_asked_for_by_number(
     fake_ranks, style, asked, groups, verdict, equal_tokens
 ):
@@ -72,9 +76,9 @@ def test_where_groups_may_round_they_are_asked_for_by_number(
     assert (Bound.HEADS.value in found.remarks) == (groups > 1)
 
 
-@pytest.mark.parametrize(("heads", "batch"), [(4, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize(("heads", "batch"), slow_but([(4, 1), (4, 2)], [(4, 1), (8, 1), (4, 2)]))
 @pytest.mark.parametrize("asked", [2, "auto"])
-@pytest.mark.parametrize("equal_tokens", [False, True])
+@pytest.mark.parametrize("equal_tokens", slow_but([True], [False, True]))
 def test_a_head_is_alone_in_a_batch_of_one_only_where_a_number_asks_for_it(
     fake_ranks, heads, batch, asked, equal_tokens
 ):

@@ -11,6 +11,7 @@ from passes.replay.chunk_axis import split_by_experts, split_by_tokens
 from tests.capture import dynamo_graphs
 from tests.layers import GatheredCounts, GroupedExperts
 from tests.proof.verdicts import LOCAL, layer_of, tokens
+from tests.slow_parameters import slow_but
 
 
 def region_of(style, group):
@@ -41,7 +42,7 @@ def run(node, known):
 
 @pytest.mark.parametrize("style", [GroupedExperts, GatheredCounts])
 @pytest.mark.parametrize("split", [split_by_experts, split_by_tokens])
-@pytest.mark.parametrize("num_chunks", [2, 3])
+@pytest.mark.parametrize("num_chunks", slow_but([3], [2, 3]))
 def test_every_row_goes_to_one_chunk(fake_ranks, style, split, num_chunks):
     region = region_of(style, fake_ranks)
     whole, parts, runs, chunk_of = shared_out(split, region, num_chunks)
@@ -53,7 +54,7 @@ def test_every_row_goes_to_one_chunk(fake_ranks, style, split, num_chunks):
 
 
 @pytest.mark.parametrize("style", [GroupedExperts, GatheredCounts])
-@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+@pytest.mark.parametrize("num_chunks", slow_but([3], [2, 3, 4]))
 def test_a_chunk_of_experts_has_all_their_rows(fake_ranks, style, num_chunks):
     whole, parts, _, _ = shared_out(split_by_experts, region_of(style, fake_ranks), num_chunks)
     for node, counts in whole.items():

@@ -13,6 +13,7 @@ from moe_compile.report.exchanges import exchanges_of
 from passes.pipeline import DYNAMO, run_level
 from tests.capacity_layers import DeepSpeed, GShardEinsum, NarrowExperts, Tutel
 from tests.capture import dynamo_graphs, state
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, LOCAL, TOP_K = 16, 32, 4, 2
 
@@ -31,7 +32,7 @@ def rewritten(style, group, **options):
     return gm.graph, planned
 
 
-@pytest.mark.parametrize("num_chunks", (2, 3))
+@pytest.mark.parametrize("num_chunks", slow_but([3], (2, 3)))
 def test_all_chunks_are_launched_before_the_first_is_waited_for(fake_ranks, num_chunks):
     graph, planned = rewritten(DeepSpeed, fake_ranks, chunks=num_chunks)
     order = [node for node in graph.nodes if is_launch(node) or is_wait(node)]
@@ -50,7 +51,9 @@ def test_a_chunk_runs_its_own_experts_alone(fake_ranks):
     assert [n.args[1].name for n in after] == [n.args[1].name for n in before]
 
 
-@pytest.mark.parametrize("style", (GShardEinsum, Tutel), ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "style", slow_but([Tutel], (GShardEinsum, Tutel)), ids=lambda s: s.__name__
+)
 def test_weights_are_cut_by_one_split_each(fake_ranks, style):
     """So that a weight's gradient is one concatenation, and no sum over chunks."""
     graph, _ = rewritten(style, fake_ranks, chunks=3)
@@ -71,7 +74,13 @@ def test_what_a_cpu_rounds_by_position_is_left_whole_and_told(fake_ranks):
         rewrite(graph_of(NarrowExperts, fake_ranks), state(chunks=2, strict=True).config)
 
 
-@pytest.mark.parametrize("asked", ({"chunks": 8}, {"chunks": 2, "chunk_by": "tokens"}), ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    slow_but(
+        [{"chunks": 2, "chunk_by": "tokens"}], ({"chunks": 8}, {"chunks": 2, "chunk_by": "tokens"})
+    ),
+    ids=str,
+)
 def test_what_it_cannot_do_is_told(fake_ranks, asked):
     _, planned = rewritten(DeepSpeed, fake_ranks, **asked)
     (one,) = planned.capacity
@@ -81,7 +90,7 @@ def test_what_it_cannot_do_is_told(fake_ranks, asked):
     assert one.left["chunks"].reason is reason
 
 
-@pytest.mark.parametrize("edges", ("load", "auto"))
+@pytest.mark.parametrize("edges", slow_but(["auto"], ("load", "auto")))
 def test_edges_by_load_are_even_ones_where_a_capacity_says_how_many_rows(fake_ranks, edges):
     gm, config = graph_of(DeepSpeed, fake_ranks), state(chunks=2, chunk_edges=edges).config
     _, compilation = rewrite(gm, dataclasses.replace(config, strict=True))

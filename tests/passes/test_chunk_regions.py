@@ -22,6 +22,7 @@ from passes.replay.masked_replay import chunk_bounds
 from tests.capture import CapturedError, carried_out, dynamo_graphs, normalized, state
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts, Routed, SharedAndBias
 from tests.megatron_layers import TwoBack
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
 
@@ -59,8 +60,10 @@ def test_bounds_cover_every_expert_once_with_sizes_that_differ_by_at_most_one(ex
     assert all(e * chunks // experts == c for c, b in enumerate(bounds) for e in b)
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-@pytest.mark.parametrize("style", [GroupedExperts, LoopExperts, FusedGateUp])
+@pytest.mark.parametrize("chunks", slow_but([3], [2, 3, 4]))
+@pytest.mark.parametrize(
+    "style", slow_but([GroupedExperts, LoopExperts], [GroupedExperts, LoopExperts, FusedGateUp])
+)
 def test_n_chunks_have_one_count_exchange_and_n_exchanges_each_way(fake_ranks, style, chunks):
     graph, report = chunked(layer(style, fake_ranks), chunks)
     assert report.applied == ("region 0",)
@@ -565,7 +568,9 @@ class SaysHowMany(KeepsSplits):
         return super().experts(rows, received)
 
 
-@pytest.mark.parametrize("relation", [operator.le, operator.ge, operator.eq])
+@pytest.mark.parametrize(
+    "relation", slow_but([operator.le], [operator.le, operator.ge, operator.eq])
+)
 def test_what_the_dispatch_demands_need_not_be_asserted(fake_ranks, relation):
     style = type("Says", (SaysHowMany,), {"relation": staticmethod(relation)})
     num_assertions = []

@@ -19,6 +19,7 @@ from passes.rewrite_regions import RewriteRegions
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import Around
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 MACHINE = HardwareProfile(
     name="of these tests",
@@ -186,7 +187,7 @@ def test_rewriting_that_fails_leaves_the_region_as_written(fake_ranks):
     assert not plan.plan.gathers and plan.left["chunks"].reason is Reason.FAILED
 
 
-@pytest.mark.parametrize("chunks", ["auto", 2])
+@pytest.mark.parametrize("chunks", slow_but(["auto"], ["auto", 2]))
 def test_the_dispatch_is_decided_once_for_two_regions_alike(fake_ranks, chunks):
     """The second is priced before the first is switched, in the graph as the model has it."""
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)

@@ -98,7 +98,9 @@ def exchanges(graph):
 PARTS = (SharedByIndex, SharedInOrderWeighted)
 
 
-@pytest.mark.parametrize("style", [*STYLES, InOrder, InOrderWeighted, *PARTS])
+@pytest.mark.parametrize(
+    "style", slow_but([GroupedExperts, SharedByIndex], [*STYLES, InOrder, InOrderWeighted, *PARTS])
+)
 def test_one_read_by_the_host_and_one_exchange_of_counts_serve_both_hops(fake_nodes, style):
     gm, report = divided(layer(style, fake_nodes))
     assert report.applied == ("region 0",)
@@ -305,16 +307,19 @@ def by_group(graph, fake_nodes):
     return tuple(groups.count(g) for g in (nodes.cross, nodes.node, fake_nodes.group_name))
 
 
+IN_PARTS = (
+    ("exact", "experts", (1, 2, 2), (1, 2, 2)),
+    ("exact", "tokens", (2, 2, 1), (2, 2, 1)),
+    ("exact", "both", (2, 4, 2), (2, 4, 2)),
+    ("rounded", "experts", (2, 4, 0), (2, 4, 0)),
+    ("rounded", "tokens", (4, 4, 0), (4, 4, 0)),
+    ("rounded", "both", (4, 8, 0), (4, 8, 0)),
+)
+
+
 @pytest.mark.parametrize(
     ("nodes", "axis", "forward", "backward"),
-    [
-        ("exact", "experts", (1, 2, 2), (1, 2, 2)),
-        ("exact", "tokens", (2, 2, 1), (2, 2, 1)),
-        ("exact", "both", (2, 4, 2), (2, 4, 2)),
-        ("rounded", "experts", (2, 4, 0), (2, 4, 0)),
-        ("rounded", "tokens", (4, 4, 0), (4, 4, 0)),
-        pytest.param("rounded", "both", (4, 8, 0), (4, 8, 0), marks=pytest.mark.slow),
-    ],
+    slow_but(IN_PARTS[2:3], IN_PARTS),
 )
 def test_hop_1_goes_in_slices_of_tokens_and_hop_2_in_chunks_of_experts(
     fake_nodes, nodes, axis, forward, backward
@@ -560,7 +565,7 @@ class Ordered(Around):
         (SortedChunks, Reason.CHOSEN_TWICE),
     ],
 )
-@pytest.mark.parametrize("nodes", ["exact", "rounded"])
+@pytest.mark.parametrize("nodes", slow_but(["exact"], ["exact", "rounded"]))
 def test_each_reason_leaves_the_graph_as_it_was(fake_nodes, style, expected, nodes):
     assert reason(layer(style, fake_nodes), nodes=nodes) is expected
 

@@ -24,7 +24,8 @@ from moe_compile.ops.quantized_rows import (
 from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from tests.capture import CapturedError, state
-from tests.layers import STYLES, GroupedExperts, LoopExperts
+from tests.layers import STYLES, GatheredCounts, GroupedExperts, LoopExperts
+from tests.slow_parameters import slow_but
 
 WIDTH = 128
 ROWS = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -228,7 +229,7 @@ def both_graphs(layer, **options):
     return [gm.graph for gm in traced]
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", slow_but([1], [1, 2]))
 def test_the_gather_before_the_dispatch_and_the_permutation_after_it_are_folded(fake_ranks, chunks):
     forward, _ = both_graphs(
         GroupedExperts(WIDTH, 64, 8, 2, fake_ranks), chunks=chunks, codegen="fx"
@@ -240,9 +241,6 @@ def test_the_gather_before_the_dispatch_and_the_permutation_after_it_are_folded(
         chunks > 1
     )  # and the combines, joined
     assert not any(move[0].op == "placeholder" for n in forward.nodes if (move := row_gather(n)))
-
-
-OTHERS = [style for style in STYLES if style is not LoopExperts]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +270,7 @@ def test_written_out_operators_compute_the_same():
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(
-    "style", [LoopExperts, *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)]
-)
+@pytest.mark.parametrize("style", slow_but([GatheredCounts], STYLES))
 def test_every_style_is_traced_with_messages_both_ways(fake_ranks, style):
     """That each computes the same as eager is for tests/equivalence."""
     for graph in both_graphs(style(WIDTH, 64, 8, 2, fake_ranks), chunks=2, codegen="fx"):

@@ -24,6 +24,7 @@ from tests.equivalence.test_layers import examples
 from tests.layers import GatheredCounts, GroupedExperts, LoopExperts
 from tests.passes.test_chunk_axis import region_of, run
 from tests.proof.verdicts import LOCAL, layer_of
+from tests.slow_parameters import slow_but
 
 RANKS = 2
 
@@ -148,7 +149,7 @@ def test_edges_stay_even_with_a_reason(fake_ranks, style, dtype, options, reason
 AUTO = {"chunk_edges": "auto", "equal_tokens": True}
 
 
-@pytest.mark.parametrize("chunks", [2, "auto"])
+@pytest.mark.parametrize("chunks", slow_but(["auto"], [2, "auto"]))
 def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunks):
     layer = layer_of(GroupedExperts, fake_ranks)
     one, said, _ = planned(layer, chunks=chunks, routing_skew=0.8, **AUTO)

@@ -90,7 +90,9 @@ def test_a_program_that_is_not_runs_whole(fake_ranks):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"numerics": "exact", "equal_tokens": True}, Reason.ROUNDS),
+        pytest.param(
+            {"numerics": "exact", "equal_tokens": True}, Reason.ROUNDS, marks=pytest.mark.slow
+        ),
         ({"numerics": "bounded"}, Reason.NO_PRICE),
     ],
 )

@@ -17,6 +17,7 @@ from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import SplitAttention
 from tests.block_layers import SerialBlock, block_input
 from tests.capture import dynamo_graphs
+from tests.slow_parameters import slow_but
 
 PROFILE = Path(moe_compile.hardware.__file__).parent / "profiles/cpu.toml"
 FREE, DEAR = (0.0, 1e6), (50.0, 0.02)
@@ -87,7 +88,9 @@ def test_memory_that_is_not_there_is_not_taken(compiled):
     assert found["num_chunks"] >= 2
 
 
-@pytest.mark.parametrize("experts", [{"chunks": 2}, {"dispatch": "all_gather"}])
+@pytest.mark.parametrize(
+    "experts", slow_but([{"chunks": 2}], [{"chunks": 2}, {"dispatch": "all_gather"}])
+)
 def test_experts_beside_attention_count_whatever_becomes_of_them(fake_ranks, experts):
     """Chunked or gathered first, they were left out of its price: their new nodes have no sizes."""
 

@@ -15,6 +15,7 @@ from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from passes.pipeline import DYNAMO, run_level
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts, LoopExperts
+from tests.slow_parameters import slow_but
 
 C10D = torch.ops._c10d_functional
 WIDTH, HIDDEN, EXPERTS, TOP_K = 128, 24, 8, 2
@@ -42,7 +43,7 @@ def unpacked(graph):
     return [n for n in graph.nodes if n.target is DEQUANTIZE_EXCHANGED]
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("chunks", slow_but([2], [1, 2, 4]))
 @pytest.mark.parametrize("style", [GroupedExperts, LoopExperts])
 def test_each_chunk_of_the_named_exchange_is_a_message_the_others_are_not(
     fake_ranks, style, chunks

@@ -11,9 +11,10 @@ from moe_compile.graph.launch_order import ANNOTATIONS, REGION
 from moe_compile.graph.query import is_launch
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("is_checkpointed", slow_but([False], [False, True]))
 def test_chunks_of_one_region_pass_one_another_without_a_promise(fake_ranks, is_checkpointed):
     layer = GroupedExperts(16, 24, 8, 2, fake_ranks)
     x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)

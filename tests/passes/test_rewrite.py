@@ -17,6 +17,7 @@ from passes.pipeline import DYNAMO, Level, run_level
 from passes.rewrite import Proposed, Rewrite
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def test_the_launches_of_regions_are_the_graphs_after_a_failure(fake_ranks):
     assert failed.reason is Reason.FAILED and watched.applied == ("seen",)
 
 
-@pytest.mark.parametrize("needs_gradient", [True, False])
+@pytest.mark.parametrize("needs_gradient", slow_but([False], [True, False]))
 def test_time_is_predicted_of_both_directions_and_leaves_graph_and_state(
     fake_ranks, needs_gradient
 ):

@@ -73,7 +73,11 @@ def compare(rank, style):
 
 @pytest.mark.parametrize(
     ("style", "verdicts"),
-    [(ShiftsExperts, ["chunked"]), (ShiftsAView, ["chunked"]), (NoRegion, [])],
+    [
+        (ShiftsExperts, ["chunked"]),
+        pytest.param(ShiftsAView, ["chunked"], marks=pytest.mark.slow),
+        (NoRegion, []),
+    ],
 )
 def test_gradients_are_of_what_a_buffer_was(mirrored_ranks, style, verdicts):
     """The partitioner saved the buffer, and the backward read what it had become."""

@@ -27,6 +27,7 @@ from tests.scheduled_layers import (
     post_grad_graphs,
     run_layer,
 )
+from tests.slow_parameters import slow_but
 
 CPU = load_profile("cpu")
 aten = torch.ops.aten
@@ -87,7 +88,7 @@ RATIOS = {2.0: 1.08, 1.0: 1.25, 0.5: 1.10}
 """Compute over exchanges -> the longest step allowed, over the larger of the two."""
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", slow_but([1.0, 0.5], RATIOS))
 def test_four_chunks_and_a_shared_expert_come_near_the_bound(group, ratio):
     """Forward and backward together, exchanges scaled to `ratio` by the link's bandwidth."""
     graphs = layer_graphs(group, chunks=4, tokens=1024, experts=16)
@@ -105,10 +106,8 @@ def test_four_chunks_and_a_shared_expert_come_near_the_bound(group, ratio):
 # --- what it keeps ----------------------------------------------------------------------------
 
 
-SOME_CHUNKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
-
-
-@pytest.mark.parametrize("chunks", SOME_CHUNKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_the_layer_computes_the_same_bits(group, chunks):
     torch.manual_seed(0)
     layer = ChunkedMoE(64, 64, 8, 2, group, chunks, shared=64)
@@ -127,7 +126,7 @@ def test_the_layer_computes_the_same_bits(group, chunks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", SOME_CHUNKS)
+@pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_the_order_of_collectives_is_the_same_for_any_token_count(group, chunks):
     """One rank may hold a static graph, another a dynamic one, another one of a single token."""
     orders = []

@@ -29,6 +29,7 @@ from tests.dispatch_layers import (
     WeightedInOrder,
 )
 from tests.layers import GroupedExperts, SharedAndBias
+from tests.slow_parameters import one_per_reason, slow_but
 
 
 def drawn(size=4):
@@ -94,7 +95,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", one_per_reason(REFUSED))
 def test_what_parts_would_compute_otherwise_is_left_whole(fake_ranks, name):
     build, reason = REFUSED[name]
     _, skipped, _ = verdicts(build(fake_ranks), drawn())
@@ -126,7 +127,9 @@ class OntoTable(OntoZeros):
         )
 
 
-@pytest.mark.parametrize("layer", [OntoZeros, OntoNewZeros, OntoOnes, OntoTable])
+@pytest.mark.parametrize(
+    "layer", slow_but([OntoNewZeros, OntoTable], [OntoZeros, OntoNewZeros, OntoOnes, OntoTable])
+)
 def test_what_sums_are_added_to_is_as_large_as_a_part(fake_ranks, layer):
     gm, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
     assert skipped == []
@@ -192,7 +195,9 @@ class ChosenByOthers(Around):
         return super().route(by_position(x))
 
 
-@pytest.mark.parametrize("layer", [OntoOthers, WeighedByOthers, ChosenByOthers])
+@pytest.mark.parametrize(
+    "layer", slow_but([OntoOthers], [OntoOthers, WeighedByOthers, ChosenByOthers])
+)
 def test_what_is_of_other_tokens_is_refused(fake_ranks, layer):
     """A token of one part would be added to, weighted as, or sent like one of another."""
     _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
@@ -233,7 +238,7 @@ def sizes_of_parts(gm):
     return [str(expression_of(size)) for size in reversed(sent)]
 
 
-@pytest.mark.parametrize("dims", [(0,), (0, 1)])
+@pytest.mark.parametrize("dims", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_a_batch_of_any_size_is_cut_by_its_size(fake_ranks, dims):
     """Of sequences of any length too; neither is a number of this compilation."""
     x = drawn(7)
@@ -263,12 +268,15 @@ def test_a_size_that_is_too_small_for_a_guard_is_a_constant(fake_ranks):
     assert sizes_of_parts(gm) == [str(4 * POSITIONS), str(2 * POSITIONS)]
 
 
+SAID = [
+    (3, {}, "a size marked as dynamic, below 4"),
+    (8, {"min": 3, "max": 9}, "a bound below 4 for 2 parts"),
+]
+
+
 @pytest.mark.parametrize(
     ("size", "bounds", "detail"),
-    [
-        (3, {}, "a size marked as dynamic, below 4"),
-        (8, {"min": 3, "max": 9}, "a bound below 4 for 2 parts"),
-    ],
+    slow_but(SAID[:1], SAID),
 )
 def test_what_a_program_says_of_a_size_is_kept(fake_ranks, size, bounds, detail):
     """A guard that breaks what the program says of its sizes would be an error of torch's."""
@@ -300,13 +308,16 @@ class BySizeOfWhole(Block):
         return super().attend(x) * torch.full((x * 2).shape, 2.0, dtype=x.dtype)
 
 
+OF_SIZES = [
+    (ByHalves, "a size is not known when compiling"),
+    (TimesSize, "a size is not known when compiling"),
+    (BySizeOfWhole, "a size of the whole"),
+]
+
+
 @pytest.mark.parametrize(
     ("block", "detail"),
-    [
-        (ByHalves, "a size is not known when compiling"),
-        (TimesSize, "a size is not known when compiling"),
-        (BySizeOfWhole, "a size of the whole"),
-    ],
+    slow_but(OF_SIZES[1:], OF_SIZES),
 )
 def test_what_is_computed_of_the_size_of_a_batch_is_refused(fake_ranks, block, detail):
     plain = verdicts(block(GroupedExperts, torch.bfloat16), of_any_size(drawn(8)), batch_parts=1)
@@ -386,7 +397,7 @@ def test_what_the_whole_batch_would_hold_is_room_for_the_schedule(fake_ranks, pa
 
 
 @pytest.mark.parametrize("layer", [GroupedExperts, Transposed])
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", slow_but([2], [2, 3]))
 def test_regions_of_parts_that_share_weights_run_in_chunks(fake_ranks, layer, parts):
     """Experts of one part then run behind those of the next: each has its weights by a name."""
     _, _, compilation = verdicts(Block(layer, torch.bfloat16), drawn(), batch_parts=parts, chunks=2)

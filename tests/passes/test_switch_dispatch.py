@@ -29,6 +29,7 @@ from tests.layers import (
     SortedChunks,
 )
 from tests.proof.titan_layer import TitanExperts, permute_indices
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
 STATIC = (GroupedExperts, FusedGateUp, SharedAndBias, SegmentStarts)
@@ -79,7 +80,7 @@ def host_reads(graph):
     ]
 
 
-@pytest.mark.parametrize("style", STATIC)
+@pytest.mark.parametrize("style", slow_but([SharedAndBias], STATIC))
 def test_no_all_to_all_is_left_forward_or_backward(fake_ranks, style):
     forward, backward = aot_graphs(layer(style, fake_ranks))
     for graph in (forward, backward):
@@ -88,7 +89,9 @@ def test_no_all_to_all_is_left_forward_or_backward(fake_ranks, style):
     assert sorted(kinds(backward)) == ["all_gather_into_tensor"] + ["reduce_scatter_tensor"] * 2
 
 
-@pytest.mark.parametrize("style", [*STATIC, LoopExperts, SortedChunks])
+@pytest.mark.parametrize(
+    "style", slow_but([GroupedExperts, LoopExperts], [*STATIC, LoopExperts, SortedChunks])
+)
 def test_sizes_need_one_read_by_the_host(fake_ranks, style):
     gm, report = switched(layer(style, fake_ranks))
     assert report.applied == ("region 0",)
@@ -220,7 +223,7 @@ class WithSharedExpert(nn.Module):
         return self.routed(x) + self.shared(x)
 
 
-@pytest.mark.parametrize("schedule", [True, False])
+@pytest.mark.parametrize("schedule", slow_but([True], [True, False]))
 def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_ranks, schedule):
     """Products under an exchange: the shared expert's, under a gather or a sum; in the backward
     weight gradients."""

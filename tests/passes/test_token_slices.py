@@ -9,6 +9,7 @@ from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.report.exchanges import exchanges_of
 from tests.capture import dynamo_graphs, state
 from tests.picking_layers import ByMask, RoutedTogether, Searched
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, LOCAL, TOP_K, TOKENS = 64, 64, 2, 2, 256
 PRODUCTS = 2
@@ -39,7 +40,7 @@ def kinds(graph, width=WIDTH):
     return found
 
 
-@pytest.mark.parametrize("num_slices", (2, 4))
+@pytest.mark.parametrize("num_slices", slow_but([2], (2, 4)))
 def test_each_slice_is_gathered_and_reduced_by_itself_both_ways(fake_ranks, num_slices):
     (forward, backward), _ = traced(Searched, fake_ranks, num_slices)
     for graph in (forward, backward):
@@ -48,7 +49,7 @@ def test_each_slice_is_gathered_and_reduced_by_itself_both_ways(fake_ranks, num_
         assert launched.count("reduce_scatter") == num_slices
 
 
-@pytest.mark.parametrize("num_slices", (2, 4))
+@pytest.mark.parametrize("num_slices", slow_but([2], (2, 4)))
 def test_a_weight_has_one_product_for_its_gradient_however_many_slices(fake_ranks, num_slices):
     (forward, backward), _ = traced(Searched, fake_ranks, num_slices)
     router = 1

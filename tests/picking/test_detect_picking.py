@@ -10,6 +10,7 @@ from passes.pipeline import DYNAMO, run_level
 from tests import gathering_layers, picking_layers
 from tests.capture import dynamo_graphs, state
 from tests.picking_layers import STYLES, Grouped, RoutedTogether, Searched, TokensWritten
+from tests.slow_parameters import one_per_reason, slow_but
 
 WIDTH, HIDDEN, LOCAL, TOKENS = 16, 32, 2, 24
 SLICES = {"chunks": 2, "chunk_by": "tokens"}
@@ -55,7 +56,9 @@ def after_passes(graph, **options):
     return planned, str(graph) != before
 
 
-@pytest.mark.parametrize("style", [*STYLES, Grouped], ids=names([*STYLES, Grouped]))
+@pytest.mark.parametrize(
+    "style", slow_but([*STYLES[::3], Grouped], [*STYLES, Grouped]), ids=names([*STYLES, Grouped])
+)
 def test_rows_of_every_expert_are_followed(fake_ranks, style):
     dtype = torch.bfloat16 if style is Grouped else torch.float32
     planned, is_changed = after_passes(graph_of(style, fake_ranks, dtype))
@@ -76,7 +79,7 @@ def test_tokens_that_are_written_are_gathered_before_that(fake_ranks):
         assert (region.behind_routing is not region.gather) == waits, style
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", one_per_reason(REFUSED))
 def test_what_is_not_proven_is_left_with_a_reason(fake_ranks, name):
     planned, is_changed = after_passes(graph_of(getattr(picking_layers, name), fake_ranks))
     assert (planned.picking, is_changed) == ((), False)

@@ -28,6 +28,7 @@ from passes.planned.gathering import gathered_form
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 16, 24, 8, 32
 GATHERED = Candidate(dispatch="all_gather")
@@ -80,7 +81,9 @@ def crossing(graph, num_ranks):
     return found
 
 
-@pytest.mark.parametrize("style", [InOrder, InOrderWeighted, OntoTokens])
+@pytest.mark.parametrize(
+    "style", slow_but([InOrderWeighted], [InOrder, InOrderWeighted, OntoTokens])
+)
 def test_what_leaves_a_rank_is_to_the_byte_what_the_rewritten_graph_sends(fake_ranks, style):
     _, gathered = both_works(style, fake_ranks)
     gm = captured(style, fake_ranks)

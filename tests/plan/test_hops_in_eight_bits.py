@@ -32,6 +32,7 @@ from passes.planned.hopping import hop_forms, hopping_of
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 EIGHT = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
 FREE = {"nodes": "auto", "dispatch_wire": "auto", "combine_wire": "auto", "equal_tokens": True}
@@ -125,7 +126,9 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize(("style", "way"), WAYS, ids=[f"{s.__name__}, {w}" for s, w in WAYS])
+@pytest.mark.parametrize(
+    ("style", "way"), slow_but(WAYS[1:3], WAYS), ids=[f"{s.__name__}, {w}" for s, w in WAYS]
+)
 def test_a_price_has_the_bytes_of_every_hop_that_is_emitted(group_of, style, way):
     """Rows, or their messages with scales; masks, scores and the table are beside them."""
     group = group_of(4, 2)

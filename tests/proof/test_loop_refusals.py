@@ -9,6 +9,7 @@ from moe_compile.regions.regions import RowProof
 from tests import loop_layers
 from tests.loop_layers import Linear, ListOfExperts, Masked, SlicesAssigned, WhereAndAdd
 from tests.proof.verdicts import judge, layer_of, tokens
+from tests.slow_parameters import one_per_reason, slow_but
 
 
 @pytest.fixture(autouse=True)
@@ -125,13 +126,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("style", REFUSED, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", one_per_reason(REFUSED), ids=lambda s: s.__name__)
 def test_a_loop_that_mixes_rows_is_refused(fake_ranks, style):
     verdict = judge(layer_of(style, fake_ranks), tokens())
     assert getattr(verdict, "reason", verdict) is REFUSED[style], verdict
 
 
-@pytest.mark.parametrize("style", loop_layers.LOOPS, ids=lambda s: s.__name__)
+QUICK = [
+    loop_layers.WhereAndAdd, loop_layers.Masked, loop_layers.ScatteredColumn,
+    loop_layers.NarrowedCopies, loop_layers.DummySum, loop_layers.CheckpointedLoop,
+    loop_layers.ChannelAttention, loop_layers.Autocast,
+]  # fmt: skip
+"""Rows found by a search, a mask, an index, in slices; padded; in a checkpoint."""
+
+
+@pytest.mark.parametrize("style", slow_but(QUICK, loop_layers.LOOPS), ids=lambda s: s.__name__)
 def test_a_loop_is_proven(fake_ranks, style):
     dtype = loop_layers.OTHER_TYPES.get(style, torch.bfloat16)
     verdict = judge(layer_of(style, fake_ranks, dtype), tokens(dtype))

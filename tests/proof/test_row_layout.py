@@ -11,6 +11,7 @@ from moe_compile.regions.regions import RowProof
 from tests.layers import LoopExperts
 from tests.proof.test_position_rounding import verdict_of, with_body
 from tests.proof.verdicts import judge
+from tests.slow_parameters import slow_but
 
 HALVES = {
     "gelu": lambda h: F.gelu(h[:, :64]) * h[:, 64:],
@@ -19,7 +20,7 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("case", HALVES)
 def test_an_operator_with_code_for_whole_tensors_is_refused_on_parts_of_rows(
     fake_ranks, case, dtype
@@ -29,7 +30,7 @@ def test_an_operator_with_code_for_whole_tensors_is_refused_on_parts_of_rows(
     assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("name", ["silu", "mish", "softplus", "sigmoid", "elu"])
 def test_others_are_proven_on_parts_of_rows(fake_ranks, name, dtype):
     function = getattr(F, name)

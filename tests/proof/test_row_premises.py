@@ -18,6 +18,7 @@ from moe_compile.regions.row_domain import Labels, Opaque, Segment, Selected
 from tests.layers import STYLES, GroupedExperts
 from tests.proof.test_row_orders import put_back, verdict_on
 from tests.proof.verdicts import judge, layer_of, tokens
+from tests.slow_parameters import slow_but
 
 
 def runs(m, x, c):
@@ -240,7 +241,7 @@ def written(node):
     return node.target, source_place(node)
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but(STYLES[:3:2], STYLES), ids=lambda s: s.__name__)
 def test_the_verdict_is_the_same_for_few_tokens_and_none(fake_ranks, style):
     """A rank without tokens read 0 for the rows it sends, and refused alone."""
     layer = layer_of(style, fake_ranks)

@@ -21,6 +21,7 @@ from tests.layers import (
     SortedChunks,
 )
 from tests.proof.verdicts import WIDTH, judge, layer_of, tokens
+from tests.slow_parameters import slow_but
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,10 @@ def titan(fake_ranks, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("indices", ["permute_indices", "permute_indices_by_kernel"])
+@pytest.mark.parametrize(
+    "indices",
+    slow_but(["permute_indices_by_kernel"], ["permute_indices", "permute_indices_by_kernel"]),
+)
 def test_torchtitans_padded_groups_are_proven_and_sliced_but_for_their_padding(titan, indices):
     proof = judge(titan(True, indices), tokens(torch.float32))
     assert isinstance(proof, RowProof), proof
@@ -144,6 +148,7 @@ def test_torchtitans_padded_groups_are_proven_and_sliced_but_for_their_padding(t
     assert [proof.padding[gemm] for gemm in proof.sliceable] == [(8, 8, 8, 8)] * 3
 
 
+@pytest.mark.slow
 def test_a_higher_order_operator_may_write_what_it_makes_of_counts(titan):
     """On a GPU the indices are written by a kernel inside a higher-order operator."""
     (graph,) = (

@@ -7,6 +7,7 @@ from torch import nn
 from moe_compile.regions.regions import Refused, RowProof
 from tests.layers import GroupedExperts
 from tests.proof.verdicts import WIDTH, judge, layer_of, tokens
+from tests.slow_parameters import slow_but
 
 
 class Biased(GroupedExperts):
@@ -100,7 +101,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", slow_but([*REFUSED][::4], REFUSED))
 def test_what_would_mix_experts_or_read_more_than_constants_is_refused(fake_ranks, case):
     found = verdict(fake_ranks, **REFUSED[case])
     assert isinstance(found, Refused)

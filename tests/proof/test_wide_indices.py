@@ -10,6 +10,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused, RowProof
 from tests.proof.test_row_orders import verdict_on
 from tests.proof.verdicts import WIDTH
+from tests.slow_parameters import slow_but
 
 
 def wide(index, columns=WIDTH):
@@ -30,7 +31,7 @@ MADE_WIDE = {
 
 
 @pytest.mark.parametrize("form", MADE_WIDE)
-@pytest.mark.parametrize("found", ["perm", "searched"])
+@pytest.mark.parametrize("found", slow_but(["perm"], ["perm", "searched"]))
 def test_rows_are_followed_through_a_gather_by_a_wide_index(fake_ranks, form, found):
     """`searched` is a permutation that is not followed: what it says is checked on samples."""
 
@@ -51,7 +52,7 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("form", COLUMNS)
+@pytest.mark.parametrize("form", slow_but([*COLUMNS][::3], COLUMNS))
 def test_a_column_of_a_wide_index_is_the_vector_again(fake_ranks, form):
     def body(m, x, c):
         perm = m.perm(x, c)
@@ -71,7 +72,7 @@ BACK = {
 }
 
 
-@pytest.mark.parametrize("way", BACK)
+@pytest.mark.parametrize("way", slow_but([*BACK][::2], BACK))
 def test_rows_are_followed_back_through_a_scatter_by_a_wide_index(fake_ranks, way):
     def body(m, x, c):
         perm = m.perm(x, c)
@@ -125,7 +126,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", slow_but([*OTHERS][::3], OTHERS))
 def test_other_indices_are_refused(fake_ranks, case):
     body, reason = OTHERS[case]
     verdict = verdict_on(body, fake_ranks)

@@ -7,6 +7,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused, RowProof
 from tests.proof.test_row_orders import put_back, verdict_on
 from tests.proof.verdicts import WIDTH
+from tests.slow_parameters import one_per_reason
 
 ROWS = 64
 
@@ -103,7 +104,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", one_per_reason(REFUSED))
 def test_what_need_not_hold_for_the_rows_of_a_chunk_is_refused(fake_ranks, case):
     """They were proven, and chunks computed with other numbers, or failed."""
     body, reason = REFUSED[case]

@@ -19,6 +19,7 @@ from tests.dispatch_layers import (
     SharedInOrderWeighted,
 )
 from tests.layers import STYLES, GroupedExperts
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 32
 
@@ -311,7 +312,10 @@ class RoutesByBytes(Routes):
     through = torch.uint8
 
 
-@pytest.mark.parametrize(("style", "is_proven"), [(Routes, True), (RoutesByBytes, False)])
+@pytest.mark.parametrize(
+    ("style", "is_proven"),
+    slow_but([(RoutesByBytes, False)], [(Routes, True), (RoutesByBytes, False)]),
+)
 def test_numbers_of_experts_that_a_type_does_not_hold_prove_nothing(fake_ranks, style, is_proven):
     """Of 260 experts two numbers become one: a token may have both rows on one rank."""
     assert found_in(style, fake_ranks, experts=260).is_chosen_once is is_proven
@@ -381,7 +385,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("form", COUNTS)
+@pytest.mark.parametrize("form", slow_but([*COUNTS][::3], COUNTS))
 def test_counts_are_those_of_the_chosen_experts_or_prove_nothing(fake_ranks, form):
     count, choices, is_proven = COUNTS[form]
     assert found_in(counted_by(count, choices), fake_ranks).is_chosen_once is is_proven
@@ -432,7 +436,7 @@ def test_as_many_rows_on_every_rank_are_proven_by_what_chose_them(fake_ranks, st
     assert (found.rows_per_token, found.mean_rows_per_token) == (None, expected)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", slow_but(STYLES[:2], STYLES))
 def test_every_style_has_as_many_rows_on_every_rank(fake_ranks, style):
     assert found_in(style, fake_ranks).mean_rows_per_token == TOP_K
 
@@ -449,7 +453,9 @@ def second_half(style, **changes):
     return type(style.__name__, (style,), {"first": lambda self, x: x.shape[0] // 2, **changes})
 
 
-@pytest.mark.parametrize("style", [SharedByIndex, SharedInOrder, SharedInOrderWeighted])
+@pytest.mark.parametrize(
+    "style", slow_but([SharedByIndex], [SharedByIndex, SharedInOrder, SharedInOrderWeighted])
+)
 def test_the_rows_of_a_part_of_the_tokens_are_known(fake_ranks, style):
     for half, first in ((style, 0), (second_half(style), SECOND)):
         found = found_in(half, fake_ranks)

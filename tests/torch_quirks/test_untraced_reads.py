@@ -52,7 +52,11 @@ by_an_error = pytest.mark.skipif(
 
 
 cases = pytest.mark.parametrize(
-    "where_long", [pytest.param(sorted_where_long, marks=by_an_error), looked_up_where_long]
+    "where_long",
+    [
+        pytest.param(sorted_where_long, marks=[by_an_error, pytest.mark.slow]),
+        looked_up_where_long,
+    ],
 )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_compile.torch_quirks.wrong_reads import refuse_wrong_reads
+from tests.slow_parameters import slow_but
 
 
 class Capacity(torch.nn.Module):
@@ -22,7 +23,7 @@ class Scaled(torch.nn.Module):
         return x * (torch.tensor(2.0) * (x.shape[0] / 4))
 
 
-@pytest.mark.parametrize("codegen", ["fx", "inductor"])
+@pytest.mark.parametrize("codegen", slow_but(["fx"], ["fx", "inductor"]))
 def test_a_capacity_of_constants_and_symbols_is_what_it_is_in_eager(codegen):
     """Host reads in graphs had torch read what stands in for a symbol: two slots for any tokens."""
     torch._dynamo.reset()
