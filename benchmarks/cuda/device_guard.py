@@ -4,7 +4,7 @@ Contract
     `load_guard` is called before torch is imported, and `store_guard` after: a CUDA build of torch
     puts a guard of its own in its place.
     Needs g++ and torch's headers; the library is kept in the temporary folder, by a hash of
-    torch's version and of the source.
+    torch's place and version and of the source: it is bound to the libraries at that place.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ def store_guard() -> None:
     ctypes.CDLL(str(_library())).megamoe_store_guard()
 
 
+def name_of_library(torch: Path) -> str:
+    """Return the name of the library for the torch in this folder."""
+    key = str(torch) + (torch / "version.py").read_text() + SOURCE.read_text()
+    return f"megamoe_guard_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+
+
 def _library() -> Path:
     found = find_spec("torch")
     assert found is not None and found.submodule_search_locations is not None
     torch = Path(found.submodule_search_locations[0])
-    key = (torch / "version.py").read_text() + SOURCE.read_text()
-    name = f"megamoe_guard_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    name = name_of_library(torch)
     library = Path(tempfile.gettempdir()) / name
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.limited_process import run_limited
-from benchmarks.lanes.steps import LANES, Step, example, steps_of
+from benchmarks.lanes.steps import EXAMPLE, LANES, LOGS, Step, example, steps_of
 from benchmarks.lanes.table import summary_line, write_page
 
 RESULTS: Final = Path("benchmarks/results/torch_lanes.json")
 COMMAND: Final = "python -m benchmarks.lanes"
 PAGE: Final = Path("docs/torches.md")
-LOGS: Final = Path("outputs/lanes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.results.exists():
         record = json.loads(options.results.read_text())
     LOGS.mkdir(parents=True, exist_ok=True)
-    (LOGS / "example.py").write_text(example())
+    (LOGS / EXAMPLE).write_text(example())
     has_passed = True
     for version in options.versions or LANES:
         lane = record["lanes"].setdefault(version, {})
@@ -104,7 +103,8 @@ def _result(began: float, *, passed: bool, said: str) -> dict[str, Any]:
 
 
 def _last(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if any(map(str.isalpha, line))]  # not a table's frame
     return lines[-1][:200] if lines else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ FOLDERS: Final = ("torch_quirks", "graph", "regions", "proof", "passes", "backen
 CUDA_PROGRAMS: Final = ("layer-ep8", "deepseek-16b-ep8", "qwen3-ep8-tp2")
 QUICK: Final = "not slow and not exhaustive and not gpu and not multigpu"
 RECIPE: Final = "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
+LOGS: Final = Path("outputs/lanes")
+EXAMPLE: Final = "example.py"
+REPORT: Final = "report.json"
 STEPS: Final = 10
 STEP: Final = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s")
 APART: Final = 0.02
@@ -49,7 +53,7 @@ def steps_of(version: str, workers: int) -> tuple[Step, ...]:
     pytest = ("-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "-m", QUICK)
     found = [
         _step("import", ("-c", IMPORTS), 600),
-        _step("example", ("-m", "torch.distributed.run", *_of_example()), 1200),
+        _step("example", ("-m", "torch.distributed.run", *_of_example()), 1200, chunks_of_example),
         _step("recipe eagerly", _recipe("--compile.no-enable"), 2400),
         _step("recipe", _recipe(), 3600, _losses_of_eager),
         *(_step(f"tests {name}", (*pytest, f"tests/{name}"), 5400) for name in FOLDERS),
@@ -62,10 +66,21 @@ def steps_of(version: str, workers: int) -> tuple[Step, ...]:
 
 
 def example() -> str:
-    """Return the README's example, the one that is run by torchrun."""
+    """Return the README's example, the one that is run by torchrun; its report is a log."""
     blocks = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
     (found,) = (block for block in blocks if "torchrun" in block)
-    return str(found)
+    return str(found).replace('"report.json"', f'"{LOGS / REPORT}"')
+
+
+def chunks_of_example(folder: Path) -> str:
+    """Return in how many chunks the layer ran. Raises ValueError where it ran whole."""
+    report = folder.parent / REPORT
+    regions = json.loads(report.read_text())["regions"] if report.exists() else []
+    report.unlink(missing_ok=True)  # that of the next lane is another
+    (chunks,) = [r["num_chunks"] for r in regions] or [1]
+    if chunks == 1:
+        raise ValueError("the layer was not chunked")
+    return f"{chunks} chunks"
 
 
 def losses_in(log: str) -> dict[int, float]:
@@ -92,7 +107,7 @@ def _recipe(*flags: str) -> tuple[str, ...]:
 
 
 def _of_example() -> tuple[str, ...]:
-    return ("--standalone", "--nproc-per-node", "2", "outputs/lanes/example.py")
+    return ("--standalone", "--nproc-per-node", "2", str(LOGS / EXAMPLE))
 
 
 def _of_cuda() -> tuple[str, ...]:

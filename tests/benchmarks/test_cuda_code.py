@@ -16,7 +16,7 @@ from benchmarks.cuda.amounts import (
 from benchmarks.cuda.bars import missed
 from benchmarks.cuda.calls import Kind
 from benchmarks.cuda.cases import PROGRAMS
-from benchmarks.cuda.device_guard import missing
+from benchmarks.cuda.device_guard import missing, name_of_library
 from benchmarks.cuda.findings import _order, findings_in
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.letters import graph_letters
@@ -290,6 +290,16 @@ def test_programs_in_parts_and_hops_must_run_so():
     assert (config.batch_parts, config.nodes, config.hop_slices) == (2, "rounded", 4)
     assert (config.dispatch_wire, config.combine_wire) == ("fp8", "fp8")
     assert all(p.options["strict"] and p.options["equal_tokens"] for p in (parts, hops, both))
+
+
+def test_the_same_torch_elsewhere_has_a_device_of_its_own(tmp_path):
+    """A library of an environment that was removed found no libraries of torch."""
+    names = set()
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "version.py").write_text("__version__ = '2.11.0'")
+        names.add(name_of_library(tmp_path / place))
+    assert len(names) == 2
 
 
 needs_a_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "there")

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lanes import __main__ as command
-from benchmarks.lanes.steps import LANES, LEAST, STEPS, example, farthest, losses_in, steps_of
+from benchmarks.lanes.steps import (
+    LANES,
+    LEAST,
+    LOGS,
+    REPORT,
+    STEPS,
+    chunks_of_example,
+    example,
+    farthest,
+    losses_in,
+    steps_of,
+)
 from benchmarks.lanes.table import page_of
 
 PYPROJECT = Path("pyproject.toml").read_text()
@@ -21,6 +32,18 @@ def test_the_least_torch_is_the_declared_one_and_runs_the_gpu_check_too():
 def test_the_example_is_the_readmes():
     compile(example(), "example.py", "exec")
     assert 'backend="megamoe"' in example()
+    assert str(LOGS / REPORT) in example()
+
+
+def test_an_example_that_ran_whole_has_not_passed(tmp_path):
+    report = tmp_path / REPORT
+    report.write_text(json.dumps({"regions": [{"num_chunks": 4}]}))
+    assert chunks_of_example(tmp_path / "2.11.0") == "4 chunks"
+    for regions in (None, [], [{"num_chunks": 1}]):
+        if regions is not None:
+            report.write_text(json.dumps({"regions": regions}))
+        with pytest.raises(ValueError, match="not chunked"):
+            chunks_of_example(tmp_path / "2.11.0")
 
 
 def test_losses_are_held_to_those_of_eager_step_by_step():
