@@ -331,4 +331,4 @@ class _Proof:
         known = TokenIndex(others)
         is_alone = buffer.op == "placeholder" and touching == [node]
         chosen = (n for n in apart if known.output(n, 1, "topk", *TOPK) is not None)
-        return is_alone and any(counts_values(known, value, one) for one in chosen)
+        return is_alone and any(counts_values(known, value, one, self.dependence) for one in chosen)

@@ -190,7 +190,7 @@ _DISPATCH_AND_WIRE: Final = {
     "megamoe.equal_tokens = true if in every step all ranks have the same number of tokens",
     Reason.ONE_NODE: f"{NOTHING}: two hops save what goes between nodes",
     Reason.CHOSEN_TWICE: "choose experts by topk inside the graph, sort its indices, and count "
-    "them by bincount, histc or a comparison with arange",
+    "them there in a type that holds all numbers of rows, as int64",
     Reason.TENSOR_FLOAT: "multiply rows by their weights and add them up, or call "
     "torch.set_float32_matmul_precision('highest')",
     Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'",

@@ -1,116 +1,154 @@
-"""Whether counts are proven to be how often each expert was chosen.
+"""Whether counts are how often each expert was chosen, however the program counts.
 
 Contract
-    An answer holds for any routing. Counted are all values of a tensor, by `bincount`, by `histc`
-    with a bin for each, by adding ones at each value to zeros, or by a comparison with a range.
+    What the graph computes of the chosen experts alone is run, on the CPU, for drawn choices:
+    counts are how often each expert was chosen if they are so for all of these. Choices are drawn
+    from a fixed seed, at the number of tokens that the graph is for.
+    Refused is what needs anything but the choices, draws random numbers, or goes through a type
+    that does not hold all numbers of rows. No tensor of the program is read or written.
 """
 
 from __future__ import annotations
 
-import operator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import sympy
+import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
-from moe_compile.graph.query import expression_of, is_integer, number_of, tensor_of
-from moe_compile.graph.torch_calls import torch_name
-from moe_compile.regions.label_bins import FLOATS, bins_of
-from moe_compile.regions.row_chain import num_rows, shape_of, type_of
-from moe_compile.regions.token_index import CASTS, HOLDS_ALL, TokenIndex
-from moe_compile.regions.token_sums import OF_ZEROS, is_zeros
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.effects import communicates, may_draw
+from moe_compile.graph.query import expression_of, is_launch, is_wait, tensor_of, value_of
+from moe_compile.regions.row_chain import shape_of
+from moe_compile.regions.token_index import HOLDS_ALL, TokenIndex
 
-TO_FLOATS: Final = ("to", "float", "double")
-ONES: Final = frozenset({"ones", "ones_like", "new_ones"})
+TYPES: Final = frozenset({*HOLDS_ALL, torch.bool, torch.float32, torch.float64})
+"""Of what is computed on the way; float32 holds the integers up to 2^24 rows."""
+SEED: Final = 20240229
+SIZES: Final = (3, 300)
+"""What stands for a size that is a symbol."""
+MOST_ELEMENTS: Final = 1 << 26
+"""Of one tensor: `one_hot` of 32,768 tokens, 8 of 256 experts each, has as many."""
+FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+"""What running a call on tensors it was not written for may raise."""
 
 
-def counts_values(known: TokenIndex, counts: fx.Node, chosen: fx.Node) -> bool:
-    """Whether `counts[e]` is proven to be how often `chosen`, results of a `topk`, holds e."""
-    if type_of(node := known.origin(counts)) not in HOLDS_ALL:
+def counts_values(
+    known: TokenIndex, counts: fx.Node, chosen: fx.Node, dependence: Dependence
+) -> bool:
+    """Whether `counts[e]` is how often `chosen`, indices that a `topk` gave, holds e."""
+    scores = (known.topk_of(chosen) or {}).get("input")
+    steps = _steps(counts, chosen, dependence)
+    if steps is None or not isinstance(scores, fx.Node) or known.is_written(chosen):
         return False
-    if (counted := _added(known, node) or _compared(known, node)) is not None:
-        return known.origin(counted) is chosen
-    if (given := known.arguments(node, "bincount", "input", "weights", "minlength")) is not None:
-        counted = _node(given.get("input"))
-        return given.get("weights") is None and _is(known, counted, chosen)
-    binned = _before_cast(known, node, CASTS)
-    given = known.arguments(binned, "histc", "input", "bins", "min", "max")
-    labels = None if given is None else _node(given.get("input"))
-    if given is None or labels is None or not _has_bins(known, chosen, labels, given):
+    shape, num_choices = shape_of(chosen), shape_of(scores)[-1]
+    of_symbols = SIZES if any(type(size) is not int for size in shape) else SIZES[:1]
+    try:
+        return all(
+            _are_counts(_run(steps, {chosen: drawn}, number)[counts], drawn)
+            for number in of_symbols
+            for drawn in _choices([_size(s, number) for s in shape], _size(num_choices, number))
+        )
+    except FAILURES:
         return False
-    return _is(known, _before_cast(known, labels, TO_FLOATS), chosen)
 
 
-def _is(known: TokenIndex, node: fx.Node | None, chosen: fx.Node) -> bool:
-    return node is not None and known.origin(node) is chosen
+def is_filled_first(node: fx.Node, dependence: Dependence) -> bool:
+    """Whether all that writes the memory of `node` runs before anything else reads it.
+
+    So it is with zeros to which ones are added in place.
+    """
+    writers = dependence.writers(node)
+    mine = frozenset().union(*(dependence.writes[writer] for writer in writers))
+    last = max(map(dependence.position.__getitem__, writers), default=-1)
+    before = (n for n, position in dependence.position.items() if position < last)
+    return all(n in writers or not dependence.reads(n) & mine for n in before)
 
 
-def _before_cast(known: TokenIndex, node: fx.Node, casts: tuple[str, ...] | frozenset[str]) -> Any:
-    """Return what a cast between integers and floating-point numbers was made of, or `node`."""
-    source = _node(node.args[0]) if node.op == "call_method" and node.target in casts else None
-    if source is None or known.is_written(node):
-        return node
-    types = {type_of(source), type_of(node)}
-    both = len(types & {*FLOATS}) == len(types & {*HOLDS_ALL}) == 1
-    return source if both else node
+def _steps(counts: fx.Node, chosen: fx.Node, dependence: Dependence) -> list[fx.Node] | None:
+    """Return what makes `counts` of `chosen` alone, in order; None where more is needed."""
+    if not is_filled_first(counts, dependence):
+        return None
+    found: set[fx.Node] = set()
+    todo = [counts, *dependence.writers(counts)]
+    while todo:
+        node = todo.pop()
+        if node is chosen or node in found or isinstance(value_of(node), int | torch.SymInt):
+            continue
+        if not _can_run(node):
+            return None
+        found.add(node)
+        todo += dependence.needs(node)
+    return dependence.in_order(found)
 
 
-def _has_bins(known: TokenIndex, chosen: fx.Node, labels: fx.Node, given: dict[str, Any]) -> bool:
-    """Whether each label that `topk` may choose has its own bin, or none if there is no more."""
-    topk = known.topk_of(chosen) or {}
-    scores, dtype = _node(topk.get("input")), type_of(labels)
-    shape = [] if scores is None else shape_of(scores)
-    num_labels = number_of(shape[topk.get("dim", -1)]) if shape else None
-    bins = given.get("bins")
-    if num_labels is None or dtype is None or type(bins) is not int:
+def _can_run(node: fx.Node) -> bool:
+    """Whether the node is a call of torch that computes the same each time, and on this rank."""
+    is_call = node.op in ("call_function", "call_method")
+    if not is_call or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    found = bins_of(range(num_labels), dtype, bins, given.get("min"), given.get("max"))
-    return found == tuple(label if label < bins else None for label in range(num_labels))
+    if is_launch(node) or is_wait(node) or may_draw(node) or communicates(node):
+        return False
+    tensor = tensor_of(node)
+    return tensor is None or tensor.dtype in TYPES
 
 
-def _added(known: TokenIndex, node: fx.Node) -> fx.Node | None:
-    """Return the values v of `zeros(n).scatter_add(0, v, ones_like(v))`."""
-    given = known.arguments(node, "scatter_add", "input", "dim", "index", "src")
-    if given is None or given.get("dim") not in (0, -1):
-        return None
-    base, values, ones = (_node(given.get(name)) for name in ("input", "index", "src"))
-    if base is None or values is None or ones is None or known.is_written(values):
-        return None
-    makes_one = torch_name(ones) in ONES and ones.kwargs.keys() <= OF_ZEROS
-    if not is_zeros(base) or not makes_one or known.is_written(base) or known.is_written(ones):
-        return None
-    return values if len(shape_of(values)) == 1 else None
+def _size(size: Any, number: int) -> int:
+    """Return a size, where a symbol is `number`; raise ValueError for one that data tells."""
+    expression = sympy.sympify(expression_of(size))
+    if free_unbacked_symbols(expression):
+        raise ValueError(f"{expression} is known at run time alone")
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
 
 
-def _compared(known: TokenIndex, node: fx.Node) -> fx.Node | None:
-    """Return the values v of `(v[:, None] == arange(n)).sum(0)`."""
-    given = known.arguments(node, "sum", "input", "dim", "keepdim", "dtype")
-    if given is None or given.get("dim") not in (0, [0], (0,)) or given.get("keepdim"):
-        return None
-    compared = given.get("input")
-    pairs = (known.arguments(compared, name, "input", "other") for name in ("eq", "__eq__"))
-    pair = next(filter(None, pairs), {})
-    values, labels = _node(pair.get("input")), _node(pair.get("other"))
-    if values is None or labels is None or not _is_range(known, labels):
-        return None
-    column = tensor_of(values)
-    numel = None if column is None else expression_of(column.numel())
-    crossed = shape_of(compared) == [numel, num_rows(labels)]
-    return _column(values) if crossed and not known.is_written(values) else None
+def _choices(shape: Sequence[int], num_choices: int) -> Iterator[torch.Tensor]:
+    """Yield k different choices for each token, drawn, and the last ones for all tokens."""
+    *tokens, k = shape
+    if math.prod(tokens) * num_choices > MOST_ELEMENTS:
+        raise ValueError("too many to draw")
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = torch.rand(*tokens, num_choices, generator=generator, device="cpu")
+    yield drawn.topk(k)[1]
+    yield torch.arange(num_choices - k, num_choices, device="cpu").expand(shape).contiguous()
 
 
-def _is_range(known: TokenIndex, node: fx.Node) -> bool:
-    """Whether the node is 0, 1, ... in order."""
-    given = known.arguments(node, "arange", "end", "dtype", "device")
-    return given is not None and len(node.args) == 1 and is_integer(node)
+def _run(
+    steps: Sequence[fx.Node], values: dict[fx.Node, Any], number: int
+) -> Mapping[fx.Node, Any]:
+    """Run `steps` on the CPU beside what `values` has; a size's symbol is `number`."""
 
+    def real(node: fx.Node) -> Any:
+        return values[node] if node in values else _size(node, number)
 
-def _column(values: fx.Node) -> fx.Node:
-    """Return the vector that `v[:, None]` spreads; another form is taken as it is."""
-    spread = (slice(None, None, None), None)
-    if values.target is operator.getitem and values.args[1] == spread:
-        return values.all_input_nodes[0]
+    def on_cpu(tree: Any) -> Any:
+        return pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), tree)
+
+    with torch.no_grad(), torch.device("cpu"):
+        for node in steps:
+            made = tensor_of(node)
+            if made is not None and _elements(made, number) > MOST_ELEMENTS:
+                raise ValueError(f"{node} has too many elements")
+            args = on_cpu(fx.node.map_arg(node.args, real))
+            kwargs = on_cpu(fx.node.map_arg(node.kwargs, real))
+            target = node.target
+            call = target if callable(target) else getattr(torch.Tensor, target)
+            values[node] = call(*args, **kwargs)
     return values
 
 
-def _node(argument: Any) -> fx.Node | None:
-    return argument if isinstance(argument, fx.Node) else None
+def _elements(made: torch.Tensor, number: int) -> int:
+    """Return how many elements a tensor has, one for each size that data tells."""
+    sizes = (sympy.sympify(expression_of(size)) for size in made.shape)
+    return math.prod(_size(s, number) for s in sizes if not free_unbacked_symbols(s))
+
+
+def _are_counts(found: Any, chosen: torch.Tensor) -> bool:
+    """Whether a vector of integers says how often its places stand in `chosen`."""
+    if not isinstance(found, torch.Tensor) or found.dtype not in HOLDS_ALL or found.dim() != 1:
+        return False
+    expected = torch.bincount(chosen.flatten(), minlength=len(found))[: len(found)]
+    return torch.equal(found.long(), expected)

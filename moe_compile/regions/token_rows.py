@@ -32,7 +32,7 @@ from moe_compile.regions.row_chain import (
     shape_of,
     type_of,
 )
-from moe_compile.regions.token_counts import counts_values
+from moe_compile.regions.token_counts import counts_values, is_filled_first
 from moe_compile.regions.token_index import TokenIndex, is_same_value, mean_rows_per_token
 from moe_compile.regions.token_regions import NotFound, TokenRows
 from moe_compile.regions.token_sums import find_token_sum
@@ -51,6 +51,8 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
     kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
+        if node is region.counts and is_filled_first(node, dependence):
+            continue
         if writers := dependence.writers(node):
             return NotFound(
                 reason=Reason.WRITTEN, detail=f"{operator_at(node)} by {operator_at(writers[0])}"
@@ -107,7 +109,8 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         rows_per_token=rows_per_token,
         part=part,
         mean_rows_per_token=None if part else of_each or mean_rows_per_token(index, tokens),
-        is_chosen_once=chosen is not None and counts_values(known, region.counts, chosen),
+        is_chosen_once=chosen is not None
+        and counts_values(known, region.counts, chosen, dependence),
         chosen=chosen,
         keeps_order=known.is_sorted_stably(index),
     )

@@ -536,7 +536,7 @@ class OtherCounts(Around):
     """Nobody has proven what its counts count."""
 
     def exchange_counts(self, counts):
-        self.counts = counts + 0
+        self.counts = counts.bfloat16().long()
         return super().exchange_counts(self.counts)
 
     def splits(self, counts, received):

@@ -339,6 +339,13 @@ def ones_added(flat, number):
     return flat.new_zeros(number).scatter_add(0, flat, torch.ones_like(flat))
 
 
+def on_a_table(flat, number):
+    """DeepSeek's way, as transformers has it."""
+    table = flat.new_zeros(flat.shape[0] // TOP_K, number)
+    table.scatter_(1, flat.view(-1, TOP_K), 1)
+    return table.sum(dim=0)
+
+
 COUNTS = {
     "histc": (lambda flat, n: torch.histc(flat.float(), n, 0, n - 1).long(), EXPERTS, True),
     "histc up to the number": (
@@ -374,6 +381,32 @@ COUNTS = {
     ),
     "ones added to ones": (
         lambda flat, n: flat.new_ones(n).scatter_add(0, flat, torch.ones_like(flat)),
+        EXPERTS,
+        False,
+    ),
+    "ones added in place": (
+        lambda flat, n: flat.new_zeros(n).index_add_(0, flat, torch.ones_like(flat)),
+        EXPERTS,
+        True,
+    ),
+    "one_hot of pairs": (
+        lambda flat, n: F.one_hot(flat.view(-1, TOP_K), n).sum((0, 1)).int(),
+        EXPERTS,
+        True,
+    ),
+    "a table of tokens": (on_a_table, EXPERTS, True),
+    "one by one": (
+        lambda flat, n: torch.stack([(flat == e).sum() for e in range(n)]),
+        EXPERTS,
+        True,
+    ),
+    "at most four": (
+        lambda flat, n: F.one_hot(flat, n).sum(0).clamp(max=4),
+        EXPERTS,
+        False,
+    ),
+    "added up in eight bits": (
+        lambda flat, n: F.one_hot(flat, n).to(torch.int8).sum(0),
         EXPERTS,
         False,
     ),
