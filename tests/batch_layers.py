@@ -7,7 +7,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention_layers import SplitAttention
-from tests.dispatch_layers import InOrder, InOrderWeighted, OntoNewZeros, OntoTokens, OntoZeros
+from tests.dispatch_layers import (
+    ByInverse,
+    InOrder,
+    InOrderWeighted,
+    IntoEmpty,
+    OntoNewZeros,
+    OntoTokens,
+    OntoZeros,
+    WeightedInOrder,
+)
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
 
 WIDTH, HIDDEN, HEADS, POSITIONS = 64, 64, 4, 16
@@ -135,5 +144,5 @@ class RecomputedStack(nn.Module):
 
 LAYERS = (
     GroupedExperts, LoopExperts, FusedGateUp, InOrder, InOrderWeighted, OntoTokens, OntoZeros,
-    OntoNewZeros,
+    OntoNewZeros, IntoEmpty, WeightedInOrder, ByInverse,
 )  # fmt: skip

@@ -86,7 +86,7 @@ class IntoEmpty(Around):
     def total(self, x, order, out, scores):
         new = torch.empty_like(out)
         new[order] = out
-        by_token = new.view(len(x), self.top_k, x.shape[1]).type(scores.dtype)
+        by_token = new.view(*scores.shape, -1).type(scores.dtype)
         return by_token.mul_(scores.unsqueeze(-1)).sum(dim=1).type(new.dtype)
 
 
@@ -97,7 +97,7 @@ class WeightedInOrder(Around):
         new = torch.zeros_like(out)
         new[order, :] = out
         new = new.to(scores.dtype) * scores.reshape(-1, 1)
-        return new.view(len(x), self.top_k, x.shape[1]).sum(1).to(out.dtype)
+        return new.view(-1, self.top_k, x.shape[1]).sum(1).to(out.dtype)
 
 
 class ByInverse(Around):

@@ -14,6 +14,7 @@ as `[4, P, D]`, which cuts across them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import sympy
@@ -22,7 +23,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moe_compile.attention.head_factors import Lost
-from moe_compile.graph.query import expression_of, number_of, value_of
+from moe_compile.graph.query import expression_of, number_of, value_of, where_equal
 
 FIRST: Final = 2**61
 """Primes are above it: no tensor has so many elements."""
@@ -31,8 +32,11 @@ FIRST: Final = 2**61
 class SizeNumbers:
     """The numbers that stand for the symbols of one graph; without a graph there are none."""
 
-    def __init__(self, graph: fx.Graph | None = None) -> None:
-        """Take the symbols that inputs of `graph` are."""
+    def __init__(
+        self, graph: fx.Graph | None = None, same: Mapping[Any, Any] | None = None
+    ) -> None:
+        """Take the symbols that inputs of `graph` are, and sizes that are the `same` as others."""
+        self._same = dict(same or {})
         self._stands_for: dict[int, torch.SymInt] = {}
         self._number_of: dict[sympy.Expr, int] = {}
         self.inputs: dict[int, fx.Node] = {}
@@ -61,6 +65,8 @@ class SizeNumbers:
         if not isinstance(size, torch.SymInt):
             return int(size)
         product, number = expression_of(size), 1
+        for length, other in self._same.items():
+            product = where_equal(product, length, other)
         for factor, power in product.as_powers_dict().items():
             if factor.is_Integer and power.is_Integer and power > 0:
                 number *= int(factor) ** int(power)

@@ -22,13 +22,15 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.regions.row_chain import num_rows
 
 
 def follow_graph(
     graph: fx.Graph, regions: Collection[SplitRegion], dependence: Dependence
 ) -> tuple[ExpertTracker, dict[fx.Node, str]]:
     """Return the factors of all that can be followed, and why other nodes cannot."""
-    tracker, lost = ExpertTracker(SizeNumbers(graph)), dict[fx.Node, str]()
+    came_back = {num_rows(s.region.result): num_rows(s.region.rows) for s in regions}
+    tracker, lost = ExpertTracker(SizeNumbers(graph, came_back)), dict[fx.Node, str]()
     sums = {split.found.sums.total: split for split in regions}
     inner = {n for split in regions for n in inside(split, dependence)} - sums.keys()
     slices = {n: split for split in regions if split.share is not None for n in split.share.slices}

@@ -11,6 +11,7 @@ import re
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+import sympy
 import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -121,6 +122,14 @@ def expression_of(size: Any) -> Any:
     """Return what two equal sizes share: the number, or the symbolic expression; of a node too."""
     value = value_of(size) if isinstance(size, fx.Node) else size
     return value.node.expr if isinstance(value, torch.SymInt) else value
+
+
+def where_equal(size: Any, length: Any, other: Any) -> Any:
+    """Return the expression of a size where `length`, a sum of symbols, is equal to `other`."""
+    whole, length, other = map(sympy.sympify, (size, length, other))
+    symbols = sorted(length.free_symbols - other.free_symbols, key=str)
+    symbol = next((one for one in symbols if length.coeff(one) == 1), None)
+    return whole if symbol is None else whole.subs(symbol, other - (length - symbol))
 
 
 def number_of(size: Any) -> int | None:

@@ -18,9 +18,10 @@ import sympy
 import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.utils._sympy.functions import FloorDiv
 
 from moe_compile.graph.effects import always_holds
-from moe_compile.graph.query import tensor_of, value_of
+from moe_compile.graph.query import tensor_of, value_of, where_equal
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.regions import MoERegion
 
@@ -38,6 +39,10 @@ ARITHMETIC: Final[dict[Any, Callable[..., Any]]] = {
     operator.neg: operator.neg,
     torch.sym_sum: lambda terms: sympy.Add(*terms),
 }
+DIVIDES: Final[dict[Any, Callable[..., Any]]] = {
+    operator.mod: sympy.Mod,
+    operator.floordiv: FloorDiv,
+}
 
 
 def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
@@ -46,11 +51,11 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
         return True
     condition = assertion.args[0]
     if assertion.target is torch._check_is_size:
-        number = _formula(condition, facts)
+        number = _formula(condition, region, facts)
         return number is not None and bool(number.is_nonnegative)
     if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
         return False
-    left, right = (_formula(argument, facts) for argument in condition.args)
+    left, right = (_formula(argument, region, facts) for argument in condition.args)
     if left is None or right is None:
         return False
     if condition.target is operator.eq:
@@ -67,27 +72,39 @@ def _strict(left: sympy.Expr, right: sympy.Expr, relation: object) -> tuple[symp
     return (left, right + 1) if relation is operator.gt else (right, left + 1)
 
 
-def _formula(argument: Any, facts: CountFacts) -> sympy.Expr | None:
+def _formula(argument: Any, region: MoERegion, facts: CountFacts) -> sympy.Expr | None:
     """Return a number of the host as a formula in the counts, or None.
 
-    As the program computes it: what an assertion says of it would make that assertion true.
+    As the program computes it: what an assertion says of it would make that assertion true. Where
+    it divides, the rows sent are as many as there are.
     """
     if isinstance(argument, int):
         return sympy.Integer(argument)
     if not isinstance(argument, fx.Node):
         return None
-    if argument.target not in ARITHMETIC or argument.kwargs:
+    compute = ARITHMETIC.get(argument.target) or DIVIDES.get(argument.target)
+    if compute is None or argument.kwargs:
         value = value_of(argument)
         formula = facts.formula_written(value)
         return _known_before(value) if formula is None else formula
     operands = [
-        [_formula(a, facts) for a in given] if isinstance(given, list | tuple) else given
+        [_formula(a, region, facts) for a in given] if isinstance(given, list | tuple) else given
         for given in argument.args
     ]
-    known = [o if isinstance(o, list) else _formula(o, facts) for o in operands]
+    known = [o if isinstance(o, list) else _formula(o, region, facts) for o in operands]
     if any(k is None or (isinstance(k, list) and None in k) for k in known):
         return None
-    return ARITHMETIC[argument.target](*known)
+    if argument.target in DIVIDES:
+        sent, num_rows = sympy.Add(*facts.sent), _num_rows(region, facts)
+        known = [where_equal(number, sent, num_rows) for number in known]
+    return compute(*known)
+
+
+def _num_rows(region: MoERegion, facts: CountFacts) -> sympy.Expr:
+    """Return how many rows are sent, as their tensor tells it."""
+    rows = tensor_of(region.rows)
+    assert rows is not None
+    return facts.formula(rows.shape[0])
 
 
 def _known_before(size: Any) -> sympy.Expr | None:

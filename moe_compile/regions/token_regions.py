@@ -26,6 +26,8 @@ class TokenSum:
     """`[R]`: the token of each row; where rows are put in order first, the order."""
     is_order: bool
     """Whether `index` is the order of the rows, `k` to a token, instead of their tokens."""
+    num_sums: object
+    """T, as `shape_of` has it; where rows are put in order first, as their order tells it."""
     num_slots: object = None
     """Rows that are added up for a token, where these are put in order first; else None."""
     base: fx.Node | None = None

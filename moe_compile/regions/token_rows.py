@@ -78,7 +78,7 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     gathered = _gathered(gather)
     assert gathered is not None
     tokens, index = gathered
-    after, found = find_token_sum(region.result, dependence)
+    after, found = find_token_sum(region.result, num_rows(region.rows), dependence)
     known = TokenIndex(frozenset().union(*dependence.writes.values()))
     of_each = known.rows_of_each_token(index, tokens)
     part = known.part_of(index) if of_each is None else None
@@ -90,7 +90,7 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
         raise NotByRow(Reason.OTHER_INDEX, found.total)
     if found.needs_all and of_each is None:
         raise NotByRow(Reason.NO_SUM, found.tail[0])
-    if num_rows(found.total) != num_rows(tokens):
+    if found.num_sums != num_rows(tokens):
         raise NotByRow(Reason.OTHER_TOKENS, found.total)
     if not _can_be_reduced(found.total, tokens):
         raise NotByRow(Reason.NO_SUM, found.total)

@@ -26,13 +26,14 @@ import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.open_sorts import SORT_PARAMETERS
-from moe_compile.graph.query import expression_of, tensor_of
+from moe_compile.graph.query import tensor_of, where_equal
 from moe_compile.graph.torch_calls import arguments_of, torch_name
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_chain import (
     CASTS,
     NotByRow,
     RowChain,
+    num_rows,
     only_reader,
     shape_of,
     type_of,
@@ -50,10 +51,12 @@ ROWS_OF_TOKENS: Final = (1, -2, [1], (1,), [-2], (-2,))
 """The dimension of a token's rows in `[T, k, D]`, as sums take it."""
 
 
-def find_token_sum(result: fx.Node, dependence: Dependence) -> tuple[RowChain, TokenSum]:
+def find_token_sum(
+    result: fx.Node, num_sent: object, dependence: Dependence
+) -> tuple[RowChain, TokenSum]:
     """Return what changes the rows of `result` one by one, and the sum per token after that.
 
-    Raises NotByRow where there is no such sum.
+    As many rows come back as were sent, `num_sent`. Raises NotByRow where there is no such sum.
     """
     chain = RowChain()
     node = result
@@ -62,11 +65,11 @@ def find_token_sum(result: fx.Node, dependence: Dependence) -> tuple[RowChain, T
         if torch_name(user) == "index_add":
             return chain, _index_add(user, node, dependence)
         if user.target is operator.setitem:
-            return chain, _in_order(user, node, dependence)
+            return chain, _in_order(user, node, num_sent, dependence)
         if (order := _order_undone(user, node)) is not None:
             inverse = _index_of(user)
             before = (inverse, user) if len(inverse.users) == 1 else (user,)
-            return chain, _by_token(user, node, order, before)
+            return chain, _by_token(user, _Steps(node, num_sent), order, before)
         if chain.add(user, Reason.NO_SUM) is not node:
             raise NotByRow(Reason.NOT_BY_ROW, user)
         node = user
@@ -119,11 +122,16 @@ def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSu
     assert isinstance(base, fx.Node) and isinstance(index, fx.Node)
     adds_nothing = is_zeros(base) and not dependence.writers(base)
     return TokenSum(
-        total=total, index=index, is_order=False, base=None if adds_nothing else base, tail=(total,)
+        total=total,
+        index=index,
+        is_order=False,
+        num_sums=num_rows(total),
+        base=None if adds_nothing else base,
+        tail=(total,),
     )
 
 
-def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
+def _in_order(write: fx.Node, rows: fx.Node, num_sent: object, dependence: Dependence) -> TokenSum:
     """Read the form that puts rows in order, `k` to a token, and sums these."""
     tokens, _, written = write.args
     order, is_filled = _index_of(write), is_zeros(tokens)
@@ -133,7 +141,8 @@ def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum
     readers = [user for user in tokens.users if user is not write]
     if len(readers) != 1 or dependence.position[readers[0]] < dependence.position[write]:
         raise NotByRow(Reason.NO_SUM, write)
-    found = _by_token(tokens, rows, order, (tokens, write), readers[0])
+    steps = _Steps(rows, num_sent)
+    found = _by_token(tokens, steps, order, (tokens, write), readers[0])
     own = {write, *found.tail[found.tail.index(readers[0]) :]}
     if not {*dependence.writers(tokens)} <= own:
         raise NotByRow(Reason.NO_SUM, write)
@@ -142,15 +151,15 @@ def _in_order(write: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum
 
 def _by_token(
     ordered: fx.Node,
-    rows: fx.Node,
+    steps: _Steps,
     order: fx.Node,
     before: tuple[fx.Node, ...],
     reader: fx.Node | None = None,
 ) -> TokenSum:
     """Read what follows rows in order: a view by token, and the sums of these."""
+    rows = steps.rows
     if type_of(ordered) is not type_of(rows) or shape_of(ordered)[1:] != shape_of(rows)[1:]:
         raise NotByRow(Reason.NO_SUM, ordered)
-    steps = _Steps(rows)
     node = ordered
     while not steps.is_ended:
         user = reader or only_reader(node)
@@ -160,7 +169,8 @@ def _by_token(
         total=node,
         index=order,
         is_order=True,
-        num_slots=shape_of(steps.by_token)[1],
+        num_sums=steps.sizes(steps.by_token)[0],
+        num_slots=steps.sizes(steps.by_token)[1],
         weights=steps.weights,
         tail=(*before, *steps.nodes),
         by_token=steps.by_token,
@@ -171,8 +181,9 @@ def _by_token(
 class _Steps:
     """What becomes of rows in order, one step after another: each is known, or NotByRow."""
 
-    def __init__(self, rows: fx.Node) -> None:
-        self._rows = rows
+    def __init__(self, rows: fx.Node, num_sent: object) -> None:
+        self.rows = rows
+        self._num_sent = num_sent
         self.nodes: list[fx.Node] = []
         self.weights: fx.Node | None = None
         self._by_token: fx.Node | None = None
@@ -183,14 +194,19 @@ class _Steps:
         assert self._by_token is not None
         return self._by_token
 
+    def sizes(self, node: fx.Node) -> list[Any]:
+        """Return the sizes of a tensor, that came back in the terms of those that were sent."""
+        came_back = num_rows(self.rows)
+        return [where_equal(size, came_back, self._num_sent) for size in shape_of(node)]
+
     def add(self, user: fx.Node, node: fx.Node) -> None:
         """Add `user`, which reads `node`, the last step so far."""
         self.nodes.append(user)
         name = torch_name(user)
         if name in FORMS and self._by_token is None:
             self._by_token = user
-            sizes = shape_of(user)
-            is_known = len(sizes) == 3 and sizes[2:] == shape_of(node)[1:]
+            sizes = self.sizes(user)
+            is_known = len(sizes) == 3 and sizes[2:] == self.sizes(node)[1:]
         elif name in WEIGHS:
             is_known = self._weigh(user, node)
         elif name == "sum":
@@ -203,7 +219,7 @@ class _Steps:
 
     def _weigh(self, user: fx.Node, node: fx.Node) -> bool:
         """Take in a product with weights, by row or by token; whether it is one."""
-        sizes = shape_of(node)[:2]
+        sizes = self.sizes(node)[:2]
         if torch_name(user) == "bmm":
             given = arguments_of(user, "bmm", "input", "mat2") or {}
             weights, times = given.get("input"), given.get("mat2")
@@ -221,7 +237,7 @@ class _Steps:
             self.nodes += _squeezed(user)[1:]
             self.is_ended = True
         is_by_row = self._by_token is None and len(shape_of(weights)) == 2  # told at the sum
-        return is_by_row or shape_of(weights) == sizes
+        return is_by_row or self.sizes(weights) == sizes
 
     def _is_sum(self, user: fx.Node) -> bool:
         given = arguments_of(user, "sum", "input", "dim", "keepdim", "dtype") or {}
@@ -230,18 +246,16 @@ class _Steps:
             return False
         if self.weights is None or len(shape_of(self.weights)) != 2:
             return True
-        by_token = tensor_of(self._by_token)
-        assert by_token is not None
-        num_rows = expression_of(by_token.shape[0] * by_token.shape[1])
-        return shape_of(self.weights) == [num_rows, 1]  # one for each row in order
+        tokens, slots, *_ = self.sizes(self._by_token)
+        return self.sizes(self.weights) == [tokens * slots, 1]  # one for each row in order
 
     def _keeps_types(self) -> bool:
         """Whether rows are multiplied and added up in one type, which holds all before it."""
         if self.weights is None:
-            return all(type_of(node) is type_of(self._rows) for node in self.nodes)
+            return all(type_of(node) is type_of(self.rows) for node in self.nodes)
         wide, last = type_of(self.weights), type_of(self.nodes[-1])
         product = next(i for i, node in enumerate(self.nodes) if torch_name(node) in WEIGHS)
-        before = [self._rows, *self.nodes[:product]]
+        before = [self.rows, *self.nodes[:product]]
         holds = all(_holds(type_of(new), type_of(old), wide) for old, new in pairwise(before))
         is_wide = type_of(before[-1]) is type_of(self.nodes[product]) is wide
         return holds and is_wide and all(type_of(n) in (wide, last) for n in self.nodes[product:])

@@ -60,7 +60,7 @@ from passes.replay.hops import (
 from passes.replay.masked_replay import emit_results
 from passes.replay.prune import prune_other_experts
 from passes.replay.replayed import Replay, emit_rest
-from passes.replay.row_order import emit_row_order
+from passes.replay.row_order import assert_all_are_sent, emit_row_order
 from passes.replay.row_wire import RowWire, as_rows, as_sent, gradient_wire
 from passes.replay.sent_factors import FactorExchange, Factors, Way
 from passes.replay.weight_slices import slice_to_chunk, split_weights
@@ -149,7 +149,9 @@ def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
     form, hops, replays = arrived.form, arrived.hops, arrived.replays
     region, found, total = form.region, form.found, form.found.sums.total
     wire, parts, order = RowWire.of(form.combine_wire, region.result), [region.rows], None
-    if arrived.axis is not None:
+    if arrived.axis is None:
+        assert_all_are_sent(emit, region, arrived.reads.sent)  # and so many come back
+    else:
         order = emit_row_order(emit, region, arrived.axis, arrived.reads.sent)
         moved = emit.call(PERMUTE_ROWS, region.rows, *order)
         parts = split_rows(emit, moved, arrived.reads.sent)

@@ -32,9 +32,7 @@ def emit_row_order(
     """Emit the stable order of the rows by chunk, and its inverse, each `[R]`."""
     counts = tensor_of(region.counts)
     assert counts is not None
-    num_rows = emit.method("size", region.rows, 0)
-    total = emit.call(torch.sym_sum, rows_per_chunk)
-    emit.call(ASSERT, emit.call(operator.eq, total, num_rows), SPLITS_DO_NOT_FIT)
+    num_rows = assert_all_are_sent(emit, region, rows_per_chunk)
     for other in dict.fromkeys(one.sent for one in region.beside):
         is_alike = emit.call(operator.eq, emit.method("size", other, 0), num_rows)
         emit.call(ASSERT, is_alike, "what is sent beside the rows has not one entry per row")
@@ -46,6 +44,14 @@ def emit_row_order(
     there = emit.call(operator.getitem, ends.starts, by_chunk)
     order = _shifted(emit, rows, moved, emit.call(operator.sub, there, moved.starts))
     return order, _shifted(emit, rows, ends, emit.call(operator.sub, back, ends.starts))
+
+
+def assert_all_are_sent(emit: Emitter, region: MoERegion, sent: list[fx.Node]) -> fx.Node:
+    """Emit the check that as many rows are sent as there are; return how many that is."""
+    num_rows = emit.method("size", region.rows, 0)
+    total = emit.call(torch.sym_sum, sent)
+    emit.call(ASSERT, emit.call(operator.eq, total, num_rows), SPLITS_DO_NOT_FIT)
+    return num_rows
 
 
 @dataclass(frozen=True, slots=True)
