@@ -85,11 +85,14 @@ get_train_spec("deepseek_v3").model_args["tiny_wide_latent"] = debug_deepseek_v3
 get_train_spec("deepseek_v3").model_args["tiny_flex"] = debug_deepseek_v3(
     **DEEPSEEK, moe_args=moe(), n_layers=2, attn_type="flex", attn_mask_type="block_causal"
 )
-# experts that multiply in float32: grouped GEMMs are bfloat16's
+# experts that multiply in float32: grouped GEMMs are bfloat16's; the half of one fills vectors too
+WIDE = {"moe_inter_dim": 64}
 FLOAT32 = {
-    "deepseek_v3": debug_deepseek_v3(**DEEPSEEK, moe_args=moe(use_grouped_mm=False), n_layers=2),
+    "deepseek_v3": debug_deepseek_v3(
+        **DEEPSEEK | WIDE, moe_args=moe(use_grouped_mm=False), n_layers=2
+    ),
     "qwen3": debug_qwen3(
-        **QWEN, n_layers=2, moe_args=moe(num_shared_experts=0, use_grouped_mm=False)
+        **QWEN | WIDE, n_layers=2, moe_args=moe(num_shared_experts=0, use_grouped_mm=False)
     ),
     "llama4": debug_llama4(
         dim=64, moe_args=moe(top_k=1, score_before_experts=True, use_grouped_mm=False)
@@ -105,10 +108,10 @@ get_train_spec("gpt_oss").model_cls = GptOss
 for name, flavor in FLOAT32.items():
     get_train_spec(name).model_args["float32"] = flavor
 get_train_spec("deepseek_v3").model_args["float32_pipeline"] = debug_deepseek_v3(
-    **DEEPSEEK, n_layers=4, moe_args=moe(load_balance_coeff=None, use_grouped_mm=False)
+    **DEEPSEEK | WIDE, n_layers=4, moe_args=moe(load_balance_coeff=None, use_grouped_mm=False)
 )
 get_train_spec("qwen3").model_args["float32_pipeline"] = debug_qwen3(
-    **QWEN,
+    **QWEN | WIDE,
     n_layers=4,
     moe_args=moe(num_shared_experts=0, load_balance_coeff=None, use_grouped_mm=False),
 )
