@@ -13,7 +13,6 @@ Shapes: rows `x` `[R, D]`, sorted by expert, then rows of no expert; counts `[E]
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,9 +39,10 @@ def _run(experts: GptOssGroupedExperts, x: torch.Tensor, counts: torch.Tensor) -
     mesh = first.device_mesh if isinstance(first, DTensor) else None
     axes = () if mesh is None else mesh.mesh_dim_names
     parameters = (first, experts.mlp1_bias, experts.mlp2_weight, experts.mlp2_bias)
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-    of_columns = [place for place, axis in enumerate(axes) if axis in ("tp", "etp")]
-    num_shards = math.prod(mesh.size(place) for place in of_columns)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    num_shards = 1
+    for place, axis in enumerate(axes):  # Dynamo follows no product of a generator
+        num_shards *= mesh.size(place) if axis in ("tp", "etp") else 1
     if not experts.use_grouped_mm:
         run = _run_experts_for_loop
     else:

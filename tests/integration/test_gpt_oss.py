@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
@@ -90,6 +90,19 @@ def test_a_block_with_biased_experts_changes_no_bit(two_ranks, layer, is_grouped
     for differ, regions in two_ranks.run(both_ways, layer, is_grouped, chunks):
         assert differ == []
         assert regions == [("left whole" if chunks == 1 else "chunked", chunks)]
+
+
+def test_sharded_experts_are_one_graph(fake_ranks):
+    """Dynamo does not follow all of Python: how many ranks divide an expert was a product of it."""
+    experts = TransformerBlock(0, debug_gpt_oss(dim=DIM, moe_inter_dim=64)).moe.experts
+    with torch.no_grad():
+        experts.init_weights(0.02)
+    run_as_one_graph(experts)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "etp"))
+    distribute_module(experts, mesh)
+    compiled = torch.compile(experts, backend="eager", fullgraph=True)
+    rows, counts = torch.randn(16, DIM), torch.full((experts.num_experts,), 2)
+    assert torch.equal(compiled(rows, counts), experts(rows, counts))
 
 
 def test_experts_run_eagerly_as_torchtitans_do(two_ranks):
