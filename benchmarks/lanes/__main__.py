@@ -103,8 +103,7 @@ def _result(began: float, *, passed: bool, said: str) -> dict[str, Any]:
 
 
 def _last(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    lines = [line for line in lines if any(map(str.isalpha, line))]  # not a table's frame
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
 
 

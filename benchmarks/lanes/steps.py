@@ -57,7 +57,7 @@ def steps_of(version: str, workers: int) -> tuple[Step, ...]:
         _step("recipe eagerly", _recipe("--compile.no-enable"), 2400),
         _step("recipe", _recipe(), 3600, _losses_of_eager),
         *(_step(f"tests {name}", (*pytest, f"tests/{name}"), 5400) for name in FOLDERS),
-        _step("cuda code", _of_cuda(), 5400),
+        _step("cuda code", _of_cuda(), 5400, lambda _: f"{len(CUDA_PROGRAMS)} programs"),
     ]
     if version == LEAST:
         gpu = (*pytest, "tests/benchmarks/test_gpu_check.py")

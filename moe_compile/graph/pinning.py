@@ -1,13 +1,14 @@
 """What makes Inductor run the order the FX graph is in.
 
 Contract
-    `pin_order` leaves the graph's values and order as they are; where torch lacks the means it
-    does nothing and says so.
+    `pin_order` leaves the graph's values and the order of its work as they are; where torch lacks
+    the means it does nothing and says so.
 """
 
 from __future__ import annotations
 
 import importlib
+import operator
 from typing import Any
 
 import torch
@@ -33,9 +34,18 @@ def pin_order(graph: fx.Graph) -> bool:
     except ImportError:
         return False
     # what several of these read is to be computed once, as where none is inside of an operator
-    lowering.add_needs_realized_inputs(control.control_deps)
+    lowering.needs_realized_inputs.add(control.control_deps)
+    _take_elements_at_once(graph)
     control.preserve_node_ordering(graph, _held(graph))
     return True
+
+
+def _take_elements_at_once(graph: fx.Graph) -> None:
+    """Put the elements of attention's results next to it: they are no work, and can be held."""
+    for attention in filter(_is_attention, list(graph.nodes)):
+        for reader in reversed(list(attention.users)):
+            if reader.target is operator.getitem:
+                attention.append(reader)
 
 
 def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
@@ -60,9 +70,13 @@ def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
             if exchange is not None and node not in follows:
                 after[node] = OrderedSet([exchange])
                 follows.add(node)
-        elif is_flex_attention(node) or "::_scaled_dot_product_" in overload_name(node):
-            work.append(node)
+        elif _is_attention(node) or (node.target is operator.getitem and node.args[0] in work):
+            work.append(node)  # an element too: torch 2.11 holds nothing behind a tuple
     return after
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return is_flex_attention(node) or "::_scaled_dot_product_" in overload_name(node)
 
 
 def _is_matrix_product(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ forward, the same with the split lists swapped backward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -92,7 +92,7 @@ def _followed(
         return "a result has no gradient, or is an input written in place"
     if any(user.target is not operator.getitem for user in function.users):
         return "its results are read together"
-    found = _results(forward)
+    found = _results(forward, {user.args[1] for user in function.users})
     if found is None or len(forward.inputs) != len(inputs_of(function)):
         return "not every result of its forward is what one collective brought of an input"
     if not _is_derivative(found, forward, backward):
@@ -106,18 +106,29 @@ def _first_obstacle(forward: BodyValues, backward: BodyValues) -> str:
     return f"{node} of its {where}"
 
 
-def _results(forward: BodyValues) -> list[FunctionExchange] | None:
-    """Return the results of a forward body, None where one is anything but brought."""
+def _results(forward: BodyValues, read: Set[Any]) -> list[FunctionExchange] | None:
+    """Return the results of a forward body, None where one is anything but brought.
+
+    Torch 2.11 hands on all that a body makes: what is at no place that is `read`, and no other
+    collective's, is no result.
+    """
     (results, *_) = forward.graph.output_node().args[0]
     results = results if isinstance(results, list | tuple) else (results,)
-    launches = [forward.brought.get(result) for result in results]
-    if not launches or None in launches or len({*launches}) != len(forward.launches):
+    all_launches = [forward.brought.get(result) for result in results]
+    of_read = {launch for k, launch in enumerate(all_launches) if k in read}
+    launches = {
+        k: n
+        for k, n in enumerate(all_launches)
+        if k in read or n not in {None, *of_read, *all_launches[:k]}
+    }
+    if not launches or {*launches.values()} != {*forward.launches}:
         return None
-    sources = [forward.inputs.index(forward.given[n.args[0]]) for n in launches if n]
-    if len({*sources}) != len(launches) or not all(_is_plain(n, forward) for n in launches if n):
+    sources = {k: forward.inputs.index(forward.given[n.args[0]]) for k, n in launches.items() if n}
+    if len({*sources.values()}) != len(launches):
         return None
-    found = zip(launches, sources, strict=True)
-    return [FunctionExchange(k, n, source) for k, (n, source) in enumerate(found) if n]
+    if not all(_is_plain(n, forward) for n in launches.values() if n):
+        return None
+    return [FunctionExchange(k, n, sources[k]) for k, n in launches.items() if n]
 
 
 def _is_plain(launch: fx.Node, body: BodyValues) -> bool:
@@ -182,7 +193,7 @@ def _comparable(argument: Any) -> Any:
 def replace_function(function: fx.Node, found: Sequence[FunctionExchange]) -> None:
     """Have plain collectives, awaited, stand in place of `function`."""
     given, emitter = inputs_of(function), Emitter(function)
-    awaited = [_emit(emitter, one, given) for one in found]
+    awaited = {one.place: _emit(emitter, one, given) for one in found}
     for reader in list(function.users):
         wait = awaited[reader.args[1]]
         launch = wait.args[0]

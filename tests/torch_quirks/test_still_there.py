@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from moe_compile.graph import pinning
+from moe_compile.graph.inner_graphs import bodies
+from tests.graph import test_pinning
 from tests.this_torch import ends_graphs_at_lists
 from tests.torch_quirks.test_host_read_fallback import masks
 from tests.torch_quirks.test_wrong_reads import Capacity
@@ -42,6 +45,39 @@ def test_a_shape_that_needs_a_read_value_is_an_error():
     except (torch._dynamo.exc.BackendCompilerFailed, GuardOnDataDependentSymNode):
         return
     gone("host_read_fallback", shown=False)
+
+
+def test_the_body_of_a_function_hands_on_all_that_it_makes():
+    class Raised(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2 + 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append(gm)
+        return gm
+
+    torch.compile(Raised.apply, backend=keep)(torch.ones(2, requires_grad=True))
+    (function,) = (n for n in graphs[0].graph.nodes if "autograd_function" in str(n.target))
+    results = bodies(function)[0].graph.output_node().args[0][0]
+    is_all = isinstance(results, tuple | list) and len(results) > 1
+    gone("the places that are read in passes/normalize/function_exchanges.py", is_all)
+
+
+@pytest.mark.slow
+def test_nothing_is_held_behind_a_tuple(monkeypatch):
+    monkeypatch.setattr(pinning, "_take_elements_at_once", lambda graph: None)
+    try:
+        test_pinning.test_fusion_does_not_pull_a_wait_over_attention()
+    except AssertionError:
+        return
+    gone("the elements in moe_compile/graph/pinning.py", shown=False)
 
 
 @pytest.mark.slow
