@@ -17,9 +17,10 @@ def run(folder, **settings):
     """Run the command; return its losses by step, and its output."""
     report = {"megamoe.report": folder / "report.json"}
     flags = flags_of({**SMALL, "job.dump_folder": folder, **report, **settings})
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     done = subprocess.run(
         [sys.executable, "-m", "moe_compile.cli", "train", str(CONFIG), "--nproc=2", *flags],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, env={**os.environ, **own},
         capture_output=True, text=True, timeout=540, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
