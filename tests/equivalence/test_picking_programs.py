@@ -1,8 +1,10 @@
 """Generated programs whose layers gather tokens themselves: whole numbers, equal bit for bit."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import Act, Backward, Rewrite, Routing
@@ -19,7 +21,7 @@ from moe_compile.testing.programs.picking_choices import (
     Weigh,
 )
 from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
-from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.run import outgrows, run
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
 from tests.slow_parameters import slow_but
@@ -106,3 +108,12 @@ def test_what_is_one_more_in_one_row_is_found(two_ranks):
     wrong = f"if torch.compiler.is_compiling():\n            {more}\n        return x, extra"
     text = text.replace("return x, extra", wrong)
     assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Kind.WRONG
+
+
+def test_whole_numbers_that_outgrow_their_type_are_no_measure():
+    """A layer applied three times made 1e27 of them, whose sums round by their order."""
+    program = SimpleNamespace(WHOLE=True, DTYPE=torch.float64)
+    assert not outgrows(program, [{"output": torch.tensor(2.0**43)}])
+    assert outgrows(program, [{"output": torch.tensor(2.0)}, {"output": torch.tensor(-(2.0**46))}])
+    program.WHOLE = False
+    assert not outgrows(program, [{"output": torch.tensor(2.0**60)}])

@@ -61,6 +61,10 @@ class InParts:
 Backend = str | frozenset[str] | InParts
 """Of `torch.compile`, or "eager"; layers that run in parts, eagerly; or steps that do."""
 
+EXACT: Final = 2.0**-8
+"""Largest result of a program of whole numbers, over the largest number that is exact: what it is
+made of, halves and quarters among that, may be larger."""
+
 SUMMED_BY_HOST: Final = re.compile(
     r"sizes = \[runs\[(.+?)\] \+ runs\[(\d+) \+ \1\] for e in range\(\2\)\]"
 )
@@ -132,10 +136,24 @@ def _compare_module(
     for other in _other_results(module, rank, text, reference):
         if found.differences:
             found.differences = all_differences(other, actual, bound)
+    if found.differences and outgrows(module, expected):
+        found.eager_error = "numbers that are to be whole outgrow their type, and round"
     if len(expected) != len(actual) and not found.compiled_error:
         found.differences.append(f"{len(actual)} steps ran, eagerly {len(expected)}")
     found.cpu_s = time.process_time() - began
     return found
+
+
+def outgrows(module: ModuleType, steps: list[Named]) -> bool:
+    """Whether a program of whole numbers made some too large to be exact, or near to that.
+
+    Sums of bfloat16 are taken in float32, and round once whatever their order.
+    """
+    if not getattr(module, "WHOLE", False) or module.DTYPE is torch.bfloat16:
+        return False
+    most = EXACT / torch.finfo(module.DTYPE).eps
+    made = (value for step in steps for value in step.values() if isinstance(value, torch.Tensor))
+    return any(bool((t.abs() > most).any()) for t in made if t.is_floating_point())
 
 
 def _bound_without_hops(module: ModuleType) -> float:
