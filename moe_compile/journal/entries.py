@@ -15,7 +15,7 @@ from typing import Any
 from moe_compile.config import MegaMoEConfig
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
-from moe_compile.journal.remedies import REMEDIES
+from moe_compile.journal.remedies import ACTED_ON, REMEDIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +112,9 @@ class Journal:
                 yield from result.skipped
 
     def first_left(self) -> Verdict | None:
-        """Return the first verdict on what an option asked for; None where all of it was done."""
-        return next((verdict for verdict in self.verdicts() if verdict.is_asked), None)
+        """Return the first verdict on what an option asked for and is meant; None without one."""
+        asked = (verdict for verdict in self.verdicts() if verdict.is_asked)
+        return next((one for one in asked if one.reason.kind in ACTED_ON), None)
 
     def as_data(self) -> list[dict[str, Any]]:
         """Return the records that say something as plain data."""

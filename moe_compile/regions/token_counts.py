@@ -3,7 +3,8 @@
 Contract
     What the graph computes of the chosen experts alone is run, on the CPU, for drawn choices:
     counts are how often each expert was chosen if they are so for all of these. Choices are drawn
-    from a fixed seed, at the number of tokens that the graph is for.
+    from a fixed seed, at the number of tokens that the graph is for. Ranks with other numbers try
+    other choices; where one of them refuses, all run the program as written, as their plans differ.
     Refused is what needs anything but the choices, draws random numbers, or goes through a type
     that does not hold all numbers of rows. No tensor of the program is read or written.
 """
