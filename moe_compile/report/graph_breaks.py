@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch._dynamo.utils as dynamo_utils
 import torch.fx as fx
 
-from moe_compile.graph.query import TORCH
+from moe_compile.graph.query import TORCH, place_of
 
 COLLECTIVES: Final = str(Path(TORCH, "distributed"))
 EXCHANGE: Final = re.compile(r"\ball_to_all")
@@ -110,7 +110,7 @@ def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
     collective = _collective(frames)
     said = f"Dynamo does not trace {collective}" if collective else _short(reason)
     return GraphBreak(
-        where=_place(*own[-1]) if own else "",
+        where=place_of(*own[-1]) if own else "",
         why=said,
         is_collective=bool(collective) or "async_op" in said,
     )
@@ -132,7 +132,7 @@ def frames_left_out() -> list[GraphBreak]:
 
 
 def _left_out(metrics: Any) -> GraphBreak:
-    function = _place(metrics.co_filename, metrics.co_firstlineno, metrics.co_name)
+    function = place_of(metrics.co_filename, metrics.co_firstlineno, metrics.co_name)
     why = _short(metrics.fail_reason)
     if metrics.fail_user_frame_filename == metrics.co_filename:
         why = (
@@ -168,7 +168,3 @@ def _short(reason: str) -> str:
     if explained and not raised:
         said = f"{first} ({explained[1].removesuffix('.')})"
     return ADDRESS.sub("", said)[:LONGEST]
-
-
-def _place(file: str, line: Any, function: str) -> str:
-    return f"{PurePath(file).name}:{line} in {function}"
