@@ -8,7 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.attention_layers import SplitAttention
 from tests.dispatch_layers import (
+    AddedInPlace,
+    ByEinsum,
     ByInverse,
+    InColumns,
     InOrder,
     InOrderWeighted,
     IntoEmpty,
@@ -144,5 +147,5 @@ class RecomputedStack(nn.Module):
 
 LAYERS = (
     GroupedExperts, LoopExperts, FusedGateUp, InOrder, InOrderWeighted, OntoTokens, OntoZeros,
-    OntoNewZeros, IntoEmpty, WeightedInOrder, ByInverse,
+    OntoNewZeros, IntoEmpty, WeightedInOrder, ByInverse, ByEinsum, InColumns, AddedInPlace,
 )  # fmt: skip

@@ -108,6 +108,38 @@ class ByInverse(Around):
         return (by_token.to(scores.dtype) * scores[..., None]).sum(1).to(out.dtype)
 
 
+class InColumns(Around):
+    """Rows are gathered and added up by their number in every column, as torchtitan did."""
+
+    def gather(self, x, order, scores):
+        return torch.gather(x, dim=0, index=self.in_columns(order, x))
+
+    def total(self, x, order, out, scores):
+        weights = scores.reshape(-1)[order][:, None].to(out.dtype)
+        index = self.in_columns(order, x)
+        return torch.zeros_like(x).scatter_add(dim=0, index=index, src=out * weights)
+
+    def in_columns(self, order, x):
+        return (order // self.top_k).reshape(-1, 1).expand(-1, x.shape[1])
+
+
+class ByEinsum(Around):
+    """The weighted sum is an einsum, over rows in order."""
+
+    def total(self, x, order, out, scores):
+        by_token = out[torch.argsort(order)].view(len(x), self.top_k, x.shape[1])
+        return torch.einsum("tkd,tk->td", by_token, scores.to(out.dtype))
+
+
+class AddedInPlace(Around):
+    """Rows are added to zeros in place."""
+
+    def total(self, x, order, out, scores):
+        sums = torch.zeros_like(x)
+        sums.index_add_(0, order // self.top_k, out * scores.reshape(-1)[order, None].to(out.dtype))
+        return sums.to(x.dtype)
+
+
 class OntoZeros(Around):
     """Adds the rows to zeros whose sizes are written, and not those of another tensor."""
 

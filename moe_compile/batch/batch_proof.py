@@ -59,7 +59,7 @@ from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.token_counts import counts_values
-from moe_compile.regions.token_index import TOPK, TokenIndex
+from moe_compile.regions.token_index import TOPK, TokenIndex, index_in_columns
 from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
 
@@ -253,10 +253,11 @@ class _Proof:
         for split, _ in self.regions:
             region, rows = split.region, split.found
             ends = (region.counts, rows.index, rows.sums.index, *rows.factors)
+            in_columns = filter(None, map(index_in_columns, (rows.gather, rows.sums.total)))
             chosen = [n for n in (rows.chosen,) if n is not None]
             stops = {*chosen, *(n for one in chosen for n in one.all_input_nodes), *found.apart}
             known |= inside(split, self.dependence)
-            known |= self.dependence.above(ends, stops=stops) & found.routed
+            known |= self.dependence.above((*ends, *in_columns), stops=stops) & found.routed
         kept = self.dependence.in_order(found.kept)
         if bad := next((n for n in kept if not self._is_done_once(n, found)), None):
             raise self._refusal(next((n for n in kept if n in found.routed - known), bad), found)
@@ -315,20 +316,35 @@ class _Proof:
         return any(known and is_implied(node, region, known) for region, known in facts)
 
     def _is_counter(self, node: fx.Node, apart: Collection[fx.Node]) -> bool:
-        """Whether the node counts what comes apart, in a tensor of its own from outside.
+        """Whether the node counts what comes apart, in a tensor from outside that only counts.
 
-        The graph may return that tensor, as it does for `self.seen += counts`.
+        A layer that runs twice counts there twice. The graph may return that tensor, as it does for
+        `self.seen += counts`.
         """
+        if called_name(node) not in ADDS_TO or not isinstance(node.args[0], fx.Node):
+            return False
+        mine, inside = storages(node.args[0]), [n for n in self.graph.nodes if n.op != "output"]
+        touching = [n for n in inside if self.dependence.reads(n) & mine]
+        others = (w for n, w in self.dependence.writes.items() if n not in touching)
+        known = TokenIndex(frozenset().union(*others))
+        chosen = [n for n in apart if known.output(n, 1, "topk", *TOPK) is not None]
+        return all(self._counts(n, touching, known, chosen) for n in touching)
+
+    def _counts(
+        self,
+        node: fx.Node,
+        touching: Collection[fx.Node],
+        known: TokenIndex,
+        chosen: Collection[fx.Node],
+    ) -> bool:
+        """Whether the node adds counts of what is `chosen` to a tensor from outside, and no more
+        than such additions reads the sum."""
         if called_name(node) not in ADDS_TO or len(node.args) != 2 or node.kwargs:
             return False
         buffer, value = node.args
-        is_read = any(user.op != "output" for user in node.users)
-        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or is_read:
+        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or value in touching:
             return False
-        mine, inside = storages(buffer), [n for n in self.graph.nodes if n.op != "output"]
-        touching = [n for n in inside if self.dependence.reads(n) & mine]
-        others = frozenset().union(*(w for n, w in self.dependence.writes.items() if n is not node))
-        known = TokenIndex(others)
-        is_alone = buffer.op == "placeholder" and touching == [node]
-        chosen = (n for n in apart if known.output(n, 1, "topk", *TOPK) is not None)
-        return is_alone and any(counts_values(known, value, one, self.dependence) for one in chosen)
+        is_outside = buffer.op == "placeholder" or buffer in touching
+        is_read = any(user.op != "output" and user not in touching for user in node.users)
+        counts = any(counts_values(known, value, one, self.dependence) for one in chosen)
+        return is_outside and not is_read and counts

@@ -21,8 +21,8 @@ from moe_compile.batch.token_shares import dims_of_slice
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
-from moe_compile.graph.torch_calls import arguments_of
 from moe_compile.regions.row_chain import num_rows
+from moe_compile.regions.token_sums import base_of
 
 
 def follow_graph(
@@ -61,10 +61,8 @@ def _summed(tracker: ExpertTracker, split: SplitRegion) -> Dims:
     """
     found = split.found
     tokens, columns = tracker.dims(found.tokens)
-    given = arguments_of(found.sums.total, "index_add", "input", "dim", "index", "source", "alpha")
-    by_row = [found.sums.weights, None if given is None else given["input"]]
-    for node in by_row:
-        if isinstance(node, fx.Node):
+    for node in (found.sums.weights, base_of(found.sums.total)):
+        if node is not None:
             unify(tokens, tracker.dims(node)[0], prefix=True)
     if found.chosen is not None and split.share is None:
         chosen = [factor for dim in tracker.dims(found.chosen) for factor in dim]

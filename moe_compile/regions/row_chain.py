@@ -55,13 +55,13 @@ def only_reader(node: fx.Node) -> fx.Node:
     return next(iter(node.users))
 
 
-def shape_of(node: fx.Node) -> list[object]:
+def shape_of(node: object) -> list[object]:
     """Return the sizes of a tensor, numbers or expressions; [] of anything else."""
-    tensor = tensor_of(node)
+    tensor = tensor_of(node) if isinstance(node, fx.Node) else None
     return [] if tensor is None else [expression_of(size) for size in tensor.shape]
 
 
-def num_rows(node: fx.Node) -> object:
+def num_rows(node: object) -> object:
     """Return the first size of a tensor, None of anything else."""
     return next(iter(shape_of(node)), None)
 

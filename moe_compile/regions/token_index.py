@@ -23,6 +23,7 @@ from moe_compile.graph.effects import is_pure
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.open_sorts import SORT_PARAMETERS
 from moe_compile.graph.query import (
+    argument_of,
     called_name,
     expression_of,
     is_integer,
@@ -30,7 +31,7 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.graph.torch_calls import arguments_of, torch_name
 from moe_compile.regions.row_chain import num_rows, shape_of
 from moe_compile.regions.token_regions import TokenPart
 
@@ -39,6 +40,9 @@ FORMS: Final = frozenset(
 )
 """Methods that keep the flat order of integers, and where a type holds them all the integers."""
 CASTS: Final = frozenset({"to", "int", "long"})
+EXPANDS: Final = frozenset({"expand", "expand_as", "broadcast_to"})
+IN_COLUMNS: Final = ("gather", "scatter_add")
+"""Operators whose index has a number for every column."""
 HOLDS_ALL: Final = (torch.int32, torch.int64)
 """Types of integers that hold every row's number: a rank has fewer than 2**31."""
 FLOOR: Final = "floor"
@@ -103,6 +107,35 @@ def _is_of_numbers(node: fx.Node) -> bool:
     """Whether a tensor holds integers or truth values: what rows can be counted by."""
     tensor = tensor_of(node)
     return tensor is not None and (is_integer(node) or tensor.dtype is torch.bool)
+
+
+def repeated_in_rows(index: Any) -> fx.Node | None:
+    """Return the vector i where `index` is `i[:, None].expand(-1, D)`, or another form of that.
+
+    So `gather` and `scatter_add` take the number of each row. All forms are views of i.
+    """
+    node = index if isinstance(index, fx.Node) and len(shape_of(index)) == 2 else None
+    while node is not None and called_name(node) in EXPANDS:
+        node = _node(node.args[0])
+    while node is not None and shape_of(node) == [num_rows(index), 1] and _is_one_column(node):
+        node = _node(node.args[0])
+    if node is None or shape_of(node) != [num_rows(index)] or storages(node) != storages(index):
+        return None
+    return node
+
+
+def index_in_columns(node: fx.Node) -> fx.Node | None:
+    """Return the index of `gather` or `scatter_add`; None of another operator."""
+    index = argument_of(node, 2, "index") if torch_name(node) in IN_COLUMNS else None
+    return _node(index)
+
+
+def _is_one_column(node: fx.Node) -> bool:
+    """Whether `node`, `[R, 1]`, has the elements of what it is made of in the same order."""
+    if node.target is not operator.getitem:
+        return called_name(node) in ("unsqueeze", "view", "reshape")
+    given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(one is None or one is ... or one == slice(None) for one in given)
 
 
 @dataclass(frozen=True, slots=True)

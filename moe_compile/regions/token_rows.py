@@ -33,7 +33,12 @@ from moe_compile.regions.row_chain import (
     type_of,
 )
 from moe_compile.regions.token_counts import counts_values, is_filled_first
-from moe_compile.regions.token_index import TokenIndex, is_same_value, mean_rows_per_token
+from moe_compile.regions.token_index import (
+    TokenIndex,
+    is_same_value,
+    mean_rows_per_token,
+    repeated_in_rows,
+)
 from moe_compile.regions.token_regions import NotFound, TokenRows
 from moe_compile.regions.token_sums import find_token_sum
 
@@ -145,6 +150,10 @@ def _gathered(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     elif given := arguments_of(node, "index_select", "input", "dim", "index"):
         source, index = (given.get(name) for name in ("input", "index"))
         if given.get("dim") != 0:
+            return None
+    elif given := arguments_of(node, "gather", "input", "dim", "index"):
+        source, index = given.get("input"), repeated_in_rows(given.get("index"))
+        if given.get("dim") not in (0, -2) or shape_of(node)[1:] != shape_of(source)[1:]:
             return None
     if not isinstance(source, fx.Node) or not isinstance(index, fx.Node):
         return None

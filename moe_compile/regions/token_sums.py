@@ -5,9 +5,9 @@ Contract
     edited. Every argument of every call in it is understood, and all numbers are added up in the
     type of the rows; weighted ones in that of the weights. Two forms are known:
 
-    base.index_add(0, index, rows)
-    z = zeros; z[order] = rows; z.reshape(tokens, k, width), then sum(1), bmm with the weights, or
-    a product with them and sum(1)
+    base.index_add(0, index, rows), or scatter_add by the same index in every column
+    z = zeros; z[order] = rows; z.reshape(tokens, k, width), then sum(1), bmm or einsum with the
+    weights, or a product with them and sum(1)
 
     Of the second, z is memory that nobody filled where each place gets a row, and so it is where it
     is `rows[argsort(order)]`.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -38,12 +38,20 @@ from moe_compile.regions.row_chain import (
     shape_of,
     type_of,
 )
+from moe_compile.regions.token_index import repeated_in_rows
 from moe_compile.regions.token_regions import TokenSum
 
+ADDS: Final = {
+    "index_add": ("input", "dim", "index", "source", "alpha"),
+    "scatter_add": ("input", "dim", "index", "src"),
+}
+"""Sums by index, and their arguments; `scatter_add` takes the number of a row in every column."""
 ZEROS: Final = frozenset({"zeros", "zeros_like", "new_zeros"})
 EMPTY: Final = frozenset({"empty", "empty_like", "new_empty"})
 MULTIPLIES: Final = frozenset({"mul", "mul_"})
-WEIGHS: Final = MULTIPLIES | {"bmm"}
+SUMS_UP: Final = frozenset({"bmm", "einsum"})
+"""Products that are sums, too."""
+WEIGHS: Final = MULTIPLIES | SUMS_UP
 OF_ZEROS: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory", "memory_format"})
 """Arguments that leave zeros what they are; a layout is read off the tensor."""
 FORMS: Final = frozenset({"reshape", "view", "unflatten"})
@@ -62,8 +70,8 @@ def find_token_sum(
     node = result
     while True:
         user = _reader(node)
-        if torch_name(user) == "index_add":
-            return chain, _index_add(user, node, dependence)
+        if torch_name(user) in ADDS:
+            return chain, _by_index(user, node, dependence)
         if user.target is operator.setitem:
             return chain, _in_order(user, node, num_sent, dependence)
         if (order := _order_undone(user, node)) is not None:
@@ -112,21 +120,48 @@ def _index_of(node: fx.Node) -> Any:
     return index[0] if is_row else index
 
 
-def _index_add(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
-    given = arguments_of(total, "index_add", "input", "dim", "index", "source", "alpha") or {}
-    base, index = given.get("input"), given.get("index")
-    known = isinstance(base, fx.Node) and isinstance(index, fx.Node) and base is not rows
-    by_row = given.get("source") is rows and given.get("dim") == 0 and given.get("alpha", 1) == 1
-    if not (known and by_row and type_of(total) is type_of(rows)):
+def base_of(total: fx.Node) -> fx.Node | None:
+    """Return what a sum by index adds to, None where `total` is another form."""
+    given = _sum_by_index(total)
+    return None if given is None else given.base
+
+
+@dataclass(frozen=True, slots=True)
+class _SumByIndex:
+    """Adds row r of `rows` to row `index[r]` of `base`: by `scatter_add` of as many as there are
+    indices."""
+
+    base: fx.Node
+    index: fx.Node
+    rows: fx.Node
+
+
+def _sum_by_index(total: fx.Node) -> _SumByIndex | None:
+    name = torch_name(total)
+    if name not in ADDS:
+        return None
+    given = arguments_of(total, name, *ADDS[name]) or {}
+    base, index, rows = (given.get(each) for each in ("input", "index", ADDS[name][3]))
+    if name == "scatter_add":
+        is_whole = shape_of(index)[1:] == shape_of(rows)[1:] == shape_of(base)[1:]
+        index = repeated_in_rows(index) if is_whole else None
+    is_plain = given.get("dim") in (0, -2) and given.get("alpha", 1) == 1
+    nodes = [one for one in (base, index, rows) if isinstance(one, fx.Node)]
+    return _SumByIndex(*nodes) if is_plain and len(nodes) == 3 else None
+
+
+def _by_index(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
+    found = _sum_by_index(total)
+    by_row = found is not None and found.rows is rows and found.base is not rows
+    if found is None or not by_row or type_of(total) is not type_of(rows):
         raise NotByRow(Reason.NO_SUM, total)
-    assert isinstance(base, fx.Node) and isinstance(index, fx.Node)
-    adds_nothing = is_zeros(base) and not dependence.writers(base)
+    adds_nothing = is_zeros(found.base) and not dependence.writers(found.base)
     return TokenSum(
         total=total,
-        index=index,
+        index=found.index,
         is_order=False,
         num_sums=num_rows(total),
-        base=None if adds_nothing else base,
+        base=None if adds_nothing else found.base,
         tail=(total,),
     )
 
@@ -225,6 +260,9 @@ class _Steps:
             weights, times = given.get("input"), given.get("mat2")
             sizes = [sizes[0], 1, *sizes[1:]]
             is_known = self._by_token is not None and times is node
+        elif torch_name(user) == "einsum":
+            weights = _weights_of_einsum(user, node)
+            is_known = self._by_token is not None
         else:
             others = [one for one in user.args if one is not node]
             weights = others[0] if len(others) == 1 else None
@@ -235,7 +273,7 @@ class _Steps:
         self.weights = weights
         if torch_name(user) == "bmm":
             self.nodes += _squeezed(user)[1:]
-            self.is_ended = True
+        self.is_ended = torch_name(user) in SUMS_UP
         is_by_row = self._by_token is None and len(shape_of(weights)) == 2  # told at the sum
         return is_by_row or self.sizes(weights) == sizes
 
@@ -259,6 +297,21 @@ class _Steps:
         holds = all(_holds(type_of(new), type_of(old), wide) for old, new in pairwise(before))
         is_wide = type_of(before[-1]) is type_of(self.nodes[product]) is wide
         return holds and is_wide and all(type_of(n) in (wide, last) for n in self.nodes[product:])
+
+
+def _weights_of_einsum(product: fx.Node, by_token: fx.Node) -> fx.Node | None:
+    """Return w of `einsum("tkd,tk->td", by_token, w)`, under any letters and either way round."""
+    equation, *operands = product.args
+    if product.kwargs or not isinstance(equation, str) or len(operands) != 2:
+        return None
+    terms, _, result = equation.replace(" ", "").partition("->")
+    letters = dict(zip(operands, terms.split(","), strict=True))
+    weights = next((one for one in operands if one is not by_token), None)
+    named, width = letters.get(by_token, ""), 3
+    if len({*named}) != width or not isinstance(weights, fx.Node):
+        return None
+    is_weighted = letters[weights] == named[:2] and result == named[0] + named[2]
+    return weights if is_weighted else None
 
 
 def _squeezed(product: fx.Node) -> list[fx.Node]:

@@ -1,25 +1,32 @@
-"""Memory that a program makes for a collective to fill, and that nothing else writes.
+"""Memory that a program makes for one operator to write, and that nothing else writes.
 
 Contract
     A fill is found only where reading what the collective brought, in place of the memory, is the
     same: nothing reads the memory before, the two have one type, sizes and strides, nothing writes
     either after, nothing else reads what was brought, and gradients flow alike.
+    A sum is found only where nothing but it writes the memory, and nothing reads that before.
 
 `dist.all_to_all_single(out, x)` is traced as a functional exchange, its wait, and `out.copy_(...)`.
+`out.index_add_(0, i, rows)` is what `out = out.index_add(0, i, rows)` is, where `out` is new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence, storages
-from moe_compile.graph.edit import erase_dead, read_instead, replace_uses
+from moe_compile.graph.edit import Emitter, erase_dead, read_instead, replace_uses
 from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import called_name, is_wait, tensor_of
 from passes.normalize.body_values import MAKE_MEMORY, alike
+
+SUMS: Final = {"index_add_": "index_add", "scatter_add_": "scatter_add"}
+"""Methods that add to memory, and those that add to a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,16 @@ def _fill(copy: fx.Node) -> Fill | None:
     memory, source = copy.args[:2]
     if not isinstance(memory, fx.Node) or not isinstance(source, fx.Node):
         return None
-    is_new = called_name(memory) in MAKE_MEMORY and not memory.kwargs.get("requires_grad")
-    if not is_new or not _is_brought(source) or not alike(memory, source):
+    if not _is_new(memory) or not _is_brought(source) or not alike(memory, source):
         return None
     return Fill(memory, copy, source)
+
+
+def _is_new(memory: object) -> bool:
+    """Whether the node makes memory of its own, to which no gradient flows."""
+    if not isinstance(memory, fx.Node) or called_name(memory) not in MAKE_MEMORY:
+        return False
+    return not memory.kwargs.get("requires_grad")
 
 
 def _is_brought(node: fx.Node) -> bool:
@@ -83,3 +96,28 @@ def read_sources(fills: list[Fill]) -> None:
         for reader in [user for user in fill.memory.users if user is not fill.copy]:
             read_instead(reader, fill.memory, fill.source)
         erase_dead([fill.memory, fill.copy])
+
+
+def sum_elsewhere(graph: fx.Graph) -> list[fx.Node]:
+    """Have sums into new memory add to a copy of it, and what reads the memory read that."""
+    adds = [n for n in graph.nodes if n.op == "call_method" and n.target in SUMS]
+    adds = [add for add in adds if _is_new(add.args[0])]
+    dependence = Dependence(graph) if adds else None
+    found = [add for add in adds if dependence is not None and _is_all(add, dependence)]
+    for add in found:
+        memory, value = add.args[0], tensor_of(add)
+        assert isinstance(memory, fx.Node) and value is not None
+        total = Emitter(add).method(SUMS[str(add.target)], *add.args, **add.kwargs)
+        total.meta["example_value"] = torch.empty_like(value).requires_grad_(value.requires_grad)
+        for reader in [user for user in memory.users if user not in (add, total)]:
+            read_instead(reader, memory, total)
+        replace_uses({add: total})
+        erase_dead([add])
+    return found
+
+
+def _is_all(add: fx.Node, dependence: Dependence) -> bool:
+    """Whether nothing but `add` writes what it adds to, and nothing reads that before."""
+    memory, place = add.all_input_nodes[0], dependence.position
+    is_first = all(place[user] >= place[add] for user in memory.users)
+    return is_first and dependence.writers(memory) == [add]

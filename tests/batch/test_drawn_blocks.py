@@ -47,7 +47,6 @@ def drawn(seed):
     parts = draw.choice([2, 2, 3])
     sizes = (draw.randint(parts, 5), draw.choice([2, 3, 4, 8]))
     forms = {name: draw.choice(choices) for name, choices in FORMS.items()}
-    forms["counted"] &= names.count("experts") == 1
     return (names, forms, draw.choice(sorted(TALLIES)), draw.choice([1, 2, 2, 3])), parts, sizes
 
 
@@ -156,10 +155,12 @@ class CommonForms(Drawn):
         return torch.zeros_like(x).index_add(0, order // self.top_k, out)
 
 
-def test_common_forms_equal_gradient_accumulation():
-    """What adds to a counter by `+=` returns it: the counts of all parts are added to it once."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_common_forms_equal_gradient_accumulation(times):
+    """What adds to a counter by `+=` returns it: the counts of all parts are added to it once, and
+    of each time that the layer runs."""
     become_mirrored()
-    made = (["attention", "experts"], CommonForms.forms, "compare", 2)
+    made = (["attention", *["experts"] * times], CommonForms.forms, "compare", 2)
     blocks = [DrawnBlock(*made, dist.group.WORLD, 4) for _ in range(2)]
     for block in blocks:
         block.moe.__class__ = type("Forms", (CommonForms,), {"tally": type(block.moe).tally})
@@ -167,7 +168,7 @@ def test_common_forms_equal_gradient_accumulation():
     (whole, cut), reports = (x.clone().requires_grad_() for _ in range(2)), []
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         ours = run(blocks[0], [whole], [gradient], in_parts(blocks[0], 2, reports))
-    assert reports[0].applied
+    assert reports[0].applied, reports[0].skipped
     theirs = run(blocks[1], cut.split((3, 2)), gradient.split((3, 2)), blocks[1])
     assert [name for name, t in theirs.items() if not same(t, ours[name])] == []
     assert torch.equal(whole.grad, cut.grad)

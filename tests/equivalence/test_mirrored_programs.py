@@ -66,6 +66,13 @@ PROGRAMS = {
         layers=(layer(losses=frozenset(Loss), unsort=Unsort.EMPTY, top_k=2),),
         tokens=((6, 6),), backward=Backward.APART,
     ),
+    "sums of rows in other words": Program(
+        layers=tuple(
+            layer(unsort=unsort, top_k=2)
+            for unsort in (Unsort.IN_PLACE, Unsort.COLUMN_INDEX, Unsort.EINSUM)
+        ),
+        tokens=((6, 6),),
+    ),
     "a layer runs in two steps of three, the last of fewer tokens": Program(
         layers=(layer(top_k=2),), tokens=((5, 5), (5, 5), (2, 2)), running=Running.IF_ANY, seed=2,
     ),

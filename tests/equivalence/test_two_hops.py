@@ -9,8 +9,11 @@ from moe_compile.ops.wire_format import row_bytes as message_bytes
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
 from tests.dispatch_layers import (
+    AddedInPlace,
     Around,
+    ByEinsum,
     ByInverse,
+    InColumns,
     InOrder,
     InOrderWeighted,
     IntoEmpty,
@@ -28,6 +31,7 @@ from tests.slow_parameters import exhaustive_but, slow_but
 OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
 TOKENS = (9, 14, 5, 7)
 NODES = 2
+OTHER_SUMS = (IntoEmpty, WeightedInOrder, ByInverse, ByEinsum, InColumns, AddedInPlace)
 BY_INDEX = (GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias, Around)
 
 
@@ -62,7 +66,7 @@ def differing(rank, case, style, **options):
     "style",
     slow_but(
         [InOrder],
-        (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens, IntoEmpty, WeightedInOrder, ByInverse),
+        (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens, *OTHER_SUMS),
     ),
 )
 def test_no_bit_changes_whatever_the_style(two_nodes, style):

@@ -412,6 +412,58 @@ def test_filled_memory_is_what_was_brought_where_nothing_tells(fake_ranks, progr
     assert (copies == []) == (program in READ_AS_BROUGHT)
 
 
+def added(x, index):
+    sums = torch.zeros_like(x)
+    sums.index_add_(0, index, x)
+    return sums * 2 + sums.view(-1, 4)
+
+
+def added_in_columns(x, index):
+    return x.new_zeros(x.shape).scatter_add_(0, index[:, None].expand(-1, 4), x)
+
+
+def added_twice(x, index):
+    sums = torch.zeros_like(x)
+    sums.index_add_(0, index, x)
+    return sums.index_add_(0, index, x)
+
+
+def read_before(x, index):
+    sums = torch.zeros_like(x)
+    first = sums[0]
+    sums.index_add_(0, index, x)
+    return first * 2
+
+
+def added_to_an_input(x, index):
+    return x.index_add_(0, index, x * 2)
+
+
+def added_to_what_was_written(x, index):
+    sums = torch.empty_like(x)
+    sums.fill_(1)
+    return sums.index_add_(0, index, x)
+
+
+ADDED_ELSEWHERE = (added, added_in_columns)
+ADDED_THERE = (added_twice, read_before, added_to_an_input, added_to_what_was_written)
+
+
+@pytest.mark.parametrize("program", [*ADDED_ELSEWHERE, *ADDED_THERE])
+def test_sums_into_new_memory_are_added_to_a_copy(fake_ranks, program):
+    x, index = torch.ones(4, 4), torch.tensor([2, 0, 2, 1])
+    expected = program(x.clone(), index)
+    gm, *_ = dynamo_graphs(program, x.clone(), index)
+    in_place = [n for n in gm.graph.nodes if n.target in ("index_add_", "scatter_add_")]
+    assert (in_place == []) == (program in ADDED_ELSEWHERE)
+    (y,) = gm(*(x if n.meta["example_value"].dim() == 2 else index for n in inputs_of(gm)))
+    assert torch.equal(y, expected)
+
+
+def inputs_of(gm):
+    return gm.graph.find_nodes(op="placeholder")
+
+
 def test_counts_are_as_many_as_the_program_asserts(fake_ranks):
     """A vector whose length was a symbol that can only be 8 was no vector of eight counts."""
 

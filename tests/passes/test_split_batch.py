@@ -19,8 +19,11 @@ from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed, Tra
 from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import (
+    AddedInPlace,
     Around,
+    ByEinsum,
     ByInverse,
+    InColumns,
     InOrderWeighted,
     IntoEmpty,
     OntoNewZeros,
@@ -74,7 +77,10 @@ def verdicts(program, x, **options):
     return gm, skipped, compilation
 
 
-@pytest.mark.parametrize("layer", [IntoEmpty, WeightedInOrder, ByInverse])
+OTHER_SUMS = [IntoEmpty, WeightedInOrder, ByInverse, ByEinsum, InColumns, AddedInPlace]
+
+
+@pytest.mark.parametrize("layer", OTHER_SUMS)
 def test_sums_of_rows_put_in_order_are_known(fake_ranks, layer):
     _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
     assert skipped == [], compilation.rewrites

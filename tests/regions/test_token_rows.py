@@ -12,6 +12,7 @@ from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import (
     Around,
+    InColumns,
     InOrder,
     InOrderWeighted,
     SharedByIndex,
@@ -204,6 +205,61 @@ def test_a_weighted_sum_may_be_taken_in_the_type_of_its_weights(fake_ranks):
         InOrderWeighted,
     )
     assert found_in(style, fake_ranks).sums.weights is not None
+
+
+class OtherColumns(InColumns):
+    """Columns of a row are gathered of several tokens."""
+
+    def gather(self, x, order, scores):
+        index = self.in_columns(order, x)
+        return torch.gather(x, 0, (index + torch.arange(x.shape[1])) % x.shape[0])
+
+
+class FewerColumns(InColumns):
+    """The last columns of the rows are not added."""
+
+    def in_columns(self, order, x):
+        return (order // self.top_k)[:, None].expand(-1, x.shape[1] - 4)
+
+    def gather(self, x, order, scores):
+        return x[order // self.top_k]
+
+
+class AlongColumns(InColumns):
+    """Rows are added to columns, as wide as they are many."""
+
+    def total(self, x, order, out, scores):
+        index = self.in_columns(order, x) % x.shape[1]
+        return x.new_zeros(index.shape).scatter_add(1, index, out)[: x.shape[0]]
+
+
+@pytest.mark.parametrize(
+    ("style", "reason"),
+    [
+        (OtherColumns, Reason.NO_GATHER),
+        (FewerColumns, Reason.NO_SUM),
+        (AlongColumns, Reason.NO_SUM),
+    ],
+)
+def test_indices_that_are_not_one_number_a_row_are_not_understood(fake_ranks, style, reason):
+    assert found_in(style, fake_ranks).reason is reason
+
+
+@pytest.mark.parametrize("equation", ["tkd, tk -> td", "abc,ab->ac"])
+def test_an_einsum_of_rows_and_weights_is_a_weighted_sum(fake_ranks, equation):
+    style = summed_by(lambda rows, w: torch.einsum(equation, rows, w[:, 0].to(rows.dtype)))
+    assert found_in(style, fake_ranks).sums.weights is not None
+
+
+@pytest.mark.parametrize("equation", ["tkd,tk->dt", "tkd,tk->tk", "tkd,kt->td", "tkd,tk"])
+def test_an_einsum_of_another_sum_is_not_understood(fake_ranks, equation):
+    """Its width is the number of its tokens, and so is that of its rows a token."""
+
+    def total(rows, w):
+        w = w[:, 0].to(rows.dtype)
+        return torch.einsum(equation, rows, w.t() if "kt" in equation else w)
+
+    assert found_in(summed_by(total), fake_ranks).reason is Reason.NO_SUM
 
 
 @torch.library.custom_op("megamoe_tests::index_add", mutates_args=())

@@ -22,6 +22,7 @@ from moe_compile.testing.programs.grammar import READ_IN, Experts
 from moe_compile.testing.programs.reader_text import lines_at
 from moe_compile.testing.programs.sender_text import (
     cut_lines,
+    gathered,
     padded_labels,
     result_lines,
     result_losses,
@@ -206,7 +207,7 @@ def _forward(layer: Experts) -> list[str]:
     body = [
         "scores, order, counts, arrived, sent, got, runs, noted = routing",
         f"flat, n, extra = arrived.reshape(-1), {rows}, [*noted]",
-        f"routed = x[order // {layer.top_k}]",
+        f"routed = {gathered(layer)}",
         *lines_at(layer, "before"),
         *_dispatch_lines(layer, move),
         f"weights = {weights(layer)}",

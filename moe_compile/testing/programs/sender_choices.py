@@ -31,10 +31,12 @@ class Unsort(enum.Enum):
     """How tokens take the rows that came back."""
 
     INDEX_ADD = "index_add into zeros"
-    SCATTER_ADD = "scatter_add into zeros, the index expanded"
+    IN_PLACE = "index_add_ into zeros"
+    COLUMN_INDEX = "gather and scatter_add by an index expanded over columns"
     EMPTY = "new[order] = rows in empty_like memory, times scores, summed"
     COLUMNS = "new[order, :] = rows in memory of as many rows, times scores, summed"
     INVERSE = "rows[torch.argsort(order)], times scores, summed"
+    EINSUM = "rows[torch.argsort(order)], einsum with scores"
 
 
 class Loss(enum.Enum):

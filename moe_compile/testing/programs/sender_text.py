@@ -30,6 +30,7 @@ BY_TOKEN: Final = {
     Unsort.EMPTY: ["new = torch.empty_like(out)", "new[order] = out"],
     Unsort.COLUMNS: ["new = out.new_empty(out.shape)", "new[order, :] = out"],
     Unsort.INVERSE: ["new = out[torch.argsort(order)]"],
+    Unsort.EINSUM: ["new = out[torch.argsort(order)]"],
 }
 """Ways back that have every row of each token, and weigh rows then."""
 
@@ -89,23 +90,43 @@ def weights(layer: Experts) -> str:
     return f"{column}.flatten()" if Detail.ONE_NUMBER in layer.details else column
 
 
+def gathered(layer: Experts) -> str:
+    """Return the rows that are sent, before anything is done to them."""
+    tokens = f"order // {layer.top_k}"
+    if layer.unsort is Unsort.COLUMN_INDEX:
+        return f"torch.gather(x, 0, {_in_columns(tokens)})"
+    return f"x[{tokens}]"
+
+
+def _in_columns(index: str) -> str:
+    return f"({index})[:, None].expand(-1, WIDTH)"
+
+
 def result_lines(layer: Experts) -> list[str]:
     """Return lines that weigh the rows that came back and sum those of each token."""
-    k, is_weighed = layer.top_k, Detail.PROBS_TRAVEL in layer.details
+    is_weighed = Detail.PROBS_TRAVEL in layer.details
     if layer.unsort in BY_TOKEN:
-        scores = "" if is_weighed else f" * scores.view(x.shape[0], {k}, 1).to(out.dtype)"
-        summed = f"new.view(x.shape[0], {k}, WIDTH){scores}"
-        return [*BY_TOKEN[layer.unsort], f"result = ({summed}).sum(1).to(x.dtype)"]
+        return [*BY_TOKEN[layer.unsort], _sum_by_token(layer, is_weighed=is_weighed)]
     weigh = [] if is_weighed else ["out = out * weights.to(out.dtype)"]
-    tokens = f"order // {k}, out.to(x.dtype)"
+    tokens = f"order // {layer.top_k}"
     if Detail.ONE_NUMBER in layer.details:
-        summed = f"x.new_zeros(x.shape[0]).index_add(0, {tokens})"
+        summed = f"x.new_zeros(x.shape[0]).index_add(0, {tokens}, out.to(x.dtype))"
         return [*weigh, f"result = x * {summed}[:, None]"]
-    if layer.unsort is Unsort.SCATTER_ADD:
-        places = f"places = (order // {k})[:, None].expand(-1, WIDTH)"
-        return [
-            *weigh,
-            places,
-            "result = torch.zeros_like(x).scatter_add(0, places, out.to(x.dtype))",
-        ]
-    return [*weigh, f"result = torch.zeros_like(x).index_add(0, {tokens})"]
+    if layer.unsort is Unsort.IN_PLACE:
+        sums = "result = torch.zeros_like(x)"
+        return [*weigh, sums, f"result.index_add_(0, {tokens}, out.to(x.dtype))"]
+    add = f"index_add(0, {tokens}"
+    if layer.unsort is Unsort.COLUMN_INDEX:
+        add = f"scatter_add(0, {_in_columns(tokens)}"
+    return [*weigh, f"result = torch.zeros_like(x).{add}, out.to(x.dtype))"]
+
+
+def _sum_by_token(layer: Experts, *, is_weighed: bool) -> str:
+    k = layer.top_k
+    by_token, scores = f"new.view(x.shape[0], {k}, WIDTH)", f"scores.view(x.shape[0], {k})"
+    if is_weighed:
+        return f"result = {by_token}.sum(1).to(x.dtype)"
+    if layer.unsort is Unsort.EINSUM:
+        product = f'torch.einsum("tkd,tk->td", {by_token}, {scores}.to(out.dtype))'
+        return f"result = {product}.to(x.dtype)"
+    return f"result = ({by_token} * {scores}[..., None].to(out.dtype)).sum(1).to(x.dtype)"
