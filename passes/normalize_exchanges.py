@@ -6,7 +6,7 @@ Contract
     Keeps     values and gradients: `_c10d_functional` collectives carry their own autograd.
 
 Programs have exchanges in an `autograd.Function` of their own (`normalize/function_exchanges.py`)
-and have `torch.distributed`'s collectives write memory (`normalize/filled_memory.py`), and sums.
+and have `torch.distributed`'s collectives write memory, and others (`normalize/filled_memory.py`).
 A program may have a function of its own that waits, as older torch has no derivative of a wait:
 on what was awaited before it hands on a view.
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
@@ -41,7 +41,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 from passes.normalize.body_values import HAND_ON
-from passes.normalize.filled_memory import find_fills, read_sources, sum_elsewhere
+from passes.normalize.filled_memory import find_fills, read_sources, write_elsewhere
 from passes.normalize.function_exchanges import Unknown, exchanges_of, replace_function
 from passes.normalize.known_lengths import note_known_lengths
 
@@ -56,7 +56,7 @@ class NormalizeExchanges(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Rewrite each launch together with what hides it, its wait or its result."""
         del state
-        waits, sums = split_waits(graph), sum_elsewhere(graph)
+        waits, writes = split_waits(graph), write_elsewhere(graph)
         found: list[tuple[fx.Node, fx.Node]] = []
         skipped: list[Verdict] = []
         launches = [node for node in graph.nodes if is_launch(node)]
@@ -78,7 +78,7 @@ class NormalizeExchanges(GraphPass):
             *(node.name for node in (*replaced, *again)),
             *(fill.memory.name for fill in fills),
             *waits,
-            *(add.name for add in sums),
+            *(write.name for write in writes),
         )
         for launch, (args, kwargs) in placed.items():
             launch.args, launch.kwargs = args, kwargs

@@ -6,8 +6,8 @@ Contract
     type of the rows; weighted ones in that of the weights. Two forms are known:
 
     base.index_add(0, index, rows), or scatter_add by the same index in every column
-    z = zeros; z[order] = rows; z.reshape(tokens, k, width), then sum(1), bmm or einsum with the
-    weights, or a product with them and sum(1)
+    z = zeros; z[order] = rows, or index_copy; z.reshape(tokens, k, width), then sum(1), bmm or
+    einsum with the weights, or a product with them and sum(1)
 
     Of the second, z is memory that nobody filled where each place gets a row, and so it is where it
     is `rows[argsort(order)]`.
@@ -25,6 +25,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.open_sorts import SORT_PARAMETERS
 from moe_compile.graph.query import tensor_of, where_equal
 from moe_compile.graph.torch_calls import arguments_of, torch_name
@@ -74,6 +75,8 @@ def find_token_sum(
             return chain, _by_index(user, node, dependence)
         if user.target is operator.setitem:
             return chain, _in_order(user, node, num_sent, dependence)
+        if torch_name(user) == "index_copy":
+            return chain, _copied_in_order(user, node, num_sent, dependence)
         if (order := _order_undone(user, node)) is not None:
             inverse = _index_of(user)
             before = (inverse, user) if len(inverse.users) == 1 else (user,)
@@ -84,9 +87,21 @@ def find_token_sum(
 
 
 def _reader(node: fx.Node) -> fx.Node:
-    """Return the one node that reads the numbers of `node`: its sizes alone others may."""
-    readers = [user for user in node.users if not _is_made(user, ZEROS | EMPTY)]
+    """Return the one node that reads the numbers of `node`; others may make memory by its sizes."""
+    readers = [user for user in node.users if not _reads_sizes(user)]
     return only_reader(node) if len(readers) != 1 else readers[0]
+
+
+def _reads_sizes(node: fx.Node) -> bool:
+    """Whether the node makes memory of a tensor's sizes, or asks for these to do that."""
+    is_made = _is_made(node, ZEROS | EMPTY)
+    return is_made or (is_size_query(node) and all(_is_made(u, ZEROS | EMPTY) for u in node.users))
+
+
+def _made_with(memory: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what makes `memory` alone: a question for sizes, and itself."""
+    asked = [n for n in memory.all_input_nodes if is_size_query(n) and len(n.users) == 1]
+    return (*asked, memory)
 
 
 def is_zeros(node: Any) -> bool:
@@ -177,11 +192,27 @@ def _in_order(write: fx.Node, rows: fx.Node, num_sent: object, dependence: Depen
     if len(readers) != 1 or dependence.position[readers[0]] < dependence.position[write]:
         raise NotByRow(Reason.NO_SUM, write)
     steps = _Steps(rows, num_sent)
-    found = _by_token(tokens, steps, order, (tokens, write), readers[0])
+    found = _by_token(tokens, steps, order, (*_made_with(tokens), write), readers[0])
     own = {write, *found.tail[found.tail.index(readers[0]) :]}
     if not {*dependence.writers(tokens)} <= own:
         raise NotByRow(Reason.NO_SUM, write)
     return replace(found, memory=tokens, needs_all=not is_filled)
+
+
+def _copied_in_order(
+    write: fx.Node, rows: fx.Node, num_sent: object, dependence: Dependence
+) -> TokenSum:
+    """Read the form that puts rows in order in a copy of memory that nothing else has."""
+    given = arguments_of(write, "index_copy", "input", "dim", "index", "source") or {}
+    memory, order, is_rows = given.get("input"), given.get("index"), given.get("source") is rows
+    is_filled = is_zeros(memory)
+    alone = (is_filled or _is_made(memory, EMPTY)) and is_rows and given.get("dim") in (0, -2)
+    if not alone or not isinstance(memory, fx.Node) or not isinstance(order, fx.Node):
+        raise NotByRow(Reason.NO_SUM, write)
+    if len(memory.users) != 1 or dependence.writers(memory):
+        raise NotByRow(Reason.NO_SUM, write)
+    found = _by_token(write, _Steps(rows, num_sent), order, (*_made_with(memory), write))
+    return replace(found, memory=memory, needs_all=not is_filled)
 
 
 def _by_token(

@@ -4,7 +4,7 @@ Contract
     A fill is found only where reading what the collective brought, in place of the memory, is the
     same: nothing reads the memory before, the two have one type, sizes and strides, nothing writes
     either after, nothing else reads what was brought, and gradients flow alike.
-    A sum is found only where nothing but it writes the memory, and nothing reads that before.
+    A write by index is found only where nothing else writes the memory or reads it before.
 
 `dist.all_to_all_single(out, x)` is traced as a functional exchange, its wait, and `out.copy_(...)`.
 `out.index_add_(0, i, rows)` is what `out = out.index_add(0, i, rows)` is, where `out` is new.
@@ -25,8 +25,12 @@ from moe_compile.graph.modes import Mode, modes
 from moe_compile.graph.query import called_name, is_wait, tensor_of
 from passes.normalize.body_values import MAKE_MEMORY, alike
 
-SUMS: Final = {"index_add_": "index_add", "scatter_add_": "scatter_add"}
-"""Methods that add to memory, and those that add to a copy of it."""
+ELSEWHERE: Final = {
+    "index_add_": "index_add",
+    "index_copy_": "index_copy",
+    "scatter_add_": "scatter_add",
+}
+"""Methods that write memory by an index, and those that write a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +102,26 @@ def read_sources(fills: list[Fill]) -> None:
         erase_dead([fill.memory, fill.copy])
 
 
-def sum_elsewhere(graph: fx.Graph) -> list[fx.Node]:
-    """Have sums into new memory add to a copy of it, and what reads the memory read that."""
-    adds = [n for n in graph.nodes if n.op == "call_method" and n.target in SUMS]
-    adds = [add for add in adds if _is_new(add.args[0])]
-    dependence = Dependence(graph) if adds else None
-    found = [add for add in adds if dependence is not None and _is_all(add, dependence)]
-    for add in found:
-        memory, value = add.args[0], tensor_of(add)
+def write_elsewhere(graph: fx.Graph) -> list[fx.Node]:
+    """Have writes by index into new memory write a copy, and what reads the memory read that."""
+    writes = [n for n in graph.nodes if n.op == "call_method" and n.target in ELSEWHERE]
+    writes = [write for write in writes if _is_new(write.args[0])]
+    dependence = Dependence(graph) if writes else None
+    found = [write for write in writes if dependence is not None and _is_alone(write, dependence)]
+    for write in found:
+        memory, value = write.args[0], tensor_of(write)
         assert isinstance(memory, fx.Node) and value is not None
-        total = Emitter(add).method(SUMS[str(add.target)], *add.args, **add.kwargs)
+        total = Emitter(write).method(ELSEWHERE[str(write.target)], *write.args, **write.kwargs)
         total.meta["example_value"] = torch.empty_like(value).requires_grad_(value.requires_grad)
-        for reader in [user for user in memory.users if user not in (add, total)]:
+        for reader in [user for user in memory.users if user not in (write, total)]:
             read_instead(reader, memory, total)
-        replace_uses({add: total})
-        erase_dead([add])
+        replace_uses({write: total})
+        erase_dead([write])
     return found
 
 
-def _is_all(add: fx.Node, dependence: Dependence) -> bool:
-    """Whether nothing but `add` writes what it adds to, and nothing reads that before."""
-    memory, place = add.all_input_nodes[0], dependence.position
-    is_first = all(place[user] >= place[add] for user in memory.users)
-    return is_first and dependence.writers(memory) == [add]
+def _is_alone(write: fx.Node, dependence: Dependence) -> bool:
+    """Whether nothing but `write` writes its memory, and nothing reads that before."""
+    memory, place = write.all_input_nodes[0], dependence.position
+    is_first = all(place[user] >= place[write] for user in memory.users)
+    return is_first and memory not in write.args[1:] and dependence.writers(memory) == [write]

@@ -9,6 +9,7 @@ from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.query import called_name, is_launch, overload_name, tensor_of, waits_on
+from passes.normalize.filled_memory import ELSEWHERE
 from tests.capture import dynamo_graphs
 
 C10D = torch.ops._c10d_functional
@@ -422,6 +423,12 @@ def added_in_columns(x, index):
     return x.new_zeros(x.shape).scatter_add_(0, index[:, None].expand(-1, 4), x)
 
 
+def copied(x, index):
+    copies = torch.empty_like(x)
+    copies.index_copy_(0, index.argsort(), x)
+    return copies * 2
+
+
 def added_twice(x, index):
     sums = torch.zeros_like(x)
     sums.index_add_(0, index, x)
@@ -445,16 +452,16 @@ def added_to_what_was_written(x, index):
     return sums.index_add_(0, index, x)
 
 
-ADDED_ELSEWHERE = (added, added_in_columns)
+ADDED_ELSEWHERE = (added, added_in_columns, copied)
 ADDED_THERE = (added_twice, read_before, added_to_an_input, added_to_what_was_written)
 
 
 @pytest.mark.parametrize("program", [*ADDED_ELSEWHERE, *ADDED_THERE])
-def test_sums_into_new_memory_are_added_to_a_copy(fake_ranks, program):
+def test_what_is_written_by_index_into_new_memory_is_written_to_a_copy(fake_ranks, program):
     x, index = torch.ones(4, 4), torch.tensor([2, 0, 2, 1])
     expected = program(x.clone(), index)
     gm, *_ = dynamo_graphs(program, x.clone(), index)
-    in_place = [n for n in gm.graph.nodes if n.target in ("index_add_", "scatter_add_")]
+    in_place = [n for n in gm.graph.nodes if n.target in ELSEWHERE]
     assert (in_place == []) == (program in ADDED_ELSEWHERE)
     (y,) = gm(*(x if n.meta["example_value"].dim() == 2 else index for n in inputs_of(gm)))
     assert torch.equal(y, expected)

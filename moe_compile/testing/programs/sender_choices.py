@@ -36,7 +36,7 @@ class Unsort(enum.Enum):
     EMPTY = "new[order] = rows in empty_like memory, times scores, summed"
     COLUMNS = "new[order, :] = rows in memory of as many rows, times scores, summed"
     INVERSE = "rows[torch.argsort(order)], times scores, summed"
-    EINSUM = "rows[torch.argsort(order)], einsum with scores"
+    EINSUM = "index_copy_ into memory of as many rows, einsum with scores"
 
 
 class Loss(enum.Enum):

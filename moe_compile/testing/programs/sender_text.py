@@ -30,7 +30,7 @@ BY_TOKEN: Final = {
     Unsort.EMPTY: ["new = torch.empty_like(out)", "new[order] = out"],
     Unsort.COLUMNS: ["new = out.new_empty(out.shape)", "new[order, :] = out"],
     Unsort.INVERSE: ["new = out[torch.argsort(order)]"],
-    Unsort.EINSUM: ["new = out[torch.argsort(order)]"],
+    Unsort.EINSUM: ["new = out.new_empty(out.shape)", "new.index_copy_(0, order, out)"],
 }
 """Ways back that have every row of each token, and weigh rows then."""
 
