@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks.gpu import sliced_products
 from benchmarks.gpu.__main__ import ALIKE, _passed_before
 from benchmarks.gpu.bars import BARS, judge
 from benchmarks.gpu.exact_layer import exact_results, relative_errors
+from benchmarks.gpu.host_copies import judge_events, on_device
 from benchmarks.gpu.kernels import measure_op
 from benchmarks.gpu.lanes import Pace, ProcessorLane
 from benchmarks.gpu.layer_step import LayerStep
@@ -44,6 +46,27 @@ def run_check(folder):
     command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", f"--out={folder}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "summary.json").read_text())
+
+
+def profiled_on(device, names):
+    """Return events as the profiler makes them: their device is equal to torch's name of it."""
+    own = [torch.autograd.DeviceType(int(device)) for _ in names]
+    times = enumerate(zip(names, own, strict=True))
+    return [FunctionEvent(i, name, 0, i, i + 1, device_type=kind) for i, (name, kind) in times]
+
+
+def test_copies_to_the_host_are_counted_on_the_device_alone(record, monkeypatch):
+    """Nothing was counted, so that no number of copies failed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kinds = torch.autograd.DeviceType
+    copy = "Memcpy DtoH (Device -> Pageable)"
+    events = on_device(
+        profiled_on(kinds.CUDA, [copy, "triton_poi_fused_0", copy, "Memset (Device)"])
+        + profiled_on(kinds.CPU, ["aten::mm", copy])
+    )
+    assert judge_events(record, events, "two", most=1) == (2, {"triton_poi_fused_0": 1})
+    judge_events(record, on_device(profiled_on(kinds.CPU, ["aten::mm"])), "none", most=1)
+    assert [failure["what"] for failure in on_disk(record)["failures"]] == ["two", "none"]
 
 
 @pytest.fixture(scope="module")
