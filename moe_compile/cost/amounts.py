@@ -132,7 +132,7 @@ def is_free(node: fx.Node) -> bool:
     if is_wait(node) or is_view(node) or _op(node) == "_unsafe_view":
         return True
     value = value_of(node)
-    return not isinstance(value, torch.Tensor | tuple | list)
+    return not isinstance(value, torch.Tensor | tuple | list | dict)  # a Triton kernel's, by name
 
 
 def is_elementwise(node: fx.Node) -> bool:

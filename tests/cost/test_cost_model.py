@@ -1,8 +1,13 @@
 """Costs are the textbook's: operations over the matmul rate, bytes over a bandwidth."""
 
+import operator
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.cost.cost_model import estimate_costs, us_by_bound
@@ -64,6 +69,21 @@ def test_a_grouped_product_costs_each_row_once_forward_and_for_weights():
         lambda a, b, o: torch._grouped_mm(a.t(), b, offs=o), rows, made, offsets
     )
     assert weight_gradient == pytest.approx(2 * 16 * 8 * 24, rel=1e-3)
+
+
+def test_a_triton_kernel_of_the_model_is_a_kernel():
+    """It was free, followed what reads it, and ran behind a wait that it could have hidden."""
+    graph = fx.Graph()
+    counts, out = graph.placeholder("counts"), graph.placeholder("out")
+    counts.meta["val"], out.meta["val"] = torch.zeros(64), torch.zeros(256)
+    kernel = graph.call_function(
+        triton_kernel_wrapper_functional,
+        kwargs={"kernel_idx": 0, "kwargs": {"counts": counts, "out": out}},
+    )
+    kernel.meta["val"] = {"out": torch.zeros(256)}
+    graph.output(graph.call_function(operator.getitem, (kernel, "out")))
+    cost = estimate_costs(graph, NominalSizes({}), replace(UNIT, op_overhead_us=3.0))[kernel]
+    assert cost.compute_us == pytest.approx(3.0, rel=1e-3)
 
 
 def test_attention_costs_its_two_products():
