@@ -111,10 +111,12 @@ class Megatron(Legacy, GroupedExperts):
 
 
 class DeepSpeed(Legacy, LoopExperts):
-    """A function written out both ways, a loop over experts, counts by scatter_add_."""
+    """A function written out both ways, a loop over experts, ones added to zeros in place."""
 
     def tally(self, flat):
-        return flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = torch.zeros(self.num_experts, dtype=torch.int32)
+        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
+        return counts
 
     def exchange(self, rows, got, sent):
         return WrittenTwice.apply(rows, got, sent, self.group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.acceptance.packages import (
+    deepspeed_auto_ep,
     deepspeed_layers,
     fairscale_layer,
     lucidrains_layers,
@@ -18,6 +19,7 @@ from benchmarks.acceptance.subject import Case
 CASES: Final = (
     *fairscale_layer.CASES,
     *deepspeed_layers.CASES,
+    *deepspeed_auto_ep.CASES,
     *megatron_layers.CASES,
     *transformers_moe.CASES,
     *lucidrains_layers.CASES,

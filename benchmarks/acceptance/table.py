@@ -36,7 +36,8 @@ well, with plain `aot_eager`, or with it where sorts outside of the dispatch are
 A rank runs `aot_eager` first, in the same process: what a package keeps from its first call, as
 fairscale's gate does (5 graphs in a fresh process), is there when megamoe compiles.
 
-torch {torch}. Tutel is not on PyPI, and so not in the table.
+torch {torch}, Python {python}: the newest megatron-core, 0.19.2, needs Python 3.12. Tutel is not on
+PyPI, and so not in the table.
 """
 OWN: Final = "megamoe"
 NOTES: Final = """\
@@ -51,6 +52,13 @@ A layer of this repository that is chunked was given each form alone, and then t
   stable sort. In other types transformers calls a grouped product of its own there, of which the
   effect on rows is not known. `AllToAllEP` also breaks the graph between dispatch and combine, at
   `if tokens.shape[0] == 0`.
+- DeepSpeed's AutoEP puts its own layer in the place of a model's. With transformers 5.24.0 its last
+  step fails (`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`), so the
+  layer is compiled alone. On CPUs it reads every count on the host, and Dynamo ends the graph at
+  `if length > 0`. On GPUs a kernel does the same, here "indices by operators": one graph, one
+  region. It stays whole: rows are put back into `new_zeros` by an index that was computed, and what
+  that leaves out would be zero. Into `new_empty`, as in torchtitan, they run in chunks, with the
+  bits of `aot_eager`.
 - DeepSpeed with `drop_tokens=False` sends as many slots as the fullest expert of all ranks has
   rows. `capacity = int(counts.max())` is known at run time only; experts with a capacity are
   followed where sizes are numbers.
@@ -95,7 +103,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     )
     return "\n".join(
         [
-            INTRODUCTION.format(torch=record["versions"]["torch"]),
+            INTRODUCTION.format(**record["versions"]),
             summary + "\n",
             *HEAD,
             *(_row(case) for case in cases),

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 C10D: Final = torch.ops._c10d_functional
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+RESUMED: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
+"""What Dynamo calls the rest of a function, behind a graph break."""
 ASSERTIONS: Final = (
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten.sym_constrain_range.default,
@@ -203,8 +205,13 @@ def source_place(node: fx.Node) -> str:
     own = [frame for frame in frames if not frame[0].startswith(TORCH)]
     if not own:
         return ""
-    path, line, function = own[-1]
-    return f"{PurePath(path).name}:{line} in {function}"
+    return place_of(*own[-1])
+
+
+def place_of(file: str, line: Any, function: str) -> str:
+    """Return `file.py:line in function`, the function as the user calls it."""
+    resumed = RESUMED.match(function)
+    return f"{PurePath(file).name}:{line} in {resumed[1] if resumed else function}"
 
 
 def operator_at(node: fx.Node) -> str:

@@ -39,7 +39,7 @@ from moe_compile.regions.gathered_tokens import reduce_scatter_of
 from moe_compile.regions.payloads import Payloads, find_payloads, is_combine_of
 from moe_compile.regions.regions import MoERegion, Refused, exchanges
 from moe_compile.regions.replayable import check_surroundings
-from moe_compile.regions.sent_counts import forms_of_counts
+from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
 
 
 def find_moe_regions(graph: fx.Graph) -> tuple[list[MoERegion], list[Refused]]:
@@ -133,8 +133,9 @@ def _region(match: _Match, dependence: Dependence, name: str) -> MoERegion | Ref
 
     inputs = {*(one.sent for one in there), counts, got}
     down = dependence.below([counts, got, *payloads.dispatches])
-    up = dependence.above([one.result for one in back], stops=inputs)
-    body = sorted((up & down) - inputs, key=dependence.position.__getitem__)
+    given = inputs | fillers_of_counts(exchange, dependence)
+    up = dependence.above([one.result for one in back], stops=given)
+    body = sorted((up & down) - given, key=dependence.position.__getitem__)
     if exchange in body:
         return refuse(Reason.COMMUNICATES, "the received counts are read before their last wait")
     inside = set(body)

@@ -21,7 +21,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion, Refused
-from moe_compile.regions.sent_counts import forms_of_counts
+from moe_compile.regions.sent_counts import counted_by, forms_of_counts
 
 
 def check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | None:
@@ -92,8 +92,7 @@ def _rewrites_counts(
     """
     forms = forms_of_counts(region.count_exchange)
     place = dependence.position
-    first = place[forms[-2]] if len(forms) > 1 else place[region.count_exchange]
-    if not first < place[writer] < place[region.result]:
+    if not place[counted_by(forms, region.count_exchange)] < place[writer] < place[region.result]:
         return False
     memory = frozenset(s for form in forms for s in storages(form))
     return not written or bool(written & memory)

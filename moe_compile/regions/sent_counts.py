@@ -10,6 +10,7 @@ from typing import Final
 
 import torch.fx as fx
 
+from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.query import is_integer
 
 VALUE_KEEPING: Final = frozenset(
@@ -32,3 +33,19 @@ def forms_of_counts(exchange: fx.Node) -> list[fx.Node]:
         node = node.args[0]
         forms.append(node)
     return forms
+
+
+def counted_by(forms: list[fx.Node], exchange: fx.Node) -> fx.Node:
+    """Return the first node that takes the counts in another form, or sends them."""
+    return forms[-2] if len(forms) > 1 else exchange
+
+
+def fillers_of_counts(exchange: fx.Node, dependence: Dependence) -> set[fx.Node]:
+    """Return what wrote the counts in place before they were taken: ones added to zeros, say."""
+    forms = forms_of_counts(exchange)
+    end, memory = dependence.position[counted_by(forms, exchange)], storages(forms[-1])
+    return {
+        writer
+        for writer, written in dependence.writes.items()
+        if written & memory and dependence.position[writer] < end
+    }

@@ -20,13 +20,15 @@ from typing import Any, Final
 import torch._dynamo.utils as dynamo_utils
 import torch.fx as fx
 
-from moe_compile.graph.query import TORCH
+from moe_compile.graph.query import TORCH, place_of
 
 COLLECTIVES: Final = str(Path(TORCH, "distributed"))
 EXCHANGE: Final = re.compile(r"\ball_to_all")
 AUTOGRAD_FORM: Final = (
     "where gradients flow, all_to_all_single_autograd of torch.distributed._functional_collectives"
 )
+VALUE_NEEDED: Final = re.compile("^generic_jump (?:Tensor|SymNode)|data-dependent expression")
+"""How torch says that Python goes on by what a tensor holds."""
 UNKNOWN_LENGTH: Final = re.compile("output shape depends on")
 REMEDIES: Final = (
     (
@@ -49,6 +51,11 @@ REMEDIES: Final = (
         UNKNOWN_LENGTH,
         "say how long the result is, repeat_interleave(..., output_size=n), or compile with "
         "fullgraph=True, which captures such operators",
+    ),
+    (
+        re.compile("needs a value of a tensor"),
+        "make it of tensors alone (torch.where for a branch, x[order] for a list), or of Python's "
+        "own numbers",
     ),
     (
         re.compile(r"builtin(?: operator)? `(?:print|_warnings\.warn)`"),
@@ -105,12 +112,14 @@ def graph_break(gm: fx.GraphModule) -> GraphBreak | None:
 
 def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
     """Return what Dynamo says where it ended at `stack`, the innermost frame last."""
-    frames = [(f.filename, f.lineno, f.name) for f in stack]
-    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
+    frames = list(stack)
+    own = [frame for frame in frames if not frame.filename.startswith(TORCH)]
     collective = _collective(frames)
     said = f"Dynamo does not trace {collective}" if collective else _short(reason)
+    if own and own[-1].line and VALUE_NEEDED.search(reason):
+        said = f"Dynamo does not trace `{own[-1].line}`, for which it needs a value of a tensor"
     return GraphBreak(
-        where=_place(*own[-1]) if own else "",
+        where=place_of(own[-1].filename, own[-1].lineno, own[-1].name) if own else "",
         why=said,
         is_collective=bool(collective) or "async_op" in said,
     )
@@ -132,7 +141,7 @@ def frames_left_out() -> list[GraphBreak]:
 
 
 def _left_out(metrics: Any) -> GraphBreak:
-    function = _place(metrics.co_filename, metrics.co_firstlineno, metrics.co_name)
+    function = place_of(metrics.co_filename, metrics.co_firstlineno, metrics.co_name)
     why = _short(metrics.fail_reason)
     if metrics.fail_user_frame_filename == metrics.co_filename:
         why = (
@@ -153,9 +162,9 @@ def warning_of(one: GraphBreak) -> str:
     return f"megamoe: no region is found around {one}. To do: {one.remedy}"
 
 
-def _collective(frames: Sequence[tuple[str, Any, str]]) -> str:
+def _collective(frames: Sequence[FrameSummary]) -> str:
     """Return the function of `torch.distributed` in which tracing ended, "" for none."""
-    inside = (n for file, _, n in frames if PurePath(file).name == "distributed_c10d.py")
+    inside = (f.name for f in frames if PurePath(f.filename).name == "distributed_c10d.py")
     name = next(inside, "")
     return f"torch.distributed.{name}" if name else ""
 
@@ -168,7 +177,3 @@ def _short(reason: str) -> str:
     if explained and not raised:
         said = f"{first} ({explained[1].removesuffix('.')})"
     return ADDRESS.sub("", said)[:LONGEST]
-
-
-def _place(file: str, line: Any, function: str) -> str:
-    return f"{PurePath(file).name}:{line} in {function}"

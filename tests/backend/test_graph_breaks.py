@@ -56,6 +56,14 @@ class WarnsBetween(LoopExperts):
         return super().experts(rows, received)
 
 
+class BranchesOnCounts(Megatron):
+    def experts(self, rows, received):
+        for expert in range(self.local):
+            if received[expert].item() > 3:
+                rows = rows * 2
+        return super().experts(rows, received)
+
+
 class LabelsOfUnknownLength(Megatron):
     def expert_of_rows(self, rows, received):
         ids = torch.arange(self.local, device=rows.device).repeat(self.num_ranks)
@@ -89,6 +97,7 @@ def warnings_of(program, caplog, *inputs):
         (InLists, "does not trace torch.distributed.all_to_all", "all_to_all_single on the joined"),
         (PrintsBetween, "builtin operator `print`", "ignore_logging_functions.add(print)"),
         (WarnsBetween, "builtin `_warnings.warn`", "ignore_logging_functions.add(print)"),
+        (BranchesOnCounts, "`if received[expert].item() > 3:`", "torch.where for a branch"),
         (LabelsOfUnknownLength, "`aten.repeat_interleave.Tensor`", "output_size=n"),
     ],
 )

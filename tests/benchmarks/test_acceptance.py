@@ -27,7 +27,7 @@ def case(**runs):
 
 
 def page(*cases):
-    return page_of({"versions": {"torch": "2.13.0"}, "cases": cases})
+    return page_of({"versions": {"torch": "2.13.0", "python": "3.11"}, "cases": cases})
 
 
 def test_a_layer_that_is_captured_whole_and_chunked_is_one_row():

@@ -13,6 +13,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.regions.detect_moe import find_moe_regions
 from tests.capture import dynamo_graphs
 from tests.layers import STYLES, WAIT, GroupedExperts
+from tests.legacy_layers import DeepSpeed
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
 
@@ -97,6 +98,34 @@ def test_sizes_that_no_exchange_of_integers_gave_are_left_alone(fake_ranks):
     regions, refused = find(program, rows(), torch.tensor([16, 16]))
     assert regions == []
     assert Reason.NO_COUNT_EXCHANGE in refused or Reason.NO_COMBINE in refused
+
+
+def test_counts_may_be_filled_in_place_before_they_are_sent(fake_ranks):
+    """What fills them stays outside; the body reads views of what was filled."""
+    (region,), refused = find(DeepSpeed(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks), rows())
+    assert refused == []
+    assert not [node for node in region.body if str(node.target).endswith("add_")]
+
+
+class ReadBetweenFills(DeepSpeed):
+    """Split sizes are those of counts of which each is one too many when it is read."""
+
+    def tally(self, flat):
+        counts = super().tally(flat)
+        counts.add_(1)
+        self._early = counts.view(self.num_ranks, -1).sum(1)
+        counts.sub_(1)
+        return counts
+
+    def splits(self, counts, received):
+        early, self._early = self._early, None
+        return (early - self.local).tolist(), super().splits(counts, received)[1]
+
+
+def test_counts_that_are_read_before_they_are_filled_keep_the_region_whole(fake_ranks):
+    layer = ReadBetweenFills(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
+    regions, refused = find(layer, rows())
+    assert (regions, refused) == ([], [Reason.MUTATED_MEANWHILE])
 
 
 class CountsRowsOnTheWay(GroupedExperts):

@@ -61,7 +61,8 @@ IMPLEMENTATIONS: Final = {
 }
 
 
-def _model(name: str, experts: str, dtype: torch.dtype) -> nn.Module:
+def small_model(name: str, experts: str, dtype: torch.dtype) -> nn.Module:
+    """Return a model of one of `MODELS`, the same on every rank."""
     import transformers
 
     stem, own = MODELS[name]
@@ -78,7 +79,7 @@ def _subject(model: nn.Module, rank: int) -> Subject:
 
 
 def _whole(rank: int, name: str, experts: str) -> Subject:
-    return _subject(_model(name, experts, torch.float32), rank)
+    return _subject(small_model(name, experts, torch.float32), rank)
 
 
 def _parallel(
@@ -87,7 +88,7 @@ def _parallel(
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     _register_without_branch()
-    model = _model(name, "grouped_mm", dtype)
+    model = small_model(name, "grouped_mm", dtype)
     sizes = (dist.get_world_size(), 1)
     mesh = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=("experts", "tensor"))
     plan = model._expand_parallel_plan(model.ep_plan)
