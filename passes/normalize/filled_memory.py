@@ -124,4 +124,5 @@ def _is_alone(write: fx.Node, dependence: Dependence) -> bool:
     """Whether nothing but `write` writes its memory, and nothing reads that before."""
     memory, place = write.all_input_nodes[0], dependence.position
     is_first = all(place[user] >= place[write] for user in memory.users)
-    return is_first and memory not in write.args[1:] and dependence.writers(memory) == [write]
+    reads_it = memory in (*write.args[1:], *write.kwargs.values())
+    return is_first and not reads_it and dependence.writers(memory) == [write]

@@ -253,8 +253,6 @@ def test_an_einsum_of_rows_and_weights_is_a_weighted_sum(fake_ranks, equation):
 
 @pytest.mark.parametrize("equation", ["tkd,tk->dt", "tkd,tk->tk", "tkd,kt->td", "tkd,tk"])
 def test_an_einsum_of_another_sum_is_not_understood(fake_ranks, equation):
-    """Its width is the number of its tokens, and so is that of its rows a token."""
-
     def total(rows, w):
         w = w[:, 0].to(rows.dtype)
         return torch.einsum(equation, rows, w.t() if "kt" in equation else w)
