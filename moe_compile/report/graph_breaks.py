@@ -53,6 +53,12 @@ REMEDIES: Final = (
         "fullgraph=True, which captures such operators",
     ),
     (
+        re.compile("recompile limit"),
+        "keep shapes, dtypes and Python's numbers the same from call to call, or mark what changes "
+        "by torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles says what changed; "
+        "torch._dynamo.config.recompile_limit is the limit",
+    ),
+    (
         re.compile("needs a value of a tensor"),
         "make it of tensors alone (torch.where for a branch, x[order] for a list), or of Python's "
         "own numbers",
@@ -137,23 +143,34 @@ def frames_left_out() -> list[GraphBreak]:
     or a `with` something that is not traced, where Dynamo cannot end a graph.
     """
     metrics: list[Any] = getattr(dynamo_utils, "get_compilation_metrics", list)()
-    return [_left_out(m) for m in metrics if m.fail_reason and _has_exchange(m)]
+    functions = {_code_of(m): m for m in metrics if m.co_filename}
+    failed = [(functions.get(_code_of(m)), m) for m in metrics if m.fail_reason]
+    return [_left_out(f, m) for f, m in failed if f and _has_exchange(f, m)]
 
 
-def _left_out(metrics: Any) -> GraphBreak:
-    function = place_of(metrics.co_filename, metrics.co_firstlineno, metrics.co_name)
-    why = _short(metrics.fail_reason)
-    if metrics.fail_user_frame_filename == metrics.co_filename:
+def _code_of(metrics: Any) -> str:
+    """Return torch's number of the function that a compilation is of.
+
+    Its identifier is "FUNCTION/COMPILATION". Where the limit on compilations of a function is
+    reached, torch records this number without the function's name.
+    """
+    return str(metrics.compile_id).rpartition("/")[0]
+
+
+def _left_out(function: Any, failed: Any) -> GraphBreak:
+    why = _short(failed.fail_reason)
+    if failed.fail_user_frame_filename == function.co_filename:
         why = (
-            f"Dynamo leaves the function to Python for line {metrics.fail_user_frame_lineno}: {why}"
+            f"Dynamo leaves the function to Python for line {failed.fail_user_frame_lineno}: {why}"
         )
-    return GraphBreak(function, why, True)
+    where = place_of(function.co_filename, function.co_firstlineno, function.co_name)
+    return GraphBreak(where, why, True)
 
 
-def _has_exchange(metrics: Any) -> bool:
-    if str(metrics.fail_user_frame_filename).startswith(COLLECTIVES):
+def _has_exchange(function: Any, failed: Any) -> bool:
+    if str(failed.fail_user_frame_filename).startswith(COLLECTIVES):
         return True
-    following = linecache.getlines(metrics.co_filename)[metrics.co_firstlineno - 1 :]
+    following = linecache.getlines(function.co_filename)[function.co_firstlineno - 1 :]
     return EXCHANGE.search("".join(inspect.getblock(following))) is not None
 
 

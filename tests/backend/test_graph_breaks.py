@@ -141,6 +141,36 @@ def test_a_function_that_is_left_to_python_is_named(fake_ranks, caplog):
         assert "all_to_all_single_autograd" in warning
 
 
+def scaled(x, factor):
+    return x * factor
+
+
+def scaled_exchange(x, factor):
+    y = torch.empty_like(x)
+    dist.all_to_all_single(y, x * factor)
+    return y
+
+
+@pytest.mark.parametrize("program", [scaled, scaled_exchange])
+def test_a_function_beyond_the_limit_on_its_compilations_is_named(fake_ranks, caplog, program):
+    """Torch records no file of it; the next compilation of any function crashed on that."""
+    torch._dynamo.reset()
+    backend._warn_once.cache_clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+    compiled = torch.compile(program, backend="megamoe", options=FX)
+    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.WARNING):
+        for factor in (1.0, 2.0, 3.0):
+            compiled(torch.randn(4, 4), factor)
+        torch.compile(plain, backend="megamoe", options=FX)(torch.randn(4, 4))
+    told = [r.message for r in caplog.records if "recompile limit exceeded" in r.message]
+    told = [one for one in told if one.startswith("megamoe: ")]
+    if program is scaled:
+        assert not told
+    else:
+        (warning,) = told
+        assert "in scaled_exchange" in warning and "mark_dynamic" in warning
+
+
 def printing(x):
     print(x.shape)  # noqa: T201  (it breaks the graph)
     return x * 2
