@@ -150,9 +150,10 @@ class MegaMoEConfig:
     """Peak memory of a whole training step in bytes (parameters, gradients, optimizer, saved
     activations); 0 where it is not known. The torchtitan recipe fills in what it knows of it."""
     hardware: str = "detect"
-    """The profile that time estimates use: "detect" asks NVML; else the name of a profile (h100,
-    h200, h800, a100, cpu, or one that another package adds) or the path of a TOML file
-    (docs/cluster.md)."""
+    """The profile that time estimates use: "detect" asks NVML, and says so where it knows the GPU
+    by another's profile alone (docs/cluster.md#profiles); else the name of a profile (h100, h200,
+    h800, h20, b200, gb200, a100, cpu, or one that another package adds) or the path of a TOML
+    file."""
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False

@@ -36,7 +36,7 @@ def add_doctor(commands: Any) -> None:
 
 def doctor(known: argparse.Namespace, machine: Machine) -> int:
     """Describe `machine`; return the exit status, 0 also without a GPU."""
-    name = profile_of_chip(machine.devices[0].name) if machine.devices else NO_GPU
+    name = _profile_of(machine)
     cluster = _cluster(name)
     findings = find_findings(machine, cluster)
     choices = find_choices(machine, cluster) if cluster else ()
@@ -63,6 +63,14 @@ def doctor(known: argparse.Namespace, machine: Machine) -> int:
     if choices:
         console.print(_choices(choices))
     return 0
+
+
+def _profile_of(machine: Machine) -> str:
+    """Return the profile for the first GPU; the processor's where none can stand in."""
+    if not machine.devices:
+        return NO_GPU
+    first = machine.devices[0]
+    return profile_of_chip(first.name, first.generation).profile or NO_GPU
 
 
 def _cluster(name: str) -> ClusterProfile | None:

@@ -1,27 +1,70 @@
-"""Which profile is this machine's, by what NVML calls its first GPU.
+"""Which profile is this machine's, by what NVML says of its first GPU.
 
 Contract
     Once ranks agreed on one profile, that is the answer on all of them.
+    No GPU is taken for another in silence: what stands in for one that no profile is named after is
+    said, once per process, and where nothing could stand in, that is an error.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Final
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import pynvml
 
-CHIPS: Final = ("h200", "h800", "h100", "a100")
-"""Profiles named as NVML names the chip, in lower case."""
-UNKNOWN_CHIP: Final = "h100"
-"""Profile of a GPU that none is named after."""
+from moe_compile.errors import InvalidConfig
+
+LOG: Final = logging.getLogger(__name__)
+CHIPS: Final = ("a100", "b200", "gb200", "h100", "h20", "h200", "h800")
+"""Profiles named as NVML names the chip, in lower case: as a word of its own, GH200 is no H200."""
+STANDS_IN: Final[Mapping[int, str]] = {8: "a100", 9: "h100", 10: "b200", 12: "a100"}
+"""Major compute capability -> profile for a GPU that none is named after. GPUs of workstations (12)
+have the memory and the links of an A100 rather than a B200's."""
+OTHER_BOARDS: Final = frozenset({"pcie", "nvl"})
+"""Words in a GPU's name that say: not the board with NVLink switches, of which profiles are."""
 NO_GPU: Final = "cpu"
+TO_DO: Final = (
+    "To do: megamoe calibrate mine.toml --start {start} measures this GPU; correct the links in "
+    "the file and set megamoe.hardware = 'mine.toml', or name the profile that you mean"
+)
 
 
-def profile_of_chip(device_name: str) -> str:
-    """Return the profile for what NVML calls a GPU."""
-    found = (chip for chip in CHIPS if chip in device_name.lower())
-    return next(found, UNKNOWN_CHIP)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detected:
+    """The profile for a GPU."""
+
+    profile: str
+    """"" where none can stand in."""
+    warning: str = ""
+    """What is not this GPU's in it; "" where the profile is this GPU's."""
+
+
+def profile_of_chip(device_name: str, generation: int | None) -> Detected:
+    """Return the profile for what NVML calls a GPU, `generation` its major compute capability."""
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    for chip in CHIPS:
+        if chip in words:
+            return Detected(profile=chip, warning=_other_board(device_name, words, chip))
+    start = STANDS_IN.get(generation or 0, "")
+    why = f"no profile is named after {device_name!r}"
+    if not start:
+        to_do = TO_DO.format(start=STANDS_IN[9])
+        return Detected(profile="", warning=f"{why}, and none can stand in for it. {to_do}")
+    why += f": {start} is used for it, whose rates and links may be far from its own"
+    return Detected(profile=start, warning=f"{why}. {TO_DO.format(start=start)}")
+
+
+def _other_board(device_name: str, words: list[str], chip: str) -> str:
+    if not OTHER_BOARDS.intersection(words):
+        return ""
+    why = f"profile {chip} is used for {device_name!r}, though it is of the chip's board with"
+    return f"{why} NVLink switches: clocks and links are others. {TO_DO.format(start=chip)}"
 
 
 class _Agreed:
@@ -36,18 +79,44 @@ def agree_on_profile(name: str) -> None:
 
 
 def detected_profile() -> str:
-    """Return the name of the profile ranks agreed on, else of the one for this machine."""
+    """Return the name of the profile ranks agreed on, else of the one for this machine.
+
+    Raises InvalidConfig where none can stand in for this machine's GPU.
+    """
     return _Agreed.name or own_profile()
 
 
 @functools.cache
 def own_profile() -> str:
-    """Return the name of the profile for this machine's first GPU; `cpu` without one."""
+    """Return the name of the profile for this machine's first GPU; `cpu` without one.
+
+    Raises InvalidConfig where none can stand in for it.
+    """
+    found = _detect(pynvml)
+    if not found.profile:
+        raise InvalidConfig(f"megamoe.hardware = 'detect': {found.warning}")
+    if found.warning:
+        LOG.warning("megamoe: %s", found.warning)
+    return found.profile
+
+
+def _detect(nvml: Any) -> Detected:
     try:
-        pynvml.nvmlInit()
+        nvml.nvmlInit()
         try:
-            return profile_of_chip(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+            handle = nvml.nvmlDeviceGetHandleByIndex(0)
+            generation, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+            return profile_of_chip(str(nvml.nvmlDeviceGetName(handle)), int(generation))
         finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return NO_GPU
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return _without_nvml(sys.modules.get("torch"))
+
+
+def _without_nvml(torch: Any) -> Detected:
+    """Return the processor's profile, unless `torch`, where it was imported, runs on a GPU."""
+    if torch is None or not torch.cuda.is_available():
+        return Detected(profile=NO_GPU)
+    name = torch.cuda.get_device_name()
+    why = f"torch runs on {name!r}, which NVML does not show, and profiles are of NVIDIA's GPUs"
+    return Detected(profile="", warning=f"{why}. {TO_DO.format(start=STANDS_IN[9])}")

@@ -37,6 +37,8 @@ class Device:
     index: int
     name: str
     memory_gb: float | None
+    generation: int | None
+    """Major compute capability."""
     is_mig: bool | None
     """Whether the GPU is cut into slices."""
     nvlink_count: int
@@ -112,6 +114,7 @@ class _Asked:
         handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
         memory = self.answer("nvmlDeviceGetMemoryInfo", handle)
         mig = self.answer("nvmlDeviceGetMigMode", handle)
+        capability = self.answer("nvmlDeviceGetCudaComputeCapability", handle)
         links = self._active_links(handle)
         state, clique = self._fabric(handle)
         reasons = self._clock_reasons(handle)
@@ -119,6 +122,7 @@ class _Asked:
             index=index,
             name=str(self.nvml.nvmlDeviceGetName(handle)),
             memory_gb=None if memory is None else memory.total / 1e9,
+            generation=None if capability is None else int(capability[0]),
             is_mig=None if mig is None else bool(mig[0]),
             nvlink_count=len(links),
             nvlink_gb_per_s=self._link_gb_per_s(handle, links),

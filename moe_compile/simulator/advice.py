@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile
-from moe_compile.hardware.detect import CHIPS, profile_of_chip
+from moe_compile.hardware.detect import profile_of_chip
 from moe_compile.hardware.devices import Device, Machine
 from moe_compile.simulator import systems
 from moe_compile.simulator.layer_time import time_layer
@@ -53,11 +53,8 @@ def find_findings(machine: Machine, profile: ClusterProfile | None) -> tuple[str
     names = sorted({device.name for device in machine.devices})
     if len(names) > 1:
         found.append(f"different GPUs ({', '.join(names)}): ranks must name one megamoe.hardware.")
-    if not any(chip in names[0].lower() for chip in CHIPS):
-        found.append(
-            f"no profile is named after {names[0]!r}: {profile_of_chip(names[0])} is used; measure "
-            "and write one, then name its path in megamoe.hardware."
-        )
+    if warning := profile_of_chip(machine.devices[0].name, machine.devices[0].generation).warning:
+        found.append(f"{warning}.")
     for device in machine.devices:
         found.extend(f"GPU {device.index}: {said}" for said in _of_device(device))
     if profile is not None:

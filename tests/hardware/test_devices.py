@@ -37,6 +37,7 @@ class Library:
             "nvmlDeviceGetName": name,
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80e9),
             "nvmlDeviceGetMigMode": [0, 0],
+            "nvmlDeviceGetCudaComputeCapability": [9, 0],
             "nvmlDeviceGetMaxPcieLinkGeneration": 5,
             "nvmlDeviceGetMaxPcieLinkWidth": 16,
             "nvmlDeviceGetClockInfo": 1200,
@@ -100,8 +101,8 @@ def test_what_nvml_does_not_answer_is_none():
     names = [name for name in h800().answers if name.startswith("nvmlDeviceGet")]
     silent = dict.fromkeys(set(names) - {"nvmlDeviceGetCount", "nvmlDeviceGetName"}, refused)
     (device, *_) = read_machine(h800(**silent)).devices
-    unknown = ("memory_gb", "is_mig", "pcie_generation", "pcie_lanes", "sm_clock_mhz")
-    assert [getattr(device, name) for name in unknown] == [None] * 5
+    unknown = ("memory_gb", "generation", "is_mig", "pcie_generation", "pcie_lanes", "sm_clock_mhz")
+    assert [getattr(device, name) for name in unknown] == [None] * 6
 
 
 def test_no_nvml_is_a_message():
@@ -127,7 +128,7 @@ def test_a_machine_as_its_profile_says_has_nothing_to_say():
         (Library("NVIDIA H800", 8, 4), "NVLink has 106 GB/s where profile h800 counts 200"),
         (Library("NVIDIA H800", 8, 0), "PCIe, there being no NVLink, has 63 GB/s"),
         (Library("NVIDIA H800", 1, 0), "there is no exchange to hide"),
-        (Library("NVIDIA L40S", 8, 8), "no profile is named after 'NVIDIA L40S': h100 is used"),
+        (Library("NVIDIA GH200 480GB", 8, 8), "named after 'NVIDIA GH200 480GB': h100 is used"),
     ],
 )
 def test_a_machine_that_differs_is_told_so(library, said):
