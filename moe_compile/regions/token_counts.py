@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import sympy
@@ -23,7 +23,16 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import communicates, may_draw
-from moe_compile.graph.query import expression_of, is_launch, is_wait, tensor_of, value_of
+from moe_compile.graph.query import (
+    called_name,
+    expression_of,
+    is_integer,
+    is_launch,
+    is_wait,
+    tensor_of,
+    value_of,
+)
+from moe_compile.regions.label_bins import bins_of
 from moe_compile.regions.row_chain import shape_of
 from moe_compile.regions.token_index import HOLDS_ALL, TokenIndex
 
@@ -135,10 +144,28 @@ def _run(
                 raise ValueError(f"{node} has too many elements")
             args = on_cpu(fx.node.map_arg(node.args, real))
             kwargs = on_cpu(fx.node.map_arg(node.kwargs, real))
-            target = node.target
-            call = target if callable(target) else getattr(torch.Tensor, target)
-            values[node] = call(*args, **kwargs)
+            values[node] = _function(node)(*args, **kwargs)
     return values
+
+
+def _function(node: fx.Node) -> Callable[..., Any]:
+    """Return what computes the node's value on a CPU, where torch has no histogram of integers."""
+    if called_name(node) == "histc" and is_integer(node):
+        return _histogram
+    return node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+
+
+def _histogram(
+    input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
+) -> torch.Tensor:
+    """Return `torch.histc` of integers; raise ValueError where its bins are not known."""
+    labels, times = input.unique(return_counts=True)
+    places = bins_of(labels.tolist(), input.dtype, bins, min, max)
+    if places is None:
+        raise ValueError("bins that are not known")
+    inside = torch.tensor([place is not None for place in places])
+    found = torch.tensor([place for place in places if place is not None], dtype=torch.int64)
+    return input.new_zeros(bins).scatter_add(0, found, times[inside].to(input.dtype))
 
 
 def _elements(made: torch.Tensor, number: int) -> int:

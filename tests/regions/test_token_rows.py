@@ -1,11 +1,15 @@
 """Which gathers and sums of tokens are proven, and what in them is not understood."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.journal.reasons import Reason
+from moe_compile.regions.token_counts import counts_values
+from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
@@ -476,6 +480,23 @@ COUNTS = {
 def test_counts_are_those_of_the_chosen_experts_or_prove_nothing(fake_ranks, form):
     count, choices, is_proven = COUNTS[form]
     assert found_in(counted_by(count, choices), fake_ranks).is_chosen_once is is_proven
+
+
+@pytest.mark.parametrize(("most", "is_proven"), [(EXPERTS, True), (2 * EXPERTS, False)])
+def test_integers_that_a_gpu_counts_by_histc_are_counted_without_one(most, is_proven):
+    """Torch has no such histogram on a CPU, where choices are tried."""
+    graph = torch.fx.Graph()
+    scores = graph.placeholder("scores")
+    chosen = graph.call_function(
+        operator.getitem, (graph.call_function(torch.topk, (scores, TOP_K)), 1)
+    )
+    flat = graph.call_method("view", (chosen, -1))
+    counts = graph.call_function(torch.histc, (flat,), {"bins": EXPERTS, "min": 0, "max": most})
+    scores.meta["val"] = torch.randn(TOKENS, EXPERTS)
+    chosen.meta["val"] = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    flat.meta["val"], counts.meta["val"] = chosen.meta["val"].view(-1), torch.arange(EXPERTS)
+    dependence = Dependence(graph)
+    assert counts_values(TokenIndex(frozenset()), counts, chosen, dependence) is is_proven
 
 
 class HandedIn(Around):
