@@ -20,7 +20,7 @@ from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.batch.token_shares import dims_of_slice
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.regions.row_chain import num_rows
 from moe_compile.regions.token_sums import base_of
 
@@ -75,7 +75,7 @@ def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> N
     try:
         tracker.start(node)
     except Lost as refused:
-        lost.setdefault(node, f"{node.name}: {refused}")
+        lost.setdefault(node, f"{operator_at(node)}: {refused}")
 
 
 def inside(split: SplitRegion, dependence: Dependence) -> set[fx.Node]:

@@ -217,10 +217,11 @@ def place_of(file: str, line: Any, function: str) -> str:
 def operator_at(node: fx.Node) -> str:
     """Return what a user knows a node by: the operator, and the line that it stands on."""
     place = source_place(node)
-    return f"{_operator(node)} at {place}" if place else _operator(node)
+    return f"{operator_of(node)} at {place}" if place else operator_of(node)
 
 
-def _operator(node: fx.Node) -> str:
+def operator_of(node: fx.Node) -> str:
+    """Return the operator of a node, as a user knows it."""
     if node.op == "output":
         return "the result of the graph"
     if node.op in ("placeholder", "get_attr"):

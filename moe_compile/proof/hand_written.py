@@ -8,6 +8,7 @@ Contract
 
 from __future__ import annotations
 
+from moe_compile.graph.query import operator_at
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Knowledge
 from moe_compile.proof.trace_steps import GradientMade, GradientOf
@@ -26,7 +27,7 @@ def gradient_of(known: Knowledge, step: GradientOf) -> Value:
     """Return what the gradient of a result is: of its rows, row by row."""
     result = known.value(step.result)
     if not isinstance(result, Rows | OfExpert):
-        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{step.node.name}: a result without rows")
+        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)}: a result without rows")
     return result
 
 
@@ -37,10 +38,10 @@ def check_gradient(known: Knowledge, step: GradientMade) -> None:
         if not any(map(is_differentiable, argument.nodes)):
             return
         if not isinstance(gradient, OfExpert):
-            raise Unproven(Reason.SHARED_PARAMETER, f"{step.node.name}, in its backward")
+            raise Unproven(Reason.SHARED_PARAMETER, f"{operator_at(step.node)}, in its backward")
         known.whole.setdefault(step.node, set()).add(gradient.expert)
         known.reads.add(argument, None, gradient.expert)
     elif isinstance(argument, Rows | OfExpert):
         is_constant = isinstance(gradient, Fixed) and gradient.is_uniform
         if gradient != argument and not is_constant:
-            raise Unproven(Reason.ROWS_MIXED, f"{step.node.name}, in its backward")
+            raise Unproven(Reason.ROWS_MIXED, f"{operator_at(step.node)}, in its backward")

@@ -217,7 +217,8 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     if index.is_permutation and len(order) == 1:
         return selected.parent
     padded = all(is_padding(s) for s in order[1:])
-    if form.adds or not base.is_uninitialised or not padded or index.is_permutation:
+    rows_known = base.is_uninitialised or None not in call.facts.experts_of(length(order))
+    if form.adds or not rows_known or not padded or index.is_permutation:
         raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
     call.facts.note_all_rows(selected, length(order))
     return selected.parent

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from moe_compile.graph.inner_graphs import CHECKPOINT, bodies, is_higher_order
 from moe_compile.graph.modes import changes_mode, modes, running_under
 from moe_compile.graph.observation import call
-from moe_compile.graph.query import is_launch
+from moe_compile.graph.query import is_launch, operator_at
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.trace_steps import GradientMade, GradientOf, Produced, Step
 from moe_compile.regions.row_domain import Unproven
@@ -113,9 +113,11 @@ class InnerRun:
 
     def _inner(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if is_launch(node):
-            raise NotRun(Reason.COMMUNICATES, node.name)
+            raise NotRun(Reason.COMMUNICATES, operator_at(node))
         if node.op == "call_method" and node.target in ("item", "tolist"):
-            raise NotRun(Reason.UNKNOWN_OPERATOR, f"{node.name}: the host reads inside a graph")
+            raise NotRun(
+                Reason.UNKNOWN_OPERATOR, f"{operator_at(node)}: the host reads inside a graph"
+            )
         if not is_higher_order(node):
             return run_node(node, env.__getitem__)
         if not runs_graphs(node):

@@ -28,6 +28,8 @@ import torch.fx as fx
 from moe_compile.graph.query import (
     input_splits,
     is_launch,
+    operator_at,
+    operator_of,
     output_splits,
     tensor_of,
     value_of,
@@ -232,12 +234,12 @@ class _Proof:
         """Raise Unproven unless all rows sent back stand in the order received."""
         for one in self.region.combined:
             if self.known.value(self.produced[one.launch]) != Rows(0, self.facts.root):
-                raise Unproven(Reason.ROWS_OUT_OF_ORDER, one.launch.name)
+                raise Unproven(Reason.ROWS_OUT_OF_ORDER, operator_at(one.launch))
 
     def check_reordered(self) -> None:
         """Raise Unproven where more than a sum may depend on an order that a sort leaves open."""
         for node in self.known.whole if self.known.reordered else ():
-            detail = f"{node.name} may read several rows of an expert"
+            detail = f"{operator_at(node)} may read several rows of an expert"
             raise Unproven(Reason.UNSTABLE_SORT, detail)
 
     def check_premises(self, trace: Trace) -> int:
@@ -291,8 +293,9 @@ def _sizes_outside(region: MoERegion) -> list[object]:
 
 
 def _refused(region: MoERegion, node: fx.Node, why: Unproven) -> Refused:
-    """Return the refusal, naming the node and the user's line."""
-    where = [f"{node.name}: {why.detail}" if why.detail else node.name]
+    """Return the refusal, naming the operator and the user's line."""
+    operator = operator_of(node)
+    where = [f"{operator}: {why.detail}" if why.detail else operator]
     lines = (line.strip() for line in node.meta.get("stack_trace", "").splitlines())
     where += [line for line in lines if line.strip("^~ ")][-2:]
     return Refused(

@@ -20,7 +20,7 @@ import sympy
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.query import tensor_of, value_of
+from moe_compile.graph.query import operator_at, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.count_run import CountRun, OneRun, TooLarge, Unevaluable, number
 from moe_compile.proof.count_samples import (
@@ -162,4 +162,4 @@ def _check_read(facts: CountFacts, step: Step, run: OneRun) -> None:
     if isinstance(step, HostRead):
         formula = facts.formula_read(value_of(step.node))
         if formula is not None and number(formula, run.sample) != int(run.tensor(step.tensor)):
-            raise Differs(f"{step.node.name} is not {formula}")
+            raise Differs(f"{operator_at(step.node)} is not {formula}")

@@ -190,5 +190,5 @@ def _around_others(
         return refused
     hops = ", ".join(dict.fromkeys(of_region[n].name for n in launches if n in inside))
     first, last = match.payloads.main, match.payloads.combines[-1]
-    detail = f"{hops} between {first.name} and {last.name}"
+    detail = f"{hops} between {operator_at(first)} and {operator_at(last)}"
     return replace(refused, reason=Reason.OUTER_HOP, detail=detail)

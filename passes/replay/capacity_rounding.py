@@ -18,7 +18,7 @@ from moe_compile.capacity.expert_rounding import first_difference
 from moe_compile.capacity.fake_run import FakeRun
 from moe_compile.graph.modes import modes
 from moe_compile.graph.observation import fake_mode_of
-from moe_compile.graph.query import value_of
+from moe_compile.graph.query import operator_at, value_of
 from moe_compile.proof.operator_call import Call
 from moe_compile.proof.row_trace import UNTRACEABLE
 from passes.replay.capacity_chunks import CapacityChunk, pieces_of
@@ -36,7 +36,7 @@ def why_rounds(region: CapacityRegion, bounds: Sequence[range]) -> str:
     for part in parts:
         for node, calls in part.items():
             if found := first_difference(whole.get(node, []), calls):
-                return f"{node.name}: {found}"
+                return f"{operator_at(node)}: {found}"
     return ""
 
 

@@ -50,15 +50,19 @@ def by_label_then(place):
     return body
 
 
-def left_out_beyond_three(m, x, c):
-    """Rows beyond the third of a run go to the padding row behind all rows."""
-    place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[runs(m, x, c)]
-    perm = torch.argsort(runs(m, x, c) % m.local, stable=True)
-    index = torch.where(place[perm] < 3, perm, -1)
-    padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    out = padded.new_empty(padded.shape)
-    out[index] = m.product(padded[index], m.totals(c))
-    return out[:-1]
+def left_out_beyond(most, onto):
+    """Return experts with whom rows beyond the first `most` of a run go to a row behind all."""
+
+    def body(m, x, c):
+        place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[runs(m, x, c)]
+        perm = torch.argsort(runs(m, x, c) % m.local, stable=True)
+        index = torch.where(place[perm] < most, perm, -1)
+        padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        out = onto(padded, padded.shape)
+        out[index, :] = m.product(padded[index], m.totals(c))
+        return out[:-1]
+
+    return body
 
 
 def runs_by_rounded_ends(dtype):
@@ -101,9 +105,19 @@ def test_an_index_that_disagrees_with_the_group_sizes_is_refused(fake_ranks, cas
     assert getattr(verdict, "reason", verdict) is Reason.PREMISE_FALSE, verdict
 
 
-def test_an_index_that_leaves_rows_out_is_refused(fake_ranks):
-    verdict = verdict_on(left_out_beyond_three, fake_ranks)
+@pytest.mark.parametrize("onto", [torch.Tensor.new_empty, torch.Tensor.new_zeros])
+@pytest.mark.parametrize("most", [3, 4_096])
+def test_an_index_that_leaves_rows_out_is_refused(fake_ranks, most, onto):
+    """It may send them home as zeros."""
+    verdict = verdict_on(left_out_beyond(most, onto), fake_ranks)
     assert not isinstance(verdict, RowProof), verdict
+
+
+@pytest.mark.parametrize("onto", [torch.Tensor.new_empty, torch.Tensor.new_zeros])
+def test_rows_may_go_back_onto_zeros_where_none_is_left_out(fake_ranks, onto):
+    """DeepSpeed's AutoEP writes them so."""
+    verdict = verdict_on(left_out_beyond(2**40, onto), fake_ranks)
+    assert isinstance(verdict, RowProof) and verdict.sampled, verdict
 
 
 def test_a_true_premise_is_proven_and_said_to_be_sampled(fake_ranks):

@@ -109,10 +109,7 @@ def test_what_is_not_row_by_row_is_refused(fake_ranks, case):
     class Case(Refusable):
         after = staticmethod(step)
 
-    try:
-        verdict = judge(layer_of(Case, fake_ranks), tokens())
-    except torch._dynamo.exc.UserError as error:
-        pytest.skip(f"this torch cannot capture the layer at all: {error.msg.splitlines()[0]}")
+    verdict = judge(layer_of(Case, fake_ranks), tokens())
     assert getattr(verdict, "reason", verdict) is reason, verdict
 
 
@@ -192,11 +189,11 @@ def test_split_sizes_must_be_sums_of_counts(fake_ranks):
     assert getattr(verdict, "reason", verdict) is Reason.NO_COUNT_EXCHANGE
 
 
-def test_a_refusal_names_the_node_and_the_users_line(fake_ranks):
+def test_a_refusal_names_the_operator_and_the_users_line(fake_ranks):
     class Case(Refusable):
         after = staticmethod(lambda layer, rows, received: rows - rows.mean(0))
 
     verdict = judge(layer_of(Case, fake_ranks), tokens())
     assert verdict.candidate == "region 0"
-    assert verdict.detail.startswith("mean: ")
+    assert verdict.detail.startswith("`.mean()`: ")
     assert "rows - rows.mean(0)" in verdict.detail
