@@ -56,9 +56,9 @@ A layer of this repository that is chunked was given each form alone, and then t
   step fails (`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`), so the
   layer is compiled alone. On CPUs it reads every count on the host, and Dynamo ends the graph at
   `if length > 0`. On GPUs a kernel does the same, here "indices by operators": one graph, one
-  region, in chunks, with the bits of `aot_eager`. On GPUs 0.19.8 also moves the rows themselves by a
-  kernel of its own (`permute_rows`). What a model's own kernel does to rows is not followed, so such
-  a layer stays whole there.
+  region, in chunks, with the bits of `aot_eager`. On GPUs 0.19.8 moves the rows too by a kernel of
+  its own (`permute_rows`). What a model's own kernel does to rows is not followed, so such a layer
+  stays whole there.
 - DeepSpeed with `drop_tokens=False` sends as many slots as the fullest expert of all ranks has
   rows. `capacity = int(counts.max())` is known at run time only; experts with a capacity are
   followed where sizes are numbers.
