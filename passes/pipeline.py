@@ -38,6 +38,7 @@ from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.read_pieces import ReadPieces
 from passes.read_together import ReadTogether
+from passes.realize_slices import RealizeSlices
 from passes.record_order import RecordOrder
 from passes.rewrite import Rewrite
 from passes.rewrite_regions import RewriteRegions
@@ -104,7 +105,7 @@ POST_GRAD: Final = Level(
 RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
 """On the same graphs next, whatever order they have."""
 
-PIN: Final = Level((CopyFills(), PinOrder()), frozenset({Fact.FUNCTIONAL}))
+PIN: Final = Level((CopyFills(), RealizeSlices(), PinOrder()), frozenset({Fact.FUNCTIONAL}))
 """On the same graphs last, where Inductor generates their code."""
 
 LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)

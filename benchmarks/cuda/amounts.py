@@ -99,6 +99,15 @@ def _nbytes(tensor: Tensor, sizes: Sizes) -> float:
     return tensor.itemsize * math.prod(evaluated(size, sizes) for size in shape)
 
 
+def places_of_weights(forward: Wrapper, weights: Iterable[int]) -> list[int]:
+    """Return the places among the inputs of tensors given by their places among the tensors.
+
+    AOTAutograd gives a sharded tensor as its own shard and what is known of its mesh.
+    """
+    places = [n for n, name in enumerate(forward.inputs) if name in forward.tensors]
+    return [places[weight] for weight in weights]
+
+
 def weights_of_forward(forward: Wrapper, parameters: Iterable[int]) -> set[str]:
     """Return the buffers of parameters, given by their places among the inputs, and of copies."""
     named = {f"primals_{number + 1}" for number in parameters}

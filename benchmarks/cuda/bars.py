@@ -7,7 +7,7 @@ from typing import Any, Final
 
 MORE_LAUNCHES: Final = {2: 15, 4: 45}
 """Chunks -> launches of Triton kernels and operators more than in one chunk."""
-MORE_BYTES: Final = {"weight_bytes": 1.10, "activation_bytes": 1.05}
+MORE_BYTES: Final = {"weight_bytes": 1.10, "activation_bytes": 1.02}
 PHASES: Final = ("forward", "backward")
 
 

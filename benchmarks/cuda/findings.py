@@ -14,6 +14,7 @@ from benchmarks.cuda.amounts import (
     balanced_sizes,
     bytes_of,
     elements_of,
+    places_of_weights,
     weights_of_backward,
     weights_of_forward,
 )
@@ -66,8 +67,8 @@ def findings_in(folder: Path) -> dict[str, Findings]:
     """Return what the code in `folder` comes to, by phase; written by `generate`."""
     scheduled = json.loads((folder / "order.json").read_text())
     said = json.loads((folder / "compilation.json").read_text())
-    parameters = said["weights"]
     forward = read_wrapper((folder / "forward.py").read_text())
+    parameters = places_of_weights(forward, said["weights"])
     sizes = balanced_sizes(forward, said["hop_rows"])
     weights = weights_of_forward(forward, parameters)
     found = {"forward": _findings(forward, sizes, weights, scheduled["forward"])}

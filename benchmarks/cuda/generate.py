@@ -3,8 +3,8 @@
 Contract
     Writes forward.py and backward.py, Inductor's wrappers; order.json, the order the scheduler
     chose; report.json; kernels.json, registers and spills where kernels were compiled; and
-    compilation.json, the CPU seconds it took, which inputs are weights and what hops send where
-    routing is balanced. No cache is used.
+    compilation.json, the CPU seconds it took, which of the tensors it is given are weights and what
+    hops send where routing is balanced. No cache is used.
 """
 
 from benchmarks.cuda.device_guard import load_guard
@@ -37,6 +37,7 @@ from benchmarks.cuda.cases import CHUNKS, MODELS, PROGRAMS, Program
 from benchmarks.cuda.letters import graph_letters
 from benchmarks.cuda.programs import built
 from moe_compile.backend import megamoe
+from moe_compile.graph.query import tensor_of
 from passes.pin_order import PinOrder
 
 PHASES = ("forward", "backward")
@@ -60,8 +61,8 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
         return pin(self, graph, state)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        weights.extend(number for number, name in enumerate(names) if "_parameters_" in name)
+        nodes = [n for n in gm.graph.find_nodes(op="placeholder") if tensor_of(n) is not None]
+        weights.extend(number for number, node in enumerate(nodes) if "_parameters_" in node.name)
         ours = {
             "megamoe.chunks": chunks,
             "megamoe.hardware": "h100",

@@ -59,11 +59,16 @@ def in_both_orders(graph, pair, state):
 
 
 def sizes_on_the_host():
-    """Return a graph on a GPU, in parts: the host reads sizes of rows, pieces of what is joined."""
+    """Return a graph on a GPU, in parts: the host reads sizes of rows, pieces of what is joined.
+
+    Rows of zeros are joined to two of them.
+    """
 
     def program(rows, sent, got):
         before, after = torch.cat([rows, rows * 2]).split([4, 4])
-        return exchange(after, to_list(got * 1), to_list(sent * 1)), before
+        zeros = torch.zeros(1, 2, device=rows.device)
+        padded = [torch.cat([piece, zeros]) for piece in (before, rows)]
+        return exchange(after, to_list(got * 1), to_list(sent * 1)), before, *padded
 
     return traced(program, torch.randn(4, 2), torch.tensor([3, 1]), torch.tensor([2, 2])).graph
 
