@@ -52,6 +52,7 @@ from passes.split_addends import SplitAddends
 from passes.split_batch import SplitBatch
 from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
+from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
 
@@ -92,7 +93,8 @@ JOINT: Final = Level(
 """On the joint graph, before it is partitioned."""
 
 POST_GRAD_EARLY: Final = Level(
-    (FoldRowMoves(), LowerRowOps(), CompressGradients()), frozenset({Fact.FUNCTIONAL})
+    (FoldRowMoves(), LowerRowOps(), CompressGradients(), ZeroEmptyGroups()),
+    frozenset({Fact.FUNCTIONAL}),
 )
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 

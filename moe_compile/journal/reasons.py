@@ -37,6 +37,11 @@ class Reason(enum.Enum):
     FEW_ROWS_PER_TOKEN = "all-to-all moves less: k is at most 0.75 n", Kind.NO_GAIN
     NARROW = "a row would not get shorter", Kind.NO_GAIN
     ONE_RANK = "a group of one rank sends nothing", Kind.NO_GAIN
+    PRODUCTS_WAIT = (
+        "torch has no kernel of grouped products for this GPU: for each the host waits and reads "
+        "the offsets, more often in chunks",
+        Kind.NO_GAIN,
+    )
 
     # done, or nothing to do
     ALREADY_DONE = "already in the wanted form", Kind.DONE
@@ -289,6 +294,10 @@ class Reason(enum.Enum):
     NOT_A_MATRIX = (
         "its rows are no matrix of floating-point numbers with a known width",
         Kind.UNPROVEN,
+    )
+    NO_E4M3 = (
+        "this GPU does not convert to e4m3: compute capability 8.9 is the least that does",
+        Kind.NOT_POSSIBLE,
     )
     SUMS_TRAVEL = "an all-gather dispatch sends nothing in eight bits", Kind.UNPROVEN
     UNKNOWN_FORM = "its launch is read by something else than one wait", Kind.UNPROVEN

@@ -33,6 +33,8 @@ _OPTIONS_AND_PRICE: Final = {
     Reason.FEW_ROWS_PER_TOKEN: f"{NOTHING}: megamoe.dispatch = 'all_gather' gathers all the same",
     Reason.NARROW: f"{NOTHING}: with its scale so short a row takes no fewer bytes",
     Reason.ONE_RANK: f"{NOTHING}: no byte leaves the rank",
+    Reason.PRODUCTS_WAIT: f"{NOTHING}: a loop over experts reads sizes once for all (torchtitan's "
+    "use_grouped_mm = False), and a number of chunks by name is obeyed",
     Reason.ALREADY_DONE: f"{NOTHING}: it has the form that passes read",
     Reason.ALREADY_HIDDEN: f"{NOTHING}: more compute beside it would hide no more of it",
     Reason.NOT_CHECKPOINTED: f"{NOTHING}: what is not checkpointed is not computed again",
@@ -197,6 +199,7 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.TWO_HOPS: "set megamoe.nodes = 'off' for another transport, megamoe.chunks to a number "
     "for parts",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
+    Reason.NO_E4M3: "leave megamoe.dispatch_wire and megamoe.combine_wire at 'same' on this GPU",
     Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or the wire to 'same'",
     Reason.UNKNOWN_FORM: "wait for each exchange once, and read nothing but what the wait returns",
     Reason.INTEGERS: "make integers of the rows before the dispatch or after the combine",

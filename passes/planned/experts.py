@@ -61,6 +61,7 @@ from passes.planned.hopping import (
     hopping_of,
     shape_of_hops,
 )
+from passes.planned.waiting_products import products_wait
 from passes.planned.wires import never_packed, plan_wires
 
 
@@ -171,6 +172,9 @@ def _gathering(
 
 def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
+    if products_wait(draft.region) and state.config.chunks == "auto":
+        draft.num_chunks, draft.not_chunked = 1, Reason.PRODUCTS_WAIT
+        return
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
         draft.decision = _decided(draft, state, layer)
         draft.not_priced = layer.not_traced if draft.decision is None else ""

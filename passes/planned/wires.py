@@ -18,6 +18,7 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.modes import Mode
 from moe_compile.graph.query import is_integer, tensor_of, waits_on
+from moe_compile.hardware.chip_limits import packs_rows
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
@@ -103,6 +104,8 @@ def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -
         return Reason.NOT_A_MATRIX
     if row_bytes(width) >= found.row_bytes[name]:
         return Reason.NARROW
+    if not packs_rows(rows.device):
+        return Reason.NO_E4M3
     region = found.region
     launch = region.dispatch if name == "dispatch" else region.combine
     return _needs_its_rows(launch, found, in_force)

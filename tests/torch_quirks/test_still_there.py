@@ -6,6 +6,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from moe_compile.graph import pinning
 from moe_compile.graph.inner_graphs import bodies
+from moe_compile.hardware.chip_limits import leaves_empty_groups
 from tests.graph import test_pinning
 from tests.this_torch import ends_graphs_at_lists
 from tests.torch_quirks.test_host_read_fallback import masks
@@ -91,3 +92,17 @@ def test_inductor_lowers_no_slice_with_an_open_end_of_unknown_length():
     except torch._inductor.exc.InductorError:
         return
     gone("the end of slices in passes/replay/replayed.py", shown=False)
+
+
+@pytest.mark.gpu
+def test_a_group_without_rows_leaves_its_gradient_unwritten():
+    """On GPUs of compute capability 10 alone: elsewhere there is no pass to do without."""
+    device = torch.device("cuda")
+    if not leaves_empty_groups(device):
+        pytest.skip("no fault of this GPU is known")
+    left, right = torch.randn(2, 64, 128, device=device, dtype=torch.bfloat16)
+    held = torch.full((8, 128, 128), torch.nan, device=device, dtype=torch.bfloat16)
+    del held  # what the product is written into
+    ends = torch.tensor([8, 8, 24, 24, 40, 40, 64, 64], device=device, dtype=torch.int32)
+    out = torch._grouped_mm(left.t(), right, offs=ends)
+    gone("zero_empty_groups", bool((out[1::2] != 0).any()))
