@@ -71,8 +71,13 @@ class NormalizeExchanges(GraphPass):
         functions = {node: exchanges_of(node) for node in filter(is_autograd_function, graph.nodes)}
         replaced = {node: one for node, one in functions.items() if isinstance(one, list)}
         skipped += _left(functions)
-        again = _which_wait_again(functions)
         fills = find_fills(graph)
+        for launch, (args, kwargs) in placed.items():
+            launch.args, launch.kwargs = args, kwargs
+        for launch, hiding in found:
+            _rewrite(launch, hiding)
+        hidden = {hiding for _, hiding in found}
+        again = _which_wait_again(f for f in functions if f not in hidden)
         applied = (
             *(launch.name for launch, _ in found),
             *(node.name for node in (*replaced, *again)),
@@ -80,11 +85,7 @@ class NormalizeExchanges(GraphPass):
             *waits,
             *(write.name for write in writes),
         )
-        for launch, (args, kwargs) in placed.items():
-            launch.args, launch.kwargs = args, kwargs
         _hand_on(again)
-        for launch, hiding in found:
-            _rewrite(launch, hiding)
         for function, exchanges in replaced.items():
             replace_function(function, exchanges)
         read_sources(fills)

@@ -338,6 +338,9 @@ class TensorParallel(SplitAttention):
     """The sequence is gathered before the attention, the result reduced and scattered after."""
 
     def forward(self, x):
-        whole = all_gather_tensor_autograd(x, 1, self.group)
+        by_rank = all_gather_tensor_autograd(x, 0, self.group).chunk(
+            dist.get_world_size(self.group)
+        )
+        whole = torch.cat(by_rank, 1)  # gathered along 1 torch 2.12 does not trace it
         y = self.output(self.attend(*self.project(whole)))
         return reduce_scatter_tensor_autograd(y, "sum", 1, self.group)
