@@ -23,6 +23,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from torchtitan_integration.balancing import build_optimizers
+from torchtitan_integration.compile_ahead import compiled_ahead
 from torchtitan_integration.corpus import DATASET, prepare_corpus
 from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
@@ -105,11 +106,17 @@ def make_spec(model: str) -> TrainSpec:
         stock = spec.build_metrics_processor_fn or build_metrics_processor
         return (MegaMoEMetrics if asks_for_megamoe(job) else stock)(job, *args, **kwargs)
 
+    # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
+    split = spec.pipelining_fn or pipeline_llm
+
+    def pipeline(model: nn.Module, dims: ParallelDims, job: JobConfig, *others: Any) -> Any:
+        with_stages = compiled_ahead(split) if asks_for_megamoe(job) else split
+        return with_stages(model, dims, job, *others)
+
     changed = dataclasses.replace(
         spec,
         parallelize_fn=layout,
-        # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
-        pipelining_fn=spec.pipelining_fn or pipeline_llm,
+        pipelining_fn=pipeline,
         build_loss_fn=loss,
         build_dataloader_fn=dataloader,
         build_optimizers_fn=build_optimizers,

@@ -1,0 +1,68 @@
+"""Stages of a pipeline compile before the first microbatch, and the job trains as without that."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from moe_compile.report.process_report import REPORT
+from tests.integration.one_rank import Recorder, num_ranks, settings_of
+from tests.integration.titan_jobs import OURS, train
+from torchtitan_integration.layout_table import TESTED
+
+PIPELINE, INTERLEAVED = TESTED[13], TESTED[14]
+TENSOR = next(layout for layout in TESTED if layout.pp > 1 and layout.tp > 1)
+
+
+class Counting(Recorder):
+    """Also notes how many graphs were compiled ahead, and in all."""
+
+    @contextlib.contextmanager
+    def __call__(self, rank, trainer):
+        before = len(REPORT.compilations)
+        with super().__call__(rank, trainer):
+            yield
+        graphs = (trainer.pp_schedule.num_graphs, len(REPORT.compilations) - before)
+        torch.save(graphs, self.folder / f"graphs{rank}.pt")
+
+
+class AsTheyCome(Recorder):
+    """Steps torch's own schedule."""
+
+    @contextlib.contextmanager
+    def __call__(self, rank, trainer):
+        trainer.pp_schedule = trainer.pp_schedule._schedule
+        with super().__call__(rank, trainer):
+            yield
+
+
+def run(pool_for, layout, folder, recorder):
+    folder.mkdir()
+    ranks = num_ranks(layout)
+    job = (settings_of(layout), OURS)
+    train(pool_for(ranks), ranks, folder, *job, recorder=recorder(folder, descends=False))
+    return ranks
+
+
+def test_all_is_compiled_before_the_first_microbatch(pool_for, tmp_path):
+    ranks = run(pool_for, PIPELINE, tmp_path / "job", Counting)
+    for rank in range(ranks):
+        ahead, in_all = torch.load(tmp_path / f"job/graphs{rank}.pt")
+        assert ahead == in_all > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [INTERLEAVED, TENSOR], ids=["interleaved", "tensor"])
+def test_the_job_trains_as_without(pool_for, tmp_path, layout):
+    ranks = run(pool_for, layout, tmp_path / "ahead", Counting)
+    run(pool_for, layout, tmp_path / "not", AsTheyCome)
+    for rank in range(ranks):
+        ahead, in_all = torch.load(tmp_path / f"ahead/graphs{rank}.pt")
+        assert ahead == in_all > 0
+        one, other = (torch.load(tmp_path / f"{job}/rank{rank}.pt") for job in ("ahead", "not"))
+        for kind in ("gradients", "after", "moments"):
+            assert one[kind].keys() == other[kind].keys()
+            for name, value in one[kind].items():
+                assert torch.equal(value, other[kind][name]), (kind, name)

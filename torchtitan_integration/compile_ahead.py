@@ -1,0 +1,123 @@
+"""Stages of a pipeline are compiled side by side, before the first microbatch.
+
+Contract
+    As a schedule first steps, each rank runs every stage of its own once, forward and backward, on
+    a microbatch. Ranks of a stage do so together, and no stage waits for another: compiling takes
+    as long as the slowest stage. Without it torch runs one stage after another to find out shapes,
+    forward and then in reverse, and each compiles as its turn comes.
+    What is computed is dropped: gradients are cleared, buffers and the random generator are as they
+    were. It costs the time of one microbatch; its memory is less than that of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+
+from moe_compile.report.process_report import REPORT
+
+LOG: Final = logging.getLogger(__name__)
+SEED: Final = 20240229
+Split = Callable[..., tuple[Any, list[nn.Module], bool, bool]]
+"""torchtitan's `pipelining_fn`."""
+
+
+def compiled_ahead(split: Split) -> Split:
+    """Return `split`, whose schedule compiles all stages as it first steps."""
+
+    def pipeline(
+        model: nn.Module,
+        dims: ParallelDims,
+        job: JobConfig,
+        device: torch.device,
+        args: Any,
+        *others: Any,
+    ) -> tuple[Any, list[nn.Module], bool, bool]:
+        schedule, parts, is_first, is_last = split(model, dims, job, device, args, *others)
+        hidden = (
+            job.parallelism.pipeline_parallel_microbatch_size,
+            job.training.seq_len // dims.tp,
+            args.dim,
+        )
+        ahead = CompileAhead(schedule, parts, num_microbatches(job), device, hidden, job)
+        return ahead, parts, is_first, is_last
+
+    return pipeline
+
+
+def num_microbatches(job: JobConfig) -> int:
+    """Return how many microbatches a rank's batch is."""
+    size: int = job.parallelism.pipeline_parallel_microbatch_size
+    return job.training.local_batch_size // size
+
+
+class CompileAhead:
+    """A schedule of torch's, which runs its stages once before it first steps."""
+
+    def __init__(
+        self,
+        schedule: Any,
+        parts: Sequence[nn.Module],
+        num_microbatches: int,
+        device: torch.device,
+        hidden: tuple[int, int, int],
+        job: JobConfig,
+    ) -> None:
+        """Step as `schedule` does; `hidden` is the shape of what a stage hands to the next one."""
+        self._schedule, self._parts, self._hidden = schedule, parts, hidden
+        self._num_microbatches, self._device, self._job = num_microbatches, device, job
+        self.num_graphs: int | None = None
+        """Graphs that were compiled ahead; None before the first step."""
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Step as torch's schedule does, the first time after all stages ran once."""
+        if self.num_graphs is None:
+            given = {k: v for k, v in kwargs.items() if k not in ("losses", "return_outputs")}
+            self.num_graphs = self._run_once(args, given)
+        return self._schedule.step(*args, target=target, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the schedule's own."""
+        return getattr(self._schedule, name)
+
+    def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        before, began = len(REPORT.compilations), time.monotonic()
+        LOG.info("megamoe: compiling the stages of the pipeline, all at once")
+        arguments, keywords = split_args_kwargs_into_chunks(args, kwargs, self._num_microbatches)
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            for part in self._parts:
+                is_first = getattr(part, "tok_embeddings", None) is not None
+                given = arguments[0] if is_first else (self._hidden_of(part),)
+                _run_and_forget(part, given, keywords[0])
+        graphs, seconds = len(REPORT.compilations) - before, time.monotonic() - began
+        LOG.info("megamoe: compiled %d graphs of this rank in %.0f s", graphs, seconds)
+        return graphs
+
+    def _hidden_of(self, part: nn.Module) -> torch.Tensor:
+        training = self._job.training
+        is_mixed = isinstance(part, FSDPModule)
+        name = training.mixed_precision_param if is_mixed else training.dtype
+        generator = torch.Generator(self._device).manual_seed(SEED)
+        hidden = torch.randn(self._hidden, generator=generator, device=self._device)
+        return hidden.to(TORCH_DTYPE_MAP[name]).requires_grad_()
+
+
+def _run_and_forget(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    kept = [(buffer, buffer.detach().clone()) for buffer in part.buffers()]
+    out = part(*args, **kwargs)
+    out.backward(torch.ones_like(out))
+    for parameter in part.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in kept:
+            buffer.copy_(before)
