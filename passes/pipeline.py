@@ -50,6 +50,7 @@ from passes.sizes_from_splits import SizesFromSplits
 from passes.sort_nodes import SortNodes
 from passes.split_addends import SplitAddends
 from passes.split_batch import SplitBatch
+from passes.unpack_integers import UnpackIntegers
 from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
 from passes.zero_empty_groups import ZeroEmptyGroups
@@ -99,7 +100,13 @@ POST_GRAD_EARLY: Final = Level(
 """On the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(
-    (VerifyAsyncTP(), SplitAddends(), ScheduleExchanges(), VerifySchedule()),
+    (
+        VerifyAsyncTP(),
+        SplitAddends(),
+        UnpackIntegers(),
+        ScheduleExchanges(),
+        VerifySchedule(),
+    ),
     frozenset({Fact.FUNCTIONAL}),
 )
 """On the forward and the backward graph apart, before Inductor lowers them."""

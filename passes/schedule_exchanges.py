@@ -45,7 +45,7 @@ class ScheduleExchanges(GraphPass):
 
     name: ClassVar[str] = "schedule_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    after: ClassVar[frozenset[str]] = frozenset({"split_addends"})
+    after: ClassVar[frozenset[str]] = frozenset({"split_addends", "unpack_integers"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Choose the order, move the nodes, report each exchange."""

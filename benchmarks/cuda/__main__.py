@@ -33,7 +33,8 @@ COLUMNS: Final = {
     "extern": "extern",
     "one_element": "of one element",
     "to_host": "to host",
-    "items": "integers",
+    "integers": "integers",
+    "items": "one by one",
     "sources": "sources",
     "most_symbols": "symbols",
     "weight_bytes": "weights GB",
@@ -116,7 +117,8 @@ def _rows(name: str, by_chunks: Mapping[str, Any]) -> Iterator[list[str]]:
     for chunks, figures in sorted(by_chunks.items()):
         for phase in ("forward", "backward"):
             if phase in figures:
-                cells = [_cell(key, figures[phase][key]) for key in COLUMNS]
+                known = {"integers": figures[phase]["items"], **figures[phase]}  # of before, all
+                cells = [_cell(key, known[key]) for key in COLUMNS]
                 yield [name, chunks, phase, *cells, f"{figures['cpu_s']:.0f}"]
 
 

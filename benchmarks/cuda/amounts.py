@@ -40,7 +40,7 @@ def balanced_sizes(
 
     `rows` has what each all-to-all of a group sends, where code asserts nothing of it: of hops.
     """
-    symbols = sorted({c.name for c in forward.calls if c.kind is Kind.ITEM})
+    symbols = sorted({name for call in forward.calls for name in call.integers})
     sides = [*forward.equations]
     for call in forward.calls:
         if call.splits is not None:

@@ -37,6 +37,8 @@ def _missed_alone(where: str, reads: int, figures: Mapping[str, Any]) -> Iterato
         yield f"{where}: {figures['one_element']} kernels of one element"
     if figures["to_host"] > reads:
         yield f"{where}: {figures['to_host']} copies to the host, of {reads}"
+    if figures["items"]:
+        yield f"{where}: {figures['items']} integers taken one by one"
     if not figures["keeps_order"]:
         yield f"{where}: not the scheduler's order but {figures['order']}"
     for fault in figures["faults"]:

@@ -20,7 +20,8 @@ class Kind(enum.Enum):
     LAUNCH = "collective, launched"
     WAIT = "wait"
     TO_HOST = "blocking copy to the host"
-    ITEM = "integer of a tensor"
+    ITEM = "integer of a tensor, by itself"
+    INTEGERS = "integers of a tensor, by one call"
     FREE = "name given up"
     RETURN = "result"
 
@@ -53,6 +54,8 @@ class Call:
     """Of a Triton kernel of Inductor's: elements it is run for, by dimension."""
     symbols: list[str] = field(default_factory=list)
     """Other arguments of a Triton kernel that are numbers."""
+    integers: list[str] = field(default_factory=list)
+    """Names of the integers that are taken out of a tensor."""
     splits: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     """Rows received and sent, of an all-to-all."""
     group: str = ""

@@ -40,8 +40,10 @@ class Findings:
     """Triton kernels that are run for one element."""
     to_host: int
     """Copies to the host that are waited for."""
+    integers: int
+    """Integers that the host takes out of tensors."""
     items: int
-    """Integers unpacked on the host."""
+    """Of these, taken one by one."""
     most_range_checks: int
     """Comparisons of one of these with a constant."""
     sources: int
@@ -90,6 +92,7 @@ def _findings(
         extern=sum(c.kind is Kind.EXTERN for c in wrapper.calls),
         one_element=sum(elements_of(c, sizes) == 1 for c in triton),
         to_host=sum(c.kind is Kind.TO_HOST for c in wrapper.calls),
+        integers=sum(len(c.integers) for c in wrapper.calls),
         items=sum(c.kind is Kind.ITEM for c in wrapper.calls),
         most_range_checks=max(wrapper.num_range_checks.values(), default=0),
         sources=wrapper.num_triton_sources,

@@ -20,6 +20,8 @@ ITEMSIZE: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float8_e4m3fn": 1,
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8,
 }  # fmt: skip
+INTEGERS: Final = "megamoe.integers"
+"""Ours; or `.tolist()`, which is written for it."""
 WAITS: Final = ("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors")
 SILENT: Final = {
     "assert_alignment", "copy_if_misaligned", "get_raw_stream",
@@ -55,6 +57,8 @@ class _Reader:
         self._functions = list(_functions(module))
         self._tensors: dict[str, Tensor] = {}
         self._tuples: set[str] = set()
+        self._lists: dict[str, list[str]] = {}
+        """List of integers -> the names that they have been given."""
         self._heir = ""  # what the statement before made of another, which may be given up for it
         self._calls: list[Call] = []
         self._equations: list[tuple[str, str]] = []
@@ -110,7 +114,9 @@ class _Reader:
         elif isinstance(value, ast.Name) and value.id in self._tensors:
             self._tensors[name] = self._tensors[value.id]
             self._heir = name
-        elif isinstance(value, ast.Subscript) and (made := _subscripted(value)) in self._tuples:
+        elif isinstance(value, ast.Subscript) and (made := _subscripted(value)) in self._lists:
+            self._lists[made].append(name)
+        elif isinstance(value, ast.Subscript) and made in self._tuples:
             whole = self._tensors[made]
             self._tensors[name] = Tensor(name, None, whole.itemsize)
             self._calls[-1].writes.append(self._tensors[name])
@@ -156,6 +162,11 @@ class _Reader:
             self._kernel(call, name.removesuffix(".run"))
         elif name.endswith(".item") and target is not None:
             self._say(call, Kind.ITEM, target, reads=[self._tensor(of)])
+            self._calls[-1].integers.append(target)
+        elif (short == INTEGERS or name.endswith(".tolist")) and target is not None:
+            given = self._given(call) or [self._tensor(of)]
+            self._say(call, Kind.INTEGERS, INTEGERS, reads=given)
+            self._lists[target] = self._calls[-1].integers
         elif name.endswith(".copy_"):
             reads, writes = [self._tensor(call.args[0])], [self._tensor(of)]
             self._say(call, Kind.TO_HOST, "copy_", reads=reads, writes=writes)

@@ -24,7 +24,7 @@ from moe_compile.cost.kept_blocks import kept_share
 from moe_compile.cost.row_gathers import GATHERS, OWN_GATHERS, gathered_bytes
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
-from moe_compile.graph.precedence import is_view
+from moe_compile.graph.precedence import integers_taken, is_view
 from moe_compile.graph.query import (
     argument_of,
     group_name,
@@ -129,7 +129,7 @@ def is_free(node: fx.Node) -> bool:
     """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
     if node.op != "call_function" or node.target is operator.getitem:
         return True
-    if is_wait(node) or is_view(node) or _op(node) == "_unsafe_view":
+    if is_wait(node) or is_view(node) or integers_taken(node) or _op(node) == "_unsafe_view":
         return True
     value = value_of(node)
     return not isinstance(value, torch.Tensor | tuple | list | dict)  # a Triton kernel's, by name

@@ -21,6 +21,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.launch_order import ANNOTATIONS
+from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
@@ -138,7 +139,8 @@ class NominalSizes:
             for leaf in _sizes(value_of(node)):
                 for symbol in self._unsolved(leaf):
                     inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
-                    rows = [self.size(t.shape[0]) for t in inputs if t.dim()]
+                    is_sized = not integers_taken(node)  # else its input is a list, not rows
+                    rows = [self.size(t.shape[0]) for t in inputs if t.dim() and is_sized]
                     self.known[str(symbol)] = max(rows, default=self._rows)
                     self._learn_from_all(exchanges)
 

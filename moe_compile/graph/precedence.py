@@ -24,8 +24,10 @@ from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.effects import communicates, may_communicate, may_draw
 from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
+from moe_compile.ops.integers import INTEGERS
 
 HOST_READ: Final = "aten::_local_scalar_dense"
+"""Takes one integer; `megamoe::integers` takes several."""
 
 RUNTIME_ASSERTIONS: Final = frozenset(
     {"aten::_assert_scalar", "aten::_assert_async", "aten::sym_constrain_range"}
@@ -51,13 +53,20 @@ def is_view(node: fx.Node) -> bool:
 
 def is_host_read(node: fx.Node) -> bool:
     """Whether the host waits for a value of the device: reading a scalar, or a copy to the host."""
-    if overload_name(node) == HOST_READ:
+    if integers_taken(node):
         return True
     result = tensor_of(node)
     if result is None or result.device.type != "cpu" or node.op != "call_function":
         return False
     inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
     return any(t.device.type not in ("cpu", "meta") for t in inputs) and not is_wait(node)
+
+
+def integers_taken(node: fx.Node) -> int:
+    """Return how many integers the host takes out of a tensor there: the one place to ask."""
+    if node.target is INTEGERS:
+        return len(node.meta["val"])
+    return int(overload_name(node) == HOST_READ)
 
 
 def find_predecessors(

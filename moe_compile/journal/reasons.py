@@ -324,6 +324,9 @@ class Reason(enum.Enum):
     NOT_GATHERED = "no gather of whole rows, read by it alone, makes its rows", Kind.NOT_MEANT
     NOT_PERMUTED = "no gather of whole rows is all that reads its rows", Kind.NOT_MEANT
 
+    # integers of the host
+    READ_ALONE = "the host takes it by itself, not with others of one vector", Kind.NOT_MEANT
+
     # schedule
     NO_INDEPENDENT_COMPUTE = (
         "no compute is independent of the exchange at that point",

@@ -216,6 +216,8 @@ _GRADIENTS_AND_SCHEDULE: Final = {
     Reason.ACTIVATION: f"{NOTHING}: gradients of activations keep their format",
     Reason.NOT_GATHERED: f"{NOTHING}: rows are sent as they stand",
     Reason.NOT_PERMUTED: f"{NOTHING}: rows are read as they come",
+    Reason.READ_ALONE: "put the integers that Python needs in one vector, and take them by one "
+    ".tolist()",
     Reason.NO_INDEPENDENT_COMPUTE: "compile more in one graph, or ask for more chunks: compute "
     "that needs nothing of the exchange can run beside it",
     Reason.MEMORY_CAP: "raise megamoe.max_memory_increase",

@@ -108,11 +108,19 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"Inductor's setting off in graphs with regions: {setting}"
     for place in report.get("graph_breaks", ()):  # none in reports of earlier versions
         yield f"Dynamo ends a graph at {place}"
+    for place in dict.fromkeys(_read_alone(report)):
+        yield f"The host takes an integer by itself at {place}"
     rewrites = report.get("rewrites", ())  # none in reports of earlier versions
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
     if not report["compilations"] and not rewrites:
         yield "No MoE region was found; the code is Inductor's alone."
+
+
+def _read_alone(report: Mapping[str, Any]) -> Iterator[str]:
+    for record in report.get("passes", ()):
+        if record["pass"] == "unpack_integers":
+            yield from (one["where"] or one["candidate"] for one in record.get("skipped", ()))
 
 
 def _hidden(graphs: Sequence[Mapping[str, Any]]) -> str:

@@ -113,6 +113,20 @@ def test_calls_are_read_in_their_order_with_what_they_read_and_write():
     assert wrapper.num_triton_sources == 2
 
 
+@pytest.mark.parametrize(
+    "call", ["buf2.tolist()", "torch.ops.megamoe.integers.default(buf2, [0, 1])"]
+)
+def test_integers_of_one_call_are_told_from_those_taken_one_by_one(call):
+    one_by_one = "".join(line + "\n" for line in FORWARD.splitlines() if ".item()" in line)
+    at_once = f"    buf6 = {call}\n    u0 = buf6[0]\n    u1 = buf6[1]\n    buf6 = None\n"
+    wrapper = read_wrapper(code(FORWARD.replace(one_by_one, at_once).format(between="    pass")))
+    kinds = [c.kind for c in wrapper.calls]
+    assert Kind.ITEM not in kinds and kinds.count(Kind.EXTERN) == 1
+    (found,) = (c for c in wrapper.calls if c.kind is Kind.INTEGERS)
+    assert (found.integers, [t.buffer for t in found.reads]) == (["u0", "u1"], ["buf2"])
+    assert balanced_sizes(wrapper).keys() == {"u0", "u1"}
+
+
 def test_newer_torch_asserts_and_waits_in_other_words():
     """2.14 and 2.15 assert types, several sizes at once, and wait for several tensors at once."""
     inputs = "".join(line + "\n" for line in FORWARD.splitlines() if "'input'" in line)
@@ -258,15 +272,16 @@ def test_weights_that_are_sharded_are_known_by_their_place_among_tensors():
 def test_bars_are_against_the_same_program_in_one_chunk():
     def figures(**changes):
         fine = {
-            "triton": 10, "extern": 5, "one_element": 0, "to_host": 1, "keeps_order": True,
-            "order": "LW", "faults": (), "weight_bytes": 100.0, "activation_bytes": 100.0,
+            "triton": 10, "extern": 5, "one_element": 0, "to_host": 1, "items": 0,
+            "keeps_order": True, "order": "LW", "faults": (), "weight_bytes": 100.0,
+            "activation_bytes": 100.0,
         }  # fmt: skip
         return {"forward": {**fine, **changes}}
 
     fine = {"1": figures(), "2": figures(triton=25, weight_bytes=110.0), "4": figures(triton=55)}
     assert not list(missed("layer", fine))
     for changes in (
-        {"triton": 26}, {"one_element": 1}, {"to_host": 2}, {"keeps_order": False},
+        {"triton": 26}, {"one_element": 1}, {"to_host": 2}, {"items": 1}, {"keeps_order": False},
         {"faults": ("line 3: ...",)}, {"weight_bytes": 111.0}, {"activation_bytes": 103.0},
     ):  # fmt: skip
         assert len(list(missed("layer", {**fine, "2": figures(**changes)}))) == 1
@@ -337,6 +352,7 @@ def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_
     for phase, one in found.items():
         assert one.one_element == 0
         assert one.to_host == (phase == "forward")
+        assert (one.items, one.integers > 0) == (0, phase == "forward")
         assert one.keeps_order, one.order
         assert not one.faults
         assert one.order.count("L") == (2 * chunks + (phase == "forward"))
@@ -353,6 +369,7 @@ def test_code_in_parts_and_in_two_hops_reads_the_host_once_a_part(tmp_path, name
     for phase, one in found.items():
         assert one.one_element == 0
         assert one.to_host == parts * (phase == "forward")
+        assert (one.items, one.integers > 0) == (0, phase == "forward")
         assert one.keeps_order, one.order
         assert not one.faults
     assert found["forward"].order.count("a") == parts * name.startswith("deepseek")
