@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from moe_compile.cost.amounts import ranks_of
 from moe_compile.cost.aot_trace import aot_graphs
 from moe_compile.graph.edit import recompute_all
-from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode
+from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode, modes_around
 from moe_compile.graph.query import is_launch, overload_name, value_of
 
 ORIGIN: Final = "megamoe_origin"
@@ -68,8 +68,8 @@ class LayerProgram:
             for t in self.inputs
         ]
         ranks = (str(ranks_of(node)) for node in self.module.graph.nodes if is_launch(node))
-        about = (torch.__version__, str(self.rows), str(self.is_recomputed), *_modes(), *ranks)
-        parts = (*about, *given, *map(str, self.objects), *_code(self.module))
+        about = (torch.__version__, str(self.rows), str(self.is_recomputed), *modes_around())
+        parts = (*about, *ranks, *given, *map(str, self.objects), *_code(self.module))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -197,14 +197,6 @@ def _is_known(value: Any) -> bool:
 def _object(value: Any) -> Any:
     """Return the object of Python that a fake value of the tracer stands for; None for another."""
     return None if isinstance(value, torch.Tensor) else getattr(value, "real_obj", None)
-
-
-def _modes() -> Iterator[str]:
-    """Return what is in force around the compilation and is no node of the graph."""
-    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}"
-    yield str(torch.get_default_dtype())
-    for device in ("cpu", "cuda"):
-        yield f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
 
 
 def _inner(tensor: torch.Tensor) -> str:

@@ -116,6 +116,14 @@ def _first_grad_mode(graph: fx.Graph) -> bool:
     return torch.is_grad_enabled()
 
 
+def modes_around() -> Iterator[str]:
+    """Return what is in force around the compilation and is no node of the graph."""
+    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}"
+    yield str(torch.get_default_dtype())
+    for device in ("cpu", "cuda"):
+        yield f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
+
+
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """Keep what runs inside from the hooks of `torch.autograd.graph.saved_tensors_hooks` in force.

@@ -38,9 +38,11 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
 from moe_compile.proof.hand_written import check_gradient, gradient_of
+from moe_compile.proof.kept_proofs import keep_proof, kept_proof
 from moe_compile.proof.one_expert import of_one_expert
 from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
 from moe_compile.proof.position_rounding import sums_by_place
+from moe_compile.proof.region_form import form_of
 from moe_compile.proof.repeated_elements import Repeated
 from moe_compile.proof.row_rules import apply
 from moe_compile.proof.row_sizes import checked
@@ -79,7 +81,22 @@ def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> Row
     """Return what chunking `region` may rely on, or why not.
 
     `may_round`: sums over rows may round otherwise, by the bounds of `outside_reads`.
+    One proof is made for all regions that differ in names only.
     """
+    form = form_of(region)
+    kept = None if form is None else kept_proof(form, may_round=may_round)
+    if kept is not None:
+        return kept
+    found = _proven(region, may_round=False)
+    rounds = may_round and isinstance(found, Refused)
+    if rounds:  # else the proof is the same
+        found = _proven(region, may_round=True)
+    if form is not None and isinstance(found, RowProof):
+        keep_proof(form, found, may_round=rounds)
+    return found
+
+
+def _proven(region: MoERegion, *, may_round: bool) -> RowProof | Refused:
     trace = trace_body(region, may_round=may_round)
     if not isinstance(trace, Trace):
         return _refused(region, *trace)

@@ -7,7 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,22 @@ class CountFacts:
         self._expert |= {s: k % num_local_experts for k, s in enumerate(self.sent)}
         self._formula: dict[sympy.Symbol, sympy.Expr] = {}
         self._outside: frozenset[sympy.Symbol] = frozenset()
+
+    def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> CountFacts:
+        """Return what these facts are where the tracer's symbols have other names.
+
+        Left out are symbols that have none there, which no size in the graph has, and what was
+        taken for granted. Raises KeyError where a formula reads such a symbol.
+        """
+        counts = {one: one for one in (*self.received, *self.sent)}
+        known = {**names, **counts}
+        other = CountFacts(self.num_ranks, self.num_local_experts, len(self.received))
+        other.root = self.root
+        formulas = {names[raw]: f for raw, f in self._formula.items() if raw in names}
+        read = {s: known[s] for formula in formulas.values() for s in formula.free_symbols}
+        other._formula = {raw: formula.xreplace(read) for raw, formula in formulas.items()}
+        other._outside = frozenset(names[one] for one in self._outside)
+        return other
 
     @staticmethod
     def _symbols(name: str, count: int) -> tuple[sympy.Symbol, ...]:
@@ -115,7 +131,7 @@ class CountFacts:
     def left_without(self, formula: sympy.Expr, expert: int) -> int | None:
         """Return what `formula` is whenever the counts of `expert` are 0; None: no one number."""
         zeros = {s: sympy.S.Zero for s, e in self._expert.items() if e == expert}
-        left = formula.subs(zeros)
+        left = formula.xreplace(zeros)
         return int(left) if left.is_Integer else None
 
     def vanishes_without(self, formula: sympy.Expr, expert: int) -> bool:
