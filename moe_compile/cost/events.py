@@ -24,6 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+NEAR: Final = 1e-6
+"""Share of a time by which roundings move no end."""
+
 
 @dataclass(slots=True, eq=False)
 class Served:
@@ -75,6 +78,20 @@ class Streams:
             while state.first().task is not task:
                 state.step()
         return state.first().end
+
+    def next_end(self, now: float, served: Mapping[str, Served]) -> tuple[float, list[str]]:
+        """Return when the first of the tasks that run at `now` is over, and which streams' are.
+
+        `served` are all that run, by stream. What runs beside the first has its end moved after
+        that: only one that seems to be over then has to be looked at.
+        """
+        self._settle(now)
+        over = {stream: task.end for stream, task in served.items() if task.end < math.inf}
+        running = self._state.running
+        ends = {s: over[s] if s in over else running[s].end for s in served}
+        first = min(ends.values())
+        near = [stream for stream, end in ends.items() if end <= first + NEAR * first]
+        return first, [stream for stream in near if self.end_of(served[stream]) == first]
 
     def idle_at(self) -> float:
         """Return when all tasks given so far are over."""

@@ -140,9 +140,9 @@ class _Run:
                 self._offer(index)
         now = 0.0
         while self._start(now):
-            ends = {s: self.streams.end_of(served) for s, (*_, served) in self.running.items()}
-            now = min(ends.values())
-            self._finish(now, [stream for stream in STREAMS if ends.get(stream) == now])
+            served = {stream: one for stream, (*_, one) in self.running.items()}
+            now, over = self.streams.next_end(now, served)
+            self._finish(now, [stream for stream in STREAMS if stream in over])
         return TaskTimeline(spans=tuple(sorted(self.spans, key=lambda span: span.start_us)))
 
     def _offer(self, index: int) -> None:

@@ -29,11 +29,12 @@ from moe_compile.plan.candidates import (
     Candidate,
     list_candidates,
 )
-from moe_compile.plan.choose_plan import Decision, choose_plan
+from moe_compile.plan.choose_plan import Decision, Price, choose_plan
 from moe_compile.plan.choose_uneven import choose_uneven
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import FoundExperts
+from moe_compile.plan.region_tasks import price_us
 from moe_compile.regions.regions import Refused
 
 
@@ -276,6 +277,7 @@ def _choose(
 def forget() -> None:
     """Forget the decisions of this process: equal work is decided on once."""
     _chosen.cache_clear()
+    _price_of.cache_clear()
     choose_uneven.cache_clear()
 
 
@@ -288,4 +290,19 @@ def _chosen(
     allowed_bytes: float,
 ) -> Decision:
     """Return the decision; equal layers of a model have equal work."""
-    return choose_plan(work, rates, candidates, allowed.__contains__, allowed_bytes=allowed_bytes)
+    room, price = allowed_bytes, _price_of(work)
+    return choose_plan(
+        work, rates, candidates, allowed.__contains__, allowed_bytes=room, price=price
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _price_of(work: RegionWork) -> Price:
+    """Return what prices candidates of `work`, each once: other options ask for the same ones."""
+    known = functools.lru_cache(maxsize=None)(functools.partial(price_us, work))
+
+    def price(asked: RegionWork, candidate: Candidate, rates: Rates) -> float:
+        del asked  # `work` it is
+        return known(candidate, rates)
+
+    return price

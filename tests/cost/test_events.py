@@ -115,6 +115,20 @@ def test_tasks_given_later_move_no_end_that_is_past_and_none_forward(
             assert now == end == task.end
 
 
+@given(works=WORKS, contention=SHARES, near=SHARES, far=SHARES)
+def test_the_next_end_is_the_first_of_the_ends_looked_up_one_by_one(works, contention, near, far):
+    streams = Streams(COMPUTE, contention, {"near": near, "far": far})
+    served = {stream: streams.serve(stream, 0.0, work) for stream, work in dict(works).items()}
+    now = 0.0
+    while served:
+        ends = {stream: streams.end_of(task) for stream, task in served.items()}
+        first = min(ends.values())
+        over = [stream for stream, end in ends.items() if end == first]
+        assert streams.next_end(now, served) == (first, over)
+        now = first
+        served = {stream: task for stream, task in served.items() if stream not in over}
+
+
 def test_without_slowdowns_an_end_is_start_plus_work_to_the_last_bit():
     streams = Streams()
     first = streams.serve("link", 0.1, 0.2)

@@ -5,11 +5,13 @@ two chunks hide half of what follows the exchange.
 """
 
 import dataclasses
+import math
 
 import pytest
 
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.plan import decide
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Why, choose_plan, extra_bytes
 from moe_compile.plan.region_tasks import price_us
@@ -58,6 +60,22 @@ def test_of_ways_equally_fast_within_two_thousandths_the_simpler_is_taken():
     assert decision.margin == pytest.approx(500.5 / 501 - 1)
     farther = choose(region(1000, 0, 4), packing(1e-6, unsure=0.2), WHOLE, COMBINE, BOTH, DISPATCH)
     assert farther.chosen.candidate == BOTH and farther.runner_up.candidate == DISPATCH
+
+
+def test_equal_candidates_are_priced_once_whatever_else_is_allowed(monkeypatch):
+    decide.forget()
+    asked = []
+
+    def counted(work, candidate, rates):
+        asked.append((candidate, rates))
+        return price_us(work, candidate, rates)
+
+    monkeypatch.setattr(decide, "price_us", counted)
+    work, ways = region(100, 56), (WHOLE, CHUNKS, DISPATCH)
+    for allowed in ({WHOLE, CHUNKS}, {*ways}):
+        decision = decide._chosen(work, packing(20, unsure=0.5), ways, frozenset(allowed), math.inf)
+        assert decision == choose(work, packing(20, unsure=0.5), *ways, allowed=allowed)
+    assert len(asked) == len({*asked}) > 0
 
 
 def test_a_way_that_is_best_as_stated_and_farthest_off_with_a_wrong_constant_is_not_taken():
