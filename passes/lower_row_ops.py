@@ -1,4 +1,4 @@
-"""Write the wire's operators out in plain operators where no kernel of ours runs, for Inductor.
+"""Write operators on rows out in plain operators where no kernel of ours runs, for Inductor.
 
 Contract
     Requires  FUNCTIONAL.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch.fx as fx
 from torch._guards import detect_fake_mode
@@ -23,9 +23,12 @@ from moe_compile.graph.edit import Emitter, substitute
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
+from moe_compile.ops.hop_sums import SUM_OF_PLACES, sum_of_places
 from moe_compile.ops.quantized_rows import REFERENCES, has_kernel
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
+
+WRITTEN_OUT: Final = {**REFERENCES, SUM_OF_PLACES: sum_of_places}
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class LowerRowOps(GraphPass):
     after: ClassVar[frozenset[str]] = frozenset({"fold_row_moves"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Write out every operator of the wire that Inductor can fuse."""
-        nodes = [n for n in graph.nodes if n.target in REFERENCES]
+        """Write out every operator that Inductor can fuse."""
+        nodes = [n for n in graph.nodes if n.target in WRITTEN_OUT]
         left = {n: _left(n, state) for n in nodes}
         chosen = [n for n in nodes if left[n] is None]
         names = tuple(n.name for n in chosen)
@@ -67,7 +70,7 @@ def _write_out(node: fx.Node) -> None:
     def run(*values: Any) -> Any:
         known = dict(zip(inputs, values, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-        return REFERENCES[node.target](*args, **kwargs)
+        return WRITTEN_OUT[node.target](*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
     mode = detect_fake_mode(values) or contextlib.nullcontext()  # what takes no tensor is fake too

@@ -1,10 +1,10 @@
 """An H100 that is not there, as Inductor and Triton ask for it while they compile.
 
 Contract
-    Import after `device_guard.load_guard()`. Inductor lowers, schedules, and writes CUDA wrappers;
-    Triton compiles its kernels to sm_90. Nothing can run, and nothing is timed: one configuration
-    per kernel, no padding of shapes. Private names of torch are replaced, for good: this is for
-    processes of their own.
+    Import after `device_guard.load_guard()`, and before `moe_compile`. Inductor lowers, schedules,
+    and writes CUDA wrappers; Triton compiles its kernels to sm_90. Nothing can run, and nothing is
+    timed: one configuration per kernel, no padding of shapes. Private names of torch are replaced,
+    for good: this is for processes of their own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from benchmarks.cuda.device_guard import store_guard
+
+if torch.version.cuda is None:  # our kernels are registered as their modules are imported
+    torch.version.cuda = "13.0"
 
 DEVICE: Final = "cuda:0"
 PROPERTIES: Final = types.SimpleNamespace(
@@ -148,8 +151,6 @@ def _answer_for_cuda() -> None:
     torch.cuda.default_generators = (torch.Generator(),)  # its state is asked for, no number
     torch._C._cuda_getCurrentRawStream = _always(0)
     torch._C._cuda_cudaCachingAllocator_is_enabled = _always(True)
-    if torch.version.cuda is None:
-        torch.version.cuda = "13.0"
 
 
 def _answer_for_dynamo() -> None:

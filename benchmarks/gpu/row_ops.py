@@ -1,4 +1,4 @@
-"""The operators on quantized rows: how each is called, what it must equal, the bytes it moves."""
+"""Our operators on rows: how each is called, what it must equal, the bytes it moves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from moe_compile.ops.hop_sums import SUM_OF_PLACES, sum_of_places
 from moe_compile.ops.quantize import pack_rows
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,
@@ -99,6 +100,13 @@ ROW_OPS: Final = (
         plain=REFERENCES[GATHER_ROWS],
         arguments=lambda i: (i.rows_ND, i.index),
         bytes_per_row=lambda width: 2 * _row(width) + INDEX_BYTES,
+    ),
+    RowOp(
+        name="sum_of_places, two rows each",
+        ours=SUM_OF_PLACES,
+        plain=sum_of_places,
+        arguments=lambda i: (i.rows_ND, i.index.view(-1, 2), DTYPE),
+        bytes_per_row=lambda width: _row(width) + _row(width) // 2 + INDEX_BYTES,
     ),
 )
 

@@ -27,10 +27,14 @@ import torch.nn.functional as F
 
 from moe_compile.ops.messages import all_to_all, as_rows, as_sent
 from moe_compile.ops.permute import LIBRARY
+from moe_compile.ops.quantized_rows import HAS_KERNELS
 from moe_compile.ops.two_hops import cut, grouped, joined
 
+if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
+    from moe_compile.ops.kernels.sum_rows import sum_rows
+
 LIBRARY.define("places_of(Tensor index, Tensor? by, SymInt number, int most) -> Tensor")
-LIBRARY.define("sum_of_places(Tensor rows, Tensor places) -> Tensor")
+LIBRARY.define("sum_of_places(Tensor rows, Tensor places, ScalarType dtype) -> Tensor")
 LIBRARY.define(
     "tokens_received(Tensor[] value, Tensor tokens, Tensor[] back, Tensor[] on_node, "
     "Tensor at_home, SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
@@ -56,18 +60,24 @@ def places_of(index: torch.Tensor, by: torch.Tensor | None, number: int, most: i
     return torch.where(slots < times[:, None], places, -1)
 
 
-def sum_of_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def sum_of_places(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sums `[number, D]` of the `rows` `[R, D]` at `places` `[number, most]`.
 
-    In float32, of float64 rows in float64. There must be a row where there is a place, be it -1.
+    Of float32, of float64 rows of float64, rounded to `dtype` once. No place but -1 needs a row.
     """
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    wide = wide_type(rows.dtype)
     there, at = (places >= 0).unbind(1), places.clamp(min=0).unbind(1)
+    rows = F.pad(rows, (0, 0, 0, 1))  # so that there is a row
     total = torch.where(there[0][:, None], rows.index_select(0, at[0]).to(wide), 0)
     for is_there, place in zip(there[1:], at[1:], strict=True):
         more = total + rows.index_select(0, place).to(wide)
         total = torch.where(is_there[:, None], more, total)
-    return total
+    return total.to(dtype)
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which rows of a type are added up."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def merged(
@@ -82,13 +92,14 @@ def merged(
     cross: str,
     node: str,
     quantizes: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the sums `[T, D]` of rows `[R, D]` of each chunk and all ranks, by the two hops of
-    `spread` reversed.
+    """Return the sums `[T, D]`, of type `dtype`, of rows `[R, D]` of each chunk and all ranks, by
+    the two hops of `spread` reversed.
 
     `back` is `hop_rows.back_rows` of each chunk, `on_node` and `at_home` are the places of `near`
-    of each slice and of `far`. Wide, as `sum_of_places`: whoever reads them rounds. Where asked,
-    rows travel in eight bits, and the sums of nodes as well.
+    of each slice and of `far`. Where asked, rows travel in eight bits, and the sums of nodes as
+    well.
     """
     row = rows[0].shape[1], rows[0].dtype
     slices, chunks = len(on_node), len(back)
@@ -104,12 +115,12 @@ def merged(
     home = []
     for of_slice, (came, places) in enumerate(zip(there, on_node, strict=True)):
         on_nodes = as_rows(joined(came), None, *row, quantizes=quantizes)
-        sums = sum_of_places(on_nodes, places).to(rows[0].dtype)
+        sums = SUM_OF_PLACES(on_nodes, places, rows[0].dtype)
         sent_sums = as_sent(sums, None, quantizes=quantizes)
         home.append(all_to_all(sent_sums, from_nodes[of_slice], to_nodes[of_slice], cross))
     rows_home = as_rows(joined(home), None, *row, quantizes=quantizes)
-    rows_home = F.pad(rows_home, (0, 0, 0, 1))  # others may send all rows of the tokens
-    return sum_of_places(rows_home, at_home)
+    total: torch.Tensor = SUM_OF_PLACES(rows_home, at_home, dtype)
+    return total
 
 
 class _TokensReceived(torch.autograd.Function):
@@ -125,8 +136,8 @@ class _TokensReceived(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         at_home, *orders = ctx.saved_tensors
         back, on_node = orders[: len(grads)], orders[len(grads) :]
-        sums = merged(grads, back, on_node, at_home, *ctx.way)
-        return sums.to(ctx.dtype), *(None,) * (3 + len(grads) + len(orders))
+        sums = merged(grads, back, on_node, at_home, *ctx.way, ctx.dtype)
+        return sums, *(None,) * (3 + len(grads) + len(orders))
 
 
 def _tokens_received(
@@ -139,8 +150,15 @@ def _tokens_received(
     return list(_TokensReceived.apply(tokens, at_home, len(value), way, *value, *back, *on_node))
 
 
+def _fake_sum(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.new_empty((places.shape[0], rows.shape[1]), dtype=dtype)
+
+
 LIBRARY.impl("places_of", places_of, "CompositeImplicitAutograd")
-LIBRARY.impl("sum_of_places", sum_of_places, "CompositeImplicitAutograd")
+LIBRARY.impl("sum_of_places", sum_of_places, "CompositeExplicitAutograd")
+torch.library.register_fake("megamoe::sum_of_places", _fake_sum, lib=LIBRARY)
+if HAS_KERNELS:
+    LIBRARY.impl("sum_of_places", lambda *given: sum_rows(*given), "CUDA")
 LIBRARY.impl("tokens_received", _tokens_received, "CompositeImplicitAutograd")
 PLACES_OF = torch.ops.megamoe.places_of.default
 SUM_OF_PLACES = torch.ops.megamoe.sum_of_places.default

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from moe_compile.ops.hop_sums import sum_of_places
 from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
 from moe_compile.ops.kernels.gather_rows import gather_rows
+from moe_compile.ops.kernels.sum_rows import sum_rows
 from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
 from moe_compile.ops.wire_format import (
     AMAX_MIN,
@@ -156,6 +158,22 @@ def gathered_rows_equal_indexing(num_rows, num_sources, width, size, kind, skipp
     assert torch.equal(gather_rows(moved, to_device(index)).cpu(), rows[index.long()])
 
 
+@EXAMPLES
+@given(
+    NUM_ROWS, st.integers(0, 9), WIDTHS, st.integers(1, 9), st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS), SEEDS,
+)  # fmt: skip
+def sums_equal_their_reference(number, num_rows, width, most, dtype, to, seed):
+    """Of any values at all, by places some of which are -1: all of them where there is no row."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = rows_of_all_kinds(num_rows, width, dtype, generator)
+    places = torch.randint(-1, num_rows, (number, most), generator=generator)
+    if not num_rows:
+        places.fill_(-1)
+    found = sum_rows(to_device(rows), to_device(places), to).cpu()
+    assert_same_bits_but_any_nan(found, sum_of_places(rows, places, to))
+
+
 def inputs_need_not_be_contiguous():
     rows = torch.arange(12.0).view(3, 4)[:, ::2].bfloat16()
     index = torch.tensor([2, 0, 1, 0])[::2]
@@ -167,6 +185,10 @@ def inputs_need_not_be_contiguous():
     assert torch.equal(gather_rows(strided, places).cpu(), rows[index])
     unpacked = unpack_dequantize(spread, places, 2, torch.float32).cpu()
     assert torch.equal(unpacked, unpack_reference(packed[index], 2, torch.float32))
+    pairs = to_device(torch.tensor([[2, 9, 1], [-1, 9, 0]]))[:, ::2]
+    assert torch.equal(
+        sum_rows(strided, pairs, rows.dtype).cpu(), sum_of_places(rows, pairs.cpu(), rows.dtype)
+    )
 
 
 def the_formats_worked_example_holds():
@@ -181,6 +203,7 @@ PROPERTIES = (
     messages_equal_the_formats_rules,
     rows_equal_payload_times_scale,
     gathered_rows_equal_indexing,
+    sums_equal_their_reference,
     inputs_need_not_be_contiguous,
     the_formats_worked_example_holds,
 )

@@ -15,7 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_compile.ops.kernels import gather_quantize_pack, gather_rows, unpack_dequantize
+from moe_compile.ops.kernels import (
+    gather_quantize_pack,
+    gather_rows,
+    sum_rows,
+    unpack_dequantize,
+)
 from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
 from tests.ops.kernel_values import PROPERTIES, hold
 
@@ -44,10 +49,8 @@ class Compiled:
 def compile_for_hopper(kernel, pointers, constants):
     """Compile as for tensors whose addresses 16 divides."""
     names = kernel.arg_names
-    signature = {name: pointers.get(name, "constexpr") for name in names} | {
-        "num_rows": "i32",
-        "num_sources": "i32",
-    }
+    numbers = dict.fromkeys({"num_rows", "num_sources"} & {*names}, "i32")
+    signature = {name: pointers.get(name, "constexpr") for name in names} | numbers
     compiled = triton.compile(
         ASTSource(
             kernel,
@@ -164,6 +167,17 @@ def test_gathering_moves_16_bytes_at_a_time(width):
     needed = gather_rows.TILE_CHUNKS.value * chunk // THREADS // 16
     assert found.loads[16] == needed and set(found.loads) == {16, 8}  # 8: the index
     assert found.stores == {16: needed}
+    assert found.stack == 0 and found.registers <= MOST_REGISTERS
+
+
+@pytest.mark.parametrize("width", [2048, 7168])
+@pytest.mark.parametrize(("dtype", "to"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16")])
+def test_summing_reads_16_bytes_of_each_row_at_a_time(width, dtype, to):
+    constants = {"WIDTH": width, "MOST": 8, "BLOCK": sum_rows.BLOCK}
+    pointers = {"rows": f"*{dtype}", "places": "*i64", "sums": f"*{to}"}
+    found = compile_for_hopper(sum_rows.sum_rows_kernel, pointers, constants)
+    assert found.loads == {16: 8, 8: 8}  # 8: the places
+    assert found.stores == {16: sum_rows.BLOCK * (4 if to == "fp32" else 2) // THREADS // 16}
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
 
 

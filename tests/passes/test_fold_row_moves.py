@@ -13,6 +13,7 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.row_moves import row_gather
 from moe_compile.journal.reasons import Reason
+from moe_compile.ops.hop_sums import SUM_OF_PLACES
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK as PACK,
 )
@@ -268,6 +269,22 @@ def test_written_out_operators_compute_the_same():
     assert len(report.applied) == 2 and not set(targets(gm.graph)) & set(REFERENCES)
     for mine, theirs in zip(gm(ROWS, SOME), program(ROWS, SOME), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_sums_that_are_written_out_are_the_same_for_any_number_of_rows():
+    def program(rows, places):
+        return SUM_OF_PLACES(rows, places, torch.bfloat16)
+
+    places = torch.tensor([[4, -1], [-1, -1], [0, 3]])
+    gm = make_fx(program, tracing_mode="symbolic")(ROWS, places)
+    report = LowerRowOps().run(gm.graph, state())
+    gm.graph.lint()
+    gm.recompile()
+    assert report.applied and SUM_OF_PLACES not in targets(gm.graph)
+    for some in (ROWS, ROWS[:5]):
+        assert torch.equal(gm(some, places), program(some, places))
+    none = torch.full((3, 2), -1)
+    assert torch.equal(gm(ROWS[:0], none), program(ROWS[:0], none))
 
 
 @pytest.mark.parametrize("style", slow_but([GatheredCounts], STYLES))
