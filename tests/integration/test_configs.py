@@ -29,6 +29,7 @@ FOLDER = Path(__file__).parents[2] / "torchtitan_integration"
 PROFILES = Path(__file__).parents[2] / "moe_compile" / "hardware" / "profiles"
 CONFIGS = sorted((FOLDER / "configs").glob("*.toml"))
 CLUSTER = [path for path in CONFIGS if path.stem.endswith("gpu")]
+PIPELINES = [path for path in CLUSTER if "pipeline_parallel_degree" in path.read_text()]
 CHOSEN = [p for p in CLUSTER if any(size in p.stem for size in ("671b_1024", "352b", "8x7b"))]
 
 
@@ -48,6 +49,17 @@ def test_torchtitan_and_megamoe_take_every_key(path):
 def test_degrees_make_the_machine_of_the_name(path):
     (gpus,) = re.findall(r"_(\d+)gpu$", path.stem)
     assert num_ranks(load_job(path, [])) == int(gpus)
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
+def test_time_outs_of_a_pipeline_leave_room_for_its_stages_to_compile(path):
+    """Torchtitan's watchdog ended step 1 after 300 s; later a stage has 100 s to recompile."""
+    job = tomllib.loads(path.read_text())
+    (reason,) = re.findall(r"# (\d+) stages compile one after another, (\d+) s", path.read_text())
+    stages, seconds = map(int, reason)
+    assert stages == job["parallelism"]["pipeline_parallel_degree"]
+    assert job["comm"]["init_timeout_seconds"] >= 1.5 * stages * seconds > 300
+    assert job["comm"]["train_timeout_seconds"] >= 2 * seconds
 
 
 def test_all_machines_are_there():
