@@ -103,12 +103,13 @@ def programs_of(
     """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
 
     On groups that are not among `rewritten` it launches what the user wrote, whatever the plan.
+    A plan holds for one order across groups: ranks whose programs have another run as written.
     `site`, `is_promised` and `left` as in `Program`.
     """
     return {
         group: Program(
             order=user.digest,
-            plan=plan if group in rewritten else "",
+            plan=f"{plan} {user.digest_of_numbers}" if plan and group in rewritten else "",
             collectives=user.collectives,
             places=user.places,
             site=site,

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.launch_order import collective_order
+from moe_compile.graph.launch_order import collective_order, launch_numbers
 from moe_compile.graph.query import is_launch, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
@@ -50,6 +50,7 @@ def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
         "plan": state.plan_digest,
         "phase": "backward" if state.is_backward else "forward",
         "launches": {group: list(launches) for group, launches in sorted(order.items())},
+        "numbers": launch_numbers(graph),
         "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},
     }
 

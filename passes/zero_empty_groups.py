@@ -39,9 +39,7 @@ class ZeroEmptyGroups(GraphPass):
 
     name: ClassVar[str] = "zero_empty_groups"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    after: ClassVar[frozenset[str]] = frozenset(
-        {"compress_gradients"}
-    )  # it reads gradients as made
+    after: ClassVar[frozenset[str]] = frozenset({"compress_gradients"})  # it reads what made them
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Put zeros into the empty groups of every product of rows by rows."""

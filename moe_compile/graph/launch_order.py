@@ -189,6 +189,14 @@ def collective_order(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     return {group: tuple(order[group]) for group in sorted(order)}
 
 
+def launch_numbers(graph: fx.Graph) -> dict[str, list[int]]:
+    """Return, per group, which of the launches of `graph` on any group are its own; 1 the first."""
+    numbers: dict[str, list[int]] = {}
+    for number, launch in enumerate(filter(is_launch, graph.nodes), 1):
+        numbers.setdefault(group_name(launch), []).append(number)
+    return numbers
+
+
 def signature(launch: fx.Node) -> str:
     """Return name, operator, dtype and row length of what is sent; never how many rows.
 

@@ -38,10 +38,17 @@ class UserOrder:
 
     collectives: tuple[str, ...]
     """What each is to the other ranks: operator, number formats, settings such as `sum`."""
+    numbers: tuple[int, ...]
+    """Which of the program's collectives on any group these are."""
     places: tuple[str, ...]
     """The user's line that launches each: for messages only."""
     is_differentiated: bool = False
     """Whether the backward pass is known to launch some too."""
+
+    @property
+    def digest_of_numbers(self) -> str:
+        """Return a hash that is equal where others stand between these at the same places."""
+        return hashlib.sha256(str(self.numbers).encode()).hexdigest()[:8]
 
     @property
     def digest(self) -> str:
@@ -52,12 +59,15 @@ class UserOrder:
 def user_order(gm: fx.GraphModule) -> dict[str, UserOrder]:
     """Return, per process group, the collectives that `gm` launches; both in graph order."""
     found: dict[str, list[fx.Node]] = {}
-    for node in _launches(gm):
+    numbers: dict[str, list[int]] = {}
+    for number, node in enumerate(_launches(gm), 1):
         found.setdefault(group_name(node), []).append(node)
+        numbers.setdefault(group_name(node), []).append(number)
     differentiated = set(_differentiated(gm))
     return {
         group: UserOrder(
             collectives=tuple(_said(node) for node in found[group]),
+            numbers=tuple(numbers[group]),
             places=tuple(source_place(node) for node in found[group]),
             is_differentiated=not differentiated.isdisjoint(found[group]),
         )

@@ -192,17 +192,16 @@ class Agreement:
         self.has_raised = True
         raise RankDisagreement(self.stop(message, self.store))
 
-    def first_of_group(self, group: str, key: str, value: str) -> tuple[int, int] | None:
-        """Return the ranks that say different values of `key`: the first to speak, and this one.
+    def first_of_group(self, group: str, key: str, value: str) -> tuple[int, str] | None:
+        """Return the first rank to say what `key` is, and what it said, where that is not `value`.
 
         None where they say the same, or where there is nobody to compare with.
         """
         journal = self._journal(group)
         if journal is None:
             return None
-        mine = [self.rank, value]
-        first = self.store.first(f"{journal.key}/{key}", mine)
-        return None if first[1] == value else (first[0], self.rank)
+        first = self.store.first(f"{journal.key}/{key}", [self.rank, value])
+        return None if first[1] == value else (first[0], first[1])
 
     def stop(self, message: str, store: RankStore) -> str:
         """Tell all ranks why they end; return the reason, which another rank may have told first.

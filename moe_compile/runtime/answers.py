@@ -13,6 +13,7 @@ REMEDY: Final = (
     "Running on would corrupt data silently. Compare the ranks' programs, options, sources and "
     "torch versions (TORCH_LOGS=+moe_compile)."
 )
+ACROSS: Final = "across process groups: their own programs launch collectives so"
 Position = tuple[str, int]
 """Key of a journal, and where a call begins."""
 
@@ -218,6 +219,8 @@ class Answers:
             long = "" if are_as_long else f", {one['num']} collectives"
             left = f" ({one['left']})" if one["left"] else ""
             found.setdefault(f"{plan}{long}{left}", set()).add(one["rank"])
+        if len(found) == 1:  # and yet not alike
+            return f"{next(iter(found))}, in other orders {ACROSS}"
         return "; ".join(f"ranks {sorted(found[what])}: {what}" for what in sorted(found))
 
     def silence(self) -> str:

@@ -30,7 +30,8 @@ class Program:
     order: str
     """Digest of the user's collectives on that group."""
     plan: str
-    """Digest of what we made of the program; "" where it runs as the user wrote it."""
+    """Digest of what we made of the program, and of the order across groups in which the user
+    wrote it; "" where it runs as the user wrote it."""
     collectives: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     site: str = ""

@@ -3,16 +3,26 @@
 Contract
     A compiled graph carries its record; so it is known whether the graph was compiled here or came
     from a cache, and a later run of the same record costs one look into a set.
-    The order of collectives that a graph was given after all passes is compared as well: a graph
-    that another version of a pass left in a cache, that a pass failed on, or in which other values
-    need gradients, ends all ranks with RankDisagreement. Nobody is waited for: what ranks must
-    agree on before they run is said in `moe_compile.runtime.agreement`.
+    The order of collectives that a graph was given after all passes is compared as well, of each
+    group and across groups: a graph that another version of a pass left in a cache, that a pass
+    failed on, or in which other values need gradients, ends all ranks with RankDisagreement. Nobody
+    is waited for: what ranks must agree on before they run is said in
+    `moe_compile.runtime.agreement`.
 
 A compile site here is one place in the user's source, one direction and one plan: ranks of a
 group on which nothing is rewritten may have other plans. The i-th different order a rank meets at
 a site must be the i-th of every other rank: a rank that recompiles alone, for another number of
 tokens, meets no new order, because orders speak neither of local sizes nor, unless ranks
 promise to have as many tokens, of dependences that such sizes change (`graph/launch_order.py`).
+
+Why the order across groups cannot hang
+    Ranks of a group compare two things: what the graph launches on that group, in order, and which
+    of all launches of the graph, on whatever group, these are. Where all groups agree, a launch has
+    one number on all of its ranks, and each rank launches by rising numbers. Of the launches that
+    are not done, the one of least number is the next of all its ranks. So it runs, also where a
+    launch blocks all that come after it on its rank: communicators that are made at first use, one
+    hardware queue. It takes no pair of ranks that shares two groups: rows and columns of a grid,
+    one rank's the other way round, make a circle of ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -35,6 +45,11 @@ RECORD_LAUNCHES = torch.ops.megamoe.record_launches.default
 ROW_LENGTH: Final = re.compile(r"\[(?:\d+|\*)\]")
 """In what a record says of a launch: local where the last dimension is that of the tokens."""
 
+PLANNED_ALIKE: Final = (
+    "though what they planned is alike: a pass failed on some ranks only, or other values need "
+    "gradients, or gradients go elsewhere there."
+)
+
 
 class _Records:
     """What this process has run."""
@@ -42,7 +57,7 @@ class _Records:
     def __init__(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
         self.listeners: list[Callable[[], None]] = []
-        self._met: dict[tuple[str, str], list[str]] = {}
+        self._met: dict[tuple[str, str, str], list[str]] = {}
 
     def add(self, record: str) -> None:
         if record in self.records:
@@ -52,31 +67,49 @@ class _Records:
         if agreement is not None:
             site = f"{agreement.prefix} {content['plan']} {content['site']} {content['phase']}"
             for group, launches in sorted(content["launches"].items()):
-                self._compare(agreement, site, group, launches)
+                text = "\n".join(ROW_LENGTH.sub("", launch) for launch in launches)
+                digest = hashlib.sha256(text.encode()).hexdigest()
+                self._compare(agreement, "orders", site, group, digest)
+            for group, numbers in sorted(content["numbers"].items()):
+                told = ", ".join(map(str, numbers))
+                self._compare(agreement, "numbers", site, group, told)
         self.records[record] = content
         for listener in self.listeners:
             listener()
 
-    def _compare(self, agreement: Agreement, site: str, group: str, launches: list[str]) -> None:
-        met = self._met.setdefault((site, group), [])
-        text = "\n".join(ROW_LENGTH.sub("", launch) for launch in launches)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        if digest in met:
+    def _compare(self, agreement: Agreement, what: str, site: str, group: str, value: str) -> None:
+        met = self._met.setdefault((what, site, group), [])
+        if value in met:
             return
-        met.append(digest)
-        key = f"orders/{site}/{len(met)}"
-        if conflict := _conflict(site, agreement.first_of_group(group, key, digest)):
-            agreement.end(conflict)
+        met.append(value)
+        first = agreement.first_of_group(group, f"{what}/{site}/{len(met)}", value)
+        if first is None:
+            return
+        rank, theirs = first
+        who, where = f"ranks {rank} and {agreement.rank}", f"the graph at {site.split(' ', 2)[2]}"
+        agreement.end(
+            _other_order(who, where)
+            if what == "orders"
+            else _other_numbers(who, where, group, theirs, value)
+        )
 
 
-def _conflict(site: str, first: tuple[int, int] | None) -> str:
-    """Return what to say when another rank of the group has another order; "" else."""
-    if first is None:
-        return ""
+def _other_order(who: str, where: str) -> str:
+    """Return what to say when another rank of the group has another order on it."""
+    return f"{who} compiled different orders of collectives for {where}, {PLANNED_ALIKE} {REMEDY}"
+
+
+def _other_numbers(who: str, where: str, group: str, theirs: str, mine: str) -> str:
+    """Return what to say when another rank launches the same on the group, and others between."""
+    numbers = zip(theirs.split(", "), mine.split(", "), strict=True)
+    place, (their, our) = next(i for i in enumerate(numbers, 1) if i[1][0] != i[1][1])
     return (
-        f"ranks {first[0]} and {first[1]} compiled different orders of collectives for the graph "
-        f"at {site.split(' ', 2)[2]}, though what they planned is alike: a pass failed on some "
-        f"ranks only, or other values need gradients, or gradients go elsewhere there. {REMEDY}"
+        f"{who} compiled different orders of the collectives of several process groups for "
+        f"{where}, {PLANNED_ALIKE} Launch {place} on {group!r} is launch {their} of all on the "
+        f"one, and {our} on the other. Each group's order is right, but where a launch holds up "
+        "what follows it, as communicators made at first use do and CUDA_DEVICE_MAX_CONNECTIONS=1, "
+        "ranks may wait for each other without end. Compare the ranks' programs, options, sources "
+        "and torch versions (TORCH_LOGS=+moe_compile)."
     )
 
 
