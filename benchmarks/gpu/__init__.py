@@ -6,7 +6,8 @@ It needs one CUDA device, torch, triton, pytest, hypothesis, rich and nvidia-ml-
 run it from a checkout. FOLDER gets `summary.json`, and per section `NAME.json` and `NAME.log`:
 
     kernels    quantized rows: equal to plain PyTorch, and time against a copy of the same bytes
-    slices     grouped products of some experts against those of all, bit for bit
+    slices     grouped products of some experts against those of all, bit for bit; and of groups
+               without rows, in memory that held NaN
     layer      a MoE layer by NCCL among one rank: errors against float64, order of generated code
     trace      the same layer under torch's profiler: copies to the host, kernels of chunks
     link       the same layer over an emulated link: time of Inductor's and of our overlap

@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from benchmarks.gpu.empty_groups import check_empty_groups
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
 
@@ -35,6 +36,7 @@ def check_slices(record: Record, sizes: Sizes) -> None:
             record.attempt(
                 what, lambda n=name, c=counts, s=shape: _check(record, sizes, generator, n, c, s)
             )
+    check_empty_groups(record, sizes)
 
 
 def padded(counts: Sequence[int]) -> list[int]:

@@ -78,6 +78,8 @@ def _pytest(record: Record, name: str, marks: str, files: Sequence[str], limit_s
     say(f"{name} tests: " + (output.strip().splitlines() or ["no output"])[-1])
     why = "out of time" if code is None else f"pytest ended with {code}"
     record.expect(code == 0, f"{name} tests", why)
+    ran = row.get("tests", 0) - row.get("skipped", 0)
+    record.expect(ran > 0 or code != 0, f"{name} tests", "none ran: all were skipped")
 
 
 def _summary(report: Path) -> dict[str, Any]:
