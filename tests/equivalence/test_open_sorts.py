@@ -158,7 +158,8 @@ class LessTheFirstRow(Open):
 
 def test_what_more_than_a_sum_depends_on_stays_refused(fake_ranks):
     verdict = proof_of(LessTheFirstRow, fake_ranks)
-    assert getattr(verdict, "reason", verdict) is Reason.UNSTABLE_SORT
+    refused = (Reason.UNSTABLE_SORT, Reason.ROWS_MIXED)  # torch 2.11 knows no length of `part[:1]`
+    assert getattr(verdict, "reason", verdict) in refused
     assert "bounded" not in verdict.detail
 
 

@@ -147,11 +147,11 @@ def test_a_torch_without_the_means_keeps_the_operator(monkeypatch):
     assert not listed_integers.write_as_list.__wrapped__()
 
 
-def test_a_wrapper_in_cpp_has_no_lists(monkeypatch):
+def test_a_wrapper_in_cpp_has_no_lists():
     def program(sent, got, rows):
         return (exchange(rows, to_list(got * 1), to_list(sent * 1)),)
 
-    monkeypatch.setattr(inductor_config, "cpp_wrapper", True)
-    graph, report = unpacked(program, SENT, GOT, ROWS)
+    with inductor_config.patch(cpp_wrapper=True):
+        graph, report = unpacked(program, SENT, GOT, ROWS)
     assert taken(graph) == [1] * 6
     assert {one.detail for one in report.skipped} == {"Inductor's cpp_wrapper is on"}
