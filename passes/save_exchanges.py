@@ -13,6 +13,9 @@ Inside a checkpointed function torch recomputes every collective in the backward
 "recompute_exchanges" they are recomputed; "model" leaves the model's own policy. Other collectives,
 as those of tensor parallelism, follow the model's policy always: the user chose it for its memory.
 
+Integers that the host took are kept whatever was asked: they would be taken once more, one copy to
+the host or more, and cost 8 bytes each.
+
 Without the promise of `equal_tokens` exchanges are saved whatever was asked. What a backward graph
 computes again is what its gradients need: a rank without tokens needs less, and would not launch
 what other ranks wait for, or launch it later.
@@ -29,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.effects import is_size_query
-from moe_compile.graph.precedence import is_view
+from moe_compile.graph.precedence import integers_taken, is_view
 from moe_compile.graph.query import (
     group_name,
     is_all_gather,
@@ -56,6 +59,7 @@ class SaveExchanges(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write the policy on the launches and waits of checkpointed forward exchanges."""
+        _keep_integers(graph)
         groups = state.gathered_groups
         nodes = [n for n in graph.nodes if _is_exchange(n, groups) or _is_received(n, groups)]
         forward = [n for n in nodes if not _is_backward(n)]
@@ -82,6 +86,13 @@ class SaveExchanges(GraphPass):
             applied=tuple(n.name for n in checkpointed),
             skipped=(*left, *_unmet(state.config, checkpointed)),
         )
+
+
+def _keep_integers(graph: fx.Graph) -> None:
+    """Have the backward pass be given the integers that the host took, as numbers."""
+    for node in graph.nodes:
+        if integers_taken(node) and "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _needed_backward(

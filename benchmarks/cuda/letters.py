@@ -14,13 +14,14 @@ from moe_compile.graph.wrapper_order import EventKind
 def graph_letters(graph: fx.Graph) -> str:
     """Return the letters of `event_letters` for the nodes of an ATen graph.
 
-    Not of a second wait for the same collective, which newer releases of Inductor leave out.
+    Not of a wait for what has landed already: a second one, which newer releases of Inductor leave
+    out, or one for what another graph launched.
     """
     landed: set[fx.Node | None] = {None}
     letters = []
     for node in graph.nodes:
         launch = awaited(node) if is_wait(node) else None
-        if launch is None or launch not in landed:
+        if not is_wait(node) or launch not in landed:
             letters.append(_letter(node))
         landed.add(launch)
     return "".join(letters)

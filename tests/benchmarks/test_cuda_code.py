@@ -156,6 +156,9 @@ def test_a_second_wait_for_the_same_collective_is_none():
     waits = [graph.call_function(C10D.wait_tensor.default, (launch,))]
     waits.append(graph.call_function(C10D.wait_tensor.default, (waits[0],)))
     assert graph_letters(graph) == "LW"
+    other = fx.Graph()
+    other.call_function(C10D.wait_tensor.default, (other.placeholder("landed"),))
+    assert graph_letters(other) == ""
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_all_to_all, is_wait, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
 from tests.capture import dynamo_graphs
@@ -69,6 +70,7 @@ def test_rows_are_kept_where_gradients_are_computed_from_them(fake_ranks, style,
     assert len(received) == 2
     assert sum(node.name in taken for node in received) == kept
     assert sum(map(is_all_to_all, backward.graph.nodes)) == 2
+    assert not sum(map(integers_taken, backward.graph.nodes)), "it is given these as numbers"
     reasons = [v.reason for v in journal.verdicts() if v.reason is Reason.NOT_READ_BACKWARD]
     assert len(reasons) == 2 * (2 - kept)
 

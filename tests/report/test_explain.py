@@ -64,6 +64,18 @@ def test_what_went_another_way_is_said_in_eighty_columns_too():
     assert "No MoE region was found" in text
 
 
+def test_integers_that_python_takes_by_themselves_have_their_lines():
+    alone = {"candidate": "`_local_scalar_dense.default` at a.py:7 in f", "where": "a.py:7 in f"}
+    passes = [
+        {"pass": "read_pieces", "skipped": [alone]},
+        {"pass": "unpack_integers", "applied": ["8 integers at a.py:9 in f"], "skipped": []},
+    ]
+    assert "integer by itself" not in printed(passes=passes)
+    passes.append({"pass": "unpack_integers", "skipped": [alone, alone]})
+    for text in (printed(passes=passes), printed(80, passes=passes)):
+        assert text.count("The host takes an integer by itself at a.py:7 in f\n") == 1
+
+
 def test_the_gain_is_per_block_of_those_that_exchange():
     other = [graph(p, where="b.py:1", exposed_us=0.0) for p in ("forward", "backward")]
     dense = graph("forward", where="c.py:1", exchange_us=0.0)
