@@ -30,7 +30,7 @@ def write_as_list() -> bool:
     except (ImportError, AttributeError):
         return False
 
-    class ListedIntegers(base):  # type: ignore[misc]
+    class ListedIntegers(base):
         """A list, and the names that its integers are given."""
 
         def __init__(self, places: Mapping[sympy.Symbol, int], vector: Any) -> None:
