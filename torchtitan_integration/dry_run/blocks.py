@@ -51,12 +51,12 @@ def stages_of(rank: FakeRank, job: Any, parallelize: Parallelize) -> list[nn.Mod
     return list(parts)
 
 
-def graphs_of(rank: FakeRank) -> dict[str, tuple[str, ...]]:
-    """Return the names of the blocks of the first graph of each kind on this rank."""
+def graphs_of(parts: Sequence[nn.Module], job: Any) -> dict[str, tuple[str, ...]]:
+    """Return the names of the blocks of the first graph of each kind in a rank's stages."""
     found: dict[str, tuple[str, ...]] = {}
-    for part in stages_of(rank, rank.job, lambda model, *_: model):
+    for part in parts:
         names = {block: name for name, block in part.layers.items()}
-        for blocks in block_groups(part, rank.job):
+        for blocks in block_groups(part, job):
             found.setdefault(kind_of_graph(blocks), tuple(names[block] for block in blocks))
     return found
 

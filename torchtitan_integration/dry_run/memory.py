@@ -117,13 +117,17 @@ def device_memory(hardware: str) -> DeviceMemory:
     return DeviceMemory(name=hardware, total=int(memory.get("capacity_gb", 0.0) * GIB))
 
 
-def measure_state(rank: FakeRank) -> ModelState:
-    """Lay the model out as training does, on the meta device, and count."""
+def laid_out(rank: FakeRank) -> list[nn.Module]:
+    """Return the stages of the model on this rank as training lays them out, on the meta device."""
     job = copy.deepcopy(rank.job)
     job.compile.enable = False
-    parts = stages_of(rank, job, parallelize)
+    return stages_of(rank, job, parallelize)
+
+
+def measure_state(rank: FakeRank, parts: Sequence[nn.Module]) -> ModelState:
+    """Count what the stages of the model on this rank take."""
     parameters = [p for part in parts for p in part.parameters()]
-    groups = [blocks for part in parts for blocks in block_groups(part, job)]
+    groups = [blocks for part in parts for blocks in block_groups(part, rank.job)]
     kinds = [kind_of_graph(blocks) for blocks in groups]
     has_output = any(part.output is not None for part in parts)
     return ModelState(
