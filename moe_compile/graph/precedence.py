@@ -4,10 +4,24 @@ Contract
     Every edge goes from an earlier to a later node of the graph as it stands, so that the graph's
     own order is one of the orders allowed.
     Edges: data; writes in place against reads and writes of the same storage; random ops among
-    themselves; nodes without users among themselves; copies into inputs after earlier waits; a
-    sent tensor is not overwritten before its wait; and launches never cross a host read, nor an
-    assertion: where it fails, every rank has launched the same collectives; nor what launches
-    collectives of its own.
+    themselves; nodes without users among themselves, but for assertions about other numbers;
+    copies into inputs after earlier waits; a sent tensor is not overwritten before its wait;
+    launches never cross what launches collectives of its own; and a launch stays behind the
+    assertions that guard its sizes.
+
+Why a host read needs no more than its data
+    A read waits for work that was queued before it, and that waits for collectives launched before.
+    All ranks launch in one order. So the first collective that some rank has not launched is
+    launched once those before it are over, wherever ranks read: no rank waits for ever.
+
+Why an assertion needs no more, where ranks have the same graph
+    Ranks on which it fails end with the same collectives launched: they run one order. A rank that
+    fails alone leaves the others waiting in the next collective, as the program does. Sizes that
+    the program refuses must not be sent: a launch stays behind an assertion about numbers where a
+    symbol of theirs is among its sizes. What one about a tensor guards cannot be told: all launches
+    stay behind it. Where two fail, either may be told.
+    Ranks with other graphs have other orders (`keeps_program`): there launches and assertions keep
+    that of the program, or of ranks that fail alike one would wait for a launch of the other.
 """
 
 from __future__ import annotations
@@ -19,11 +33,25 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.effects import communicates, may_communicate, may_draw
-from moe_compile.graph.query import is_launch, is_wait, overload_name, tensor_of
+from moe_compile.graph.effects import (
+    communicates,
+    is_host_arithmetic,
+    may_communicate,
+    may_draw,
+)
+from moe_compile.graph.query import (
+    expression_of,
+    is_launch,
+    is_wait,
+    overload_name,
+    tensor_of,
+    value_of,
+)
 from moe_compile.ops.integers import INTEGERS
 
 HOST_READ: Final = "aten::_local_scalar_dense"
@@ -33,6 +61,7 @@ RUNTIME_ASSERTIONS: Final = frozenset(
     {"aten::_assert_scalar", "aten::_assert_async", "aten::sym_constrain_range"}
 )
 """What ends the program where a condition does not hold."""
+NUMBERS: Final = (torch.SymInt, torch.SymBool, torch.SymFloat, bool, int, float)
 
 
 def awaited(wait: fx.Node) -> fx.Node | None:
@@ -74,8 +103,8 @@ def find_predecessors(
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Return, for each node, the nodes that must come before it, in graph order.
 
-    With `keeps_program` ranks may run other compute for as long: launches stay on their side of
-    operators that may communicate without saying so.
+    With `keeps_program` ranks may have other graphs, and run other compute for as long: launches
+    stay on their side of assertions, and of operators that may communicate without saying so.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     hazards = _Hazards.of(graph)
@@ -137,57 +166,102 @@ class _Hazards:
 
 @dataclass(slots=True)
 class _Chains:
-    """Kinds of nodes that keep their order among themselves."""
+    """Kinds of nodes that keep their order among themselves, and what stays on one side of them."""
 
     keeps_program: bool = False
 
     last: dict[str, fx.Node] = field(default_factory=dict)
-    launches: list[fx.Node] = field(default_factory=list)
-    """Since the last host read."""
-    unasserted: list[fx.Node] = field(default_factory=list)
-    """Launches since the last assertion."""
-    waits: list[fx.Node] = field(default_factory=list)
-    """Since the last copy into an input."""
+    since: dict[str, list[fx.Node]] = field(default_factory=dict)
+    """Chain -> what came since its last node, and stays in front of the next."""
+    guards: dict[Any, fx.Node] = field(default_factory=dict)
+    """Symbol -> the last assertion about it; None -> the last that may be about anything."""
 
     def visit(self, node: fx.Node) -> Iterator[fx.Node]:
         if node.op != "call_function":
             return
         if is_wait(node):
-            self.waits.append(node)
+            self.since.setdefault("copy", []).append(node)
         elif is_launch(node):
-            self.launches.append(node)
-            self.unasserted.append(node)
-            yield from (self.last[k] for k in ("host read", "assertion") if k in self.last)
+            yield from self._before_launch(node)
+        elif overload_name(node) in RUNTIME_ASSERTIONS:
+            yield from self._assert(node)
         else:
             yield from self._after_effects(node)
         yield from self._after_own_kind(node)
+
+    def _before_launch(self, launch: fx.Node) -> Iterator[fx.Node]:
+        yield from self._behind("inner launches", launch)
+        if self.keeps_program:
+            yield from self._behind("assertion", launch)
+        if self.guards:
+            yield from self._guards_of({None, *_symbols(launch, *launch.all_input_nodes)})
+
+    def _assert(self, assertion: fx.Node) -> Iterator[fx.Node]:
+        symbols = {None} if self.keeps_program else _guarded(assertion)
+        if None in symbols:
+            yield from self._link("effect", assertion)
+            yield from self._link("assertion", assertion)
+        else:
+            yield from self._behind("effect", assertion)
+            yield from self._guards_of(symbols)
+        self.guards.update(dict.fromkeys(symbols, assertion))
+
+    def _guards_of(self, symbols: set[Any]) -> Iterator[fx.Node]:
+        yield from (self.guards[symbol] for symbol in symbols & self.guards.keys())
 
     def _after_effects(self, node: fx.Node) -> Iterator[fx.Node]:
         is_copy = _copies_into_input(node)
         if is_copy or not node.users:
             yield from self._link("effect", node)
         if is_copy:
-            yield from self._drain(self.waits)
+            yield from self._link("copy", node)
 
     def _after_own_kind(self, node: fx.Node) -> Iterator[fx.Node]:
         if may_draw(node):
             yield from self._link("random", node)
         hides_launches = may_communicate if self.keeps_program else communicates
-        if is_host_read(node) or (hides_launches(node) and not (is_launch(node) or is_wait(node))):
-            yield from self._link("host read", node)
-            yield from self._drain(self.launches)
-        if overload_name(node) in RUNTIME_ASSERTIONS:
-            yield from self._link("assertion", node)
-            yield from self._drain(self.unasserted)
+        if hides_launches(node) and not (is_launch(node) or is_wait(node)):
+            yield from self._link("inner launches", node)
 
     def _link(self, chain: str, node: fx.Node) -> Iterator[fx.Node]:
+        """Give what `node`, of a chain, stands behind."""
         if chain in self.last:
             yield self.last[chain]
         self.last[chain] = node
+        yield from self.since.pop(chain, ())
 
-    def _drain(self, nodes: list[fx.Node]) -> Iterator[fx.Node]:
-        yield from nodes
-        nodes.clear()
+    def _behind(self, chain: str, node: fx.Node) -> Iterator[fx.Node]:
+        """Give the last node of a chain; `node` stays in front of the next."""
+        self.since.setdefault(chain, []).append(node)
+        if chain in self.last:
+            yield self.last[chain]
+
+
+def _guarded(assertion: fx.Node) -> set[Any]:
+    """Return the symbols that an assertion is about; None alone where that cannot be told.
+
+    Those that the host reads, if there are any: the others are known before anything runs.
+    Of a condition that torch knows to hold once it is asserted only the numbers it is made of have
+    symbols.
+    """
+    numbers, todo = set[fx.Node](), [*assertion.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if not isinstance(value_of(node), NUMBERS):
+            return {None}
+        if node not in numbers:
+            numbers.add(node)
+            todo += (n for n in node.all_input_nodes if is_host_arithmetic(node))
+    symbols = _symbols(*numbers)
+    read = set[Any]().union(*map(free_unbacked_symbols, symbols))
+    return read or (symbols if symbols or not numbers else {None})
+
+
+def _symbols(*nodes: fx.Node) -> set[Any]:
+    """Return the symbols in numbers and sizes that nodes make."""
+    leaves = pytree.tree_leaves([value_of(node) for node in nodes])
+    sizes = (n for v in leaves for n in (v.shape if isinstance(v, torch.Tensor) else (v,)))
+    return {symbol for n in sizes for symbol in getattr(expression_of(n), "free_symbols", ())}
 
 
 def _copies_into_input(node: fx.Node) -> bool:

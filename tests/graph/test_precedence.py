@@ -158,18 +158,32 @@ def test_copies_into_inputs_follow_each_other_and_earlier_waits():
     assert first in before[second]
 
 
-def test_no_launch_crosses_a_host_read():
+def test_a_launch_and_a_host_read_need_one_another_for_data_only():
+    """All ranks launch in one order: wherever one reads, what it waits for is launched."""
+
     def program(x):
         early = send(x)
         number = x.sum().to(torch.int64).item()
-        late = send(x + 1)
-        return c10d.wait_tensor(early) + number, c10d.wait_tensor(late)
+        received = c10d.wait_tensor(send(x + 1))
+        other = received.sum().to(torch.int64).item()
+        return c10d.wait_tensor(early) + number, received, c10d.wait_tensor(send(x + other))
 
     calls, before = edges(program, tracing_mode="symbolic")
-    early, late = filter(is_launch, calls)
-    (read,) = named(calls, "aten::_local_scalar_dense")
-    assert early in before[read]
-    assert read in before[late]
+    early, late, needs = launches(calls)
+    first, second = named(calls, "aten::_local_scalar_dense")
+    above = {node: reached(before, node) for node in (early, late, needs, first, second)}
+    assert not above[early] and early not in above[first]
+    assert not {early, first} & above[late]
+    assert late in above[second] and second in above[needs] and first not in above[needs]
+
+
+def reached(before, node):
+    """Return everything that must come before `node` and is a launch or a host read."""
+    found, todo = set(), [node]
+    while todo:
+        todo += (new := set(before[todo.pop()]) - found)
+        found |= new
+    return {n for n in found if is_launch(n) or overload_name(n) == "aten::_local_scalar_dense"}
 
 
 def test_every_edge_follows_the_graph():
@@ -185,7 +199,7 @@ def test_every_edge_follows_the_graph():
     assert all(place.get(p, -1) < place[n] for n in calls for p in before[n])
 
 
-def test_an_assertion_stays_between_the_launches_around_it():
+def test_an_assertion_stays_between_the_launches_around_it_where_ranks_have_other_graphs():
     """Where it fails every rank ends there: none may wait for what another did not launch."""
 
     def program(x):
@@ -193,9 +207,71 @@ def test_an_assertion_stays_between_the_launches_around_it():
         torch.ops.aten._assert_scalar(x.shape[0] == 4, "four rows")
         return sent, send(x * 2)
 
-    calls, before = edges(program)
-    (first, second), (asserted,) = launches(calls), named(calls, "aten::_assert_scalar")
+    graph = graph_of(program)
+    (first, second), (asserted,) = launches(graph.nodes), named(graph.nodes, "aten::_assert_scalar")
+    before = find_predecessors(graph, keeps_program=True)
     assert first in before[asserted] and asserted in before[second]
+    before = find_predecessors(graph)
+    assert first not in before[asserted] and asserted not in before[second]
+
+
+def sized(x, counts):
+    """Return what is sent of `x` in sizes that the host reads, and these."""
+    sizes = [count.item() for count in counts.unbind()]
+    total = torch.sym_sum(sizes)
+    torch.ops.aten._assert_scalar(total <= x.shape[0], "more rows than there are")
+    received = c10d.all_to_all_single(x[:total], [total], sizes, one_rank_group())
+    return c10d.wait_tensor(received), sizes
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_sizes_that_an_assertion_refuses_are_not_sent(whole):
+    """The second has sizes of its own, or those of the first, with a sum that torch then knows."""
+
+    def program(x, first, second):
+        sent, sizes = sized(x, first)
+        if whole:
+            is_known = torch.sym_sum(sizes) == 3
+            torch.ops.aten._assert_scalar(is_known, "three rows")
+            torch._check(is_known)
+            return sent, c10d.all_to_all_single(x[:3], [3], sizes, one_rank_group())
+        return sent, sized(x, second)[0]
+
+    one_rank_group()
+    counts = torch.tensor([1, 2])
+    graph = make_fx(program, tracing_mode="symbolic")(torch.ones(4, 3), counts, counts).graph
+    before = find_predecessors(graph)
+    first, second = launches(graph.nodes)
+    of_first, last = named(graph.nodes, "aten::_assert_scalar")
+    assert of_first in before[first]
+    assert last in before[second] and first not in before[last]
+    assert last not in before[first] and of_first not in before[second]
+    assert (of_first in before[last]) is whole
+
+
+def test_a_copy_into_an_input_stays_behind_assertions_and_those_after_it_behind_it():
+    def program(x, counts):
+        first, second = (count.item() for count in counts.unbind())
+        torch.ops.aten._assert_scalar(first >= 0, "first")
+        x.copy_(torch.zeros(4, 3))
+        torch.ops.aten._assert_scalar(second >= 0, "second")
+
+    x, counts = torch.ones(4, 3), torch.tensor([1, 2])
+    graph = make_fx(program, tracing_mode="symbolic")(x, counts).graph
+    before, asserted = find_predecessors(graph), named(graph.nodes, "aten::_assert_scalar")
+    (copy,) = named(graph.nodes, "aten::copy_")
+    assert asserted[0] in before[copy] and copy in before[asserted[-1]]
+
+
+def test_what_an_assertion_about_a_tensor_guards_cannot_be_told():
+    def program(x):
+        sent = send(x)
+        torch.ops.aten._assert_async.msg(x.sum() > 0, "rows")
+        return sent, send(x * 2)
+
+    calls, before = edges(program)
+    (first, second), (asserted,) = launches(calls), named(calls, "aten::_assert_async")
+    assert asserted in before[second] and first not in before[asserted]
 
 
 def launches(calls):
