@@ -83,6 +83,7 @@ class _Phase:
             self._problem,
             compute_us=tuple(costs[n].compute_us for n in nodes),
             link_us=tuple(costs[n].link_us for n in nodes),
+            host_us=tuple(costs[n].host_us for n in nodes),
         )
         return simulate(priced, range(len(nodes))).step_us
 

@@ -140,6 +140,7 @@ def _measures(problem: ScheduleProblem, choice: Choice) -> dict[str, float]:
         "exchange_us": after.exchange_us,
         "exposed_us_before": before.exposed_us,
         "exposed_us": after.exposed_us,
+        "host_us": after.host_us,
         "least_exposed_us": least_exposed_us(problem),
         "step_us": after.step_us,
         "peak_bytes_before": float(choice.as_it_came.peak_bytes),

@@ -5,7 +5,7 @@ Contract
     the planner's; nothing is measured. Compute is max(operations / matmul rate, bytes / memory
     rate) plus a fixed cost per kernel; a collective is latency plus bytes / link rate, over a
     node's link and the network at once: nodes as they were registered, or else of the profile's
-    size. A wait is free.
+    size. A wait is free. What the host takes for a node is told beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from moe_compile.cost.amounts import Amounts, amounts_of, called_module, ranks_of
+from moe_compile.cost.host import host_us, launch_us, waits_for_device
 from moe_compile.cost.rates import Bound, Rates
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import group_name, is_all_to_all, is_launch
@@ -36,6 +37,10 @@ class Cost:
     """Of a collective: the share by which compute slows while it runs."""
     overlap_slowdown: float = 0.0
     """Of a collective: the share by which it slows while compute runs."""
+    host_us: float = 0.0
+    """What the host takes for the node."""
+    waits_for_device: bool = False
+    """Whether the host waits there for all that was queued before."""
 
 
 def estimate_costs(
@@ -75,6 +80,7 @@ class _Estimator:
     ) -> None:
         self.sizes = sizes
         self.amounts = amounts
+        self.host = hardware.host
         self.rates_of = functools.cache(functools.partial(Rates.of, hardware))
         self.rates = self.rates_of(0)
 
@@ -82,15 +88,32 @@ class _Estimator:
         if (module := called_module(node)) is not None:
             inner = [self.cost(n) for n in module.graph.nodes]
             longest = max(inner, key=lambda cost: cost.compute_us, default=Cost())
-            return Cost(sum(cost.compute_us for cost in inner), bound=longest.bound)
+            return Cost(
+                sum(cost.compute_us for cost in inner),
+                bound=longest.bound,
+                host_us=sum(cost.host_us for cost in inner),
+            )
         if node not in self.amounts:
             self.amounts[node] = amounts_of(node, self.sizes)
         found = self.amounts[node]
         if is_launch(node):
-            rates = self.rates_of(ranks_of(node), ranks_of_a_node(group_name(node)))
-            is_gather = not is_all_to_all(node)
-            us = rates.link_us(found.link_bytes, is_gather=is_gather)
-            slower = rates.contention, rates.overlap_slowdown
-            return Cost(self.rates.op_overhead_us, us, Bound.LINK, *slower)
+            return self._launch(node, found.link_bytes)
         amounts = found.operations, found.nbytes, found.num_kernels
-        return Cost(self.rates.compute_us(*amounts), bound=self.rates.compute_bound(*amounts))
+        return Cost(
+            self.rates.compute_us(*amounts),
+            bound=self.rates.compute_bound(*amounts),
+            host_us=host_us(node, found.num_kernels, self.host),
+            waits_for_device=waits_for_device(node),
+        )
+
+    def _launch(self, node: fx.Node, link_bytes: float) -> Cost:
+        num_ranks = ranks_of(node)
+        rates = self.rates_of(num_ranks, ranks_of_a_node(group_name(node)))
+        return Cost(
+            self.rates.op_overhead_us,
+            rates.link_us(link_bytes, is_gather=not is_all_to_all(node)),
+            Bound.LINK,
+            rates.contention,
+            rates.overlap_slowdown,
+            host_us=launch_us(node, num_ranks, self.host),
+        )

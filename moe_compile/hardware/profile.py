@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from moe_compile.entry_points import PROFILES as OUTSIDE
 from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
+from moe_compile.hardware.host import NO_HOST, HostCosts, host_in, host_table
+from moe_compile.hardware.host import TABLE as HOST
 from moe_compile.hardware.links import (
     NETWORK,
     NODE,
@@ -71,6 +73,8 @@ class HardwareProfile:
     """`overlap_slowdown` of the link between nodes."""
     inter_node_gather_share: float | None = None
     """`gather_share` of the link between nodes."""
+    host: HostCosts = NO_HOST
+    """What the host takes; nothing where the profile is silent."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
 
@@ -113,7 +117,10 @@ class HardwareProfile:
         if any(of_network.values()):
             origins = {name: self.origins.get(f"inter_node_{name}", "") for name in INTER_NODE}
             links.append(link_table(NETWORK, of_network, origins))
-        return written + dump_sourced({"link": links}) if links else written
+        tables: dict[str, Any] = {"link": links} if links else {}
+        if self.host != NO_HOST:
+            tables |= {HOST: host_table(self.host)}
+        return written + dump_sourced(tables) if tables else written
 
 
 def load_profile(name: str) -> HardwareProfile:
@@ -125,7 +132,7 @@ def load_profile(name: str) -> HardwareProfile:
         return made
     file = read_profile(name)
     wanted = {"name", *RATES}
-    if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES)):
+    if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES - {HOST})):
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
@@ -136,6 +143,7 @@ def load_profile(name: str) -> HardwareProfile:
         inter_node_contention=inter.get("contention", 0.0),
         inter_node_overlap_slowdown=inter.get("overlap_slowdown", 0.0),
         inter_node_gather_share=gather_share(inter) if inter else None,
+        host=host_in(file),
         origins=_own(file.origins) | (network_origins(inter, of_inter) if inter else {}),
         **{key: file.values[key] for key in wanted},
     )

@@ -89,6 +89,12 @@ def _print_tables(report: Mapping[str, Any], console: Console) -> None:
         console.print(_graphs(report))
     if any(g.get("contention") or g.get("overlap_slowdown") for g in report["graphs"]):
         console.print(_slowdowns(report), highlight=False)
+    if host_us := sum(graph.get("host_us", 0.0) for graph in report["graphs"]):
+        console.print(
+            f"For {_scaled(host_us, 1e3)} ms of the exposed time compute waits for the host: "
+            "it reads counts, unpacks them, launches collectives.",
+            highlight=False,
+        )
     for line in _lines(report):
         console.print(line, highlight=False)
     if hidden := _hidden(report["graphs"]):

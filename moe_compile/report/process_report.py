@@ -36,6 +36,7 @@ FIGURES: Final = (
     "exchange_us",
     "exposed_us_before",
     "exposed_us",
+    "host_us",
     "least_exposed_us",
     "peak_bytes_before",
     "peak_bytes",

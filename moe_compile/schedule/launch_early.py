@@ -3,7 +3,9 @@
 Contract
     Keeps every precedence and the order of launches of the problem.
     A launch stands right behind the last node that computes what it needs, or behind the launch
-    before it. Followers that it needs move with it; no other node changes places.
+    before it; later, but not behind its place in that order, where the device would otherwise stand
+    still until the host has launched it. Followers that it needs move with it; no other node
+    changes places.
 """
 
 from __future__ import annotations
@@ -11,20 +13,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import Clock
 
 
 def launch_early(problem: ScheduleProblem, order: Sequence[int]) -> tuple[int, ...]:
     """Return `order` with its launches as early as they may stand."""
-    behind: dict[int, list[int]] = {}
-    for launch, position in _earliest(problem, order):
-        behind.setdefault(position, []).append(launch)
+    earliest = dict(_earliest(problem, order))
+    later = [*reversed(problem.launches)]
+    clock = Clock(problem)
     placed: dict[int, None] = {}  # in order
     for position, node in enumerate(order):
         if node not in problem.group_of:
-            placed[node] = None
-        for launch in behind.get(position, ()):
-            placed.update(dict.fromkeys(_missing(problem, launch, placed)))
+            _place([node], placed, clock)
+        while later and (
+            later[-1] == node
+            or (earliest[later[-1]] <= position and clock.host_has_time(later[-1]))
+        ):
+            _place(_missing(problem, later.pop(), placed), placed, clock)
     return tuple(placed)
+
+
+def _place(nodes: Sequence[int], placed: dict[int, None], clock: Clock) -> None:
+    for node in nodes:
+        if node not in placed:
+            placed[node] = None
+            clock.run(node)
 
 
 def _earliest(problem: ScheduleProblem, order: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -9,8 +9,9 @@ Pseudo-code
     candidates = compute whose inputs are there, exchanges over by now included
     run the one nearest to the next launch, then with the longest path behind it
     no candidate: let time pass until the next exchange is over
-    (patient) a node no launch needs does not start if an exchange a launch needs is over long
-              before it would end
+    (patient) a node does not start if an exchange that an earlier launch needs is over long before
+              it would end
+    a launch that its link cannot start yet, and for which the host has no time, lets others pass
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Policy:
     key: Callable[[ScheduleProblem, int], tuple[float, ...]]
     """Smallest first; ties go to graph order."""
     patience: float = 0.0
-    """Share of a filler's time that may be spent idle instead, for an exchange a launch needs."""
+    """Share of a filler's time that may be spent idle instead, for what an earlier launch needs."""
 
 
 def nearest_launch(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
@@ -126,15 +127,20 @@ class _Run:
     def _take(self) -> int | None:
         """Take the first candidate that memory has room for, unless standing still is better."""
         left: list[tuple[float | int, ...]] = []
-        chosen: int | None = None
-        while self.candidates and chosen is None:
+        chosen, put_off = None, None
+        while self.candidates:
             left.append(heapq.heappop(self.candidates))
             node = int(left[-1][-1])
             if self.room is None or self.room.fits(self._pulled_by(node)):
+                if self._better_later(node):
+                    put_off = node
+                    continue
                 chosen = None if self._better_wait(node) else node
                 break
-        for entry in left if chosen is None else left[:-1]:
-            heapq.heappush(self.candidates, entry)
+        chosen = put_off if chosen is None else chosen
+        for entry in left:
+            if entry[-1] != chosen:
+                heapq.heappush(self.candidates, entry)
         return chosen
 
     def _free_room(self) -> int:
@@ -161,15 +167,22 @@ class _Run:
         return None
 
     def _better_wait(self, node: int) -> bool:
-        """Whether to stand still for an exchange that a launch needs, rather than start `node`."""
-        problem = self.problem
-        if not self.in_flight or not self.policy.patience or math.isfinite(problem.urgency[node]):
+        """Whether to stand still for what an earlier launch needs, rather than start `node`."""
+        if not self.in_flight or not self.policy.patience:
             return False
+        problem = self.problem
         over_us, wait = self.in_flight[0]
         idle = over_us - self.clock.now_us
-        return math.isfinite(problem.urgency[wait]) and (
+        return problem.urgency[wait] < problem.urgency[node] and (
             idle < self.policy.patience * problem.compute_us[node]
         )
+
+    def _better_later(self, node: int) -> bool:
+        """Whether to compute before launching `node`: its link is busy until the host could."""
+        group = self.problem.group_of.get(node)
+        if group is None or self.clock.host_has_time(node):
+            return False
+        return self.clock.link_free_us(group) > self.clock.host_us + self.problem.host_us[node]
 
     def _place(self, node: int) -> None:
         """Run `node`, and before it the followers and waits that it needs."""

@@ -53,12 +53,21 @@ class ScheduleProblem:
     """Share by which compute slows while a collective runs: that of the link with the most."""
     overlap_slowdown: Mapping[str, float] = field(default_factory=dict)
     """Group -> share by which its collectives slow while compute runs."""
+    host_us: tuple[float, ...]
+    """What the host takes for each node."""
+    reads: frozenset[int]
+    """Where the host waits for all that was queued before."""
 
     def successors(self, node: int) -> Iterator[int]:
         """Return what must come after `node`: precedences, and the next launch."""
         yield from self.after[node]
         if node in self.next_launch:
             yield self.next_launch[node]
+
+    def is_kernel(self, node: int) -> bool:
+        """Whether the host launches compute there, and neither reads nor launches a collective."""
+        is_other = node in self.group_of or node in self.reads
+        return not is_other and self.compute_us[node] > 0.0
 
     def num_missing(self) -> list[int]:
         """Return how many nodes must come before each node."""
@@ -110,6 +119,8 @@ class ScheduleProblem:
             first_result=_first_result(nodes, after),
             contention=max((costs[n].contention for n in planned), default=0.0),
             overlap_slowdown={link_of[n]: costs[n].overlap_slowdown for n in planned},
+            host_us=tuple(costs[n].host_us for n in nodes),
+            reads=frozenset(i for i, n in enumerate(nodes) if costs[n].waits_for_device),
         )
 
 

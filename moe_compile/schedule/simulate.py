@@ -1,7 +1,9 @@
-"""How long an order of nodes takes: one compute stream, one first-in-first-out link per group.
+"""How long an order of nodes takes: host, compute stream, a first-in-first-out link per group.
 
 Contract
-    Virtual time from estimated costs; the host is taken to run ahead of the device.
+    Virtual time from estimated costs. The host does its part for one node after another, and runs
+    ahead of the device as far as that is shorter: nothing starts before the host is done with it.
+    At a read the host waits for the compute stream, and is ahead no more.
     Launches of one group share a link and are served in launch order; those of ranks of equal place
     share that of the group whose nodes they join.
     Compute is slower while a collective runs: NCCL's kernels hold some of the SMs. A collective is
@@ -27,15 +29,18 @@ class Timeline:
 
     step_us: float
     compute_us: float
-    """Sum over the compute stream."""
+    """Sum over the compute stream, with what it waits for the host to launch kernels."""
     exchange_us: float
     """Sum over the links, each collective as it takes with nothing beside it."""
+    host_us: float
+    """Of the exposed time: the compute stream waits for the host to read, or to launch them."""
 
     @property
     def exposed_us(self) -> float:
         """Return the time that collectives cost: the compute stream stood still, or was slower.
 
-        What compute beside them makes collectives longer is part of it once nothing hides it.
+        What compute beside them makes collectives longer is part of it once nothing hides it, and
+        so is what the stream waits for the host to read, to unpack what it read and to launch them.
         """
         return max(0.0, self.step_us - self.compute_us)
 
@@ -48,8 +53,17 @@ class Clock:
         self.problem = problem
         self.link_factor = link_factor
         self.now_us = 0.0
+        """When the compute stream is done with what it was given."""
+        self.host_us = 0.0
+        """When the host is done with what has run so far."""
+        self.kernels_waited_us = 0.0
+        """How long the compute stream waited for the host to launch kernels."""
+        self.others_waited_us = 0.0
+        """How long it waited for the host to do all else."""
         self._exchanges: dict[int, Served] = {}
         """By launch."""
+        self._last: dict[str, Served] = {}
+        """By group."""
         self._streams = Streams(COMPUTE, problem.contention, problem.overlap_slowdown)
 
     def run(self, node: int) -> None:
@@ -58,22 +72,46 @@ class Clock:
         if node in problem.awaits:
             self.now_us = max(self.now_us, self.wait_over_us(node))
             return
+        self._pass_host(node)
         if compute_us := problem.compute_us[node]:
             served = self._streams.serve(COMPUTE, self.now_us, compute_us)
             self.now_us = self._streams.end_of(served)
         group = problem.group_of.get(node)
         if group is not None:
             exchange_us = problem.link_us[node] * self.link_factor
-            self._exchanges[node] = self._streams.serve(group, self.now_us, exchange_us)
+            served = self._streams.serve(group, self.now_us, exchange_us)
+            self._exchanges[node] = self._last[group] = served
+
+    def _pass_host(self, node: int) -> None:
+        """Let the host do its part for a node; what the device then does starts no earlier."""
+        if node in self.problem.reads:
+            self.host_us = max(self.host_us, self.now_us)
+        if host_us := self.problem.host_us[node]:
+            self.host_us += host_us
+            waited_us = max(0.0, self.host_us - self.now_us)
+            self.now_us = max(self.now_us, self.host_us)
+            if self.problem.is_kernel(node):
+                self.kernels_waited_us += waited_us
+            else:
+                self.others_waited_us += waited_us
+
+    def host_has_time(self, node: int) -> bool:
+        """Whether the host can do its part for a node before the compute stream stands still."""
+        return self.host_us + self.problem.host_us[node] <= self.now_us
 
     def wait_over_us(self, wait: int) -> float:
         """Return when what `wait` waits for is there if nothing else runs; its launch has run."""
         launch = self.problem.awaits[wait]
         return 0.0 if launch is None else self._streams.end_of(self._exchanges[launch])
 
+    def link_free_us(self, group: str) -> float:
+        """Return when a group's link is done with what was launched if nothing else runs."""
+        last = self._last.get(group)
+        return 0.0 if last is None else self._streams.end_of(last)
+
     def end_us(self) -> float:
         """Return when all that has run is over, exchanges that nothing awaits too."""
-        return max(self.now_us, self._streams.idle_at())
+        return max(self.now_us, self.host_us, self._streams.idle_at())
 
 
 def simulate(
@@ -85,6 +123,7 @@ def simulate(
         clock.run(node)
     return Timeline(
         step_us=clock.end_us(),
-        compute_us=sum(problem.compute_us),
+        compute_us=sum(problem.compute_us) + clock.kernels_waited_us,
         exchange_us=sum(problem.link_us) * link_factor,
+        host_us=clock.others_waited_us,
     )

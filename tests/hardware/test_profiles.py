@@ -15,6 +15,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware import PROFILES, GroupLink, HardwareProfile, load_profile
 from moe_compile.hardware.cluster import Curve, load_cluster
 from moe_compile.hardware.detect import CHIPS
+from moe_compile.hardware.host import NO_HOST
 from moe_compile.hardware.profile import INTER_NODE, RATES
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
@@ -53,6 +54,16 @@ def test_the_compiler_and_the_simulator_read_the_same_slowdowns(path):
         assert found == stated.get(name, [0.0, 0.0])
         if links:
             assert found == [getattr(getattr(load_cluster(path.stem), name), k) for k in SLOWDOWNS]
+
+
+def test_a_gpu_has_a_host_beside_it_whose_costs_are_stated_whole(tmp_path):
+    hosts = {load_profile(name).host for name in CLUSTERS}
+    assert len(hosts) == 1 and NO_HOST not in hosts and load_profile("cpu").host == NO_HOST
+    lines = (PROFILES / "h100.toml").read_text().splitlines()
+    path = tmp_path / "h100.toml"
+    path.write_text("\n".join(line for line in lines if not line.startswith("read_us")))
+    with pytest.raises(InvalidConfig, match=r"table host must have exactly .*see \['read_us'\]"):
+        load_profile(str(path))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)

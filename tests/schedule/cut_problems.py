@@ -14,10 +14,15 @@ from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import HardwareProfile, load_profile
+from moe_compile.hardware.host import NO_HOST, HostCosts
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from passes import schedule_exchanges
 
+HOSTS = (
+    NO_HOST,
+    HostCosts(read_us=10.0, integer_us=0.5, launch_us=5.0, launch_us_per_rank=5.0, kernel_us=1.0),
+)
 MOST_NODES = 40
 """Nodes of a problem that take time, or wait."""
 LEAST_LAUNCHES = 3
@@ -65,7 +70,10 @@ def cut_graph(graph, first, last):
 
 
 def drawn_problems(graphs, number, seed):
-    """Return (problem, liveness) of `number` drawn parts, at drawn speeds, of one or two links."""
+    """Return (problem, liveness) of `number` drawn parts, at drawn speeds, of one or two links.
+
+    Of half of them the host takes time.
+    """
     draw = random.Random(seed)
     bounds = [(graph, part) for graph in graphs for part in _parts(graph)]
     return [_problem(*draw.choice(bounds), draw) for _ in range(number)]
@@ -96,6 +104,7 @@ def _problem(graph, part, draw):
         op_overhead_us=draw.choice((0.0, 1.0)),
         link_gb_per_s=10 ** draw.uniform(-3.0, -1.0),
         link_latency_us=1.0,
+        host=draw.choice(HOSTS),
     )
     problem = ScheduleProblem.of(cut, estimate_costs(cut, sizes, slow))
     groups = draw.choice((("all",), ("one", "other")))

@@ -1,7 +1,9 @@
 """The least time that any order of a small graph takes, by an exact solver.
 
-The model is that of `moe_compile.schedule.simulate` without slowing: one compute stream, a link for
-each group that serves collectives in the order of their launches, launches in the problem's order.
+The model is that of `moe_compile.schedule.simulate` without slowing: the host, one compute stream,
+a link for each group that serves collectives in the order of their launches, launches in the
+problem's order. Host and stream may have orders of their own, but for reads: each begins once all
+that the host did before is computed.
 Times are rounded down, and what lives no longer than nodes without a time take is not counted: no
 order is below what the solver proves.
 """
@@ -27,7 +29,8 @@ def least_step_us(problem, liveness, allowed_bytes, link_factor, limit_s):
 class _Model:
     def __init__(self, problem, liveness, allowed_bytes, link_factor):
         self.problem, self.model = problem, cp_model.CpModel()
-        self.unit_us = (sum(problem.compute_us) + link_factor * sum(problem.link_us)) / STEPS
+        times_us = *problem.compute_us, *problem.host_us
+        self.unit_us = (sum(times_us) + link_factor * sum(problem.link_us)) / STEPS
         runs = [self._interval(us) for us in problem.compute_us]
         self.begins, self.ends = [b for b, _, _ in runs], [e for _, e, _ in runs]
         self.model.add_no_overlap([run for _, _, run in runs])
@@ -36,12 +39,31 @@ class _Model:
                 self.model.add(self.begins[node] >= self.ends[p])
         for first, second in itertools.pairwise(problem.launches):
             self.model.add(self.begins[second] >= self.ends[first])
+        self._take_host()
         self._serve(link_factor)
         self._hold(liveness, allowed_bytes)
 
     def _interval(self, us):
         begin, length = self.model.new_int_var(0, STEPS, ""), math.floor(us / self.unit_us)
         return begin, begin + length, self.model.new_fixed_size_interval_var(begin, length, "")
+
+    def _take_host(self):
+        problem, model = self.problem, self.model
+        done = [self._interval(us) for us in problem.host_us]
+        model.add_no_overlap([one for _, _, one in done])
+        begins, self.host_ends = [begin for begin, _, _ in done], [end for _, end, _ in done]
+        for node, before in enumerate(problem.before):
+            model.add(self.begins[node] >= self.host_ends[node])
+            for p in before:
+                model.add(begins[node] >= self.host_ends[p])
+        takes_time = {*problem.awaits, *problem.group_of, *problem.reads}
+        takes_time |= {n for n, us in enumerate(problem.compute_us) if us}
+        for read in problem.reads:
+            for node in takes_time - {read}:
+                is_before = model.new_bool_var("")
+                model.add(begins[read] >= self.ends[node]).only_enforce_if(is_before)
+                is_behind = model.add(begins[node] >= self.host_ends[read])
+                is_behind.only_enforce_if(~is_before)
 
     def _serve(self, link_factor):
         problem = self.problem
@@ -75,7 +97,7 @@ class _Model:
 
     def solve(self, limit_s):
         step = self.model.new_int_var(0, STEPS, "")
-        for end in (*self.ends, *self.served_ends):
+        for end in (*self.ends, *self.host_ends, *self.served_ends):
             self.model.add(step >= end)
         self.model.minimize(step)
         solver = cp_model.CpSolver()

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,12 +60,13 @@ def gap(problem, liveness, draw, *, capped):
 
 
 def check(pool, number, seed):
-    """Check `number` graphs, of a third of which memory is to bind."""
+    """Check `number` graphs: of a third memory is to bind, of about half the host takes time."""
     draw = random.Random(seed)
     drawn, _ = pool.run(problems, number, seed)
     found = [gap(*one, draw, capped=i % 3 == 0) for i, one in enumerate(drawn)]
     assert sum(binds for _, binds in found) >= number // 8
     assert len({tuple(problem.group_of.values()) for problem, _ in drawn}) > 1
+    assert sum(any(problem.host_us) and bool(problem.reads) for problem, _ in drawn) >= number // 8
     assert all(share <= 0.05 for share, _ in found), found
     assert statistics.mean(share for share, _ in found) <= 0.01
 
@@ -90,10 +92,21 @@ def orders(problem, ran=()):
             yield from orders(problem, (*ran, node))
 
 
+def with_host(problem):
+    """Return the problem with a host that takes time for all nodes, and reads the first product."""
+    longest_us, nodes = max(problem.compute_us), range(len(problem.nodes))
+    host_us = (longest_us * (0.7 if n in problem.group_of else 0.1) for n in nodes)
+    read = problem.compute_us.index(longest_us)
+    return replace(problem, host_us=tuple(host_us), reads=frozenset({read}))
+
+
 @pytest.mark.parametrize("program", [one_stream, product_beside, product_between])
 @pytest.mark.parametrize("increase", [0, 1])
-def test_the_solver_finds_the_least_time_of_programs_with_few_orders(program, increase):
+@pytest.mark.parametrize("has_host", [False, True])
+def test_the_solver_finds_the_least_time_of_programs_with_few_orders(program, increase, has_host):
     problem, liveness = traced(program, torch.ones(64, 64), torch.ones(64, 64))
+    if has_host:
+        problem = with_host(problem)
     fits = liveness.peak_bytes(incoming_order(problem)) * (1 + increase)
     every = [order for order in orders(problem) if liveness.peak_bytes(order) <= fits]
     least_us = min(simulate(problem, order, link_factor=1.5).step_us for order in every)

@@ -17,11 +17,11 @@ TIMES = st.just(0.0) | st.floats(0.1, 10.0)
 GROUPS = ("near", "far")
 
 
-def problem_in_order(steps, contention=0.0, **overlap_slowdown):
+def problem_in_order(steps, contention=0.0, host_us=None, reads=(), **overlap_slowdown):
     """Return what `simulate` needs to know of steps that run in this order.
 
     A step is the time of compute, the group of a launch with its collective's time, or the
-    index of the launch that is waited for.
+    index of the launch that is waited for. The host takes `host_us` for each, and waits at `reads`.
     """
     return ScheduleProblem(
         nodes=(),
@@ -37,6 +37,8 @@ def problem_in_order(steps, contention=0.0, **overlap_slowdown):
         urgency=(),
         path_us=(),
         first_result=(),
+        host_us=tuple(host_us or [0.0] * len(steps)),
+        reads=frozenset(reads),
         contention=contention,
         overlap_slowdown=overlap_slowdown,
     )
