@@ -46,6 +46,7 @@ from passes.route_exchanges import RouteExchanges
 from passes.save_exchanges import SaveExchanges
 from passes.save_overwritten import SaveOverwritten
 from passes.schedule_exchanges import ScheduleExchanges
+from passes.size_attention import SizeAttention
 from passes.sizes_from_splits import SizesFromSplits
 from passes.sort_nodes import SortNodes
 from passes.split_addends import SplitAddends
@@ -114,7 +115,9 @@ POST_GRAD: Final = Level(
 RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
 """On the same graphs next, whatever order they have."""
 
-PIN: Final = Level((CopyFills(), RealizeSlices(), PinOrder()), frozenset({Fact.FUNCTIONAL}))
+PIN: Final = Level(
+    (CopyFills(), RealizeSlices(), SizeAttention(), PinOrder()), frozenset({Fact.FUNCTIONAL})
+)
 """On the same graphs last, where Inductor generates their code."""
 
 LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)

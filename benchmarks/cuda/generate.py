@@ -95,12 +95,12 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
     for phase, code in zip(PHASES, codes, strict=False):
         (folder / f"{phase}.py").write_text(code)
     _write(folder / "order.json", dict(zip(PHASES, orders, strict=False)))
-    _write(folder / "kernels.json", [_kernel(*one) for one in fake_h100.COMPILED])
+    _write(folder / "kernels.json", [kernel_figures(*one) for one in fake_h100.COMPILED])
     said = {"cpu_s": seconds, "torch": torch.__version__, "weights": weights, "hop_rows": hop_rows}
     _write(folder / "compilation.json", said)
 
 
-def _kernel(name: str, ptx: str) -> dict[str, Any]:
+def kernel_figures(name: str, ptx: str) -> dict[str, Any]:
     """Return what ptxas says of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

@@ -11,6 +11,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from passes.pipeline import LEVELS
+from passes.size_attention import POSITION_OF_OPTIONS
 from tests.capture import dynamo_graphs
 from tests.device_programs import exchange, to_list, traced
 from tests.layers import GroupedExperts
@@ -73,6 +74,21 @@ def sizes_on_the_host():
     return traced(program, torch.randn(4, 2), torch.tensor([3, 1]), torch.tensor([2, 2])).graph
 
 
+def attention_on_hopper(monkeypatch):
+    """Return a graph with the backward of attention, and rows that two sums read halves of."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def program(rows):
+        return [torch.mm(half, half) for half in (rows * 2).split([192, 192])]
+
+    graph = traced(program, torch.randn(384, 192).bfloat16()).graph
+    with graph.inserting_before(graph.output_node()):
+        query = next(iter(graph.nodes))
+        backward = torch.ops.higher_order.flex_attention_backward
+        graph.call_function(backward, (query,) * POSITION_OF_OPTIONS + ({},))
+    return graph
+
+
 def fuse_sums(graph):
     """Put sums into products as Inductor does, on its way to the passes behind it."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
@@ -93,7 +109,7 @@ def fuse_sums(graph):
     [pytest.param(pair, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, pair in enumerate(PAIRS)],
     ids=lambda pair: " ".join(p.name for p in pair),
 )
-def test_either_order_leaves_the_same_graph(sharded, pair):
+def test_either_order_leaves_the_same_graph(sharded, pair, monkeypatch):
     config = MegaMoEConfig(
         hardware="cpu", chunks=2, dispatch_wire="fp8", gradient_wire="bf16_fp32_sum",
         disable_passes=tuple(p.name for p in pair),
@@ -107,4 +123,5 @@ def test_either_order_leaves_the_same_graph(sharded, pair):
         did |= in_both_orders(graph_module.graph, pair, state)
     state.is_in_parts = True
     did |= in_both_orders(sizes_on_the_host(), pair, state)
+    did |= in_both_orders(attention_on_hopper(monkeypatch), pair, state)
     assert did >= {p.name for p in pair}, "one of them had nothing to do"

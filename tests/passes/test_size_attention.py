@@ -1,0 +1,77 @@
+"""FlexAttention's backward gets blocks that fit into registers, unless the program says which."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.cuda.device_guard import missing
+from passes.size_attention import EIGHT_WARPS, POSITION_OF_OPTIONS, SizeAttention
+from tests.capture import state
+
+BACKWARD = torch.ops.higher_order.flex_attention_backward
+GIVEN = {"BACKEND": "AUTO", "PRESCALE_QK": False}
+
+
+def backward_of_attention(head, given, device="cuda", dtype=torch.bfloat16):
+    """Return a graph with one backward whose heads have so many columns, and the node."""
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    with FakeTensorMode():
+        query.meta["val"] = torch.empty(1, 2, 128, head, dtype=dtype, device=device)
+    node = graph.call_function(BACKWARD, (query,) * POSITION_OF_OPTIONS + ({**given},))
+    graph.output(node)
+    return graph, node
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    def be(major, minor):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+
+    be(9, 0)
+    return be
+
+
+def options_of(*attention, **changes):
+    graph, node = backward_of_attention(*attention, **changes)
+    report = SizeAttention().run(graph, state())
+    found = dict(node.args[POSITION_OF_OPTIONS])
+    assert (report.applied == (node.name,)) is (found != attention[1])
+    return found
+
+
+@pytest.mark.parametrize("head", [160, 192])
+def test_wide_heads_get_the_options_of_their_chip(capability, head):
+    assert options_of(head, GIVEN) == {**GIVEN, **EIGHT_WARPS}
+    capability(8, 0)
+    assert options_of(head, GIVEN) == GIVEN
+
+
+@pytest.mark.parametrize(
+    "own", [{"num_warps": 4}, {"bwd_BLOCK_M1": 16}, {"bwd_num_stages": 1}, {"BACKEND": "FLASH"}]
+)
+def test_options_of_the_program_are_left_alone(capability, own):
+    assert options_of(192, {**GIVEN, **own}) == {**GIVEN, **own}
+
+
+@pytest.mark.parametrize(
+    ("head", "changes"),
+    [(128, {}), (256, {}), (192, {"device": "cpu"}), (192, {"dtype": torch.float32})],
+)
+def test_other_attention_is_left_alone(capability, head, changes):
+    assert options_of(head, GIVEN, **changes) == GIVEN
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing() or "there")
+def test_no_kernel_of_deepseeks_attention_spills_on_hopper():
+    command = [sys.executable, "-m", "benchmarks.cuda.attention", "192", "128"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1500)
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert sum("backward" in kernel["name"] for kernel in kernels) == 1
+    assert {kernel["spilled_bytes"] for kernel in kernels} == {0}, kernels
