@@ -7,11 +7,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from moe_compile.backend import rewrite
+from moe_compile.config import MegaMoEConfig
 from moe_compile.proof import kept_proofs, row_proof
 from moe_compile.proof.region_form import form_of
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.regions import Refused, RowProof
+from tests.batch_layers import POSITIONS, Block
+from tests.batch_layers import WIDTH as BLOCK_WIDTH
 from tests.capture import dynamo_graphs
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
 from tests.proof.verdicts import EXPERTS, HIDDEN, TOP_K, WIDTH, tokens
@@ -66,6 +70,16 @@ def test_what_a_second_program_has_alike_is_not_proven_again(fake_ranks, made):
     for _ in range(2):
         proofs(alike(GroupedExperts, fake_ranks, 1), tokens())
     assert len(made) == 1
+
+
+def test_of_a_batch_in_parts_one_region_is_proven_whole_and_one_in_a_part(fake_ranks, made):
+    blocks = [Block(GroupedExperts, torch.bfloat16) for _ in range(2)]
+    x = torch.randn(4, POSITIONS, BLOCK_WIDTH, dtype=torch.bfloat16)
+    (gm,) = dynamo_graphs(nn.Sequential(*blocks), x)
+    config = MegaMoEConfig(batch_parts=2, chunks=2, numerics="bounded", codegen="fx")
+    _, compilation = rewrite(gm, config)
+    assert [region.num_chunks for region in compilation.regions] == [2, 2, 2, 2]
+    assert made == ["region 0", "region 0"]
 
 
 def test_a_proof_that_shares_nothing_does_where_sums_may_round(fake_ranks, made):
