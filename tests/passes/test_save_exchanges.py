@@ -12,6 +12,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_all_to_all, is_wait, tensor_of, value_of
 from moe_compile.journal.reasons import Reason
+from passes.unpack_integers import UnpackIntegers
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import InOrder, InOrderWeighted
 from tests.slow_parameters import slow_but
@@ -42,7 +43,7 @@ class Twice(nn.Module):
 def traced(layer, **options):
     x = torch.randn(24, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     gm, *_ = dynamo_graphs(layer, x)
-    config = MegaMoEConfig(hardware="cpu", chunks=1, equal_tokens=True, **options)
+    config = MegaMoEConfig(**{"hardware": "cpu", "chunks": 1, "equal_tokens": True, **options})
     state, compilation = rewrite(gm, config)
     inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     return *trace_both(gm, inputs, state), compilation.journal
@@ -88,3 +89,14 @@ def test_what_comes_between_checkpointed_layers_is_kept_in_place_of_rows(fake_ra
     tensors = [tensor_of(node) for node in computed if node not in received]
     sizes = [t.numel() for t in tensors if t is not None and t.dtype is torch.bfloat16]
     assert sum(sizes) == 24 * WIDTH
+
+
+@pytest.mark.parametrize(("chunks", "numbers"), slow_but([(2, [8])], [(2, [8]), (1, [2, 2])]))
+def test_sizes_come_by_one_call_with_the_lines_that_need_them(fake_ranks, chunks, numbers):
+    """In one chunk on a CPU there are two vectors, which nothing copies together."""
+    forward, backward, journal = traced(InOrder(WIDTH, 24, 8, 2, fake_ranks), chunks=chunks)
+    taken = [integers_taken(node) for node in forward.graph.nodes if integers_taken(node)]
+    assert taken == numbers and not sum(map(integers_taken, backward.graph.nodes))
+    found = [r for g, r in journal.records if (g, r.pass_name) == ("forward", UnpackIntegers.name)]
+    assert found[0].applied and not found[0].skipped
+    assert all(" integers at " in line and ".py:" in line for line in found[0].applied)

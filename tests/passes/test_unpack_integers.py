@@ -9,8 +9,6 @@ from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.graph import GraphLowering
 
-from moe_compile.backend import rewrite
-from moe_compile.codegen import trace_both
 from moe_compile.cost.amounts import is_free
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph import listed_integers
@@ -19,9 +17,8 @@ from moe_compile.ops.integers import INTEGERS
 from passes import unpack_integers
 from passes.read_together import ReadTogether
 from passes.unpack_integers import UnpackIntegers
-from tests.capture import dynamo_graphs, state
+from tests.capture import state
 from tests.device_programs import exchange, to_list, traced
-from tests.layers import GroupedExperts
 from tests.scheduled_layers import one_rank_group
 
 SENT, GOT = torch.tensor([2, 1, 1]), torch.tensor([3, 1, 0], dtype=torch.int32)
@@ -105,26 +102,6 @@ def test_only_integers_of_a_vector_on_the_host():
     gm = traced(program, SENT, torch.ones(2, 2, dtype=torch.int64), ROWS)
     report = UnpackIntegers().run(gm.graph, state())
     assert taken(gm.graph) == [1] * 4 and not report.applied
-
-
-@pytest.mark.parametrize(
-    ("chunks", "numbers"), [(2, [8]), pytest.param(1, [2, 2], marks=pytest.mark.slow)]
-)
-def test_sizes_of_chunks_come_by_one_call_with_their_lines(fake_ranks, chunks, numbers):
-    """In one chunk on a CPU there are two vectors, which nothing copies together."""
-    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(GroupedExperts(16, 24, 8, 2, fake_ranks), x)
-    kept, compilation = rewrite(gm, state(chunks=chunks).config)
-    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-    forward, backward = trace_both(gm, inputs, kept)
-    assert taken(forward.graph) == numbers and not taken(backward.graph)
-    (report,) = (
-        result
-        for graph, result in compilation.journal.records
-        if (graph, result.pass_name) == ("forward", UnpackIntegers.name)
-    )
-    assert report.applied and not report.skipped
-    assert all("integers at layers.py:" in line for line in report.applied)
 
 
 class Unpacking(CustomGraphPass):
