@@ -85,6 +85,7 @@ def merged(
     back: Sequence[torch.Tensor],
     on_node: Sequence[torch.Tensor],
     at_home: torch.Tensor,
+    dtype: torch.dtype,
     far_sent: list[int],
     far_got: list[int],
     near_sent: list[int],
@@ -92,7 +93,6 @@ def merged(
     cross: str,
     node: str,
     quantizes: bool,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the sums `[T, D]`, of type `dtype`, of rows `[R, D]` of each chunk and all ranks, by
     the two hops of `spread` reversed.
@@ -136,7 +136,7 @@ class _TokensReceived(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         at_home, *orders = ctx.saved_tensors
         back, on_node = orders[: len(grads)], orders[len(grads) :]
-        sums = merged(grads, back, on_node, at_home, *ctx.way, ctx.dtype)
+        sums = merged(grads, back, on_node, at_home, ctx.dtype, *ctx.way)
         return sums, *(None,) * (3 + len(grads) + len(orders))
 
 
