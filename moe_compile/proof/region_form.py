@@ -8,11 +8,11 @@ Contract
 Why equal forms have equal proofs
     The prover reads nodes of the region and what these are given; of them what they call, their
     arguments, the forms of their tensors and the modes they run under; of tensors from outside
-    moreover their gradients, and which are constants. All of it is in the form, in the prover's
-    order. Sizes are expressions in symbols. Of a symbol that only a run knows the form has what
-    the tracer knows: its range, what it is replaced by, what is asserted of it. Any other symbol
-    stands for itself, since a proof may fix what it is by a guard: its name and its tracer are in
-    the form.
+    moreover their gradients, and which are constants; of the process how many threads share the
+    rows of a product. All of it is in the form, in the prover's order. Sizes are expressions in
+    symbols. Of a symbol that only a run knows the form has what the tracer knows: its range, what
+    it is replaced by, what is asserted of it. Any other symbol stands for itself, since a proof may
+    fix what it is by a guard: its name and its tracer are in the form.
     Functions, kernels and types are compared by identity. Only the stack traces of nodes are left
     out, and they are read for refusals, which are made anew.
 """
@@ -105,7 +105,8 @@ class _Writer:
         region, constants = self.region, constant_nodes(self.region)
         inputs = [region.counts, region.received_counts, *(one.sent for one in region.dispatched)]
         body, mode_of = [*constants, *region.body], modes(region.result.graph)
-        self.lines.append(repr([region.num_ranks, region.num_local_experts, *modes_around()]))
+        around = [torch.get_num_threads(), *modes_around()]
+        self.lines.append(repr([region.num_ranks, region.num_local_experts, *around]))
         for node in dict.fromkeys([*inputs, *region.others]):
             if node not in constants:
                 self._outside(node)

@@ -39,7 +39,7 @@ def test_report_and_error_say_reason_detail_and_what_to_change(fake_ranks, capsy
     change = to_do(Reason.ROWS_MIXED)
     assert change.endswith("(docs/reasons.md#rows_mixed)")
     (region,) = report.as_dict()["regions"]
-    assert region["verdict"].startswith(Reason.ROWS_MIXED.value + " (mean: ")
+    assert region["verdict"].startswith(Reason.ROWS_MIXED.value + " (`.mean()`: ")
     assert region["to_do"] == (change,)
     said = [one for record in report.as_dict()["passes"] for one in record.get("skipped", ())]
     assert REMEDIES[Reason.ROWS_MIXED] in {one["to_do"] for one in said}
@@ -49,7 +49,7 @@ def test_report_and_error_say_reason_detail_and_what_to_change(fake_ranks, capsy
     (gm,) = dynamo_graphs(Centred(16, 24, 8, 2, fake_ranks), x)
     with pytest.raises(RegionRefused) as raised:
         rewrite(gm, state(chunks=2, strict=True).config)
-    assert "mean: " in str(raised.value) and change in str(raised.value)
+    assert "`.mean()`: " in str(raised.value) and change in str(raised.value)
 
 
 def test_what_was_not_asked_for_is_told_without_advice(fake_ranks):
