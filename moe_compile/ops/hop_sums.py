@@ -67,7 +67,7 @@ def sum_of_places(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) 
     """
     wide = wide_type(rows.dtype)
     there, at = (places >= 0).unbind(1), places.clamp(min=0).unbind(1)
-    rows = F.pad(rows, (0, 0, 0, 1))  # so that there is a row
+    rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])  # so that there is a row
     total = torch.where(there[0][:, None], rows.index_select(0, at[0]).to(wide), 0)
     for is_there, place in zip(there[1:], at[1:], strict=True):
         more = total + rows.index_select(0, place).to(wide)
