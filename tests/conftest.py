@@ -17,6 +17,7 @@ from torch._dynamo.variables import distributed as known_to_dynamo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from xdist.scheduler import LoadFileScheduling
 
+from moe_compile.report.graph_breaks import forget_frames
 from moe_compile.testing.mirrored_rank import MirroredGroup, become_mirrored
 from moe_compile.testing.rank_pool import RankPool, collect_seldom, forget_compiled
 from moe_compile.torch_quirks.frame_space import with_frame_space
@@ -124,8 +125,9 @@ def four_ranks(kept_four_ranks):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_group_stays():
-    """One module's process group is not the next one's."""
+    """One module's process group is not the next one's, nor what torch left to Python in it."""
     yield
+    forget_frames()
     if dist.is_initialized():
         dist.destroy_process_group()
 

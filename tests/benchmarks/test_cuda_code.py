@@ -376,3 +376,13 @@ def test_code_in_parts_and_in_two_hops_reads_the_host_once_a_part(tmp_path, name
         assert one.keeps_order, one.order
         assert not one.faults
     assert found["forward"].order.count("a") == parts * name.startswith("deepseek")
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_no_kernel_of_deepseeks_attention_spills_on_hopper():
+    command = [sys.executable, "-m", "benchmarks.cuda.attention", "192", "128"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1500)
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert sum("backward" in kernel["name"] for kernel in kernels) == 1
+    assert {kernel["spilled_bytes"] for kernel in kernels} == {0}, kernels

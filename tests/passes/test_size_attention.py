@@ -1,15 +1,10 @@
 """FlexAttention's backward gets blocks that fit into registers, unless the program says which."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.cuda.device_guard import missing
 from passes.size_attention import EIGHT_WARPS, POSITION_OF_OPTIONS, SizeAttention
 from tests.capture import state
 
@@ -65,13 +60,3 @@ def test_options_of_the_program_are_left_alone(capability, own):
 )
 def test_other_attention_is_left_alone(capability, head, changes):
     assert options_of(head, GIVEN, **changes) == GIVEN
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=missing() or "there")
-def test_no_kernel_of_deepseeks_attention_spills_on_hopper():
-    command = [sys.executable, "-m", "benchmarks.cuda.attention", "192", "128"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1500)
-    kernels = json.loads(done.stdout.splitlines()[-1])
-    assert sum("backward" in kernel["name"] for kernel in kernels) == 1
-    assert {kernel["spilled_bytes"] for kernel in kernels} == {0}, kernels
