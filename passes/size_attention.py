@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-import torch
 import torch.fx as fx
 
 from moe_compile.graph.inner_graphs import is_flex_attention
 from moe_compile.graph.query import number_of, tensor_of
+from moe_compile.hardware.chip_limits import capability_of
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
@@ -33,7 +33,7 @@ TUNED: Final = ("num_warps", "num_stages", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "
 EIGHT_WARPS: Final[Mapping[str, int]] = {
     "bwd_num_warps": 8, "bwd_BLOCK_M1": 32, "bwd_BLOCK_N2": 32,
 }  # fmt: skip
-OPTIONS: Final[Mapping[tuple[int, int], tuple[tuple[range, Mapping[str, int]], ...]]] = {
+OPTIONS: Final[Mapping[tuple[int, int] | None, tuple[tuple[range, Mapping[str, int]], ...]]] = {
     (9, 0): ((range(129, 193), EIGHT_WARPS),),
 }
 """Compute capability -> columns of a query's head, and options with which its kernel spills
@@ -73,12 +73,12 @@ def _options(node: fx.Node) -> Mapping[str, int]:
     """Return the options that a backward lacks, {} where there are none or it has its own."""
     given: Any = node.args[POSITION_OF_OPTIONS]
     query = tensor_of(node.all_input_nodes[0])
-    if query is None or query.device.type != "cuda" or query.dtype.itemsize > 2:
+    if query is None or query.dtype.itemsize > 2:
         return {}
     if given.get("BACKEND", "AUTO") not in KERNELS_OF_TRITON:
         return {}
     if any(name in given or f"bwd_{name}" in given for name in TUNED):
         return {}
     head = number_of(query.shape[-1])
-    of_chip = OPTIONS.get(torch.cuda.get_device_capability(query.device), ())
+    of_chip = OPTIONS.get(capability_of(query.device), ())
     return next((options for heads, options in of_chip if head in heads), {})

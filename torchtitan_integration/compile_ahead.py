@@ -43,21 +43,12 @@ def compiled_ahead(split: Split) -> Split:
         *others: Any,
     ) -> tuple[Any, list[nn.Module], bool, bool]:
         schedule, parts, is_first, is_last = split(model, dims, job, device, args, *others)
-        hidden = (
-            job.parallelism.pipeline_parallel_microbatch_size,
-            job.training.seq_len // dims.tp,
-            args.dim,
-        )
-        ahead = CompileAhead(schedule, parts, num_microbatches(job), device, hidden, job)
+        sequences = job.parallelism.pipeline_parallel_microbatch_size
+        hidden = (sequences, job.training.seq_len // dims.tp, args.dim)
+        ahead = CompileAhead(schedule, parts, device, hidden, job)
         return ahead, parts, is_first, is_last
 
     return pipeline
-
-
-def num_microbatches(job: JobConfig) -> int:
-    """Return how many microbatches a rank's batch is."""
-    size: int = job.parallelism.pipeline_parallel_microbatch_size
-    return job.training.local_batch_size // size
 
 
 class CompileAhead:
@@ -67,14 +58,13 @@ class CompileAhead:
         self,
         schedule: Any,
         parts: Sequence[nn.Module],
-        num_microbatches: int,
         device: torch.device,
         hidden: tuple[int, int, int],
         job: JobConfig,
     ) -> None:
         """Step as `schedule` does; `hidden` is the shape of what a stage hands to the next one."""
         self._schedule, self._parts, self._hidden = schedule, parts, hidden
-        self._num_microbatches, self._device, self._job = num_microbatches, device, job
+        self._device, self._job = device, job
         self.num_graphs: int | None = None
         """Graphs that were compiled ahead; None before the first step."""
 
@@ -92,13 +82,14 @@ class CompileAhead:
     def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         before, began = len(REPORT.compilations), time.monotonic()
         LOG.info("megamoe: compiling the stages of the pipeline, all at once")
-        arguments, keywords = split_args_kwargs_into_chunks(args, kwargs, self._num_microbatches)
+        number = self._job.training.local_batch_size // self._hidden[0]
+        arguments, keywords = split_args_kwargs_into_chunks(args, kwargs, number)
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for part in self._parts:
                 is_first = getattr(part, "tok_embeddings", None) is not None
                 given = arguments[0] if is_first else (self._hidden_of(part),)
-                _run_and_forget(part, given, keywords[0])
+                run_and_forget(part, given, keywords[0])
         graphs, seconds = len(REPORT.compilations) - before, time.monotonic() - began
         LOG.info("megamoe: compiled %d graphs of this rank in %.0f s", graphs, seconds)
         return graphs
@@ -112,7 +103,8 @@ class CompileAhead:
         return hidden.to(TORCH_DTYPE_MAP[name]).requires_grad_()
 
 
-def _run_and_forget(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def run_and_forget(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run forward and backward; leave no gradient, and buffers as they were."""
     kept = [(buffer, buffer.detach().clone()) for buffer in part.buffers()]
     out = part(*args, **kwargs)
     out.backward(torch.ones_like(out))

@@ -4,12 +4,14 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.report.process_report import REPORT
 from tests.integration.one_rank import Recorder, num_ranks, settings_of
 from tests.integration.titan_jobs import OURS, train
+from torchtitan_integration.compile_ahead import run_and_forget
 from torchtitan_integration.layout_table import TESTED
 
 PIPELINE, INTERLEAVED = TESTED[13], TESTED[14]
@@ -44,6 +46,25 @@ def run(pool_for, layout, folder, recorder):
     job = (settings_of(layout), OURS)
     train(pool_for(ranks), ranks, folder, *job, recorder=recorder(folder, descends=False))
     return ranks
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return x * self.weight
+
+
+def test_a_run_ahead_leaves_nothing_behind():
+    """In a pipeline torch's own search for shapes clears gradients too, and hides this."""
+    part, x = Counts(), torch.ones(4, requires_grad=True)
+    run_and_forget(part, (x,), {})
+    assert x.grad.tolist() == [1.0] * 4  # it ran
+    assert part.weight.grad is None and part.seen.item() == 0
 
 
 def test_all_is_compiled_before_the_first_microbatch(pool_for, tmp_path):

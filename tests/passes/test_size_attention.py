@@ -5,6 +5,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from passes import size_attention
 from passes.size_attention import EIGHT_WARPS, POSITION_OF_OPTIONS, SizeAttention
 from tests.capture import state
 
@@ -26,7 +27,8 @@ def backward_of_attention(head, given, device="cuda", dtype=torch.bfloat16):
 @pytest.fixture
 def capability(monkeypatch):
     def be(major, minor):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        found = {"cuda": (major, minor)}
+        monkeypatch.setattr(size_attention, "capability_of", lambda device: found.get(device.type))
 
     be(9, 0)
     return be
