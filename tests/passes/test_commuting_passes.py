@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
+from passes import size_attention
 from passes.pipeline import LEVELS
 from passes.size_attention import POSITION_OF_OPTIONS
 from tests.capture import dynamo_graphs
@@ -76,7 +77,7 @@ def sizes_on_the_host():
 
 def attention_on_hopper(monkeypatch):
     """Return a graph with the backward of attention, and rows that two sums read halves of."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(size_attention, "capability_of", lambda device: (9, 0))
 
     def program(rows):
         return [torch.mm(half, half) for half in (rows * 2).split([192, 192])]
