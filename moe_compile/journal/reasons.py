@@ -33,7 +33,10 @@ class Reason(enum.Enum):
     RUN_AS_IT_IS = "codegen = 'fx' runs operators one by one", Kind.NOT_ASKED
 
     # price
-    BY_PRICE = "another form is predicted to be faster, or not surely slower", Kind.NO_GAIN
+    BY_PRICE = (
+        "it is predicted to be slower, or faster by less than the prediction may be off",
+        Kind.NO_GAIN,
+    )
     FEW_ROWS_PER_TOKEN = "all-to-all moves less: k is at most 0.75 n", Kind.NO_GAIN
     NARROW = "a row would not get shorter", Kind.NO_GAIN
     ONE_RANK = "a group of one rank sends nothing", Kind.NO_GAIN

@@ -41,6 +41,8 @@ def created(layer, function, x):
 
 FORMS = (once, retained, two_grads, created, retained)
 """One after another: the first of them decides nothing for those that follow."""
+ROUNDED = 0.02
+"""Of a gradient's norm: rows of bfloat16 are rounded elsewhere. Inductor alone is off by 0.01."""
 
 
 def gradients(form, layer, function, x):
@@ -57,6 +59,10 @@ def compiled(style, codegen):
     return layer, torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
 
 
+def is_near(ours, theirs, bound):
+    return (ours - theirs).float().norm() <= bound * theirs.float().norm()
+
+
 def differing_forms(rank, style, codegen):
     eager = style(16, 24, 8, 2, dist.group.WORLD)
     layer, function = compiled(style, codegen)
@@ -67,9 +73,9 @@ def differing_forms(rank, style, codegen):
             gradients(form, eager, eager, x), gradients(form, layer, function, x), strict=True
         )
         # eagerly, a gradient that has a gradient is computed by other formulas
-        bound = 0.0 if codegen == "fx" and form is not created else 0.1
+        bound = 0.0 if codegen == "fx" and form is not created else ROUNDED
         for ours, theirs in pairs:
-            is_alike = ours is theirs is None or torch.allclose(ours, theirs, bound, bound)
+            is_alike = ours is theirs is None or is_near(ours, theirs, bound)
             differing += [] if is_alike else [form.__name__]
     return differing
 

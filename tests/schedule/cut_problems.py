@@ -11,6 +11,7 @@ from unittest import mock
 import torch.fx as fx
 
 from moe_compile.cost.cost_model import estimate_costs
+from moe_compile.cost.host import waits_for_device
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import HardwareProfile, load_profile
@@ -72,11 +73,17 @@ def cut_graph(graph, first, last):
 def drawn_problems(graphs, number, seed):
     """Return (problem, liveness) of `number` drawn parts, at drawn speeds, of one or two links.
 
-    Of half of them the host takes time.
+    Of half of them the host takes time. In every fourth it reads, and takes time for that.
     """
     draw = random.Random(seed)
-    bounds = [(graph, part) for graph in graphs for part in _parts(graph)]
-    return [_problem(*draw.choice(bounds), draw) for _ in range(number)]
+    bounds = [(graph, *part) for graph in graphs for part in _parts(graph)]
+    with_read = [part for part in bounds if any(map(waits_for_device, cut_graph(*part).nodes))]
+    return [
+        _problem(draw.choice(with_read), HOSTS[1:], draw)
+        if i % 4 == 0
+        else _problem(draw.choice(bounds), HOSTS, draw)
+        for i in range(number)
+    ]
 
 
 def _parts(graph):
@@ -93,10 +100,11 @@ def _parts(graph):
             yield first, last
 
 
-def _problem(graph, part, draw):
+def _problem(part, hosts, draw):
+    graph = part[0]
     sizes = NominalSizes({})
     sizes.learn(graph)
-    cut = cut_graph(graph, *part)
+    cut = cut_graph(*part)
     slow = HardwareProfile(
         name="drawn",
         matmul_tflops=1e-3,
@@ -104,7 +112,7 @@ def _problem(graph, part, draw):
         op_overhead_us=draw.choice((0.0, 1.0)),
         link_gb_per_s=10 ** draw.uniform(-3.0, -1.0),
         link_latency_us=1.0,
-        host=draw.choice(HOSTS),
+        host=draw.choice(hosts),
     )
     problem = ScheduleProblem.of(cut, estimate_costs(cut, sizes, slow))
     groups = draw.choice((("all",), ("one", "other")))
