@@ -5,15 +5,17 @@ Contract
     torchrun is told once, and kills ranks that do not end within its own limit of 30 seconds.
     torchrun is not killed, so that it may end its ranks. Where this process is killed torchrun is
     told as well, and where torchrun is killed so are the ranks (Linux).
+    What ranks on GPUs need of their environment is set where the user has not set it, and said.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -24,6 +26,14 @@ from torchtitan_integration.parent_death import with_parent
 
 RANK: Final = "torchtitan_integration.rank"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ON_GPUS: Final[Mapping[str, str]] = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+}
+"""Of ranks on GPUs, where the user has set nothing else; docs/first-run.md has why."""
+OTHER_NAMES: Final[Mapping[str, str]] = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+"""By which torch reads the same setting."""
 
 
 def train_command(
@@ -60,12 +70,36 @@ def num_gpus() -> int:
         return 0
 
 
-def run(command: list[str], show: Callable[[Iterable[str]], None]) -> int:
+def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what is to be set for ranks on GPUs in an environment that has some of it."""
+    return {
+        name: value
+        for name, value in ON_GPUS.items()
+        if not {name, OTHER_NAMES.get(name, name)} & environment.keys()
+    }
+
+
+def allow_open_files() -> int:
+    """Let this process, and what it starts, open as many files as it may; return the number.
+
+    Every connection of a rank is one, and the host of the ranks' store has one to each rank.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def run(
+    command: list[str],
+    show: Callable[[Iterable[str]], None],
+    settings: Mapping[str, str] | None = None,
+) -> int:
     """Run torchrun; return its status, or 128 + a signal's number.
 
-    `show` is given the lines that it prints, as they come.
+    `show` is given the lines that it prints, as they come. `settings` join its environment.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    environment |= settings or {}
     received: list[int] = []
     process: subprocess.Popen[str] | None = None
 

@@ -6,6 +6,10 @@ Contract
     unequal numbers of ranks.
     Ranks of one machine, or as many as `megamoe.node_ranks` says, follow one another.
 
+    All ranks call `connect_exchanges` at one point behind it. Then every communicator that rows
+    travel on is made, in the same order on all ranks and not inside a step, and a peer that cannot
+    be reached ends the job there.
+
 Worked example: 16 ranks, EP 8, ETP 1, machines of 4. Each of the two groups has two nodes:
 
     ep     [0 1 2 3 4 5 6 7]      node  [0 1 2 3] [4 5 6 7]      cross  [0 4] [1 5] [2 6] [3 7]
@@ -18,13 +22,14 @@ import math
 import os
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
-from moe_compile.runtime.node_groups import register_node_groups
+from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from moe_compile.runtime.rank_store import UNCOMPARED
 from torchtitan_integration.expert_mesh import expert_mesh
 
@@ -66,6 +71,30 @@ def _register(
         cross=mesh.get_group("node"),
         host=f"node {dist.get_rank(world) // of_node}" if node_ranks else None,
     )
+
+
+def connect_exchanges(dims: ParallelDims) -> None:
+    """Send one number between all ranks of each group that this rank exchanges rows on.
+
+    Does nothing where experts are not on several ranks, or the second time in a job.
+    """
+    experts = expert_mesh(dims, ["ep"]) if dims.ep_enabled else None
+    if experts is None or dist.get_backend() in UNCOMPARED:
+        return
+    nodes = node_groups_of(experts.get_group().group_name)
+    _connect(experts.get_group(), experts.device_type)
+    for name in (nodes.node, nodes.cross) if nodes else ():
+        _connect(dist.distributed_c10d._resolve_process_group(name), experts.device_type)
+
+
+@functools.lru_cache(maxsize=3)
+def _connect(group: dist.ProcessGroup, device_type: str) -> None:
+    """Make a group's communicator and the connections to all its ranks, and wait for them."""
+    sent = torch.full((group.size(),), dist.get_rank(), device=device_type)
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    if got.tolist() != dist.get_process_group_ranks(group):
+        raise RuntimeError(f"ranks {dist.get_process_group_ranks(group)} received {got.tolist()}")
 
 
 def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from torchtitan_integration.job_config import compile_options, option_of, option
 from torchtitan_integration.layout import BACKEND, of_model, read_layout
 from torchtitan_integration.layout_rules import check_layout
 from torchtitan_integration.model_parts import ModelParts, parts_of
-from torchtitan_integration.node_mesh import register_nodes
+from torchtitan_integration.node_mesh import connect_exchanges, register_nodes
 from torchtitan_integration.sequence_mesh import sequence_mesh
 from torchtitan_integration.ulysses import apply_ulysses
 
@@ -78,6 +78,7 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
     if dims.cp_enabled:
         apply_ulysses(model.layers.values(), sequence_mesh(dims), job)
     register_nodes(dims, options_of(job))
+    connect_exchanges(dims)
     compiles = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, job, parts, compiles=compiles)

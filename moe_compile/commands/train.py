@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +24,14 @@ from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
 from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
 from torchtitan_integration.job_config import REPORT_FILE
 from torchtitan_integration.job_file import JobFile, rank_with_loss, read_job, uses_megamoe
-from torchtitan_integration.launch import num_gpus, run, train_command, uses_cpu
+from torchtitan_integration.launch import (
+    allow_open_files,
+    num_gpus,
+    run,
+    settings_on_gpus,
+    train_command,
+    uses_cpu,
+)
 from torchtitan_integration.layout import read_layout
 from torchtitan_integration.rank_logs import drop_old, last_errors
 from torchtitan_integration.recipes import find_job, recipes
@@ -116,8 +124,7 @@ def _dry_run(job: JobFile, world: int) -> int:
 
 
 def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> int:
-    if num_gpus() and uses_cpu(ranks):
-        _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
+    settings = _settings_of_ranks(ranks)
     folder = Path(job.read("job.dump_folder", "outputs"))
     logs = folder / "ranks"
     drop_old(logs)
@@ -125,7 +132,7 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     before = _written(report)
     command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
     output = RunOutput(verbose=verbose, on_cpu=uses_cpu(ranks))
-    status = run(command, lambda lines: show(lines, output))
+    status = run(command, lambda lines: show(lines, output), settings)
     written = _read_new(report, before)
     if written:
         print_report(written, verbose=verbose)
@@ -141,6 +148,19 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     elif uses_megamoe(job) and (why := _why_nothing(job, written)):
         _say(why)
     return status
+
+
+def _settings_of_ranks(ranks: int) -> dict[str, str]:
+    """Return what joins the environment of the ranks, said on the terminal."""
+    allow_open_files()
+    if uses_cpu(ranks):
+        if num_gpus():
+            _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
+        return {}
+    settings = settings_on_gpus(os.environ)
+    if settings:
+        _say("set for this run: " + ", ".join(f"{n}={value}" for n, value in settings.items()))
+    return settings
 
 
 def _failure(status: int, logs: Path) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,12 @@ from moe_compile.report.process_report import report_of
 from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
-from torchtitan_integration.launch import train_command
+from torchtitan_integration.launch import (
+    ON_GPUS,
+    allow_open_files,
+    settings_on_gpus,
+    train_command,
+)
 from torchtitan_integration.layout import KEYS, Layout
 from torchtitan_integration.layout_rules import RULES, check_layout
 from torchtitan_integration.rank_logs import drop_old
@@ -211,6 +217,22 @@ def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
         command = train_command(Path("job.toml"), 2, [], Path("logs"))
         assert ("torchtitan_integration.cpu_launcher" in command) is on_cpu
         assert ("torchtitan.train" in command) is not on_cpu
+
+
+def test_ranks_on_gpus_have_what_they_need_where_the_user_set_nothing_else():
+    assert settings_on_gpus({}) == ON_GPUS
+    mine = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert settings_on_gpus(mine) == {"TORCH_NCCL_HIGH_PRIORITY": "1"}
+
+
+def test_a_job_may_open_as_many_files_as_the_machine_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+        assert allow_open_files() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_every_rule_refuses_and_what_it_says_to_write_passes():

@@ -22,6 +22,7 @@ from moe_compile.cost.hop_shape import HopShape
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.flavors import FLAVORS
 from torchtitan_integration.job_file import load_job, num_ranks
+from torchtitan_integration.launch import ON_GPUS
 from torchtitan_integration.layout import read_layout
 from torchtitan_integration.recipes import recipes
 
@@ -210,6 +211,12 @@ def test_the_launch_script_starts_a_rank_per_gpu_and_passes_flags_on(tmp_path):
     assert "--nnodes 4 --node-rank 3 --nproc-per-node 8" in said
     assert "--rdzv-endpoint n0:29500" in said
     assert said.rstrip().endswith("--training.steps 7")
+
+
+def test_the_launch_script_sets_what_megamoe_train_sets():
+    script = (FOLDER / "launch_scripts/torchrun.sh").read_text()
+    found = dict(re.findall(r"export (\w+)=\$\{\1:-(\S+)\}", script))
+    assert found == {**ON_GPUS, "OMP_NUM_THREADS": "8"}
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])

@@ -17,7 +17,7 @@ from moe_compile.runtime.node_groups import node_groups_of
 from moe_compile.testing.rank_pool import RankFailure
 from tests.integration.titan_jobs import OURS, STOCK, train
 from torchtitan_integration.expert_mesh import expert_mesh
-from torchtitan_integration.node_mesh import node_shape, register_nodes
+from torchtitan_integration.node_mesh import connect_exchanges, node_shape, register_nodes
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,24 @@ def test_experts_that_are_split_over_a_node(four_ranks):
 def test_all_ranks_refuse_what_does_not_fit(four_ranks, node_ranks, local_world_size, said):
     found = run(four_ranks, ALL_OVER, node_ranks, local_world_size)
     assert all(said in message for message in found) and len(set(found)) == 1, found
+
+
+def connected(rank):
+    """Return the ranks of the groups that a rank sends numbers on, told twice to connect."""
+    dims = ParallelDims(dp_replicate=1, cp=1, tp=1, pp=1, etp=1, world_size=4, **ALL_OVER)
+    dims.build_mesh()
+    register_nodes(dims, MegaMoEConfig(nodes="exact", node_ranks=2))
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        connect_exchanges(dims)
+        connect_exchanges(dims)
+    return [dist.get_process_group_ranks(call.kwargs["group"]) for call in sent.call_args_list]
+
+
+def test_every_group_that_rows_travel_on_is_connected_once_before_a_step(four_ranks):
+    four_ranks.regroup()
+    found = four_ranks.run(connected)
+    nodes, across = ([0, 1], [0, 1], [2, 3], [2, 3]), ([0, 2], [1, 3], [0, 2], [1, 3])
+    assert found == [[[0, 1, 2, 3], *groups] for groups in zip(nodes, across, strict=True)]
 
 
 @pytest.mark.slow

@@ -19,8 +19,13 @@ if [[ ! -r $config ]]; then
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# segments that grow: rows per expert change with every batch, and fixed blocks would fragment
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# as `megamoe train` sets them; docs/first-run.md has why
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+export TORCH_NCCL_HIGH_PRIORITY=${TORCH_NCCL_HIGH_PRIORITY:-1}
+if [[ -z ${PYTORCH_ALLOC_CONF:-} ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
+ulimit -S -n "$(ulimit -H -n)"
 
 # shown is each node's first rank: the loss is among them where a pipeline stage is whole nodes
 command=(
