@@ -58,10 +58,11 @@ class MegaMoEConfig:
     "auto" takes what is predicted to be fastest (docs/planner.md) where `equal_tokens` is promised
     and sizes are static, else min(2, local experts)."""
     chunk_by: Literal["auto", "experts", "tokens"] = "auto"
-    """What a region is divided by. "experts" changes no bit, and is what "auto" takes. "tokens"
-    gives every chunk a share of each expert's rows, for ranks with few local experts: weight
-    gradients are then summed over chunks, and in float32 and float64 outputs round differently too
-    (docs/wire.md#chunks-of-tokens)."""
+    """What a region is divided by. "experts" changes no bit. "tokens" gives every chunk a share of
+    each expert's rows, for ranks with few local experts: weight gradients are then summed over
+    chunks, and in float32 and float64 outputs round differently too
+    (docs/wire.md#chunks-of-tokens). "auto": experts; where `chunks` is "auto" and `numerics`
+    "bounded" or "lossy", either, by price."""
     chunk_edges: Literal["even", "load", "auto"] = "even"
     """Where chunks of experts begin and end. "even": as many experts in each. "load": about as many
     rows, by the counts of every step; no bit changes, and one small all-gather of counts is added.

@@ -56,8 +56,10 @@ def plan_num_chunks(
 
     "auto" is what the planner decided, where it could.
     """
-    if config.chunks == "auto" and decision is not None and region.num_local_experts > 1:
-        num_chunks = decision.chosen.candidate.num_chunks
+    chosen = None if decision is None else decision.chosen.candidate
+    divides = region.num_local_experts > 1 or (chosen and chosen.chunk_by == "tokens")
+    if config.chunks == "auto" and chosen is not None and divides:
+        num_chunks = chosen.num_chunks
         if num_chunks == 1:
             return 1, Reason.BY_PRICE
         return num_chunks, None

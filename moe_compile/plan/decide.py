@@ -90,7 +90,8 @@ def decide_experts(
     rounding = gathering.rounding if gathering is not None else None
     if hopping is not None:
         work = replace(work, hops=hopping.shape, weighted=hopping.weighted)
-    rule = experts_rule(config, work, rounding, hopping)
+    may_split = not found.proof.whole
+    rule = experts_rule(config, work, rounding, hopping, may_split_rows=may_split)
     return _choose(work, ("experts", "tokens"), rule, config, hardware)
 
 
@@ -142,18 +143,20 @@ def experts_rule(
     work: RegionWork,
     rounding: Rounding | None = None,
     hopping: Hopping | None = None,
+    *,
+    may_split_rows: bool = False,
 ) -> Callable[[Candidate], bool]:
     """Return which candidates for a MoE region the options allow.
 
-    What "auto" may change, `numerics` says.
+    What "auto" may change, `numerics` says. `may_split_rows`: nothing needs all rows of an expert.
     """
-    axis = "tokens" if config.chunk_by == "tokens" else "experts"
+    axes = _axes(config, may_split_rows=may_split_rows)
     gathers = rounding is not None and may_gather(config, rounding)
 
     def is_gather_allowed(candidate: Candidate) -> bool:
         if not gathers or work.gathered is None:
             return False
-        if axis == "experts":
+        if config.chunk_by != "tokens":
             return candidate.num_chunks == 1
         return _is_asked(candidate.num_chunks, config.chunks, work.gathered.num_parts)
 
@@ -166,12 +169,20 @@ def experts_rule(
             return is_gather_allowed(candidate)
         return (
             not (gathers and config.dispatch == "all_gather")
-            and (candidate.num_chunks == 1 or candidate.chunk_by == axis)
+            and (candidate.num_chunks == 1 or candidate.chunk_by in axes)
             and _is_asked(candidate.num_chunks, config.chunks, work.num_parts)
             and _is_wired(candidate, work, config)
         )
 
     return is_allowed
+
+
+def _axes(config: MegaMoEConfig, *, may_split_rows: bool) -> tuple[str, ...]:
+    """Return what chunks may be of: either where the number and the edges are left open too."""
+    if config.chunk_by != "auto":
+        return (config.chunk_by,)
+    is_open = config.chunks == "auto" and config.chunk_edges == "even" and may_split_rows
+    return ("experts", "tokens") if is_open and config.allows("bounded") else ("experts",)
 
 
 def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:

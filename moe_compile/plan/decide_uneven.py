@@ -49,7 +49,7 @@ def decide_uneven(
 
     None where that is 0 or leaves nothing open, and of experts that are written out one by one.
     """
-    is_open = "auto" in (config.chunks, config.chunk_edges) and config.chunk_by != "tokens"
+    is_open = "auto" in (config.chunks, config.chunk_edges)
     if not (config.routing_skew and config.equal_tokens and is_open):
         return None
     if isinstance(found.proof, Refused) or found.proof.expert_rows:

@@ -6,7 +6,6 @@ Contract
 
 from __future__ import annotations
 
-from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.dependence import Dependence
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused
@@ -16,12 +15,12 @@ from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
 
-def check_chunks(draft: Draft, config: MegaMoEConfig, dependence: Dependence) -> None:
+def check_chunks(draft: Draft, dependence: Dependence) -> None:
     """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
     is_flat = draft.gathered is None and draft.divided is None
     if isinstance(draft.proof, Refused) or draft.num_chunks == 1 or not is_flat:
         return
-    region, proof, by_tokens = draft.region, draft.proof, config.chunk_by == "tokens"
+    region, proof, by_tokens = draft.region, draft.proof, draft.by_tokens
     num, by_load = draft.num_chunks, draft.by_load
     bounds = experts_of_chunks(region, num, by_tokens=by_tokens, by_load=by_load)
     mixing = find_mixing(region, proof, bounds, by_tokens=by_tokens)

@@ -33,14 +33,14 @@ def decide_edges(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
         return
     draft.even_edges = _why_even(draft)
     if draft.even_edges is None and edges == "auto":
-        draft.even_edges = _by_price(decision, state.config)
+        draft.even_edges = _by_price(draft, decision, state.config)
     draft.by_load = draft.even_edges is None
 
 
 def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision | None:
     """Decide on a flat exchange by a price of uneven routing, where there is one."""
     is_flat = draft.gathered is None and draft.divided is None
-    if not is_flat or isinstance(draft.proof, Refused):
+    if not is_flat or isinstance(draft.proof, Refused) or draft.by_tokens:
         return None
     exchange = FlatExchange(
         num_chunks=draft.num_chunks,
@@ -55,9 +55,9 @@ def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision |
     return decision
 
 
-def _by_price(decision: Decision | None, config: MegaMoEConfig) -> NotFound | None:
+def _by_price(draft: Draft, decision: Decision | None, config: MegaMoEConfig) -> NotFound | None:
     """Return why "auto" leaves edges even, or None where it does not."""
-    if config.chunk_by == "tokens":
+    if draft.by_tokens:
         return NotFound(reason=Reason.BY_PRICE, detail=OF_TOKENS)
     if not config.routing_skew:
         return NotFound(reason=Reason.BY_PRICE, detail=NO_SKEW)

@@ -29,6 +29,8 @@ class Draft:
     divided: DividedForm | None = None
     not_divided: NotFound | None = None
     num_chunks: int = 1
+    by_tokens: bool = False
+    """Whether chunks are of tokens, in place of experts."""
     num_slices: int = 1
     """Of hop 1, beside chunks of experts."""
     not_chunked: Reason | None = None

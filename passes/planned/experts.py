@@ -72,7 +72,8 @@ def plan_experts(
 
     `layers` are the graph's, which are traced if something in them is to be priced.
     """
-    drafts = [Draft(found=found, proof=found.proof) for found in state.found.experts]
+    by_tokens = state.config.chunk_by == "tokens"
+    drafts = [Draft(found=f, proof=f.proof, by_tokens=by_tokens) for f in state.found.experts]
     in_force = modes(graph)
     for draft in drafts:
         draft.never_packed = never_packed(draft.found, state.config, in_force)
@@ -87,8 +88,8 @@ def plan_experts(
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
         decide_edges(draft, state, layers.around(draft.region))
-        check_chunks(draft, state.config, dependence)
-    after = _examine_together(drafts, state.config)
+        check_chunks(draft, dependence)
+    after = _examine_together(drafts)
     return tuple(_planned(draft, state.config) for draft in drafts), after.dead
 
 
@@ -181,12 +182,14 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
         state.config, draft.region, draft.decision
     )
+    if draft.decision is not None and draft.decision.chosen.candidate.num_chunks > 1:
+        draft.by_tokens = draft.decision.chosen.candidate.chunk_by == "tokens"
 
 
-def _examine_together(drafts: Sequence[Draft], config: MegaMoEConfig) -> Aftermath:
+def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
     """Refuse what cannot be rewritten beside the others; note what stays around the rest."""
     chosen = [draft for draft in drafts if draft.is_rewritten]
-    after = examine_surroundings([_rewrite(draft, drafts, config) for draft in chosen])
+    after = examine_surroundings([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
         around = after.around[draft.region.name]
         if isinstance(around, Refused):
@@ -196,13 +199,13 @@ def _examine_together(drafts: Sequence[Draft], config: MegaMoEConfig) -> Afterma
     return after
 
 
-def _rewrite(draft: Draft, drafts: Iterable[Draft], config: MegaMoEConfig) -> Rewrite:
+def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Rewrite:
     assert isinstance(draft.proof, RowProof)
     if draft.gathered is not None:
         regions = [other.region for other in drafts]
         return gathering(draft.region, draft.proof, regions, draft.gathered.found)
     if draft.divided is not None:
-        return dividing(draft.divided, draft.proof, _sliced(draft, config))
+        return dividing(draft.divided, draft.proof, _sliced(draft))
     return Rewrite(
         region=draft.region,
         proof=draft.proof,
@@ -210,13 +213,13 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft], config: MegaMoEConfig) -> Re
         also_replaced=draft.region.results[:-1],
         counts_first=True,
         enters_autocast=True,
-        sliced=_sliced(draft, config),
+        sliced=_sliced(draft),
     )
 
 
-def _sliced(draft: Draft, config: MegaMoEConfig) -> tuple[fx.Node, ...]:
+def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
     """Return the grouped products whose weights go in pieces, one for each chunk."""
-    is_whole = config.chunk_by == "tokens" or draft.num_chunks == 1
+    is_whole = draft.by_tokens or draft.num_chunks == 1
     return () if is_whole or isinstance(draft.proof, Refused) else draft.proof.sliceable
 
 
@@ -232,7 +235,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         draft.divided = replace(draft.divided, dispatch_wire=dispatch, combine_wire=combine)
     return PlannedExperts(
         found=draft.found,
-        plan=_plan(draft, config, names),
+        plan=_plan(draft, names),
         proof=draft.proof,
         gathered=gathered,
         divided=draft.divided,
@@ -252,7 +255,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
     )
 
 
-def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> ExpertsPlan:
+def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
     region, gathered = draft.region, draft.gathered
     found = gathered.found if gathered is not None else None
     return ExpertsPlan(
@@ -260,7 +263,7 @@ def _plan(draft: Draft, config: MegaMoEConfig, wires: Mapping[str, str]) -> Expe
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
         num_chunks=draft.num_chunks,
-        by_tokens=config.chunk_by == "tokens" and draft.num_chunks > 1,
+        by_tokens=draft.by_tokens and draft.num_chunks > 1,
         by_load=draft.by_load,
         dispatch="all_to_all" if gathered is None else "all_gather",
         num_tokens=known_rows(found.tokens) if found is not None else 0,

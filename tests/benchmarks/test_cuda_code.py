@@ -384,5 +384,5 @@ def test_no_kernel_of_deepseeks_attention_spills_on_hopper():
     command = [sys.executable, "-m", "benchmarks.cuda.attention", "192", "128"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1500)
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert sum("backward" in kernel["name"] for kernel in kernels) == 1
+    assert any("tem_fused_flex_attention_backward" in kernel["name"] for kernel in kernels)
     assert {kernel["spilled_bytes"] for kernel in kernels} == {0}, kernels

@@ -13,8 +13,8 @@ from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
 
 
-def planned(fake_ranks, tokens=512, link_gb_per_s=None, **options):
-    layer = GroupedExperts(64, 128, 8, 2, fake_ranks)
+def planned(fake_ranks, tokens=512, link_gb_per_s=None, experts=8, **options):
+    layer = GroupedExperts(64, 128, experts, 2, fake_ranks)
     x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
     (gm,) = dynamo_graphs(layer, x)
     ours = state(**options)
@@ -38,6 +38,14 @@ def test_with_it_the_number_is_the_decision_and_the_report_says_why(fake_ranks):
     said = decision_remarks(plan.decision)[0]
     assert plan.decision.why.value in said and "next" in said
     assert decision_figures(plan.decision)["predicted_us"] == plan.decision.chosen.us
+
+
+def test_one_expert_a_rank_runs_in_chunks_of_tokens_where_numerics_allows_it(fake_ranks):
+    slow = {"equal_tokens": True, "link_gb_per_s": 0.05, "experts": 2}
+    assert planned(fake_ranks, **slow).plan.num_chunks == 1
+    found = planned(fake_ranks, numerics="bounded", **slow)
+    assert found.plan.num_chunks > 1 and found.plan.by_tokens
+    assert any("chunks of tokens" in said for said in decision_remarks(found.decision))
 
 
 def test_rows_too_few_to_be_worth_it_stay_whole(fake_ranks):

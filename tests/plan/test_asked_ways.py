@@ -8,7 +8,7 @@ from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.decide import experts_rule, wires_tried
 
 
-def allowed(num_parts=8, wires=("fp8",), kept=(), **options):
+def allowed(num_parts=8, wires=("fp8",), kept=(), may_split_rows=True, **options):
     """Return the ways that the options allow, exchanges all to all."""
     work = RegionWork(
         forward=(Work(name="experts", operations=1.0),),
@@ -19,7 +19,7 @@ def allowed(num_parts=8, wires=("fp8",), kept=(), **options):
         never_packed=frozenset(kept),
     )
     config = MegaMoEConfig(equal_tokens=True, **options)
-    rule = experts_rule(config, work)
+    rule = experts_rule(config, work, may_split_rows=may_split_rows)
     ways = list_candidates(work, ("experts", "tokens"), wires_tried(config))
     assert ways[0] == Candidate()
     return [way for way in ways if rule(way)]
@@ -31,6 +31,20 @@ def chunks(ways):
 
 def wires(ways):
     return {(way.dispatch_wire, way.combine_wire) for way in ways}
+
+
+def test_chunks_are_of_tokens_where_all_of_them_is_open_and_sums_may_have_another_order():
+    either = {(num, axis) for num in (2, 4, 8) for axis in ("experts", "tokens")}
+    assert chunks(allowed(chunks="auto", numerics="bounded")) == {(1, "experts"), *either}
+    for closed in (
+        {"numerics": "exact"},
+        {"chunk_by": "experts"},
+        {"chunks": 2},
+        {"chunk_edges": "auto"},
+        {"may_split_rows": False},
+    ):
+        ways = allowed(**{"chunks": "auto", "numerics": "bounded", **closed})
+        assert {axis for _, axis in chunks(ways)} == {"experts"}, closed
 
 
 def test_auto_leaves_every_divisor_and_nothing_that_changes_bits():
