@@ -1,5 +1,6 @@
 """Pools of ranks, started once and shared."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # graphs with a size for every count seldom repeat an operator's shapes: remembering costs more
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
+import torch
 import torch.distributed as dist
 from hypothesis import settings
 from torch._dynamo.variables import distributed as known_to_dynamo
@@ -121,6 +123,50 @@ def two_ranks(kept_two_ranks):
 def four_ranks(kept_four_ranks):
     kept_four_ranks.regroup()
     return kept_four_ranks
+
+
+ON_DEVICES = [
+    pytest.param("cpu", id="gloo"),
+    pytest.param("cuda", id="nccl", marks=pytest.mark.multigpu),
+]
+"""Where a test runs that several GPUs can run as well: the same ranks, one way and the other."""
+
+
+@pytest.fixture(scope="session")
+def kept_gpus():
+    """Pools of ranks on GPUs by number, started where a test first asks for them."""
+    with contextlib.ExitStack() as stack:
+        pools = {}
+
+        def pool_of(num_ranks):
+            if num_ranks not in pools:
+                pool = RankPool(num_ranks, device="cuda", timeout_s=TIMEOUT_S)
+                pools[num_ranks] = stack.enter_context(pool)
+            return pools[num_ranks]
+
+        yield pool_of
+
+
+def devices(request, num_ranks, by_gloo):
+    if request.param == "cpu":
+        return request.getfixturevalue(by_gloo)
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA devices, torch sees {torch.cuda.device_count()}")
+    pool = request.getfixturevalue("kept_gpus")(num_ranks)
+    pool.regroup()
+    return pool
+
+
+@pytest.fixture(scope="module", params=ON_DEVICES)
+def two_devices(request):
+    """Two ranks by gloo, and again on GPUs by NCCL where tests marked `multigpu` run."""
+    return devices(request, 2, "two_ranks")
+
+
+@pytest.fixture(scope="module", params=ON_DEVICES)
+def four_devices(request):
+    """Four, as `two_devices`."""
+    return devices(request, 4, "four_ranks")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import register_node_groups
+from moe_compile.testing.joining import rank_device
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -17,7 +18,8 @@ ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 def seat(rank, num_nodes):
     """Divide all ranks into nodes, and say so."""
     num_local = dist.get_world_size() // num_nodes
-    mesh = init_device_mesh("cpu", (num_nodes, num_local), mesh_dim_names=("node", "place"))
+    kind = rank_device().type
+    mesh = init_device_mesh(kind, (num_nodes, num_local), mesh_dim_names=("node", "place"))
     node, cross = mesh.get_group("place"), mesh.get_group("node")
     register_node_groups(dist.group.WORLD, node, cross, host=f"host {rank // num_local}")
 

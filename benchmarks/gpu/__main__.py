@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
 from benchmarks.gpu.gpu_machine import describe_gpu_machine
-from benchmarks.gpu.limited_process import run_limited
-from benchmarks.gpu.record import say, write_json
-from benchmarks.gpu.sizes import LONGEST_S, PROMISED_S, SIZES
-from benchmarks.gpu.summary import print_summary, read_section
+from benchmarks.gpu.sizes import PROMISED_S, SIZES
+from benchmarks.gpu.summary import print_summary
+from moe_compile.check.limited_process import run_limited
+from moe_compile.check.record import say
+from moe_compile.check.sections import GRACE_S, ended, passed_before, read_section, run_sections
 from moe_compile.report.command import recorded_command
 from moe_compile.source_hash import hash_of_sources
 
 WIDTH: Final = 150
 ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo"}
 """Where nothing else is set: a machine without a network has no other interface."""
-PASSED: Final = "passed"
-ALIKE: Final = ("gpu", "torch", "cuda", "triton")
-"""Of a machine: where one of these is another, what passed before says nothing."""
-GRACE_S: Final = 8.0
-"""Before its end a section begins nothing more; then it is killed."""
-RESERVE_S: Final = 10.0
-"""For starting and for the table."""
 
 
 def main() -> int:
     """Run the sections asked for; returns 1 when one failed."""
     arguments = _arguments()
-    began = time.monotonic()
     out = arguments.out.resolve()
     console = Console(width=WIDTH)
     summary: dict[str, Any] = {
@@ -46,64 +39,26 @@ def main() -> int:
         "sections": {},
     }
     if not arguments.again:
-        summary["sections"] = _passed_before(out, summary)
+        summary["sections"] = passed_before(out, summary)
     for key, value in summary["machine"].items():
         console.print(f"{key}: {value}", highlight=False)
     for name in summary["sections"]:
         console.print(f"{name}: passed before, its results stay (--again runs it)")
-    asked = [name for name in PROMISED_S if name in arguments.sections]
-    names = [name for name in asked if name not in summary["sections"]]
-    for name in names:
-        (out / f"{name}.json").unlink(missing_ok=True)
-    promised = sum(PROMISED_S[name] for name in names)
-    for name in names:
-        left_s = arguments.budget_s - RESERVE_S - (time.monotonic() - began)
-        budget_s = min(LONGEST_S, left_s * PROMISED_S[name] / promised)
-        promised -= PROMISED_S[name]
-        summary["sections"][name] = _run(name, arguments.device, out, budget_s)
-        summary["seconds"] = round(time.monotonic() - began, 1)
-        write_json(out / "summary.json", summary)
+    promised = {name: s for name, s in PROMISED_S.items() if name in arguments.sections}
+    run = partial(_run, arguments.device, out)
+    has_passed = run_sections(out, summary, promised, arguments.budget_s, run)
     print_summary(console, out, summary)
-    return 0 if all(s["status"] == PASSED for s in summary["sections"].values()) else 1
+    return 0 if has_passed else 1
 
 
-def _passed_before(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections of an earlier run that passed, on this GPU, torch and code."""
-    path = out / "summary.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    alike = ("device", "sources")
-    if any(before.get(key) != summary[key] for key in alike) or any(
-        before.get("machine", {}).get(key) != summary["machine"].get(key) for key in ALIKE
-    ):
-        return {}
-    return {name: one for name, one in before["sections"].items() if one["status"] == PASSED}
-
-
-def _run(name: str, device: str, out: Path, budget_s: float) -> dict[str, Any]:
+def _run(device: str, out: Path, name: str, budget_s: float) -> dict[str, Any]:
     """Run one section; what it prints to stderr goes to its log."""
-    if budget_s <= GRACE_S:
-        return {"status": "skipped", "why": "out of time"}
     say(f"{name}: {budget_s:.0f} s at most")
     began = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu.one_section", name, f"--out={out}"]
     command += [f"--device={device}", f"--budget-s={budget_s - GRACE_S}"]
     code = run_limited(command, out / f"{name}.log", budget_s, {**ENVIRONMENT, **os.environ})
-    found = read_section(out, name)
-    return {
-        "status": _status(code, found),
-        "exit_code": code,
-        "seconds": round(time.monotonic() - began, 1),
-        "failures": [failure["what"] for failure in found.get("failures", [])],
-        "skipped": [skipped["what"] for skipped in found.get("skipped", [])],
-    }
-
-
-def _status(code: int | None, found: dict[str, Any]) -> str:
-    if code is None:
-        return "out of time"
-    if code:
-        return "failed"
-    return PASSED if found.get("rows") else "skipped"
+    return ended(code, read_section(out, name), time.monotonic() - began)
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,18 +1,12 @@
-"""What a check on a GPU is held to, and what the results of its sections say of that.
-
-Contract
-    A bar holds, is missed, or is open: its section did not run, or not to the end.
-"""
+"""What the check on one GPU is held to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from benchmarks.link.cases import BASELINE
-
-Section = Mapping[str, Any]
+from moe_compile.check.bars import Look, Section, no_failure
 
 MOST_COMPILE: Final = 2.0
 """Times the compilation of one chunk that four chunks of a bare layer may take."""
@@ -22,41 +16,6 @@ MORE_KERNELS: Final = 15
 """Than in one chunk, that two chunks may launch in the forward, and in the backward."""
 OURS: Final = "megamoe N=4"
 SETTING: Final = "1:1"
-OTHERS: Final = "inductor"
-"""How names of items begin that only compare with others: they may be skipped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar, and what was found."""
-
-    what: str
-    holds: bool | None
-    """None where it is open."""
-    found: str = ""
-
-
-def judge(sections: Mapping[str, Section]) -> list[Bar]:
-    """Return all bars; `sections` are results by name, {} of one that did not run."""
-    return [_judged(what, sections.get(name, {}), look) for name, what, look in BARS]
-
-
-def _judged(what: str, section: Section, look: Callable[[Section], tuple[bool, str]]) -> Bar:
-    if not section.get("is_complete") or not section.get("rows"):
-        return Bar(what, None, "not run to its end")
-    try:
-        return Bar(what, *look(section))
-    except (LookupError, TypeError, ValueError) as error:  # skipped, or no number was found
-        return Bar(what, None, f"not measured: {error}")
-
-
-def _no_failure(section: Section) -> tuple[bool, str]:
-    failures = [failure["what"] for failure in section["failures"]]
-    skipped = [one["what"] for one in section.get("skipped", [])]
-    ours = [what for what in skipped if not what.startswith(OTHERS)]
-    if ours and not failures:
-        raise LookupError(f"skipped {ours[0]}")
-    return not failures, ", ".join(failures[:3]) or f"none failed, {len(skipped)} skipped"
 
 
 def _kernels(section: Section) -> tuple[bool, str]:
@@ -88,15 +47,15 @@ def _overlap(section: Section) -> tuple[bool, str]:
     return found["high"] < 1.0, f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
 
 
-BARS: Final[tuple[tuple[str, str, Callable[[Section], tuple[bool, str]]], ...]] = (
-    ("kernels", "quantised rows equal plain PyTorch", _no_failure),
+BARS: Final[tuple[tuple[str, str, Look], ...]] = (
+    ("kernels", "quantised rows equal plain PyTorch", no_failure),
     ("kernels", f"quantised rows at {LEAST_OF_COPY} of a copy's bandwidth", _kernels),
-    ("slices", "products of some experts have the bits of all", _no_failure),
-    ("layer", f"errors near {BASELINE}'s, products under exchanges both ways", _no_failure),
+    ("slices", "products of some experts have the bits of all", no_failure),
+    ("layer", f"errors near {BASELINE}'s, products under exchanges both ways", no_failure),
     ("layer", f"four chunks compile in {MOST_COMPILE} x one chunk's time", _compile),
-    ("trace", "one copy to the host forward, none backward", _no_failure),
+    ("trace", "one copy to the host forward, none backward", no_failure),
     ("trace", f"two chunks launch at most {MORE_KERNELS} kernels more", _kernels_of_chunks),
     ("link", f"{OURS} is faster than Inductor's best at {SETTING}, emulated", _overlap),
-    ("tests", "tests pass on this torch and GPU", _no_failure),
+    ("tests", "tests pass on this torch and GPU", no_failure),
 )
 """Section, what is wanted, and how it is told."""

@@ -14,16 +14,15 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.check.poisoned_memory import poison
+from moe_compile.check.record import Record, say
 
 BEHIND: Final = 16
 """Rows behind the last offset."""
 ROWS: Final = 24
 """Of a group that has some."""
 GROUPS: Final = {"some empty": (ROWS, 0, 2 * ROWS, 0), "all empty": (0, 0, 0, 0)}
-POISONED_BYTES: Final = (2**12, 2**16, 2**20, 2**24)
-"""Sizes of blocks that held NaN: a caching allocator gives them again."""
 
 
 def check_empty_groups(record: Record, sizes: Sizes) -> None:
@@ -54,13 +53,6 @@ def _check(record: Record, sizes: Sizes, name: str, counts: Sequence[int]) -> No
     record.expect(unwritten == 0, f"{name}, groups without rows", why)
     record.add_row(row)
     say(f"slices: {name}")
-
-
-def poison(device: str) -> None:
-    """Have memory that is given next hold NaN, as far as the allocator gives it again."""
-    held = [torch.full((n // 2,), torch.nan, device=device).bfloat16() for n in POISONED_BYTES]
-    held += [torch.full_like(block, torch.nan) for block in held for _ in range(3)]
-    del held
 
 
 def products(

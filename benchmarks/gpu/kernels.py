@@ -21,9 +21,9 @@ import torch
 import torch._dynamo
 
 from benchmarks.gpu.device_time import Replay, replayable, time_in_turn
-from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.row_ops import ROW_OPS, Inputs, RowOp, extreme_rows, random_inputs
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.check.record import Record, say
 from moe_compile.ops.quantize import pack_rows, unpack_rows
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE, has_kernel
 
@@ -39,7 +39,7 @@ def check_kernels(record: Record, sizes: Sizes) -> None:
     if sizes.device == "cuda":
         record.expect(has_kernel(torch.device("cuda")), "kernels", "the plain operators run here")
     for op in ROW_OPS:
-        record.attempt(f"{op.name} at odd sizes", lambda op=op: _check_odd(record, sizes, op))
+        record.attempt(f"{op.name} at odd sizes", lambda op=op: check_odd(record, sizes, op))
     for dtype in (torch.bfloat16, torch.float32):
         what = f"extreme values, {dtype}"
         record.attempt(what, lambda d=dtype, w=what: _check_extremes(record, sizes, d, w))
@@ -51,7 +51,8 @@ def check_kernels(record: Record, sizes: Sizes) -> None:
     _compare_with_inductor(record, sizes)
 
 
-def _check_odd(record: Record, sizes: Sizes, op: RowOp) -> None:
+def check_odd(record: Record, sizes: Sizes, op: RowOp) -> None:
+    """Check one operator at widths that fill no vector, for few rows and for none."""
     for width, num_rows in itertools.product(ODD_WIDTHS, ODD_ROWS):
         inputs = random_inputs(sizes.device, num_rows, width, seed=width)
         _expect_equal(

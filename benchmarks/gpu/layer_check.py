@@ -26,10 +26,10 @@ from benchmarks.gpu.layer_step import (
     is_known,
     start_compiler,
 )
-from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, QUANTIZED
 from benchmarks.link.variants import Variant
+from moe_compile.check.record import Record, say
 
 ALLOWED: Final = 1.1
 """Times plain Inductor's error."""

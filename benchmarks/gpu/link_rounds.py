@@ -28,11 +28,11 @@ from benchmarks.gpu.layer_check import start_one_rank
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, is_known, start_compiler
 from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.one_rank_link import one_rank_link
-from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
 from benchmarks.link.link_model import LinkRate
 from benchmarks.link.machine import emulated_link_origin, write_profile
+from moe_compile.check.record import Record, say
 from moe_compile.hardware import load_profile
 
 WARM_UP: Final = 3

@@ -19,10 +19,10 @@ from benchmarks.gpu.host_copies import check_trace
 from benchmarks.gpu.kernels import check_kernels
 from benchmarks.gpu.layer_check import check_layer
 from benchmarks.gpu.link_rounds import check_link
-from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import SIZES, Sizes
 from benchmarks.gpu.sliced_products import check_slices
 from benchmarks.gpu.unit_tests import check_tests
+from moe_compile.check.record import Record
 
 SECTIONS: Final[Mapping[str, Callable[[Record, Sizes], None]]] = {
     "kernels": check_kernels,

@@ -96,5 +96,3 @@ PROMISED_S: Final[Mapping[str, float]] = {
 }  # fmt: skip
 """Parts of the time for each section, in the order they run: of what is left, a section gets its
 part among those still to come. In all, seconds of 25 minutes."""
-LONGEST_S: Final = 480.0
-"""What a section may take at most, however much time is left."""

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.bars import Bar, judge
-
-Section = Mapping[str, Any]
-
-MOST_FAILURES: Final = 12
-"""Printed; the files have all."""
-
-
-def read_section(out: Path, name: str) -> dict[str, Any]:
-    """Return what a section has written; empty when it wrote nothing."""
-    path = out / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+from benchmarks.gpu.bars import BARS
+from moe_compile.check.bars import Section
+from moe_compile.check.tables import new_table, print_bars, print_sections
 
 
 def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
@@ -34,43 +24,13 @@ def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> No
         "link": _link,
         "tests": _tests,
     }
-    for name in summary["sections"]:
-        section = read_section(out, name)
-        if section.get("rows"):
-            console.print(tables[name](section))
-        for failure in section.get("failures", [])[:MOST_FAILURES]:
-            console.print(f"{name}: {failure['what']}: {failure['why']}"[:300], markup=False)
-        for warning in section.get("warnings", []):
-            console.print(f"warning: {warning}", markup=False)
-        for skipped in section.get("skipped", []):
-            console.print(f"{name}: skipped {skipped['what']}: {skipped['why']}", markup=False)
-    for name, found in summary["sections"].items():
-        console.print(f"{name}: {found['status']} in {found.get('seconds', 0)} s", highlight=False)
-    bars = judge({name: read_section(out, name) for name in tables})
-    is_gpu = summary["device"] == "cuda"
-    console.print(
-        _bars(bars, "Bars" if is_gpu else "Bars, for a GPU: times are no measurement here")
-    )
-
-
-def _bars(bars: Sequence[Bar], title: str) -> Table:
-    table = _table(title, "", "", "found")
-    for bar in bars:
-        said = {True: "holds", False: "MISSED", None: "open"}[bar.holds]
-        table.add_row(bar.what, said, bar.found)
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    return table
+    print_sections(console, out, summary, tables)
+    print_bars(console, out, summary, BARS)
 
 
 def _kernels(section: Section) -> Table:
     inductor = {(r["op"], r["rows"], r["width"]): r for r in section.get("inductor", [])}
-    table = _table(
+    table = new_table(
         "Quantized rows", "op", "rows", "width", "us", "GB/s", "of a copy", "inductor / ours"
     )
     largest = max(row["rows"] for row in section["rows"])
@@ -89,7 +49,7 @@ def _kernels(section: Section) -> Table:
 
 
 def _slices(section: Section) -> Table:
-    table = _table(
+    table = new_table(
         "Elements that differ from one product of all experts",
         "routing", "width x hidden", "chunks", "rows", "input", "weight",
     )  # fmt: skip
@@ -100,7 +60,7 @@ def _slices(section: Section) -> Table:
 
 def _trace(section: Section) -> Table:
     columns = ("forward_copies", "forward_kernels", "backward_copies", "backward_kernels")
-    table = _table(
+    table = new_table(
         "Copies to the host, and kernels", "variant", *(c.replace("_", " ") for c in columns)
     )
     for row in section["rows"]:
@@ -109,7 +69,7 @@ def _trace(section: Section) -> Table:
 
 
 def _layer(section: Section) -> Table:
-    table = _table(
+    table = new_table(
         "Layer, one rank", "variant", "worst error", "x inductor", "step ms", "host ms", "compile s"
     )
     for row in section["rows"]:
@@ -127,7 +87,7 @@ def _layer(section: Section) -> Table:
 
 
 def _link(section: Section) -> Table:
-    table = _table(
+    table = new_table(
         "Emulated link, one GPU",
         "compute : comm",
         "variant",
@@ -153,7 +113,7 @@ def _link(section: Section) -> Table:
 
 
 def _tests(section: Section) -> Table:
-    table = _table("Tests", "run", "tests", "failures", "errors", "skipped", "seconds")
+    table = new_table("Tests", "run", "tests", "failures", "errors", "skipped", "seconds")
     for row in section["rows"]:
         counts = ("tests", "failures", "errors", "skipped", "seconds")
         table.add_row(row["run"], *(str(row.get(count, "")) for count in counts))

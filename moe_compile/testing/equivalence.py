@@ -1,7 +1,8 @@
 """Check that a layer compiled by megamoe computes what it computes eagerly, bit for bit.
 
 Contract
-    To be called on every rank of a group at once. Outputs, the input's gradient, every
+    To be called on every rank of a group at once. Layers and inputs are moved to the device of the
+    rank. Outputs, the input's gradient, every
     parameter's gradient and every buffer are compared by `torch.equal`, after each step.
 """
 
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from moe_compile.testing.joining import rank_device
 
 
 def differing_tensors(
@@ -28,11 +31,13 @@ def differing_tensors(
     Inductor rounds differently from eager. `reference` builds the layer that runs eagerly, where
     a lossy option makes `build()` itself no measure. Names come as `step 0: output`.
     """
-    eager, other = (reference or build)(), build()
+    device = rank_device()
+    eager, other = (reference or build)().to(device), build().to(device)
     settings = {"megamoe.codegen": "fx", **options}
     compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=settings)
     found = []
-    for step, (x, gradient) in enumerate(inputs):
+    for step, pair in enumerate(inputs):
+        x, gradient = (tensor.to(device) for tensor in pair)
         expected = dict(_run(eager, eager, x, gradient))
         for name, tensor in _run(compiled, other, x, gradient):
             if not torch.equal(tensor, expected[name]):

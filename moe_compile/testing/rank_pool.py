@@ -9,6 +9,8 @@ Contract
     process group of their own.
     Leaving the context ends every process it started, and no other.
     Pools of several programs may start at once: the system chooses a pool's port while it is bound.
+    Ranks are processors joined by gloo, or GPUs of this machine, one each, joined by NCCL; with
+    torch's deterministic algorithms, as a sum in any order differs from run to run.
 
 What a first compilation needs takes a process seconds, so one process does it once
 (`warm_start.py`), and every rank is a copy of that one, megamoe's backend loaded; a rank has the
@@ -28,6 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.testing.idleness import Idleness
+from moe_compile.testing.joining import be_deterministic, join
 from moe_compile.torch_quirks.frame_space import with_frame_space
 from moe_compile.torch_quirks.untraced_reads import fall_back
 
@@ -56,17 +60,30 @@ def meeting_point() -> dist.TCPStore:
     return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """What a rank must know to join the others."""
+
+    num_ranks: int
+    port: int
+    timeout_s: float
+    device: str
+    backend: str
+
+
 class RankFailure(AssertionError):
     """A function failed on a rank; carries that rank's traceback."""
 
 
 class RankPool:
-    """`num_ranks` processes joined by a gloo group; use as a context manager."""
+    """`num_ranks` processes joined by one group; use as a context manager."""
 
     def __init__(
         self,
         num_ranks: int,
         *,
+        device: str = "cpu",
+        backend: str = "",
         timeout_s: float = 300.0,
         collective_timeout_s: float | None = None,
         vain_s: float | None = None,
@@ -74,6 +91,7 @@ class RankPool:
     ) -> None:
         """Prepare; processes start on entry.
 
+        `device` is "cpu" or "cuda"; `backend` that of the group, gloo or NCCL by the device if "".
         `timeout_s` bounds the time in one call of `run` in which no rank computes; ten times as
         long bounds the call, and a collective unless `collective_timeout_s` is given. Where that is
         less than `timeout_s` a collective that does not end is an error that says where.
@@ -82,6 +100,7 @@ class RankPool:
         Every process calls `at_start` before anything else: imports that must come first.
         """
         self.num_ranks = num_ranks
+        self._device, self._backend = device, backend
         self.timeout_s = timeout_s
         self._collective_s = collective_timeout_s or self._longest_s
         self._vain_s = vain_s or timeout_s
@@ -123,8 +142,17 @@ class RankPool:
         Everything else that earlier calls left in the processes stays.
         """
         store = meeting_point()
-        self.run(_regroup, self.num_ranks, store.port, self._collective_s)
+        self.run(_regroup, self._meeting(store))
         self._store = store
+
+    def _meeting(self, store: dist.TCPStore) -> Meeting:
+        return Meeting(
+            num_ranks=self.num_ranks,
+            port=store.port,
+            timeout_s=self._collective_s,
+            device=self._device,
+            backend=self._backend,
+        )
 
     def _start(self) -> None:
         context: Any = mp.get_context(_start_method())
@@ -133,7 +161,7 @@ class RankPool:
         self._store = meeting_point()
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            meeting = (self.num_ranks, self._store.port, self._collective_s)
+            meeting = self._meeting(self._store)
             arguments = (rank, meeting, there, dict(os.environ), self._at_start)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
@@ -219,7 +247,7 @@ def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
 @with_frame_space
 def _serve(
     rank: int,
-    meeting: tuple[int, int, float],
+    meeting: Meeting,
     pipe: Connection,
     environment: dict[str, str],
     at_start: Callable[[], None] | None,
@@ -230,7 +258,7 @@ def _serve(
     torch.set_num_threads(1)
     if at_start is not None:
         at_start()
-    _join(rank, *meeting)
+    _join(rank, meeting)
     collect_seldom()
     pipe.send((True, None))
     while True:
@@ -247,18 +275,28 @@ def _serve(
         dist.destroy_process_group()
 
 
-def _join(rank: int, num_ranks: int, port: int, timeout_s: float) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+def _join(rank: int, meeting: Meeting) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
+    if meeting.device == "cuda":
+        be_deterministic()
+    timeout_s = meeting.timeout_s
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    join(
+        dist.TCPStore(HOST, meeting.port, is_master=False, timeout=timeout),
+        rank,
+        meeting.num_ranks,
+        device=meeting.device,
+        local_rank=rank,
+        timeout_s=timeout_s,
+        backend=meeting.backend,
+    )
 
 
-def _regroup(rank: int, *meeting: Any) -> None:
+def _regroup(rank: int, meeting: Meeting) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_compiled()
-    _join(rank, *meeting)
+    _join(rank, meeting)
 
 
 def collect_seldom() -> None:

@@ -53,6 +53,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.explanation",
     ),
     ("moe_compile.testing",),
+    ("moe_compile.check",),
     ("torchtitan_integration",),
     ("moe_compile.commands", "moe_compile.cli"),
 )

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu import unit_tests
-from benchmarks.gpu.bars import BARS, judge
+from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.host_copies import TO_HOST, judge_events
 from benchmarks.gpu.layer_check import Reference, _judge_errors, _judge_order
 from benchmarks.gpu.layer_step import GPU_VARIANTS, CodeOrder
-from benchmarks.gpu.record import Record
+from moe_compile.check.bars import judge
+from moe_compile.check.record import Record
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ SEEDED = {
 def test_a_bar_holds_and_is_missed_and_is_open(name, what):
     right, wrong = SEEDED[what]
     found = [
-        next(bar.holds for bar in judge({name: one}) if bar.what == what)
+        next(bar.holds for bar in judge({name: one}, BARS) if bar.what == what)
         for one in (right, wrong, section(is_complete=False), {})
     ]
     assert found == [True, False, None, None]
@@ -82,16 +83,18 @@ def test_a_bar_holds_and_is_missed_and_is_open(name, what):
 def test_a_bar_whose_variants_were_skipped_is_open():
     """It held: of what did not run nothing failed."""
     without = section({"variant": "inductor"}, skipped=[{"what": "megamoe N=4", "why": "late"}])
-    held = {bar.what: bar.holds for bar in judge({"layer": without, "trace": without})}
+    held = {bar.what: bar.holds for bar in judge({"layer": without, "trace": without}, BARS)}
     assert held["errors near inductor's, products under exchanges both ways"] is None
     assert held["one copy to the host forward, none backward"] is None
     beside = section(skipped=[{"what": "inductor pack width 4096", "why": "late"}])
-    held = {bar.what: bar.holds for bar in judge({"kernels": beside})}
+    held = {bar.what: bar.holds for bar in judge({"kernels": beside}, BARS)}
     assert held["quantised rows equal plain PyTorch"] is True
 
 
 def test_a_figure_that_is_no_number_leaves_its_bar_open():
-    held = {bar.what: bar.holds for bar in judge({"link": link(None), "kernels": copies(None)})}
+    held = {
+        bar.what: bar.holds for bar in judge({"link": link(None), "kernels": copies(None)}, BARS)
+    }
     assert set(held.values()) == {None, True}
     assert held["megamoe N=4 is faster than Inductor's best at 1:1, emulated"] is None
 

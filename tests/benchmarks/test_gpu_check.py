@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks.gpu import sliced_products
-from benchmarks.gpu.__main__ import ALIKE, _passed_before
 from benchmarks.gpu.exact_layer import exact_results, relative_errors
 from benchmarks.gpu.host_copies import judge_events, on_device
-from benchmarks.gpu.kernels import measure_op
+from benchmarks.gpu.kernels import check_odd, measure_op
 from benchmarks.gpu.lanes import Pace, ProcessorLane
 from benchmarks.gpu.layer_step import LayerStep
-from benchmarks.gpu.limited_process import run_limited
 from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
-from benchmarks.gpu.record import Record, write_json
 from benchmarks.gpu.row_ops import ROW_OPS
-from benchmarks.gpu.sizes import H200, LONGEST_S, PROMISED_S, SMOKE
+from benchmarks.gpu.sizes import H200, PROMISED_S, SMOKE
 from benchmarks.link.link_model import LinkRate
+from moe_compile.check.limited_process import run_limited
+from moe_compile.check.record import Record, write_json
+from moe_compile.check.sections import ALIKE, LONGEST_S, passed_before
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +112,12 @@ def test_an_operator_that_is_right_has_no_failure(record, op):
     measure_op(record, SMOKE, 16, 130, op)
     assert not on_disk(record)["failures"]
     assert on_disk(record)["rows"][0]["is_equal"]
+
+
+@pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
+def test_an_operator_takes_any_number_of_rows_of_any_width(record, op):
+    """An odd number of rows was refused where an operator takes two at a time."""
+    check_odd(record, SMOKE, op)
 
 
 @pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
@@ -246,9 +252,9 @@ def test_one_wrong_element_of_a_chunks_product_is_a_failure(record, monkeypatch)
 
 def test_what_passed_on_this_gpu_and_code_is_not_run_again(tmp_path):
     now = {"device": "cuda", "sources": "a", "machine": dict.fromkeys(ALIKE, "x")}
-    assert _passed_before(tmp_path, now) == {}
+    assert passed_before(tmp_path, now) == {}
     sections = {"kernels": {"status": "passed"}, "link": {"status": "failed"}}
     write_json(tmp_path / "summary.json", {**now, "sections": sections})
-    assert list(_passed_before(tmp_path, now)) == ["kernels"]
-    assert _passed_before(tmp_path, {**now, "sources": "b"}) == {}
-    assert _passed_before(tmp_path, {**now, "machine": {**now["machine"], "gpu": "y"}}) == {}
+    assert list(passed_before(tmp_path, now)) == ["kernels"]
+    assert passed_before(tmp_path, {**now, "sources": "b"}) == {}
+    assert passed_before(tmp_path, {**now, "machine": {**now["machine"], "gpu": "y"}}) == {}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import empty_groups
-from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import SMOKE
+from moe_compile.check.record import Record
 
 
 @pytest.fixture

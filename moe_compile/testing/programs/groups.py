@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_compile.runtime.node_groups import register_node_groups
+from moe_compile.testing.joining import rank_device
 
 
 def second_group() -> dist.ProcessGroup:
@@ -38,7 +39,8 @@ def _second_beside(default: Any) -> dist.ProcessGroup:
 @cache
 def _on_nodes(default: Any, num_nodes: int) -> None:
     num_local = default.size() // num_nodes
-    mesh = init_device_mesh("cpu", (num_nodes, num_local), mesh_dim_names=("node", "place"))
+    kind = rank_device().type
+    mesh = init_device_mesh(kind, (num_nodes, num_local), mesh_dim_names=("node", "place"))
     node, cross = mesh.get_group("place"), mesh.get_group("node")
     register_node_groups(default, node, cross, host=f"node {default.rank() // num_local}")
 

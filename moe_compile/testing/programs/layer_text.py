@@ -255,7 +255,7 @@ def _call_experts(layer: Experts) -> list[str]:
         call = "checkpoint(self.experts, rows, flat, runs, extra, use_reentrant=False)"
     if Detail.AUTOCAST in layer.details:
         return [
-            'with torch.autocast("cpu", dtype=torch.bfloat16):',
+            "with torch.autocast(x.device.type, dtype=torch.bfloat16):",
             f"    out = {call}",
             "out = out.to(rows.dtype)",
         ]

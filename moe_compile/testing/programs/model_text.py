@@ -61,7 +61,7 @@ def _call(program: Program, i: int, layer: Layer, routing: str = "") -> list[str
 
 def _around(program: Program, calls: list[str]) -> list[str]:
     if program.wrapping is Wrapping.AUTOCAST:
-        return ['with torch.autocast("cpu", dtype=torch.bfloat16):', *indented(calls)]
+        return ["with torch.autocast(x.device.type, dtype=torch.bfloat16):", *indented(calls)]
     if program.wrapping is Wrapping.NO_GRAD_HALF:
         kept = ["kept = x", "with torch.no_grad():", *indented(calls), "x = kept + x * 0.125"]
         return [*kept, *calls]

@@ -14,6 +14,7 @@ Contract
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import itertools
 import linecache
@@ -33,6 +34,7 @@ from torch import nn
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import IN_TWO_HOPS
+from moe_compile.testing.joining import rank_device
 from moe_compile.testing.mirrored_rank import TableLayout, become_mirrored
 from moe_compile.testing.programs.accumulation import accumulated
 from moe_compile.testing.programs.backwards import Step, backwards_of
@@ -112,7 +114,11 @@ def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager"
 def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:
     module = load(text)
     captured = getattr(module, "UNKNOWN_LENGTHS", False)  # none in programs of earlier versions
-    with dynamo_config.patch(capture_dynamic_output_shape_ops=captured):
+    place = rank_device()  # of tensors that the program makes: none is asked for on a processor
+    with (
+        dynamo_config.patch(capture_dynamic_output_shape_ops=captured),
+        place if place.type != "cpu" else contextlib.nullcontext(),
+    ):
         return _compare_module(rank, module, text, backend, reference)
 
 
@@ -273,8 +279,10 @@ def _drawn(module: ModuleType, num_rows: int, own: torch.Generator) -> torch.Ten
     """Return rows of random numbers, whole and small where all numbers of the program are."""
     shape = (num_rows, module.WIDTH)
     if getattr(module, "WHOLE", False):  # none in programs of earlier versions
-        return torch.randint(-2, 3, shape, generator=own).to(module.DTYPE)
-    return torch.randn(shape, generator=own).to(module.DTYPE)
+        drawn = torch.randint(-2, 3, shape, generator=own, device="cpu")
+    else:
+        drawn = torch.randn(shape, generator=own, device="cpu")
+    return drawn.to(rank_device(), module.DTYPE)
 
 
 def _poison(module: ModuleType, x: torch.Tensor) -> None:

@@ -24,10 +24,10 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.exchange_choices import Tally
 from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.grammar import (
+    HOPPING,
     IN_EIGHT_BITS,
     NODE_SUMMING,
     NUM_NODES,
-    NUM_RANKS,
     PARTED,
     Attention,
     Capacity,
@@ -66,12 +66,14 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor
 PARAMETER: Final = """\
 def parameter(generator, *shape):
     scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.5
-    return nn.Parameter((torch.randn(*shape, generator=generator) * scale).to(DTYPE))
+    drawn = torch.randn(*shape, generator=generator, device="cpu") * scale
+    return nn.Parameter(drawn.to(torch.get_default_device(), DTYPE))
 """
 
 WHOLE_PARAMETER: Final = """\
 def parameter(generator, *shape):
-    return nn.Parameter(torch.randint(-1, 2, shape, generator=generator).to(DTYPE))
+    drawn = torch.randint(-1, 2, shape, generator=generator, device="cpu")
+    return nn.Parameter(drawn.to(torch.get_default_device(), DTYPE))
 """
 
 FAVOUR: Final = {
@@ -193,7 +195,7 @@ def _settings(program: Program) -> str:
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
-    if program.num_ranks != NUM_RANKS:
+    if program.rewrite in HOPPING:
         local = next(layer.local for layer in program.layers if isinstance(layer, Experts))
         lines += [f"RANKS, NODES, LOCAL = {program.num_ranks}, {NUM_NODES}, {local}  # experts"]
     if program.rewrite in PARTED:

@@ -4,6 +4,8 @@ Contract
     The file is whole whenever the process dies: it is replaced, never written over.
     An item that raises is recorded with its traceback and the section goes on; one that no longer
     fits in the time is recorded as skipped.
+    A record that resumes another holds what that found. What the other began and did not end is a
+    failure, and is not begun again.
 """
 
 from __future__ import annotations
@@ -29,10 +31,17 @@ class Record:
     deadline: float
     """By time.monotonic()."""
     data: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = False
+    """Whether what is on disk was found by an earlier process of the same section."""
 
     def __post_init__(self) -> None:
-        """Start with nothing found."""
-        self.data |= {"rows": [], "failures": [], "skipped": []}
+        """Start with nothing found, or with what an earlier process found."""
+        self.data |= {"rows": [], "failures": [], "skipped": [], "begun": [], "ended": []}
+        if self.resumes and self.path.exists():
+            self.data |= json.loads(self.path.read_text())
+        for what in [one for one in self.data["begun"] if one not in self.data["ended"]]:
+            self.fail(what, "its processes ended, or were ended as they did nothing: see the logs")
+            self.data["ended"].append(what)
         self.write()
 
     def left_s(self) -> float:
@@ -63,15 +72,7 @@ class Record:
 
     def attempt(self, what: str, work: Callable[[], Result], needs_s: float = 0.0) -> Result | None:
         """Return what `work` returns; None when it raised or `needs_s` no longer fit."""
-        if self.left_s() < needs_s:
-            self.data["skipped"].append(
-                {
-                    "what": what,
-                    "why": f"out of time: needs {needs_s:.0f} s, {self.left_s():.0f} left",
-                }
-            )
-            self.write()
-            say(f"skipped {what}: out of time")
+        if not self._fits(what, needs_s):
             return None
         try:
             return work()
@@ -81,6 +82,40 @@ class Record:
                 what, f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-6000:]
             )
             return None
+
+    def begin(self, what: str, *, why: str = "", needs_s: float = 0.0) -> bool:
+        """Return whether `what` is to be done: it fits, no process began it, and `why` is "".
+
+        `why` says why it cannot be. What is begun is on disk: a process may die of it.
+        """
+        if what in self.data["begun"]:
+            return False
+        if why:
+            self.skip(what, why)
+        if why or not self._fits(what, needs_s):
+            return False
+        self.data["begun"].append(what)
+        self.write()
+        return True
+
+    def end(self, what: str) -> None:
+        """Say that what was begun has ended, well or not."""
+        self.data["ended"].append(what)
+        self.write()
+
+    def skip(self, what: str, why: str) -> None:
+        """Say that an item was left out."""
+        skipped = {"what": what, "why": why}
+        if skipped not in self.data["skipped"]:
+            self.data["skipped"].append(skipped)
+            self.write()
+            say(f"skipped {what}: {why}")
+
+    def _fits(self, what: str, needs_s: float) -> bool:
+        if fits := self.left_s() >= needs_s:
+            return fits
+        self.skip(what, f"out of time: needs {needs_s:.0f} s, {self.left_s():.0f} left")
+        return False
 
     def write(self) -> None:
         """Replace the file."""

@@ -1,0 +1,22 @@
+"""The check on several GPUs, of one machine or of two, no section in more than eight minutes.
+
+    python -m benchmarks.node --out FOLDER
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m benchmarks.node --out FOLDER
+
+It needs what `benchmarks.gpu` needs, and two to eight GPUs. Run by itself it starts a rank for each
+GPU of the machine (`--ranks`); each process of a torchrun job is one rank. FOLDER, that of the
+first rank, gets `summary.json`, and per section `NAME.json` and a log of each rank.
+
+    bits       a program for every rewrite and option against eager, bit for bit; chunks and ranks
+               without rows among them, in memory that held NaN
+
+Contract
+    Each rank of a section is a process of its own, which ends in the section's time. Ranks that
+    fail, hang or die leave what they had measured; new ones go on behind the item that did it.
+    The exit code is 0 when every section asked for ran and had no failure.
+    The same command again goes on: what passed on this machine, torch and code is not run again.
+    The table at the end says which bars hold, which are missed, which are open.
+
+`--device cpu --ranks 2` runs all of it at tiny sizes over gloo: a test of this program, no
+measurement.
+"""

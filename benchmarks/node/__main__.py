@@ -1,0 +1,85 @@
+"""Run the sections one after the other, each in its time; the package's docstring has the rest."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+
+from benchmarks.gpu.gpu_machine import describe_gpu_machine
+from benchmarks.node.ranks import Ranks
+from benchmarks.node.sizes import PROMISED_S, SIZES
+from benchmarks.node.summary import print_summary
+from moe_compile.check.sections import passed_before, run_sections
+from moe_compile.report.command import recorded_command
+from moe_compile.source_hash import hash_of_sources
+
+WIDTH: Final = 150
+LEAST_RANKS: Final = 2
+
+
+def main() -> int:
+    """Run the sections asked for; returns 1 when one failed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
+    arguments = _arguments()
+    out = arguments.out.resolve()
+    ranks = Ranks(out, arguments.device, arguments.ranks)
+    if ranks.rank:
+        ranks.follow()
+        return 0
+    console = Console(width=WIDTH)
+    summary: dict[str, Any] = {
+        "command": recorded_command("benchmarks.node", sys.argv[1:]),
+        "device": arguments.device,
+        "ranks": ranks.num_ranks,
+        "machine": describe_gpu_machine(arguments.device),
+        "sources": hash_of_sources(),
+        "sections": {},
+    }
+    if not arguments.again:
+        summary["sections"] = passed_before(out, summary, ("device", "ranks", "sources"))
+    for key, value in summary["machine"].items():
+        console.print(f"{key}: {value}", highlight=False)
+    for name in summary["sections"]:
+        console.print(f"{name}: passed before, its results stay (--again runs it)")
+    promised = {name: s for name, s in PROMISED_S.items() if name in arguments.sections}
+    has_passed = run_sections(out, summary, promised, arguments.budget_s, ranks.run)
+    ranks.end()
+    print_summary(console, out, summary)
+    return 0 if has_passed else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.node", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--budget-s", type=float, default=sum(PROMISED_S.values()) + 60.0)
+    parser.add_argument(
+        "--again", action="store_true", help="run sections too that FOLDER has passed results of"
+    )
+    parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="without torchrun; default: the GPUs, or 2 processors"
+    )
+    parser.add_argument(
+        "--sections",
+        type=lambda text: text.split(","),
+        default=list(PROMISED_S),
+        help="of " + ",".join(PROMISED_S),
+    )
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.sections) - set(PROMISED_S)):
+        parser.error(f"no section {', '.join(unknown)}; known: {', '.join(PROMISED_S)}")
+    num_devices = torch.cuda.device_count() if arguments.device == "cuda" else LEAST_RANKS
+    arguments.ranks = arguments.ranks or num_devices
+    if arguments.device == "cuda" and arguments.ranks > num_devices:
+        parser.error(f"--ranks {arguments.ranks}: torch sees {num_devices} CUDA devices")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
