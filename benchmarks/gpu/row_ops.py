@@ -105,7 +105,7 @@ ROW_OPS: Final = (
         name="sum_of_places, two rows each",
         ours=SUM_OF_PLACES,
         plain=sum_of_places,
-        arguments=lambda i: (i.rows_ND, i.index.view(-1, 2), DTYPE),
+        arguments=lambda i: (i.rows_ND, i.index[: len(i.index) // 2 * 2].view(-1, 2), DTYPE),
         bytes_per_row=lambda width: _row(width) + _row(width) // 2 + INDEX_BYTES,
     ),
 )
