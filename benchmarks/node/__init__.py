@@ -7,8 +7,15 @@ It needs what `benchmarks.gpu` needs, and two to eight GPUs. Run by itself it st
 GPU of the machine (`--ranks`); each process of a torchrun job is one rank. FOLDER, that of the
 first rank, gets `summary.json`, and per section `NAME.json` and a log of each rank.
 
+    beside     GEMM and grouped GEMM with and without an exchange beside them, at several numbers
+               of CTAs: by how much each slows the other
+    links      collectives by message size, within a machine and among all
+    hidden     a layer in one chunk, chunks, two hops, parts: exposed and hidden time by the
+               profiler beside the prediction, and steps against Inductor with its reordering
     bits       a program for every rewrite and option against eager, bit for bit; chunks and ranks
                without rows among them, in memory that held NaN
+
+Of `links` and `beside` it writes `measured.toml`, a hardware profile.
 
 Contract
     Each rank of a section is a process of its own, which ends in the section's time. Ranks that

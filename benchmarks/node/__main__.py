@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,10 +13,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu.gpu_machine import describe_gpu_machine
+from benchmarks.node.measured_profile import write_profile
 from benchmarks.node.ranks import Ranks
 from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
-from moe_compile.check.sections import passed_before, run_sections
+from moe_compile.check.sections import passed_before, read_section, run_sections
+from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.report.command import recorded_command
 from moe_compile.source_hash import hash_of_sources
 
@@ -51,7 +54,20 @@ def main() -> int:
     has_passed = run_sections(out, summary, promised, arguments.budget_s, ranks.run)
     ranks.end()
     print_summary(console, out, summary)
+    if {"links", "beside"} <= {*summary["sections"]}:
+        console.print(_profile(arguments.device, out, summary["machine"]), markup=False)
     return 0 if has_passed else 1
+
+
+def _profile(device: str, out: Path, machine: Mapping[str, Any]) -> str:
+    """Write the profile that was measured; return what to say of it."""
+    sections = {name: read_section(out, name) for name in ("links", "beside")}
+    start = detected_profile() if device == "cuda" else NO_GPU
+    try:
+        path = write_profile(out, start, machine, sections)
+    except LookupError as error:
+        return f"no profile is written: {error.args[0]} has no result"
+    return f"{path}: links as measured; megamoe calibrate OUT --start {path} adds this device"
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,14 +19,25 @@ from typing import Final
 
 import torch.distributed as dist
 
+from benchmarks.node.beside import check_beside
+from benchmarks.node.hidden import check_hidden
+from benchmarks.node.links import check_links
 from benchmarks.node.sizes import SIZES, Sizes
 from moe_compile.check.bits import check_bits
 from moe_compile.check.record import Record
 from moe_compile.check.team import RESTART, OutOfStep, Team
 
-SECTIONS: Final[Mapping[str, Callable[[Team, Sizes], None]]] = {
-    "bits": lambda team, sizes: check_bits(team, sizes.programs),
+SECTIONS: Final[Mapping[str, Callable[[Team, Sizes, Path], None]]] = {
+    "beside": lambda team, sizes, _: check_beside(team, sizes),
+    "links": lambda team, sizes, _: check_links(team, sizes, node_ranks(team.num_ranks)),
+    "hidden": check_hidden,
+    "bits": lambda team, sizes, _: check_bits(team, sizes.programs),
 }
+
+
+def node_ranks(num_ranks: int) -> int:
+    """Return how many ranks share a machine: torchrun says so, by itself all do."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
 def main() -> int:
@@ -56,14 +67,14 @@ def main() -> int:
         collective_timeout_s=sizes.collective_timeout_s,
         record=record,
     )
-    return run_section(arguments.section, team, sizes)
+    return run_section(arguments.section, team, sizes, arguments.out)
 
 
-def run_section(name: str, team: Team, sizes: Sizes) -> int:
+def run_section(name: str, team: Team, sizes: Sizes, out: Path) -> int:
     """Run one section on this rank; return the exit status."""
     began = time.monotonic()
     try:
-        SECTIONS[name](team, sizes)
+        SECTIONS[name](team, sizes, out)
     except OutOfStep:
         return RESTART
     if team.record is None:

@@ -32,6 +32,11 @@ LEAST_S: Final = 20.0
 FOLLOW_S: Final = 3600.0
 """For which a driver waits for the first to say what is next."""
 END: Final = ""
+OF_AGENT: Final = "TORCHELASTIC_USE_AGENT_STORE"
+"""Whether torchrun itself has the store where its ranks meet."""
+OF_TORCHRUN: Final = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +51,30 @@ class Order:
 class Ranks:
     """The ranks that this process starts, and how drivers of ranks hear of each other."""
 
-    def __init__(self, out: Path, device: str, num_local: int) -> None:
-        """Be the only driver, of `num_local` ranks, or that of a rank that torchrun started."""
-        self._out, self._device = out, device
+    def __init__(
+        self, out: Path, device: str, num_local: int, module: str = "benchmarks.node.one_rank"
+    ) -> None:
+        """Be the only driver, of `num_local` ranks, or that of a rank that torchrun started.
+
+        `module` is what a rank of a section runs.
+        """
+        self._out, self._device, self._module = out, device, module
         self._num_orders = 0
         self._is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if self._is_torchrun:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+            names = (
+                "LOCAL_WORLD_SIZE",
+                "RANK",
+                "WORLD_SIZE",
+                "LOCAL_RANK",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+            )
             self._environments = [{name: os.environ[name] for name in names}]
             timeout = timedelta(seconds=FOLLOW_S)
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            store: dist.Store = dist.TCPStore(*address, is_master=False, timeout=timeout)
+            is_owner = os.environ["RANK"] == "0" and os.environ.get(OF_AGENT) != str(True)
+            store: dist.Store = dist.TCPStore(*address, is_master=is_owner, timeout=timeout)
         else:
             store = self._owned = meeting_point()
             self._environments = [
@@ -65,6 +83,7 @@ class Ranks:
                     "RANK": str(rank),
                     "WORLD_SIZE": str(num_local),
                     "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(num_local),
                     "MASTER_ADDR": HOST,
                     "MASTER_PORT": str(self._owned.port),
                 }
@@ -121,7 +140,7 @@ class Ranks:
         return [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self.num_ranks)]
 
     def _start(self, order: Order) -> list[int | None]:
-        command = [sys.executable, "-m", "benchmarks.node.one_rank", order.section]
+        command = [sys.executable, "-m", self._module, order.section]
         command += [f"--out={self._out}", f"--device={self._device}"]
         command += [f"--budget-s={order.seconds - GRACE_S}", f"--attempt={order.attempt}"]
         suffix = f"_again{order.attempt}" if order.attempt else ""

@@ -18,7 +18,7 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.hardware.profile import load_profile, read_profile
-from moe_compile.hardware.sourced_file import dump_sourced
+from moe_compile.hardware.sourced_file import dump_sourced, put_number
 from moe_compile.report.cluster_tables import new_console
 
 ROWS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -63,11 +63,7 @@ def calibrate(known: argparse.Namespace) -> int:
     origin = f"measured: {day} on {chip}, torch {torch.__version__}, median of {measure.REPEATS}"
     table["name"] = known.out.stem
     for path, value in _measured(measure, device, table).items():
-        *tables, key = path.split(".")
-        inner = table
-        for name in tables:
-            inner = inner[name]
-        inner[key] = {"value": value, "origin": origin}
+        put_number(table, path, value, origin)
     known.out.parent.mkdir(parents=True, exist_ok=True)
     known.out.write_text(dump_sourced(table))
     load_profile(str(known.out))

@@ -54,6 +54,15 @@ def sourced_lines(numbers: Mapping[str, float], origins: Mapping[str, str]) -> l
     return lines
 
 
+def put_number(table: Mapping[str, Any], path: str, value: Any, origin: str) -> None:
+    """Put a number and its origin into a raw table, at a dotted path whose tables are there."""
+    *tables, key = path.split(".")
+    inner: Any = table
+    for name in tables:
+        inner = inner[int(name)] if isinstance(inner, list) else inner[name]
+    inner[key] = {"value": value, "origin": origin}
+
+
 def dump_sourced(table: Mapping[str, Any]) -> str:
     """Return TOML for a raw table in which numbers are `{ value, origin }`, subtables last."""
     return "\n".join(_lines(table, "")) + "\n"

@@ -1,0 +1,88 @@
+"""A hardware profile whose links are those that sections `links` and `beside` measured.
+
+Contract
+    Rates of the device stay as the profile started from has them: `megamoe calibrate` measures
+    those, and takes this file with `--start`. Fits are left out. What is written loads.
+    Within a machine measured numbers are the node's link, among several machines the network's;
+    the two numbers of section `beside` go to the link that all ranks have.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.node.beside import OWN, PRODUCTS, said_of
+from benchmarks.node.links import link_of
+from moe_compile.hardware.collectives import spread_of
+from moe_compile.hardware.links import NETWORK, NODE
+from moe_compile.hardware.profile import load_profile, read_profile
+from moe_compile.hardware.sourced_file import dump_sourced, put_number
+
+FILE: Final = "measured.toml"
+DIGITS: Final = 3
+
+
+def write_profile(
+    out: Path, start: str, machine: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """Write the profile and return its path; raise LookupError where something is not measured."""
+    rows = sections["links"].get("rows", [])
+    sizes = sorted({row["ranks"] for row in rows})
+    if not sizes:
+        raise LookupError("section links")
+    table = tomllib.loads(read_profile(start).path.read_text())
+    table.pop("fit", None)
+    table["name"] = Path(FILE).stem
+    chip = machine["cpu"] if machine["gpu"].startswith("none") else machine["gpu"]
+    origin = f"measured: {datetime.now(UTC).date()} on {chip}, torch {machine['torch']}"
+    beside = _of_own_budget(sections["beside"])
+    for num_ranks in sizes:
+        is_all = num_ranks == sizes[-1]
+        name = NETWORK if is_all and len(sizes) > 1 else NODE
+        numbers = link_of(rows, num_ranks)
+        if name == NETWORK:  # the other bytes stay on a machine
+            of_gathers = spread_of(num_ranks, sizes[0], is_gather=True).between
+            numbers["gb_per_s"] *= spread_of(num_ranks, sizes[0], is_gather=False).between
+            numbers["gather_gb_per_s"] *= of_gathers
+        more = beside if is_all else {}
+        for path, value in _numbers(table, name, numbers, more).items():
+            put_number(table, path, _short(value), f"{origin}, {num_ranks} ranks")
+    path = out / FILE
+    path.write_text(dump_sourced(table))
+    load_profile(str(path))
+    return path
+
+
+def _numbers(
+    table: Mapping[str, Any], name: str, numbers: Mapping[str, float], beside: Mapping[str, float]
+) -> dict[str, float]:
+    """Return what is measured of a link by its path in the profile."""
+    found: dict[str, float] = {}
+    places = [i for i, link in enumerate(table.get("link", [])) if link["name"] == name]
+    if name == NETWORK or not places:  # the compiler's own link
+        found |= {"link_gb_per_s": numbers["gb_per_s"], "link_latency_us": numbers["latency_us"]}
+    for place in places:
+        peak = table["link"][place]["gb_per_s"]["value"]
+        found |= {
+            f"link.{place}.exchange_share": min(numbers["gb_per_s"] / peak, 1.0),
+            f"link.{place}.gather_share": min(numbers["gather_gb_per_s"] / peak, 1.0),
+            f"link.{place}.latency_us": numbers["latency_us"],
+            **{f"link.{place}.{key}": value for key, value in beside.items()},
+        }
+    return found
+
+
+def _of_own_budget(section: Mapping[str, Any]) -> dict[str, float]:
+    """Return the two numbers with the backend's own CTAs, of grouped products: what experts are."""
+    for row in section.get("rows", []):
+        if (row["product"], row["budget"]) == (PRODUCTS[-1], said_of(OWN)):
+            return {name: max(row[name], 0.0) for name in ("contention", "overlap_slowdown")}
+    raise LookupError("section beside")
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
