@@ -46,7 +46,8 @@ def main() -> int:
     }
     if not arguments.again:
         summary["sections"] = passed_before(out, summary, ("device", "ranks", "sources"))
-    for key, value in summary["machine"].items():
+    summary["settings"] = ranks.settings
+    for key, value in {**summary["machine"], **ranks.settings}.items():
         console.print(f"{key}: {value}", highlight=False)
     for name in summary["sections"]:
         console.print(f"{name}: passed before, its results stay (--again runs it)")

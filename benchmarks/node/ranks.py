@@ -4,6 +4,8 @@ Contract
     The first rank's driver says what is run and when; the others' follow. No process of a section
     is left when `run` returns. While time is left a section whose ranks ended before it did goes on
     in new ones, behind the item that they ended in.
+    Ranks on GPUs have the settings that `megamoe train` gives its own, where the user has set
+    nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from moe_compile.check.limited_process import run_ranks
 from moe_compile.check.record import say
 from moe_compile.check.sections import GRACE_S, ended, read_section
 from moe_compile.testing.rank_pool import HOST, meeting_point
+from torchtitan_integration.launch import settings_on_gpus
 
 PATIENCE_S: Final = 20.0
 """For the other ranks once one has failed."""
@@ -59,6 +62,7 @@ class Ranks:
         `module` is what a rank of a section runs.
         """
         self._out, self._device, self._module = out, device, module
+        self.settings = settings_on_gpus(os.environ) if device == "cuda" else {}
         self._num_orders = 0
         self._is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if self._is_torchrun:
@@ -149,7 +153,7 @@ class Ranks:
             [command] * len(ranks),
             [self._out / f"{order.section}_rank{rank}{suffix}.log" for rank in ranks],
             order.seconds,
-            [environment_of(own) for own in self._environments],
+            [environment_of(self.settings | own) for own in self._environments],
             patience_s=PATIENCE_S,
         )
 

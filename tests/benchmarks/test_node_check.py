@@ -15,7 +15,7 @@ from benchmarks.node.collectives import EXCHANGE, GATHER
 from benchmarks.node.hidden import judge_steps, judge_variant
 from benchmarks.node.links import judge_times
 from benchmarks.node.measured_profile import write_profile
-from benchmarks.node.ranks import Ranks
+from benchmarks.node.ranks import Ranks, environment_of
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
 from moe_compile.check.bars import judge
@@ -23,6 +23,7 @@ from moe_compile.check.limited_process import run_ranks
 from moe_compile.check.record import Record
 from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile
+from torchtitan_integration.launch import ON_GPUS
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +39,15 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path):
     codes = run_ranks(commands, logs, 600.0, [os.environ] * 2, patience_s=0.5)
     assert codes == [3, None] and time.monotonic() - began < 300
     assert run_ranks([python("")] * 2, logs, 600.0, [os.environ] * 2, patience_s=0.5) == [0, 0]
+
+
+def test_ranks_on_gpus_are_set_up_as_those_of_a_training_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    settings = Ranks(tmp_path, "cuda", 2).settings
+    assert settings.keys() == ON_GPUS.keys() - {"TORCH_NCCL_HIGH_PRIORITY"}
+    assert Ranks(tmp_path, "cpu", 2).settings == {}
+    own = environment_of({"RANK": "1", **settings})
+    assert (own["RANK"], own["TORCH_NCCL_HIGH_PRIORITY"]) == ("1", "0")
 
 
 def test_sections_promise_no_more_than_eight_minutes_and_each_has_a_bar():
