@@ -106,7 +106,8 @@ class MegaMoEConfig:
     """What "auto" may choose from. "exact": what changes no bit. "bounded": also sums in another
     order, by a bound that the report states. "lossy": everything. An option that names what it
     wants is obeyed whatever `numerics` says, but for chunks of experts that share a parameter or
-    sort rows by a sort that is not stable: they need "bounded" (docs/limits.md)."""
+    sort rows by a sort that is not stable: they need "bounded" (docs/limits.md). With "bounded"
+    sums per token are one kernel (docs/wire.md#sums-per-token)."""
     dispatch: Literal["all_to_all", "all_gather", "auto"] = "all_to_all"
     """The collectives that move tokens to experts and back (docs/dispatch.md). "all_gather" sends
     tokens in place of rows, and a reduce-scatter brings their sums back: sums of more than two

@@ -11,9 +11,11 @@ with what stands around it. With `codegen = "fx"` they run as they are.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import torch
 import torch.fx as fx
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
@@ -23,12 +25,21 @@ from moe_compile.graph.edit import Emitter, substitute
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.hop_sums import SUM_OF_PLACES, sum_of_places
 from moe_compile.ops.quantized_rows import REFERENCES, has_kernel
+from moe_compile.ops.row_sums import (
+    DOTS_OF_PLACES,
+    SUM_OF_PLACES,
+    dots_of_places,
+    sum_of_places,
+)
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
-WRITTEN_OUT: Final = {**REFERENCES, SUM_OF_PLACES: sum_of_places}
+WRITTEN_OUT: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    **REFERENCES,
+    SUM_OF_PLACES: sum_of_places,
+    DOTS_OF_PLACES: dots_of_places,
+}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from passes.contract import Fact, GraphPass
 from passes.copy_fills import CopyFills
 from passes.detect_regions import DetectRegions
 from passes.fold_row_moves import FoldRowMoves
+from passes.fuse_token_sums import FuseTokenSums
 from passes.lower_row_ops import LowerRowOps
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.outside import load_rewrites
@@ -75,6 +76,7 @@ DYNAMO: Final = Level(
         DetectRegions(),
         PlanRegions(),
         RewriteRegions(),
+        FuseTokenSums(),
         QuantizeExchanges(),
         RouteExchanges(),
     )

@@ -46,6 +46,7 @@ class PlanRegions(GraphPass):
             }
             for one in state.experts
         }
+        state.results = {one.found.region.name: one.found.region.result for one in state.experts}
         return PassReport(
             pass_name=self.name,
             applied=tuple(one.found.region.name for one in state.regions if one.is_rewritten),

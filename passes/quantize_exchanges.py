@@ -48,6 +48,7 @@ class QuantizeExchanges(Rewrite[Quantised]):
 
     name: ClassVar[str] = "quantize_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED, Fact.REWRITTEN})
+    after: ClassVar[frozenset[str]] = frozenset({"fuse_token_sums"})
     numerics: ClassVar[str] = "lossy"
     is_decided: ClassVar[bool] = True
 

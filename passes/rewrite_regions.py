@@ -109,6 +109,10 @@ def _emit_experts(
         dispatches, combines = chunks.dispatches, chunks.combines
         instead = chunks.instead
     state.launches[region.name] = {"dispatch": tuple(dispatches), "combine": tuple(combines)}
+    if region.result in instead:
+        state.results[region.name] = instead[region.result]
+    else:
+        state.results.pop(region.name, None)
 
     def replace_and_move() -> None:
         replace_uses(around.sizes)

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo
+from torch.utils import _pytree as pytree
 
 from benchmarks.gpu.device_time import Replay, replayable, time_in_turn
 from benchmarks.gpu.row_ops import ROW_OPS, Inputs, RowOp, extreme_rows, random_inputs
@@ -147,7 +148,7 @@ def _inductor_rows(record: Record, sizes: Sizes, width: int, op: RowOp) -> None:
 
 
 def _mark_rows_dynamic(arguments: Iterable[Any]) -> None:
-    for argument in arguments:
+    for argument in pytree.tree_leaves(tuple(arguments)):
         if isinstance(argument, torch.Tensor):
             torch._dynamo.mark_dynamic(argument, 0)
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 
-from moe_compile.ops.hop_sums import SUM_OF_PLACES, sum_of_places
 from moe_compile.ops.quantize import pack_rows
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,
@@ -18,6 +17,7 @@ from moe_compile.ops.quantized_rows import (
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
+from moe_compile.ops.row_sums import SUM_OF_PLACES, sum_of_places
 from moe_compile.ops.wire_format import row_bytes
 
 DTYPE: Final = torch.bfloat16
@@ -105,7 +105,7 @@ ROW_OPS: Final = (
         name="sum_of_places, two rows each",
         ours=SUM_OF_PLACES,
         plain=sum_of_places,
-        arguments=lambda i: (i.rows_ND, i.index[: len(i.index) // 2 * 2].view(-1, 2), DTYPE),
+        arguments=lambda i: ([i.rows_ND], i.index[: len(i.index) // 2 * 2].view(-1, 2), DTYPE),
         bytes_per_row=lambda width: _row(width) + _row(width) // 2 + INDEX_BYTES,
     ),
 )

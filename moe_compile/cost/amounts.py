@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.cost.group_ranks import group_ranks
 from moe_compile.cost.kept_blocks import kept_share
-from moe_compile.cost.row_gathers import GATHERS, OWN_GATHERS, gathered_bytes
+from moe_compile.cost.row_gathers import GATHERS, gathered_bytes
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import integers_taken, is_view
@@ -197,9 +197,8 @@ def _bytes_read(node: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
     inputs = node.all_input_nodes
     kept = [a for a in inputs if not (fuses_what_it_reads(node) and is_fusible(a))]
     read = {a: float(sizes.nbytes(value_of(a))) for a in kept}
-    if _op(node) in GATHERS | OWN_GATHERS and inputs[0] in read:
-        read[inputs[0]] = gathered_bytes(node, sizes)
-    return read
+    gathered = gathered_bytes(node, sizes)
+    return read | {source: nbytes for source, nbytes in gathered.items() if source in read}
 
 
 def _operations(node: fx.Node, sizes: NominalSizes) -> float:

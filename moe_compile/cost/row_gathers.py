@@ -16,22 +16,29 @@ from moe_compile.graph.query import overload_name, tensor_of, value_of
 
 GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
 """Operators of torch that gather, all of which a compiler fuses with what reads the rows."""
-SUM_OF_PLACES: Final = "sum_of_places"
+BY_PLACES: Final = frozenset({"sum_of_places", "dots_of_places"})
+"""Ours, of rows in several matrices by a matrix of their numbers."""
 OWN_GATHERS: Final = frozenset(
-    {"gather_quantize_pack", "gather_rows", "unpack_dequantize_permute", SUM_OF_PLACES}
+    {"gather_quantize_pack", "gather_rows", "unpack_dequantize_permute", *BY_PLACES}
 )
 """Ours, of rows by an index; without one all are read."""
 
 
-def gathered_bytes(gather: fx.Node, sizes: NominalSizes) -> float:
-    """Return the bytes that `gather` reads of its first tensor."""
-    source = gather.all_input_nodes[0]
-    whole = float(sizes.nbytes(value_of(source)))
-    if (op := overload_name(gather).rpartition("::")[2]) not in OWN_GATHERS:
-        return min(float(sizes.nbytes(value_of(gather))), whole)
-    asked = _shape(gather.all_input_nodes[1] if op == SUM_OF_PLACES else gather, sizes)
-    num_asked = math.prod(asked) if op == SUM_OF_PLACES else asked[0]
-    return whole * min(1.0, num_asked / max(_shape(source, sizes)[0], 1))
+def gathered_bytes(gather: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
+    """Return the bytes that `gather` reads of each tensor it takes rows from; {} for no gather."""
+    op = overload_name(gather).rpartition("::")[2]
+    if op in GATHERS:
+        source = gather.all_input_nodes[0]
+        taken = float(sizes.nbytes(value_of(gather)))
+        return {source: min(taken, float(sizes.nbytes(value_of(source))))}
+    if op not in OWN_GATHERS:
+        return {}
+    sources, places = [gather.args[0]], gather
+    if op in BY_PLACES:
+        sources, places = gather.args[:2]
+    number = math.prod(_shape(places, sizes)[: 2 if op in BY_PLACES else 1])
+    share = min(1.0, number / max(sum(_shape(source, sizes)[0] for source in sources), 1))
+    return {source: share * float(sizes.nbytes(value_of(source))) for source in sources}
 
 
 def _shape(node: fx.Node, sizes: NominalSizes) -> tuple[int, ...]:

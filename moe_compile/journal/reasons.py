@@ -233,6 +233,10 @@ class Reason(enum.Enum):
     NOT_PROVEN = "its experts are not proven to treat rows independently", Kind.UNPROVEN
     NO_GATHER = "the rows sent are not a gather of tokens by an index", Kind.UNPROVEN
     NO_SUM = "what follows the combine is not a sum per token", Kind.UNPROVEN
+    NO_SLOTS = (
+        "its sums are not of as many rows for every token, put in order by a sort",
+        Kind.UNPROVEN,
+    )
     OTHER_INDEX = "rows are summed by another index than they were gathered by", Kind.UNPROVEN
     OTHER_TOKENS = "the sum has not one row per token gathered", Kind.UNPROVEN
     ROWS_READ = (

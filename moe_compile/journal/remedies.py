@@ -172,6 +172,8 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.NOT_PROVEN: "what lifts the reason that the detail names",
     Reason.NO_GATHER: "make the rows that are sent by one index: x[index] or index_select",
     Reason.NO_SUM: "add the rows up per token by index_add, or put them in order and sum over k",
+    Reason.NO_SLOTS: "put rows in the order of their tokens, k to a token, by the argsort that "
+    "they were sorted by, and sum over k",
     Reason.OTHER_INDEX: "gather and sum rows by one index, which nothing writes in between",
     Reason.OTHER_TOKENS: "sum onto as many rows as there are tokens",
     Reason.ROWS_READ: "read tokens or their sums, not the rows, outside the experts",

@@ -6,8 +6,8 @@ Contract
     by integers: no row is added to memory that another row is added to.
     From node to node a token's rows travel as one, rounded to their type.
 
-    places_of          where the rows of each token are among those that came
-    sum_of_places      their sums
+    places_of          where the rows of each token are among those that came; `sum_of_places`
+                       (ops/row_sums.py) adds them up
     tokens_received    tokens that came in two hops; what they get of the rows' gradients is summed
 
 Chunks of experts and slices of tokens, as `ops/hop_rows.py` has them, change no sum: a node adds up
@@ -27,14 +27,10 @@ import torch.nn.functional as F
 
 from moe_compile.ops.messages import all_to_all, as_rows, as_sent
 from moe_compile.ops.permute import LIBRARY
-from moe_compile.ops.quantized_rows import HAS_KERNELS
+from moe_compile.ops.row_sums import SUM_OF_PLACES
 from moe_compile.ops.two_hops import cut, grouped, joined
 
-if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
-    from moe_compile.ops.kernels.sum_rows import sum_rows
-
 LIBRARY.define("places_of(Tensor index, Tensor? by, SymInt number, int most) -> Tensor")
-LIBRARY.define("sum_of_places(Tensor rows, Tensor places, ScalarType dtype) -> Tensor")
 LIBRARY.define(
     "tokens_received(Tensor[] value, Tensor tokens, Tensor[] back, Tensor[] on_node, "
     "Tensor at_home, SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
@@ -58,26 +54,6 @@ def places_of(index: torch.Tensor, by: torch.Tensor | None, number: int, most: i
     slots = torch.arange(most, device=index.device)
     places = F.pad(order, (0, most))[first[:, None] + slots]
     return torch.where(slots < times[:, None], places, -1)
-
-
-def sum_of_places(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sums `[number, D]` of the `rows` `[R, D]` at `places` `[number, most]`.
-
-    Of float32, of float64 rows of float64, rounded to `dtype` once. No place but -1 needs a row.
-    """
-    wide = wide_type(rows.dtype)
-    there, at = (places >= 0).unbind(1), places.clamp(min=0).unbind(1)
-    rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])  # so that there is a row
-    total = torch.where(there[0][:, None], rows.index_select(0, at[0]).to(wide), 0)
-    for is_there, place in zip(there[1:], at[1:], strict=True):
-        more = total + rows.index_select(0, place).to(wide)
-        total = torch.where(is_there[:, None], more, total)
-    return total.to(dtype)
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which rows of a type are added up."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def merged(
@@ -115,11 +91,11 @@ def merged(
     home = []
     for of_slice, (came, places) in enumerate(zip(there, on_node, strict=True)):
         on_nodes = as_rows(joined(came), None, *row, quantizes=quantizes)
-        sums = SUM_OF_PLACES(on_nodes, places, rows[0].dtype)
+        sums = SUM_OF_PLACES([on_nodes], places, rows[0].dtype)
         sent_sums = as_sent(sums, None, quantizes=quantizes)
         home.append(all_to_all(sent_sums, from_nodes[of_slice], to_nodes[of_slice], cross))
     rows_home = as_rows(joined(home), None, *row, quantizes=quantizes)
-    total: torch.Tensor = SUM_OF_PLACES(rows_home, at_home, dtype)
+    total: torch.Tensor = SUM_OF_PLACES([rows_home], at_home, dtype)
     return total
 
 
@@ -150,16 +126,7 @@ def _tokens_received(
     return list(_TokensReceived.apply(tokens, at_home, len(value), way, *value, *back, *on_node))
 
 
-def _fake_sum(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rows.new_empty((places.shape[0], rows.shape[1]), dtype=dtype)
-
-
 LIBRARY.impl("places_of", places_of, "CompositeImplicitAutograd")
-LIBRARY.impl("sum_of_places", sum_of_places, "CompositeExplicitAutograd")
-torch.library.register_fake("megamoe::sum_of_places", _fake_sum, lib=LIBRARY)
-if HAS_KERNELS:
-    LIBRARY.impl("sum_of_places", lambda *given: sum_rows(*given), "CUDA")
 LIBRARY.impl("tokens_received", _tokens_received, "CompositeImplicitAutograd")
 PLACES_OF = torch.ops.megamoe.places_of.default
-SUM_OF_PLACES = torch.ops.megamoe.sum_of_places.default
 TOKENS_RECEIVED = torch.ops.megamoe.tokens_received.default

@@ -50,6 +50,9 @@ class CompileState:
     """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
     """MoE region of the Dynamo graph at hand -> `dispatch` and `combine` -> its launches now."""
+    results: dict[str, fx.Node] = field(default_factory=dict)
+    """MoE region of the Dynamo graph at hand -> what comes back to it, in the order sent; without
+    those that sum it per token in their new form."""
     rewrites: tuple[RewritePlan, ...] = ()
     """What rewrites after those of regions were applied to the Dynamo graph at hand."""
     predict: Callable[[fx.GraphModule, bool], float] | None = None
@@ -99,7 +102,7 @@ class CompileState:
         self.graph_name, self.is_recomputed = name, is_recomputed
         self.found, self.experts, self.attention = Findings(), (), ()
         self.capacity, self.picking = (), ()
-        self.dead, self.launches, self.rewrites = (), {}, ()
+        self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
 
     def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
         """Take in that the nodes of the Dynamo graph at hand are others now."""
@@ -107,6 +110,7 @@ class CompileState:
             region: {name: tuple(now.get(n, n) for n in nodes) for name, nodes in each.items()}
             for region, each in self.launches.items()
         }
+        self.results = {region: now.get(node, node) for region, node in self.results.items()}
 
     def leave_out(self, passes: Collection[str]) -> None:
         """Take in which passes were left out, whose share of the plan is not carried out."""

@@ -151,7 +151,7 @@ class TokenIndex:
         `order` must be a permutation of as many rows as `k` times the tokens.
         """
         divided = self._divided(index)
-        if divided is None or self._sorted_by(divided[0]) is None or self._shift(divided[0]) != 0:
+        if divided is None or not self.is_permutation(divided[0]):
             return None
         rows, k = _length(index), divided[1]
         return k if rows is not None and rows == k * _length(tokens) else None
@@ -167,6 +167,10 @@ class TokenIndex:
         if divided is None or first is None:
             return None
         return TokenPart(first=first, rows_per_token=divided[1])
+
+    def is_permutation(self, order: fx.Node) -> bool:
+        """Whether `order` sorts a vector, so that it has every number of a row once."""
+        return self._sorted_by(order) is not None and self._shift(order) == 0
 
     def order_of(self, index: fx.Node) -> fx.Node | None:
         """Return `order` where `index` is `order // k`, else None."""

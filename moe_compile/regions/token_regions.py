@@ -20,6 +20,8 @@ from moe_compile.runtime.node_groups import NodeGroups
 class TokenSum:
     """The sums after a combine."""
 
+    rows: fx.Node
+    """`[R, D]`: what is summed."""
     total: fx.Node
     """`[T, D]`: one sum per token."""
     index: fx.Node

@@ -172,6 +172,7 @@ def _by_index(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum
         raise NotByRow(Reason.NO_SUM, total)
     adds_nothing = is_zeros(found.base) and not dependence.writers(found.base)
     return TokenSum(
+        rows=rows,
         total=total,
         index=found.index,
         is_order=False,
@@ -232,6 +233,7 @@ def _by_token(
         steps.add(user, node)
         node, reader = steps.nodes[-1], None
     return TokenSum(
+        rows=rows,
         total=node,
         index=order,
         is_order=True,

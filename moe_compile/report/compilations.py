@@ -30,6 +30,7 @@ from moe_compile.report.region_reports import (
     region_report,
 )
 from moe_compile.report.unmatched import Unmatched, unmatched
+from passes.fuse_token_sums import FuseTokenSums
 from passes.pipeline import NAMES
 from passes.split_batch import SplitBatch
 
@@ -93,7 +94,7 @@ class Compilation:
     @property
     def rewrites(self) -> list[str]:
         """What rewrites of whole graphs did and left, and what was predicted of it."""
-        known = set(NAMES) - {SplitBatch.name}
+        known = set(NAMES) - {SplitBatch.name, FuseTokenSums.name}
         results = (r for _, r in self.journal.records if r.pass_name not in known)
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 

@@ -6,12 +6,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.ops.hop_sums import SUM_OF_PLACES
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,
     GATHER_ROWS,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
+from moe_compile.ops.row_sums import DOTS_OF_PLACES, SUM_OF_PLACES
 from moe_compile.ops.wire_format import row_bytes
 
 NUM_ROWS, WIDTH = 12, 128
@@ -30,8 +30,22 @@ def bytes_read(program, *inputs):
 @pytest.mark.parametrize(("number", "most"), [(6, 2), (4, 8), (5, 3), (2, 1)])
 def test_sums_of_places_read_each_row_once(number, most):
     places = torch.zeros(number, most, dtype=torch.int64)
-    read = bytes_read(lambda *given: SUM_OF_PLACES(*given, torch.float32), ROWS, places)
-    assert read == pytest.approx(min(NUM_ROWS, number * most) * WIDTH * 2)
+    others = torch.ones(number, WIDTH, dtype=torch.bfloat16)
+
+    def summed(rows, places):
+        return SUM_OF_PLACES([rows], places, torch.float32)
+
+    def in_two(rows, places, later):
+        return SUM_OF_PLACES([rows, later], places, torch.float32)
+
+    def dots(rows, places, others):
+        return DOTS_OF_PLACES([rows], places, others, torch.float32)
+
+    every = number * most
+    assert bytes_read(summed, ROWS, places) == pytest.approx(min(NUM_ROWS, every) * WIDTH * 2)
+    assert bytes_read(dots, ROWS, places, others) == bytes_read(summed, ROWS, places)
+    part = bytes_read(in_two, ROWS[:4], places, ROWS[4:])
+    assert part == pytest.approx(min(4, every * 4 / NUM_ROWS) * WIDTH * 2)
 
 
 @pytest.mark.parametrize("asked", [3, NUM_ROWS, 20])

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from moe_compile.ops.hop_sums import sum_of_places
+from moe_compile.ops.kernels.dot_rows import dot_rows
 from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
 from moe_compile.ops.kernels.gather_rows import gather_rows
 from moe_compile.ops.kernels.sum_rows import sum_rows
 from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
+from moe_compile.ops.row_sums import dots_of_places, sum_of_places, wide_type
 from moe_compile.ops.wire_format import (
     AMAX_MIN,
     BLOCK,
@@ -170,8 +171,43 @@ def sums_equal_their_reference(number, num_rows, width, most, dtype, to, seed):
     places = torch.randint(-1, num_rows, (number, most), generator=generator)
     if not num_rows:
         places.fill_(-1)
-    found = sum_rows(to_device(rows), to_device(places), to).cpu()
-    assert_same_bits_but_any_nan(found, sum_of_places(rows, places, to))
+    parts = cut(rows, generator)
+    found = sum_rows([*map(to_device, parts)], to_device(places), to).cpu()
+    assert_same_bits_but_any_nan(found, sum_of_places([rows], places, to))
+
+
+def cut(rows, generator):
+    """Return rows as up to four matrices, some of them without rows."""
+    places = torch.randint(0, rows.shape[0] + 1, (seed_of(generator, 4),), generator=generator)
+    return rows.tensor_split(places.sort().values.tolist())
+
+
+def seed_of(generator, most):
+    return int(torch.randint(0, most, (), generator=generator))
+
+
+@EXAMPLES
+@given(
+    st.integers(0, 9), st.integers(1, 9), WIDTHS, st.integers(1, 9),
+    st.sampled_from((*FLOATS, torch.float64)), st.sampled_from((*FLOATS, torch.float64)), SEEDS,
+)  # fmt: skip
+def weighted_sums_and_their_products_are_close(number, num_rows, width, most, dtype, kind, seed):
+    """To formulas in float64, by the bound: a GPU multiplies and adds in one rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, width, generator=generator).to(dtype)
+    places = torch.randint(0, num_rows, (number, most), generator=generator)
+    weights = torch.randn(number, most, generator=generator).to(kind)
+    others = torch.randn(number, width, generator=generator).to(kind)
+    parts, at = [*map(to_device, cut(rows, generator))], to_device(places)
+    wide = wide_type(dtype, kind)
+    sums = sum_rows(parts, at, wide, to_device(weights)).cpu()
+    dots = dot_rows(parts, at, to_device(others), wide).cpu()
+    assert (sums.dtype, dots.dtype) == (wide, wide)
+    taken, by = rows.double()[places], weights.double()[:, :, None]
+    with_others, eps = taken * others.double()[:, None], torch.finfo(wide).eps
+    for found, terms, dim in ((sums, taken * by, 1), (dots, with_others, 2)):
+        error = (found.double() - terms.sum(dim)).abs()
+        assert (error <= terms.shape[dim] * eps * terms.abs().sum(dim)).all()
 
 
 def inputs_need_not_be_contiguous():
@@ -187,7 +223,17 @@ def inputs_need_not_be_contiguous():
     assert torch.equal(unpacked, unpack_reference(packed[index], 2, torch.float32))
     pairs = to_device(torch.tensor([[2, 9, 1], [-1, 9, 0]]))[:, ::2]
     assert torch.equal(
-        sum_rows(strided, pairs, rows.dtype).cpu(), sum_of_places(rows, pairs.cpu(), rows.dtype)
+        sum_rows([strided], pairs, rows.dtype).cpu(),
+        sum_of_places([rows], pairs.cpu(), rows.dtype),
+    )
+    weights, all_there = to_device(torch.ones(2, 4))[:, ::2], pairs.abs()
+    assert torch.equal(
+        sum_rows([strided], all_there, rows.dtype, weights).cpu(),
+        sum_rows([strided], all_there, rows.dtype).cpu(),
+    )
+    assert torch.equal(
+        dot_rows([strided], all_there, strided[:2], torch.float32).cpu(),
+        dots_of_places([rows], all_there.cpu(), rows[:2], torch.float32),
     )
 
 
@@ -204,6 +250,7 @@ PROPERTIES = (
     rows_equal_payload_times_scale,
     gathered_rows_equal_indexing,
     sums_equal_their_reference,
+    weighted_sums_and_their_products_are_close,
     inputs_need_not_be_contiguous,
     the_formats_worked_example_holds,
 )

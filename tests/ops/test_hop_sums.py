@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.ops.hop_sums import SUM_OF_PLACES, places_of, wide_type
+from moe_compile.ops.hop_sums import places_of
+from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
 
 
 @given(st.lists(st.integers(0, 4), max_size=12), st.integers(0, 2))
@@ -27,12 +28,12 @@ def test_places_are_in_another_order_where_that_is_asked_for():
 def test_nothing_comes_to_a_rank_without_tokens():
     places = places_of(torch.tensor([], dtype=torch.int64), None, 0, 3)
     assert places.shape == (0, 3)
-    assert SUM_OF_PLACES(torch.empty(0, 8), places, torch.float32).shape == (0, 8)
+    assert SUM_OF_PLACES([torch.empty(0, 8)], places, torch.float32).shape == (0, 8)
 
 
 def test_tokens_of_which_no_row_came_have_sums_of_zero():
     places = torch.full((3, 2), -1)
-    assert SUM_OF_PLACES(torch.empty(0, 8), places, torch.bfloat16).tolist() == [[0.0] * 8] * 3
+    assert SUM_OF_PLACES([torch.empty(0, 8)], places, torch.bfloat16).tolist() == [[0.0] * 8] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -40,7 +41,7 @@ def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
     rows = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     index = torch.tensor([0, 3, 3, 1, 3, 0, 3, 1, 3, 2] * 2)
     wide, places = wide_type(dtype), places_of(index, None, 4, 10)
-    found, rounded = (SUM_OF_PLACES(rows, places, to) for to in (wide, torch.bfloat16))
+    found, rounded = (SUM_OF_PLACES([rows], places, to) for to in (wide, torch.bfloat16))
     assert (found.dtype, rounded.dtype) == (wide, torch.bfloat16)
     assert torch.equal(rounded, found.bfloat16())
     for number in range(4):
@@ -51,6 +52,6 @@ def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
 def test_a_sum_of_one_row_is_that_row_to_the_sign_of_its_zeros():
     rows = torch.tensor([[-0.0, 1.0], [float("nan"), float("inf")]])
     places = places_of(torch.tensor([0, 2]), None, 3, 2)
-    found = SUM_OF_PLACES(rows, places, torch.float32)
+    found = SUM_OF_PLACES([rows], places, torch.float32)
     assert torch.equal(found[0], rows[0]) and found[0, 0].signbit()
     assert found[1].tolist() == [0.0, 0.0], "no row, and not even that of others"

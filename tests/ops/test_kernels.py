@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_compile.ops.kernels import (
+    dot_rows,
     gather_quantize_pack,
     gather_rows,
     sum_rows,
@@ -51,12 +53,18 @@ def compile_for_hopper(kernel, pointers, constants):
     names = kernel.arg_names
     numbers = dict.fromkeys({"num_rows", "num_sources"} & {*names}, "i32")
     signature = {name: pointers.get(name, "constexpr") for name in names} | numbers
+    aligned = [
+        (names.index(name), *inside)
+        for name, kind in pointers.items()
+        for inside in ([()] if isinstance(kind, str) else [(n,) for n in range(len(kind))])
+        if "i64" not in kind  # first rows: numbers
+    ]
     compiled = triton.compile(
         ASTSource(
             kernel,
             signature,
             {(names.index(name),): value for name, value in constants.items()},
-            {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+            {place: [["tt.divisibility", 16]] for place in aligned},
         ),
         target=HOPPER,
         options={"num_warps": THREADS // 32},
@@ -170,14 +178,46 @@ def test_gathering_moves_16_bytes_at_a_time(width):
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
 
 
-@pytest.mark.parametrize("width", [2048, 7168])
-@pytest.mark.parametrize(("dtype", "to"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16")])
-def test_summing_reads_16_bytes_of_each_row_at_a_time(width, dtype, to):
-    constants = {"WIDTH": width, "MOST": 8, "BLOCK": sum_rows.BLOCK}
-    pointers = {"rows": f"*{dtype}", "places": "*i64", "sums": f"*{to}"}
+WIDTHS = pytest.mark.parametrize("width", [2048, 7168])
+
+
+def by_places(matrices, width, dtype):
+    """Return pointers and constants of a kernel that reads rows of so many matrices."""
+    rows = {"rows": (f"*{dtype}",) * matrices, "starts": ("i64",) * (matrices - 1)}
+    constants = {"WIDTH": width, "MOST": 8, "WIDE": tl.float32, "BLOCK": sum_rows.BLOCK}
+    return {**rows, "places": "*i64"}, constants
+
+
+@WIDTHS
+@pytest.mark.parametrize(
+    ("dtype", "to", "matrices", "weighted"),
+    [
+        ("bf16", "bf16", 1, False),
+        ("bf16", "bf16", 4, True),
+        ("bf16", "fp32", 2, False),
+        ("fp16", "fp16", 1, True),
+    ],
+)
+def test_summing_reads_16_bytes_of_each_row_at_a_time(width, dtype, to, matrices, weighted):
+    pointers, constants = by_places(matrices, width, dtype)
+    pointers["sums"] = f"*{to}"
+    if weighted:
+        pointers["weights"] = "*fp32"
+    else:
+        constants["weights"] = None
     found = compile_for_hopper(sum_rows.sum_rows_kernel, pointers, constants)
-    assert found.loads == {16: 8, 8: 8}  # 8: the places
+    assert found.loads == {16: 8, 8: 8} | ({4: 8} if weighted else {})  # 8: the places
     assert found.stores == {16: sum_rows.BLOCK * (4 if to == "fp32" else 2) // THREADS // 16}
+    assert found.stack == 0 and found.registers <= MOST_REGISTERS
+
+
+@WIDTHS
+@pytest.mark.parametrize(("dtype", "matrices"), [("bf16", 1), ("fp16", 4)])
+def test_products_read_16_bytes_of_both_rows_at_a_time(width, dtype, matrices):
+    pointers, constants = by_places(matrices, width, dtype)
+    pointers |= {"others": f"*{dtype}", "dots": "*fp32"}
+    found = compile_for_hopper(dot_rows.dot_rows_kernel, pointers, constants)
+    assert found.loads == {16: 2 * -(-width // sum_rows.BLOCK), 8: 1}
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
 
 

@@ -13,7 +13,6 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.row_moves import row_gather
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.hop_sums import SUM_OF_PLACES
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK as PACK,
 )
@@ -22,6 +21,7 @@ from moe_compile.ops.quantized_rows import (
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
 )
+from moe_compile.ops.row_sums import SUM_OF_PLACES
 from passes.fold_row_moves import FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from tests.capture import CapturedError, state
@@ -273,7 +273,7 @@ def test_written_out_operators_compute_the_same():
 
 def test_sums_that_are_written_out_are_the_same_for_any_number_of_rows():
     def program(rows, places):
-        return SUM_OF_PLACES(rows, places, torch.bfloat16)
+        return SUM_OF_PLACES([rows], places, torch.bfloat16)
 
     places = torch.tensor([[4, -1], [-1, -1], [0, 3]])
     gm = make_fx(program, tracing_mode="symbolic")(ROWS, places)

@@ -64,7 +64,8 @@ def test_a_program_that_is_predicted_to_gain_runs_in_parts(fake_ranks, pays, chu
     decided = state.parts
     assert skipped == [] and decided.num_parts in (2, 4) and decided.us < 0.99 * decided.whole_us
     assert len(compilation.regions) == decided.num_parts
-    (said,) = compilation.rewrites
+    said, *others = compilation.rewrites
+    assert {line.partition(" the ")[0] for line in others} == {"fuse_token_sums: left alone"}
     assert f"in {decided.num_parts} parts" in said and "predicted" in said
     assert chunks == "auto" or {region.num_chunks for region in compilation.regions} <= {1, 2}
     assert exchanges(gm) >= 3 * decided.num_parts
