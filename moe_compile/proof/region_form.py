@@ -217,7 +217,11 @@ class _Writer:
             raise _NoForm
         memory = int(tensor.untyped_storage()._cdata)
         sizes = [self._size(s) for s in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
-        about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf
+        try:
+            is_leaf = tensor.is_leaf
+        except RuntimeError:  # one of several views of what is written in place: no backward knows
+            raise _NoForm from None
+        about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, is_leaf
         number = self.memories.setdefault(memory, len(self.memories))
         return f"{type(tensor).__name__} {about} {sizes} memory {number}"
 

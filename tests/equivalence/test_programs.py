@@ -262,7 +262,7 @@ def test_every_choice_of_the_grammar_is_drawn():
     programs = [*itertools.islice(drawn_programs(0), 400)]
     assert {type(layer) for p in programs for layer in p.layers} == set(get_args(Layer))
     for layers in PROGRAMS_OF:
-        programs += itertools.islice(drawn_programs(0, layers=layers), 120)
+        programs += itertools.islice(drawn_programs(0, layers=layers), 360)
     assert members - set().union(*UNMENDED) <= set().union(*map(features, programs))
 
 

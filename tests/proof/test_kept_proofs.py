@@ -59,6 +59,21 @@ def test_like_layers_are_proven_once_and_each_proof_is_of_its_own_layer(fake_ran
         assert [kept.facts.formula(s) for s in sizes] == [anew.facts.formula(s) for s in sizes]
 
 
+class WrittenRows(LoopExperts):
+    """Writes the rows received in place; pieces of them are views that no backward knows then."""
+
+    def experts(self, rows, *received):
+        rows = rows * 1.0
+        rows.mul_(0.5)
+        return super().experts(rows, *received)
+
+
+def test_a_region_whose_rows_are_written_in_place_is_proven(fake_ranks, made):
+    (_, proof), (_, again) = proofs(alike(WrittenRows, fake_ranks, 2), tokens())
+    assert isinstance(proof, RowProof) and isinstance(again, RowProof)
+    assert made == ["region 0", "region 1"]
+
+
 def sizes_of(node):
     value = node.meta.get("example_value")
     if isinstance(value, torch.Tensor):

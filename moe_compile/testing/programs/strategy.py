@@ -80,7 +80,7 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
         Tally.BINCOUNT, Move.HALVED, Move.HANDLE, Act.GELU,
         Style.DENSE, Style.BATCHED, Style.STACKED,
-        Order.MISMATCHED, Order.PLACES, Order.SEGMENTS, Order.UNSTABLE, Order.PLACE_AMONG_ALL,
+        Order.MISMATCHED, Order.UNSTABLE, Order.PLACE_AMONG_ALL,
         Detail.NO_GRAD_TWIN,
         Detail.VIEW_WRITE, Detail.LISTS, Detail.STACKED_MEAN, Detail.TRANSPOSED, Detail.LONGEST,
         Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
