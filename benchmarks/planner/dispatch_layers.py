@@ -26,7 +26,9 @@ from passes.planned.gathered_work import gathered_work
 from passes.planned.gathering import gathered_form
 
 GATHERED: Final = Candidate(dispatch="all_gather")
-ASKED: Final = MegaMoEConfig(dispatch="auto", numerics="bounded", equal_tokens=True)
+ASKED: Final = MegaMoEConfig(
+    dispatch="auto", numerics="bounded", chunk_by="experts", equal_tokens=True
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

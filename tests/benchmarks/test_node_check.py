@@ -57,7 +57,7 @@ def test_sections_promise_no_more_than_eight_minutes_and_each_has_a_bar():
 
 @pytest.mark.slow
 def test_a_section_goes_on_in_new_processes_behind_the_item_in_which_a_rank_died(tmp_path):
-    ranks = Ranks(tmp_path, "cpu", 2, module="tests.check.dying_rank")
+    ranks = Ranks(tmp_path, "cpu", 2, module="tests.benchmarks.dying_rank")
     ended = ranks.run("links", 400.0)
     found = read_section(tmp_path, "links")
     assert [row["sums"] for row in found["rows"]] == [[2.0, 2.0]] * 2

@@ -458,7 +458,7 @@ def test_the_model_is_compiled_though_the_file_names_the_loss_alone(tmp_path):
 def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
-    def fail(command, show):
+    def fail(command, show, settings):
         for rank, said in enumerate(("", "Traceback:\n  File\nValueError: no data\nends\n")):
             log = Path("outputs/ranks/run/attempt_0") / str(rank) / "stderr.log"
             log.parent.mkdir(parents=True)
@@ -484,7 +484,7 @@ def test_a_run_without_megamoe_says_so_in_its_last_line(tmp_path, capsys, monkey
     monkeypatch.chdir(tmp_path)
     empty = report_of([], [], hardware="cpu", warnings=("megamoe: the exchange at a.py:3",))
 
-    def write_report(command, show):
+    def write_report(command, show, settings):
         path = Path("outputs/report.json")
         path.parent.mkdir()
         path.write_text(json.dumps(empty))

@@ -57,7 +57,7 @@ def compile_for_hopper(kernel, pointers, constants):
         (names.index(name), *inside)
         for name, kind in pointers.items()
         for inside in ([()] if isinstance(kind, str) else [(n,) for n in range(len(kind))])
-        if "i64" not in kind  # first rows: numbers
+        if kind != ("i64",) * len(kind)  # first rows: numbers
     ]
     compiled = triton.compile(
         ASTSource(

@@ -19,11 +19,14 @@ LARGEST = 1 << 20
 """Units of memory in the allowance."""
 
 
-def least_step_us(problem, liveness, allowed_bytes, link_factor, limit_s):
-    """Return a time that no order within `allowed_bytes` is below: the least, if proven in time."""
+def least_step_us(problem, liveness, allowed_bytes, link_factor, limit):
+    """Return a time that no order within `allowed_bytes` is below: the least, if proven in time.
+
+    `limit` is in the solver's own time, about seconds of a free core, on a busy machine too.
+    """
     everything = sum(nbytes for made in liveness.allocates for _, nbytes in made)
     caps = {everything, min(everything, math.floor(allowed_bytes))}
-    return max(_Model(problem, liveness, cap, link_factor).solve(limit_s) for cap in caps)
+    return max(_Model(problem, liveness, cap, link_factor).solve(limit) for cap in caps)
 
 
 class _Model:
@@ -95,13 +98,13 @@ class _Model:
             demands.append(math.floor(nbytes / unit))
         self.model.add_cumulative(held, demands, math.ceil(allowed_bytes / unit))
 
-    def solve(self, limit_s):
+    def solve(self, limit):
         step = self.model.new_int_var(0, STEPS, "")
         for end in (*self.ends, *self.host_ends, *self.served_ends):
             self.model.add(step >= end)
         self.model.minimize(step)
         solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = limit_s
+        solver.parameters.max_deterministic_time = limit
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         status = solver.solve(self.model)

@@ -18,7 +18,7 @@ from tests.schedule.test_host import problem_of, two_parts
 from tests.schedule.test_least_exposed import one_stream, product_beside, product_between
 from tests.schedule.test_list_schedule import traced
 
-LIMIT_S = 10.0
+LIMIT = 10.0
 MODELS = (
     (Block, {"batch_parts": 2}),
     (Stack, {"batch_parts": 2, "chunks": 2}),
@@ -54,7 +54,7 @@ def gap(problem, liveness, draw, *, capped):
     allowed = max(chosen.peak_bytes, known * (1 + increase))
     assert not binds or chosen.peak_bytes <= known * (1 + increase)
     least_us = sum(
-        least_step_us(problem, liveness, allowed, factor, LIMIT_S) for factor in (1.0, SLOW_LINK)
+        least_step_us(problem, liveness, allowed, factor, LIMIT) for factor in (1.0, SLOW_LINK)
     )
     assert chosen.score_us >= least_us * (1 - 1e-9)
     return chosen.score_us / least_us - 1, binds
@@ -126,5 +126,5 @@ def test_the_solver_finds_the_least_time_of_programs_with_few_orders(program, in
     fits = liveness.peak_bytes(incoming_order(problem)) * (1 + increase)
     every = [order for order in orders(problem) if liveness.peak_bytes(order) <= fits]
     least_us = min(simulate(problem, order, link_factor=1.5).step_us for order in every)
-    found_us = least_step_us(problem, liveness, fits, 1.5, LIMIT_S)
+    found_us = least_step_us(problem, liveness, fits, 1.5, LIMIT)
     assert least_us * 0.998 <= found_us <= least_us
