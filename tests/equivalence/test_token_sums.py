@@ -49,7 +49,13 @@ def differing(rank, case, style, chunks):
 def test_sums_that_do_not_round_are_equal(two_ranks, style, chunks):
     """Output, gradients of tokens, of weights of rows and of experts; other tokens in each step."""
     dtype = torch.float32 if style is InOrderWeighted else torch.float64
-    tokens = ((9, 14), (16, 3), (4, 0)) if style is not SharedInOrder else ((8, 8),)
+    tokens = ((9, 14), (16, 3), (4, 0))
+    if (
+        style is IntoEmpty
+    ):  # eagerly a rank without rows writes none, and goes back without a message
+        tokens = tokens[:2]
+    elif style is SharedInOrder:
+        tokens = ((8, 8),)
     case = a_case(GroupedExperts, *tokens, dtype=dtype, hidden=32, top_k=3, num_experts=8)
     check(two_ranks.run(differing, case, style, chunks))
 
