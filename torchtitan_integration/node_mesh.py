@@ -93,8 +93,11 @@ def _connect(group: dist.ProcessGroup, device_type: str) -> None:
     sent = torch.full((group.size(),), dist.get_rank(), device=device_type)
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
-    if got.tolist() != dist.get_process_group_ranks(group):
-        raise RuntimeError(f"ranks {dist.get_process_group_ranks(group)} received {got.tolist()}")
+    if got.tolist() != (ranks := dist.get_process_group_ranks(group)):
+        raise RuntimeError(
+            f"megamoe: each of ranks {ranks} sent its number to all of them, and rank "
+            f"{dist.get_rank()} received {got.tolist()}: the links between them are faulty"
+        )
 
 
 def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:

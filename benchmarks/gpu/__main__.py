@@ -17,7 +17,14 @@ from benchmarks.gpu.sizes import PROMISED_S, SIZES
 from benchmarks.gpu.summary import print_summary
 from moe_compile.check.limited_process import run_limited
 from moe_compile.check.record import say
-from moe_compile.check.sections import GRACE_S, ended, passed_before, read_section, run_sections
+from moe_compile.check.sections import (
+    GRACE_S,
+    ended,
+    passed_before,
+    read_arguments,
+    read_section,
+    run_sections,
+)
 from moe_compile.report.command import recorded_command
 from moe_compile.source_hash import hash_of_sources
 
@@ -63,22 +70,7 @@ def _run(device: str, out: Path, name: str, budget_s: float) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--budget-s", type=float, default=1500.0, help="default: %(default)s")
-    parser.add_argument(
-        "--again", action="store_true", help="run sections too that FOLDER has passed results of"
-    )
-    parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
-    parser.add_argument(
-        "--sections",
-        type=lambda text: text.split(","),
-        default=list(PROMISED_S),
-        help="of " + ",".join(PROMISED_S),
-    )
-    arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.sections) - set(PROMISED_S)):
-        parser.error(f"no section {', '.join(unknown)}; known: {', '.join(PROMISED_S)}")
-    return arguments
+    return read_arguments(parser, PROMISED_S, sorted(SIZES), budget_s=1500.0)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.node.measured_profile import write_profile
 from benchmarks.node.ranks import Ranks
 from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
-from moe_compile.check.sections import passed_before, read_section, run_sections
+from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.report.command import recorded_command
 from moe_compile.source_hash import hash_of_sources
@@ -73,24 +73,11 @@ def _profile(device: str, out: Path, machine: Mapping[str, Any]) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.node", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--budget-s", type=float, default=sum(PROMISED_S.values()) + 60.0)
-    parser.add_argument(
-        "--again", action="store_true", help="run sections too that FOLDER has passed results of"
-    )
-    parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
     parser.add_argument(
         "--ranks", type=int, default=0, help="without torchrun; default: the GPUs, or 2 processors"
     )
-    parser.add_argument(
-        "--sections",
-        type=lambda text: text.split(","),
-        default=list(PROMISED_S),
-        help="of " + ",".join(PROMISED_S),
-    )
-    arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.sections) - set(PROMISED_S)):
-        parser.error(f"no section {', '.join(unknown)}; known: {', '.join(PROMISED_S)}")
+    budget_s = sum(PROMISED_S.values()) + 60.0
+    arguments = read_arguments(parser, PROMISED_S, sorted(SIZES), budget_s=budget_s)
     num_devices = torch.cuda.device_count() if arguments.device == "cuda" else LEAST_RANKS
     arguments.ranks = arguments.ranks or num_devices
     if arguments.device == "cuda" and arguments.ranks > num_devices:

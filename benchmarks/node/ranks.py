@@ -40,6 +40,7 @@ OF_AGENT: Final = "TORCHELASTIC_USE_AGENT_STORE"
 OF_TORCHRUN: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+"""What torchrun tells each rank, and a rank of a section is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +67,7 @@ class Ranks:
         self._num_orders = 0
         self._is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if self._is_torchrun:
-            names = (
-                "LOCAL_WORLD_SIZE",
-                "RANK",
-                "WORLD_SIZE",
-                "LOCAL_RANK",
-                "MASTER_ADDR",
-                "MASTER_PORT",
-            )
-            self._environments = [{name: os.environ[name] for name in names}]
+            self._environments = [{name: os.environ[name] for name in OF_TORCHRUN}]
             timeout = timedelta(seconds=FOLLOW_S)
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             is_owner = os.environ["RANK"] == "0" and os.environ.get(OF_AGENT) != str(True)

@@ -152,13 +152,6 @@ def on_ranks(program: Program, num_ranks: int) -> Program:
     return replace(program, tokens=tuple(tokens))
 
 
-def of_size(program: Program, width: int, hidden: int, tokens: int) -> Program:
-    """Return `program` with rows of so many numbers, on ranks with about so many tokens."""
-    most = max(max(step) for step in program.tokens)
-    scaled = (tuple(n * tokens // most for n in step) for step in program.tokens)
-    return replace(program, width=width, hidden=hidden, tokens=tuple(scaled))
-
-
 def _item(name: str, program: Program) -> Item:
     """Return the item of a program; no rank of it stands for others."""
     text = source_of(program).replace("\nMIRRORED = True ", "\nMIRRORED = False ")

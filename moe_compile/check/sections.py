@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,33 @@ RESERVE_S: Final = 10.0
 """For starting and for the table."""
 LONGEST_S: Final = 480.0
 """What a section may take at most, however much time is left."""
+
+
+def read_arguments(
+    parser: argparse.ArgumentParser,
+    promised: Mapping[str, float],
+    devices: Sequence[str],
+    *,
+    budget_s: float,
+) -> argparse.Namespace:
+    """Return the command line of a check that has the sections `promised`, "cuda" its device.
+
+    What every check takes joins what `parser` has.
+    """
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--budget-s", type=float, default=budget_s, help="default: %(default)s")
+    parser.add_argument(
+        "--again", action="store_true", help="run sections too that FOLDER has passed results of"
+    )
+    parser.add_argument("--device", choices=devices, default="cuda")
+    known = ",".join(promised)
+    parser.add_argument(
+        "--sections", type=lambda text: text.split(","), default=[*promised], help=f"of {known}"
+    )
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.sections} - promised.keys()):
+        parser.error(f"no section {', '.join(unknown)}; known: {known}")
+    return arguments
 
 
 def run_sections(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_compile.check import bits
 from moe_compile.check.record import Record
-from moe_compile.check.rewrites import GROUPED, ONE, PROGRAMS, items_for, of_size, on_ranks
+from moe_compile.check.rewrites import ONE, PROGRAMS, items_for, on_ranks
 from moe_compile.check.team import OutOfStep, Team
 from moe_compile.testing.programs.run import Findings
 
@@ -124,10 +124,8 @@ def test_items_are_for_the_ranks_there_are_and_none_stands_for_another():
     assert len(set(names)) == len(names) > len(PROGRAMS)
 
 
-def test_a_program_takes_other_numbers_of_ranks_and_other_sizes():
+def test_a_program_takes_other_numbers_of_ranks():
     assert on_ranks(ONE, 3).tokens == ((9, 14, 9),)
-    large = of_size(ONE, 1024, 2048, 512)
-    assert large.tokens == ((329, 512),) and large.layers == (GROUPED,)
 
 
 def run_bits(rank, path, texts):

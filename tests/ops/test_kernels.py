@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_compile.ops.kernels import (
+    chosen_rows,
     dot_rows,
     gather_quantize_pack,
     gather_rows,
@@ -209,6 +210,13 @@ def test_summing_reads_16_bytes_of_each_row_at_a_time(width, dtype, to, matrices
     assert found.loads == {16: 8, 8: 8} | ({4: 8} if weighted else {})  # 8: the places
     assert found.stores == {16: sum_rows.BLOCK * (4 if to == "fp32" else 2) // THREADS // 16}
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
+
+
+def test_no_number_of_rows_has_a_kernel_compiled_anew():
+    """Triton makes a kernel of its own for 1 and for what 16 divides."""
+    for number in (0, 1, 4, 15, 16, 17, 4096):
+        (start,) = chosen_rows.starts_of([torch.empty(number, 2), torch.empty(3, 2)])
+        assert start != 1 and start % 16 and start >> 2 == number
 
 
 @WIDTHS

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_compile.ops.kernels.chosen_rows import row_at
-from moe_compile.ops.kernels.sum_rows import BLOCK, NUM_WARPS, starts_of, wide_of
+from moe_compile.ops.kernels.chosen_rows import row_at, starts_of
+from moe_compile.ops.kernels.sum_rows import BLOCK, NUM_WARPS, wide_of
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_compile.ops.kernels.chosen_rows import row_at
+from moe_compile.ops.kernels.chosen_rows import row_at, starts_of
 
 BLOCK = 1024
 """Columns per program: 16 bytes of a row in two bytes an element for each of 128 threads."""
@@ -76,11 +76,6 @@ def sum_rows(
                 width, places.shape[1], wide, BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
     return sums
-
-
-def starts_of(rows: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the number of the first row of each matrix but the first."""
-    return tuple(sum(one.shape[0] for one in rows[:matrix]) for matrix in range(1, len(rows)))
 
 
 def wide_of(*given: torch.Tensor | None) -> tl.dtype:
