@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from moe_compile.ops.messages import all_to_all, as_rows, as_sent
 from moe_compile.ops.permute import LIBRARY
 from moe_compile.ops.row_sums import SUM_OF_PLACES
-from moe_compile.ops.two_hops import cut, grouped, joined
+from moe_compile.ops.two_hops import cut, grouped
 
 LIBRARY.define("places_of(Tensor index, Tensor? by, SymInt number, int most) -> Tensor")
 LIBRARY.define(
@@ -90,12 +90,12 @@ def merged(
             there[of_slice].append(all_to_all(piece, got, sent[of_slice], node))
     home = []
     for of_slice, (came, places) in enumerate(zip(there, on_node, strict=True)):
-        on_nodes = as_rows(joined(came), None, *row, quantizes=quantizes)
-        sums = SUM_OF_PLACES([on_nodes], places, rows[0].dtype)
+        rows_here = [as_rows(one, None, *row, quantizes=quantizes) for one in came]
+        sums = SUM_OF_PLACES(rows_here, places, rows[0].dtype)
         sent_sums = as_sent(sums, None, quantizes=quantizes)
         home.append(all_to_all(sent_sums, from_nodes[of_slice], to_nodes[of_slice], cross))
-    rows_home = as_rows(joined(home), None, *row, quantizes=quantizes)
-    total: torch.Tensor = SUM_OF_PLACES([rows_home], at_home, dtype)
+    rows_home = [as_rows(one, None, *row, quantizes=quantizes) for one in home]
+    total: torch.Tensor = SUM_OF_PLACES(rows_home, at_home, dtype)
     return total
 
 

@@ -125,20 +125,18 @@ class HopTasks:
         return [self._moving(passes * self._rows / chunks, of_chunk) for of_chunk in came]
 
     def _summed(self, needs: Sequence[Sequence[int]]) -> int:
-        slices, chunks, share = self.candidate.hop_slices, self.candidate.num_chunks, self._share
+        slices, chunks = self.candidate.hop_slices, self.candidate.num_chunks
         came: list[list[int]] = [[] for _ in range(slices)]
         for of_chunk in needs:
             moved = self._moving(self._before_sums / chunks, of_chunk)
             for of_slice in came:
                 of_slice.append(self._inside([moved]))
-        joined = MOVED * share * (chunks > 1) * self._rows  # chunks are joined
-        rows, home = self._summed_bytes
+        rows, home = self._summed_bytes  # a sum reads rows of all chunks, or slices, as they came
         across = []
         for of_slice in came:
-            summed = self._moving((rows + joined) / slices, of_slice, num_packing=2)
+            summed = self._moving(rows / slices, of_slice, num_packing=chunks + 1)
             across.append(self._across([summed]))
-        joined = MOVED * share * (slices > 1) * self._far
-        return self._moving(home + joined, across, num_packing=1)
+        return self._moving(home, across, num_packing=slices)
 
     @property
     def _before_sums(self) -> float:

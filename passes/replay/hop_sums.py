@@ -18,7 +18,7 @@ from moe_compile.ops.hop_rows import BACK_ROWS
 from moe_compile.ops.hop_sums import PLACES_OF
 from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
 from moe_compile.regions.token_regions import DividedForm
-from passes.replay.hops import Hops, Table, joined, launched, total_of
+from passes.replay.hops import Hops, Table, launched, total_of
 from passes.replay.row_wire import RowWire, as_rows, as_sent
 from passes.replay.sizes import extent
 
@@ -75,15 +75,15 @@ def emit_sums(
     across: list[fx.Node] = []
     for of_slice, places in enumerate(home.on_node):
         came = [emit.call(C10D.wait_tensor, launches[of_slice]) for launches in inside]
-        rows_here = as_rows(emit, joined(emit, came), None, wire)
-        sums_here = emit.call(SUM_OF_PLACES, [rows_here], places, total.dtype)
+        rows_here = [as_rows(emit, one, None, wire) for one in came]
+        sums_here = emit.call(SUM_OF_PLACES, rows_here, places, total.dtype)
         rows_of_nodes = as_sent(emit, sums_here, None, wire)
         got, splits = [sizes.far_sent[of_slice]], [sizes.far_got[of_slice]]
         across += launched(emit, rows_of_nodes, got, splits, nodes.cross)
-    sent = joined(emit, [emit.call(C10D.wait_tensor, launch) for launch in across])
-    sent = as_rows(emit, sent, None, wire)
+    waits = [emit.call(C10D.wait_tensor, launch) for launch in across]
+    rows_home = [as_rows(emit, one, None, wire) for one in waits]
     dtype = total.dtype if sums.base is None else wide_type(total.dtype)
-    made = emit.call(SUM_OF_PLACES, [sent], home.at_home, dtype)
+    made = emit.call(SUM_OF_PLACES, rows_home, home.at_home, dtype)
     if sums.base is not None:
         made = emit.method("to", emit.method("add", made, sums.base), total.dtype)
     launches = (*(launch for of_chunk in inside for launch in of_chunk), *across)
