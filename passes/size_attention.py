@@ -6,7 +6,7 @@ Contract
               the program gives itself are left as they are.
 
 Where attention is compiled alone it is tuned, by running kernels. In a graph of ours nothing is run
-while compiling, and for heads of 192 columns Inductor's default blocks spill more than a thousand
+while compiling, and for heads of 192 or 256 columns Inductor's default blocks spill more than a thousand
 bytes a thread to memory. No kernel was timed.
 """
 
@@ -33,8 +33,11 @@ TUNED: Final = ("num_warps", "num_stages", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "
 EIGHT_WARPS: Final[Mapping[str, int]] = {
     "bwd_num_warps": 8, "bwd_BLOCK_M1": 32, "bwd_BLOCK_N2": 32,
 }  # fmt: skip
+SMALL_BLOCKS: Final[Mapping[str, int]] = {
+    **EIGHT_WARPS, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32,
+}  # fmt: skip
 OPTIONS: Final[Mapping[tuple[int, int] | None, tuple[tuple[range, Mapping[str, int]], ...]]] = {
-    (9, 0): ((range(129, 193), EIGHT_WARPS),),
+    (9, 0): ((range(129, 193), EIGHT_WARPS), (range(193, 257), SMALL_BLOCKS)),
 }
 """Compute capability -> columns of a query's head, and options with which its kernel spills
 nothing. Other heads have Inductor's defaults."""

@@ -380,8 +380,10 @@ def test_code_in_parts_and_in_two_hops_reads_the_host_once_a_part(tmp_path, name
 
 @pytest.mark.slow
 @needs_a_compiler
-def test_no_kernel_of_deepseeks_attention_spills_on_hopper():
-    command = [sys.executable, "-m", "benchmarks.cuda.attention", "192", "128"]
+@pytest.mark.parametrize("heads", [("192", "128"), ("256", "256")])
+def test_no_kernel_of_attention_with_wide_heads_spills_on_hopper(heads):
+    """Heads of DeepSeek-V3, and of Qwen3-Next."""
+    command = [sys.executable, "-m", "benchmarks.cuda.attention", *heads]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1500)
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert any("tem_fused_flex_attention_backward" in kernel["name"] for kernel in kernels)

@@ -6,7 +6,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import size_attention
-from passes.size_attention import EIGHT_WARPS, POSITION_OF_OPTIONS, SizeAttention
+from passes.size_attention import EIGHT_WARPS, POSITION_OF_OPTIONS, SMALL_BLOCKS, SizeAttention
 from tests.capture import state
 
 BACKWARD = torch.ops.higher_order.flex_attention_backward
@@ -42,9 +42,11 @@ def options_of(*attention, **changes):
     return found
 
 
-@pytest.mark.parametrize("head", [160, 192])
-def test_wide_heads_get_the_options_of_their_chip(capability, head):
-    assert options_of(head, GIVEN) == {**GIVEN, **EIGHT_WARPS}
+@pytest.mark.parametrize(
+    ("head", "options"), [(160, EIGHT_WARPS), (192, EIGHT_WARPS), (256, SMALL_BLOCKS)]
+)
+def test_wide_heads_get_the_options_of_their_chip(capability, head, options):
+    assert options_of(head, GIVEN) == {**GIVEN, **options}
     capability(8, 0)
     assert options_of(head, GIVEN) == GIVEN
 
@@ -58,7 +60,7 @@ def test_options_of_the_program_are_left_alone(capability, own):
 
 @pytest.mark.parametrize(
     ("head", "changes"),
-    [(128, {}), (256, {}), (192, {"device": "cpu"}), (192, {"dtype": torch.float32})],
+    [(128, {}), (257, {}), (192, {"device": "cpu"}), (192, {"dtype": torch.float32})],
 )
 def test_other_attention_is_left_alone(capability, head, changes):
     assert options_of(head, GIVEN, **changes) == GIVEN
