@@ -6,8 +6,8 @@ Contract
               the program gives itself are left as they are.
 
 Where attention is compiled alone it is tuned, by running kernels. In a graph of ours nothing is run
-while compiling, and for heads of 192 or 256 columns Inductor's default blocks spill more than a thousand
-bytes a thread to memory. No kernel was timed.
+while compiling, and for heads of 192 or 256 columns Inductor's default blocks spill more than a
+thousand bytes a thread to memory. No kernel was timed.
 """
 
 from __future__ import annotations

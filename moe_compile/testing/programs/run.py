@@ -140,12 +140,9 @@ def _compare_module(
         _note(found, compilation, module)
     bound = module.BOUND if IN_TWO_HOPS in found.verdicts else _bound_without_hops(module)
     found.differences = all_differences(expected, actual, bound)
-    for other in _other_results(module, rank, text, reference):
-        differs = bool(found.differences)
-        if not (differs if module.MIRRORED else _on_a_rank(differs)):
-            break
-        if found.differences:
-            found.differences = all_differences(other, actual, bound)
+    others = _other_results(module, rank, text, reference)
+    while _on_a_rank(module, found.differences) and (other := next(others, None)) is not None:
+        found.differences = found.differences and all_differences(other, actual, bound)
     if found.differences and outgrows(module, expected):
         found.eager_error = "numbers that are to be whole outgrow their type, and round"
     if len(expected) != len(actual) and not found.compiled_error:
@@ -154,9 +151,11 @@ def _compare_module(
     return found
 
 
-def _on_a_rank(differs: bool) -> bool:
-    """Whether the results of a rank differ; asked by all ranks, since another run exchanges rows."""
-    found = torch.tensor(int(differs), device=rank_device())
+def _on_a_rank(module: ModuleType, differences: list[str]) -> bool:
+    """Whether results differ, on any rank: all of them run the next reference, or none does."""
+    if module.MIRRORED:
+        return bool(differences)
+    found = torch.tensor(len(differences), device=rank_device())
     dist.all_reduce(found)
     return bool(found)
 
