@@ -32,9 +32,9 @@ class Dropped(Block):
 
 @pytest.fixture
 def pays(tmp_path):
-    """A profile by which exchanges are worth hiding, of small programs too."""
+    """A profile by which exchanges are worth hiding, of small programs too, and all the memory."""
     (tmp_path / "pays.toml").write_text(PROFILE)
-    return {"hardware": str(tmp_path / "pays.toml"), **FREE}
+    return {"hardware": str(tmp_path / "pays.toml"), "max_memory_increase": 9.0, **FREE}
 
 
 def rewritten(program, x, **options):
