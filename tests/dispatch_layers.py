@@ -13,7 +13,7 @@ class Around(GroupedExperts):
         scores, chosen = self.route(x)
         flat = self.own(chosen).reshape(-1)
         order = self.among_all(self.by_expert(flat), x)
-        counts = (flat[:, None] == torch.arange(self.num_experts)).sum(0)
+        counts = (flat[:, None] == torch.arange(self.num_experts, device=x.device)).sum(0)
         received = self.exchange_counts(counts)
         sent_rows, got_rows = self.splits(counts, received)
         rows = self.gather(x, order, scores)
@@ -61,7 +61,8 @@ class InOrder(Around):
         return (super().gather(x, order, scores).float() * weights).to(x.dtype)
 
     def total(self, x, order, out, scores):
-        ordered = torch.zeros((x.shape[0] * self.top_k, x.shape[1]), dtype=x.dtype)
+        size = (x.shape[0] * self.top_k, x.shape[1])
+        ordered = torch.zeros(size, dtype=x.dtype, device=x.device)
         ordered[order] = out
         return self.summed(ordered.reshape(-1, self.top_k, x.shape[1]), scores).to(x.dtype)
 
@@ -151,7 +152,7 @@ class OntoZeros(Around):
         return base.index_add(0, order // self.top_k, out * weights)
 
     def zeros(self, x):
-        return torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype)
+        return torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
 
 
 class OntoNewZeros(OntoZeros):

@@ -181,7 +181,8 @@ class SharedAndBias(GroupedExperts):
     def forward(self, x):
         with torch.no_grad():
             _, chosen = self.route(x)
-            load = (chosen.reshape(-1, 1) == torch.arange(self.num_experts)).sum(0)
+            every = torch.arange(self.num_experts, device=x.device)
+            load = (chosen.reshape(-1, 1) == every).sum(0)
             self.seen.add_(load)
         out = super().forward(x) + F.silu(x @ self.up) @ self.down
         with torch.no_grad():

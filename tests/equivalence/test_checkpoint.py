@@ -52,10 +52,10 @@ def run(rank, recompute, wire="same", more=None):
     ("recompute", "backward"),
     slow_but([("save_exchanges", 3)], [("save_exchanges", 3), ("model", 6)]),
 )
-def test_gathered_tokens_are_saved_unless_asked_otherwise(two_ranks, recompute, backward):
+def test_gathered_tokens_are_saved_unless_asked_otherwise(two_devices, recompute, backward):
     """Gathered again would be tokens, routing and weights; the last sum is needed by nothing."""
     more = {"dispatch": "all_gather", "equal_tokens": True}
-    for differing, phases in two_ranks.run(run, recompute, "same", more):
+    for differing, phases in two_devices.run(run, recompute, "same", more):
         assert differing == []
         assert phases == {"forward": 4, "backward": backward}
 

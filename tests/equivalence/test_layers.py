@@ -83,16 +83,16 @@ def one_case(style, *tokens, **changes):
 
 
 @pytest.mark.parametrize("style", slow_but(CHOSEN[:1], STYLES))
-def test_every_style_on_two_ranks_equals_eager(two_ranks, style):
+def test_every_style_on_two_ranks_equals_eager(two_devices, style):
     """Other numbers of tokens in a second step are compiled for any number of them."""
     tokens = ((9, 14), (16, 3)) if style in CHOSEN[:1] else ((9, 14),)
-    check(two_ranks, one_case(style, *tokens), style)
+    check(two_devices, one_case(style, *tokens), style)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", CHOSEN)
-def test_layers_on_four_ranks_equal_eager(four_ranks, style):
-    check(four_ranks, one_case(style, (5, 11, 1, 8), num_experts=8), style)
+def test_layers_on_four_ranks_equal_eager(four_devices, style):
+    check(four_devices, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 
 
 @pytest.mark.exhaustive

@@ -43,8 +43,8 @@ SHOWN = (Routing.FIRST_RANK,)
 
 
 @pytest.mark.parametrize("routing", slow_but(SHOWN, list(Routing)))
-def test_layers_in_chunks_by_load_equal_eager(two_ranks, routing):
-    check(two_ranks, case_of(GroupedExperts, (9, 14), (16, 3), routing=routing), GroupedExperts)
+def test_layers_in_chunks_by_load_equal_eager(two_devices, routing):
+    check(two_devices, case_of(GroupedExperts, (9, 14), (16, 3), routing=routing), GroupedExperts)
 
 
 def run_auto(rank, case, folder):

@@ -43,6 +43,13 @@ def test_every_style_equals_one_that_quantises_eagerly(mirrored_ranks, style):
     check(mirrored_ranks, case, style, WIRES[STYLES.index(style) % len(WIRES)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wires", WIRES, ids="-".join)
+def test_every_wire_equals_a_layer_that_quantises_eagerly(two_devices, wires):
+    case = one_case(GroupedExperts, (9, 14), dtype=torch.bfloat16)
+    check(two_devices, case, GroupedExperts, wires)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @given(case=moe_cases(2), wires=st.sampled_from(WIRES))

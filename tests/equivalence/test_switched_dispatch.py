@@ -61,8 +61,8 @@ def two_rows_case(style, *tokens):
 
 
 @pytest.mark.parametrize("style", slow_but([InOrder], (*STYLES, InOrder)))
-def test_two_rows_a_token_change_no_bit_on_two_ranks(two_ranks, style):
-    check(two_ranks.run(differing, two_rows_case(style, (9, 9)), style, options()))
+def test_two_rows_a_token_change_no_bit_on_two_ranks(two_devices, style):
+    check(two_devices.run(differing, two_rows_case(style, (9, 9)), style, options()))
 
 
 def whole_case(*tokens):

@@ -32,7 +32,7 @@ class WholeNumbers(LoopExperts):
 
     def route(self, x):
         _, chosen = super().route(x)
-        return torch.ones(chosen.shape, dtype=x.dtype), chosen
+        return torch.ones(chosen.shape, dtype=x.dtype, device=x.device), chosen
 
     def expert(self, x, e):
         return (torch.relu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e]
@@ -65,13 +65,13 @@ def whole_case(*tokens):
 
 
 @pytest.mark.slow
-def test_sums_that_do_not_round_are_the_same_in_chunks_of_tokens(two_ranks):
-    check(two_ranks, whole_case((9, 14)), 3)
+def test_sums_that_do_not_round_are_the_same_in_chunks_of_tokens(two_devices):
+    check(two_devices, whole_case((9, 14)), 3)
 
 
 @pytest.mark.slow
-def test_four_ranks_agree_on_which_rows_a_chunk_takes(four_ranks):
-    check(four_ranks, whole_case((5, 11, 1, 8)), 2)
+def test_four_ranks_agree_on_which_rows_a_chunk_takes(four_devices):
+    check(four_devices, whole_case((5, 11, 1, 8)), 2)
 
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 96, 128, 64, 2, 2  # one local expert
