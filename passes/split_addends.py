@@ -67,4 +67,5 @@ def _late_sums(graph: fx.Graph) -> list[fx.Node]:
 def _is_fused_sum(node: fx.Node) -> bool:
     """Whether it is a product and a sum that the program has apart; neither is scaled."""
     is_plain = node.target is ADDMM and len(node.args) == 3 and not node.kwargs
-    return is_plain and str(node.meta.get("original_aten")) == str(ADD)  # it may be a copy
+    of_sum = str(node.meta.get("original_aten")) == str(ADD)  # it may be a copy
+    return is_plain and (of_sum or "from_node" not in node.meta)  # torch 2.11 notes no origin
