@@ -94,7 +94,7 @@ def layers(wanted: Sequence[tuple[ModelShape, int]] | None = None) -> Iterator[P
         (region,), _ = find_moe_regions(graph)
         proof = prove_rows_independent(region)
         assert not isinstance(proof, Refused), proof
-        work = work_of_experts(region, proof)
+        work = work_of_experts(region, proof, load_profile("h100"))
         assert work is not None
         yield PlannedLayer(shape=shape, num_ranks=num_ranks, work=work)
 

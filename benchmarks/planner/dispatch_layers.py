@@ -62,7 +62,7 @@ class GatherableLayer:
     def work(self) -> RegionWork:
         """Return the work of either dispatch."""
         assert isinstance(self.found.proof, RowProof)
-        work = work_of_experts(self.found.region, self.found.proof)
+        work = work_of_experts(self.found.region, self.found.proof, load_profile("cpu"))
         assert work is not None
         return replace(
             work,

@@ -74,6 +74,6 @@ def predict_layer(
     run_level(FOUND, capture(module, tokens), state)
     (found,) = state.found.experts
     assert not isinstance(found.proof, Refused), found.proof
-    work = work_of_experts(found.region, found.proof)
+    work = work_of_experts(found.region, found.proof, state.hardware)
     assert work is not None
     return PredictedLayer(found=found, work=replace(work, imbalance=imbalance))

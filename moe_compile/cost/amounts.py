@@ -3,15 +3,13 @@
 Contract
     Pure arithmetic on nominal sizes; `cost/rates.py` turns amounts into time.
     Nothing is written between nodes that Inductor fuses: elementwise ones, gathers of rows and
-    concatenations, with each other and into scatters. `make cuda-table` reads the generated code
-    for it. On a CPU Inductor writes concatenations out.
-"""
+XX"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,7 +48,9 @@ FUSED: Final = frozenset(
     {
         "aten::_to_copy",
         "aten::constant_pad_nd",
+        "aten::select_backward",
         "aten::select_scatter",
+        "aten::slice_backward",
         "aten::slice_scatter",
         "prims::convert_element_type",
     }
@@ -58,8 +58,14 @@ FUSED: Final = frozenset(
 """Elementwise to a compiler, though not tagged so."""
 ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 """Operators that take memory and touch none of it."""
-FILLS: Final = frozenset({"full_like", "new_ones", "new_zeros", "ones_like", "zeros_like"})
+FILLS: Final = frozenset(
+    {"full", "full_like", "new_ones", "new_zeros", "ones", "ones_like", "zeros", "zeros_like"}
+)
 """Operators that read no element of what they are given."""
+REDUCTIONS: Final = frozenset(
+    {"_log_softmax", "_softmax", "amax", "amin", "any", "mean", "prod", "sum", "var_mean"}
+)
+"""Operators whose kernels compute what they reduce."""
 SCATTERS: Final = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
 CONCATENATION: Final = "cat"
 FEW: Final = 4096
@@ -94,23 +100,29 @@ class Amounts:
         return sum(self.read.values()) + self.written
 
 
-def amounts_of(node: fx.Node, sizes: NominalSizes) -> Amounts:
-    """Return what `node` takes; nothing where it does no work on the device."""
+def amounts_of(node: fx.Node, sizes: NominalSizes, *, writes_joined: bool = False) -> Amounts:
+    """Return what `node` takes; nothing where it does no work on the device.
+
+    `writes_joined` says that concatenations are written before they are read.
+    """
     if is_free(node) or _op(node) in ALLOCATIONS:
         return Amounts()
     if is_launch(node):
         return Amounts(num_kernels=1, link_bytes=leaving_bytes(node, sizes))
     if (module := called_module(node)) is not None:
-        inner = [amounts_of(n, sizes) for n in module.graph.nodes]
+        nodes = module.graph.nodes
+        inner = [amounts_of(n, sizes, writes_joined=writes_joined) for n in nodes]
         return Amounts(
             operations=sum(a.operations for a in inner),
             written=sum(a.nbytes for a in inner),
             num_kernels=sum(a.num_kernels for a in inner),
         )
-    is_written = not (is_fusible(node) and all(map(fuses_what_it_reads, node.users)))
+    unfused = CONCATENATION if writes_joined else ""
+    is_made_there = is_fusible(node) and _op(node) != unfused
+    is_written = not (is_made_there and all(map(fuses_what_it_reads, _readers(node))))
     return Amounts(
         operations=_operations(node, sizes),
-        read=_bytes_read(node, sizes),
+        read=_bytes_read(node, sizes, unfused),
         written=float(sizes.nbytes(value_of(node))) if is_written else 0.0,
         num_kernels=_kernels_of(node, sizes) if is_written else 0.0,
     )
@@ -125,11 +137,32 @@ def _kernels_of(node: fx.Node, sizes: NominalSizes) -> float:
     return KERNELS_OF_FEW if are_few and is_integer(node) else 1.0
 
 
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Give what reads a value, by itself or by views of it."""
+    for user in node.users:
+        if _is_part(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the node whose value a view is of, or the node."""
+    while _is_part(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether the node is another look at a value, or one of several."""
+    return is_view(node) or node.target is operator.getitem or _op(node) == "_unsafe_view"
+
+
 def is_free(node: fx.Node) -> bool:
     """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function":
         return True
-    if is_wait(node) or is_view(node) or integers_taken(node) or _op(node) == "_unsafe_view":
+    if is_wait(node) or _is_part(node) or integers_taken(node):
         return True
     value = value_of(node)
     return not isinstance(value, torch.Tensor | tuple | list | dict)  # a Triton kernel's, by name
@@ -145,15 +178,13 @@ def is_elementwise(node: fx.Node) -> bool:
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler may make the node's value within the kernels that read it."""
-    if _op(node) == CONCATENATION:
-        tensor = tensor_of(node)
-        return tensor is not None and tensor.device.type != "cpu"
-    return is_elementwise(node) or _op(node) in GATHERS
+    return is_elementwise(node) or _op(node) in GATHERS | FILLS | {CONCATENATION}
 
 
 def fuses_what_it_reads(node: fx.Node) -> bool:
     """Whether a compiler may make what the node reads within the node's own kernel."""
-    return is_elementwise(node) or _op(node) in GATHERS | SCATTERS | {CONCATENATION}
+    readers = GATHERS | SCATTERS | REDUCTIONS | {CONCATENATION}
+    return is_elementwise(node) or _op(node) in readers
 
 
 def leaving_bytes(launch: fx.Node, sizes: NominalSizes) -> float:
@@ -191,11 +222,17 @@ def is_product(node: fx.Node) -> bool:
     return _op(node) in MATMULS
 
 
-def _bytes_read(node: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
+def _bytes_read(node: fx.Node, sizes: NominalSizes, unfused: str) -> dict[fx.Node, float]:
     if _op(node) in FILLS:
         return {}
-    inputs = node.all_input_nodes
-    kept = [a for a in inputs if not (fuses_what_it_reads(node) and is_fusible(a))]
+    kept = node.all_input_nodes
+    if fuses_what_it_reads(node):
+        base = kept[:1] if _op(node) in SCATTERS else []  # written first, if it is made there
+        sources = {a: _viewed(a) for a in kept}
+        kept = [
+            a for a, at in sources.items()
+            if a in base or _op(at) == unfused or not is_fusible(at)
+        ]  # fmt: skip
     read = {a: float(sizes.nbytes(value_of(a))) for a in kept}
     gathered = gathered_bytes(node, sizes)
     return read | {source: nbytes for source, nbytes in gathered.items() if source in read}

@@ -20,7 +20,7 @@ from moe_compile.cost.amounts import Amounts, amounts_of, called_module, ranks_o
 from moe_compile.cost.host import host_us, launch_us, waits_for_device
 from moe_compile.cost.rates import Bound, Rates
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.query import group_name, is_all_to_all, is_launch
+from moe_compile.graph.query import group_name, is_all_to_all, is_launch, tensor_of
 from moe_compile.hardware import HardwareProfile
 from moe_compile.runtime.node_groups import ranks_of_a_node
 
@@ -80,7 +80,7 @@ class _Estimator:
     ) -> None:
         self.sizes = sizes
         self.amounts = amounts
-        self.host = hardware.host
+        self.hardware = hardware
         self.rates_of = functools.cache(functools.partial(Rates.of, hardware))
         self.rates = self.rates_of(0)
 
@@ -94,7 +94,8 @@ class _Estimator:
                 host_us=sum(cost.host_us for cost in inner),
             )
         if node not in self.amounts:
-            self.amounts[node] = amounts_of(node, self.sizes)
+            writes_joined = self.hardware.is_of_host(tensor_of(node))
+            self.amounts[node] = amounts_of(node, self.sizes, writes_joined=writes_joined)
         found = self.amounts[node]
         if is_launch(node):
             return self._launch(node, found.link_bytes)
@@ -102,7 +103,7 @@ class _Estimator:
         return Cost(
             self.rates.compute_us(*amounts),
             bound=self.rates.compute_bound(*amounts),
-            host_us=host_us(node, found.num_kernels, self.host),
+            host_us=host_us(node, found.num_kernels, self.hardware.host),
             waits_for_device=waits_for_device(node),
         )
 
@@ -115,5 +116,5 @@ class _Estimator:
             Bound.LINK,
             rates.contention,
             rates.overlap_slowdown,
-            host_us=launch_us(node, num_ranks, self.host),
+            host_us=launch_us(node, num_ranks, self.hardware.host),
         )

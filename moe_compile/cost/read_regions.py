@@ -18,6 +18,7 @@ from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import tensor_of
+from moe_compile.hardware import HardwareProfile
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.regions.regions import MoERegion, RowProof
 
@@ -35,7 +36,10 @@ class Replayed:
 
 
 def work_of_experts(
-    region: MoERegion, proof: RowProof, layer: TracedNodes | None = None
+    region: MoERegion,
+    proof: RowProof,
+    hardware: HardwareProfile,
+    layer: TracedNodes | None = None,
 ) -> RegionWork | None:
     """Return the work around a MoE region in its `layer`, or in all of its graph."""
     tensor = tensor_of(region.rows)
@@ -59,7 +63,7 @@ def work_of_experts(
             num_ranks=region.num_ranks,
             num_parts=region.num_local_experts,
             row_bytes=float(tensor.numel() * tensor.element_size()),
-            writes_joined=tensor.device.type == "cpu",
+            writes_joined=hardware.is_of_host(tensor),
             wire_shares=_wire_shares(region),
         ),
     )

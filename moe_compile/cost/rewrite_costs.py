@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Final
 
-ORDER_KERNELS: Final = 11.5
+ORDER_KERNELS: Final = 9.25
 """Kernels that find each row's place by chunk and back, and gather what the host reads
 (passes/replay/row_order.py, chunk_axis.py)."""
-PLACE_KERNELS: Final = 4.25
+PLACE_KERNELS: Final = 2.25
 """Kernels that exchange the routing of gathered tokens and find which rows are this rank's, and of
 which tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py).
 """

@@ -77,7 +77,7 @@ def decide_experts(
         return None
     if isinstance(found.proof, Refused):
         return None
-    work = work_of_experts(found.region, found.proof, layer)
+    work = work_of_experts(found.region, found.proof, hardware, layer)
     if work is None:
         return None
     work = replace(work, never_packed=never_packed)

@@ -57,7 +57,10 @@ def decide_uneven(
     numbers: tuple[int, ...] = (exchange.num_chunks,)
     if config.chunks == "auto":
         numbers = tuple(num for num in CHUNKS if found.region.num_local_experts % num == 0)
-    if numbers == (1,) or (work := work_of_experts(found.region, found.proof, layer)) is None:
+    if (
+        numbers == (1,)
+        or (work := work_of_experts(found.region, found.proof, hardware, layer)) is None
+    ):
         return None
     asked = EDGES if config.chunk_edges == "auto" else (config.chunk_edges,)
     uneven = Uneven(

@@ -152,8 +152,9 @@ class _Phase:
             work, parts = self.work[other], list(self.of_work[other].values())
             is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
             is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine", "beside")
-            times = self._passes_to_sort_back(other) if is_sorted else 1
-            us = 0.0 if is_one else self._moving_us(work.written, times)
+            passes, num_kernels = self._to_sort_back(other) if is_sorted else (ROW_PASSES, 1)
+            nbytes = 0.0 if is_one else passes * work.written
+            us = self.rates.compute_us(0.0, nbytes, 0 if is_one else num_kernels)
             if self._unpacks_joined(other):
                 us = self._join_messages_us(work)
             self.joined[other] = self.made.add("join", us, parts)
@@ -176,11 +177,18 @@ class _Phase:
         is_forward, kind = self._is_forward, work.exchange
         return self.candidate.wire_share(self.region, kind, is_forward=is_forward)
 
-    def _passes_to_sort_back(self, other: int) -> int:
-        """Return how often the joined rows of a work are moved before they are read."""
-        of_all = (w for w in self.work if other in w.needs and not w.is_chunked)
-        is_fused = all(reader.fuses_what_it_reads for reader in of_all)
-        return int(self.region.writes_joined) + int(not is_fused)
+    def _to_sort_back(self, other: int) -> tuple[float, int]:
+        """Return the passes over the joined rows of a work before they are read, and kernels.
+
+        A reader that fuses with what it reads sorts them in place of reading them as they came; if
+        it computes with them they are written for the backward.
+        """
+        of_all = [w for w in self.work if other in w.needs and not w.is_chunked]
+        passes = ROW_PASSES * self.region.writes_joined
+        if not all(reader.fuses_what_it_reads for reader in of_all):
+            return passes + ROW_PASSES, int(self.region.writes_joined) + 1
+        are_kept = self._is_forward and not all(reader.moves_rows for reader in of_all)
+        return passes + are_kept, int(self.region.writes_joined)
 
     def _first_sorted(self) -> int | None:
         if not self._sorts_rows:

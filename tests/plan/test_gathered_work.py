@@ -52,7 +52,7 @@ def priced(gm, **options):
     rows = find_token_rows(found.region, Dependence(gm.graph))
     form = gathered_form(found, regions, ours.config, rows)
     rounding = rounding_of(form.found)
-    work = work_of_experts(found.region, found.proof)
+    work = work_of_experts(found.region, found.proof, ours.hardware)
     gathered = gathered_work(form, found.proof, regions)
     both = dataclasses.replace(work, gathered=gathered, gather_is_bitwise=rounding.is_bitwise)
     return both, rounding

@@ -61,7 +61,7 @@ def region_work(gm, config):
     dependence = Dependence(gm.graph)
     rows = find_token_rows(found.region, dependence)
     hopping = hopping_of(hop_forms(found, config, rows, dependence))
-    work = work_of_experts(found.region, found.proof)
+    work = work_of_experts(found.region, found.proof, compile_state.hardware)
     return dataclasses.replace(work, hops=hopping.shape, weighted=hopping.weighted)
 
 

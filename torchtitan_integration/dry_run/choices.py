@@ -21,6 +21,7 @@ from moe_compile.graph.pristine import pristine_copy
 from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
+from passes.fuse_token_sums import FuseTokenSums
 from passes.split_batch import SplitBatch
 
 FREE: Final[Mapping[str, Any]] = {
@@ -93,9 +94,8 @@ def choice(
 
 
 def _described(compilation: Compilation, state: CompileState) -> str:
-    divided = f"{SplitBatch.name}: applied"
-    is_divided = any(line.startswith(divided) for line in compilation.rewrites)
-    parts = [f"{state.num_parts} parts of the batch"] * is_divided
+    applied = {line.partition(": ")[0] for line in compilation.rewrites if ": applied" in line}
+    parts = [f"{state.num_parts} parts of the batch"] * (SplitBatch.name in applied)
     for region in compilation.regions:
         parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1))
         parts += [f"edges by {region.chunk_edges}"] * (region.chunk_edges != "even")
@@ -108,4 +108,5 @@ def _described(compilation: Compilation, state: CompileState) -> str:
     for attention in compilation.attention:
         if attention.is_region:
             parts.append(f"attention in {attention.num_chunks}")
+    parts += ["sums per token in one kernel"] * (FuseTokenSums.name in applied)
     return ", ".join(dict.fromkeys(parts))
