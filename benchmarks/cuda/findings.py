@@ -53,6 +53,8 @@ class Findings:
     weight_bytes: float
     activation_bytes: float
     collective_bytes: float
+    estimated_bytes: float
+    """Of weights and activations, by the costs that it was scheduled by."""
     order: str
     """Of launches, waits, matrix products and attention, one letter each."""
     keeps_order: bool
@@ -73,16 +75,22 @@ def findings_in(folder: Path) -> dict[str, Findings]:
     parameters = places_of_weights(forward, said["weights"])
     sizes = balanced_sizes(forward, said["hop_rows"])
     weights = weights_of_forward(forward, parameters)
-    found = {"forward": _findings(forward, sizes, weights, scheduled["forward"])}
+    estimated = said["estimated_bytes"]
+    expected = {phase: (scheduled[phase], estimated[phase]) for phase in scheduled}
+    found = {"forward": _findings(forward, sizes, weights, *expected["forward"])}
     if (path := folder / "backward.py").exists():
         backward = read_wrapper(path.read_text())
         weights = weights_of_backward(forward, backward, sizes, parameters)
-        found["backward"] = _findings(backward, sizes, weights, scheduled["backward"])
+        found["backward"] = _findings(backward, sizes, weights, *expected["backward"])
     return found
 
 
 def _findings(
-    wrapper: Wrapper, sizes: Mapping[str, int], weights: set[str], scheduled: str
+    wrapper: Wrapper,
+    sizes: Mapping[str, int],
+    weights: set[str],
+    scheduled: str,
+    estimated_bytes: float,
 ) -> Findings:
     triton = [c for c in wrapper.calls if c.kind is Kind.TRITON]
     moved = bytes_of(wrapper, sizes, weights)
@@ -100,6 +108,7 @@ def _findings(
         weight_bytes=moved.weights,
         activation_bytes=moved.activations,
         collective_bytes=moved.collectives,
+        estimated_bytes=estimated_bytes,
         order=order,
         keeps_order=_by_exchange(order) == _by_exchange(scheduled),
         faults=tuple(faults(wrapper)),

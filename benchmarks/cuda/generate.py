@@ -3,8 +3,9 @@
 Contract
     Writes forward.py and backward.py, Inductor's wrappers; order.json, the order the scheduler
     chose; report.json; kernels.json, registers and spills where kernels were compiled; and
-    compilation.json, the CPU seconds it took, which of the tensors it is given are weights and what
-    hops send where routing is balanced. No cache is used.
+    compilation.json, the CPU seconds it took, which of the tensors it is given are weights, what
+    hops send where routing is balanced, and the bytes that costs say each phase moves. No cache is
+    used.
 """
 
 from benchmarks.cuda.device_guard import load_guard
@@ -37,7 +38,10 @@ from benchmarks.cuda.cases import CHUNKS, MODELS, PROGRAMS, Program
 from benchmarks.cuda.letters import graph_letters
 from benchmarks.cuda.programs import built
 from moe_compile.backend import megamoe
-from moe_compile.graph.query import tensor_of
+from moe_compile.cost.amounts import amounts_of
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_launch, tensor_of
+from moe_compile.plan.state import CompileState
 from passes.pin_order import PinOrder
 
 PHASES = ("forward", "backward")
@@ -51,13 +55,13 @@ class Generated(Exception):
 def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any]) -> None:
     """Write the code of `program` in so many chunks."""
     codes: list[str] = []
-    orders: list[str] = []
+    scheduled: list[tuple[str, float]] = []
     weights: list[int] = []
     pin = PinOrder.run
 
     def noting(self: PinOrder, graph: fx.Graph, state: Any) -> Any:
         if letters := graph_letters(graph):  # a mask's graph inside of attention has none
-            orders.append(letters)
+            scheduled.append((letters, _estimated_bytes(graph, state)))
         return pin(self, graph, state)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -94,10 +98,24 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
         hop_rows = one.hop_rows(program, chunks)
     for phase, code in zip(PHASES, codes, strict=False):
         (folder / f"{phase}.py").write_text(code)
-    _write(folder / "order.json", dict(zip(PHASES, orders, strict=False)))
+    phases = dict(zip(PHASES, scheduled, strict=False))
+    _write(folder / "order.json", {phase: letters for phase, (letters, _) in phases.items()})
     _write(folder / "kernels.json", [kernel_figures(*one) for one in fake_h100.COMPILED])
-    said = {"cpu_s": seconds, "torch": torch.__version__, "weights": weights, "hop_rows": hop_rows}
+    said = {
+        "cpu_s": seconds,
+        "torch": torch.__version__,
+        "weights": weights,
+        "hop_rows": hop_rows,
+        "estimated_bytes": {phase: nbytes for phase, (_, nbytes) in phases.items()},
+    }
     _write(folder / "compilation.json", said)
+
+
+def _estimated_bytes(graph: fx.Graph, state: CompileState) -> float:
+    """Return the bytes that a graph moves by the costs it was scheduled by; no collectives."""
+    sizes = NominalSizes(state.nominal_sizes)
+    sizes.learn(graph)
+    return sum(amounts_of(node, sizes).nbytes for node in graph.nodes if not is_launch(node))
 
 
 def kernel_figures(name: str, ptx: str) -> dict[str, Any]:

@@ -353,6 +353,8 @@ def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_
     has_flex = "triton_tem_fused_" in (tmp_path / "forward.py").read_text()
     assert has_flex is name.startswith("deepseek")  # as torchtitan has it; qwen3 is on SDPA
     for phase, one in found.items():
+        moved = one.weight_bytes + one.activation_bytes
+        assert one.estimated_bytes == pytest.approx(moved, rel=0.15)
         assert one.one_element == 0
         assert one.to_host == (phase == "forward")
         assert (one.items, one.integers > 0) == (0, phase == "forward")
