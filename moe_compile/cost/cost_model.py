@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from moe_compile.cost.amounts import Amounts, amounts_of, called_module, ranks_of
-from moe_compile.cost.host import host_us, launch_us, waits_for_device
+from moe_compile.cost.host import host_us, is_of_host, launch_us, waits_for_device
 from moe_compile.cost.rates import Bound, Rates
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import group_name, is_all_to_all, is_launch, tensor_of
@@ -94,7 +94,7 @@ class _Estimator:
                 host_us=sum(cost.host_us for cost in inner),
             )
         if node not in self.amounts:
-            writes_joined = self.hardware.is_of_host(tensor_of(node))
+            writes_joined = is_of_host(tensor_of(node), self.hardware)
             self.amounts[node] = amounts_of(node, self.sizes, writes_joined=writes_joined)
         found = self.amounts[node]
         if is_launch(node):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.fx as fx
 
 from moe_compile.graph.precedence import integers_taken, is_view
 from moe_compile.graph.query import is_all_to_all, is_wait, tensor_of
-from moe_compile.hardware.host import HostCosts
+from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.host import NO_HOST, HostCosts
 
 
 def host_us(node: fx.Node, num_kernels: float, host: HostCosts) -> float:
@@ -26,6 +28,16 @@ def host_us(node: fx.Node, num_kernels: float, host: HostCosts) -> float:
 def launch_us(launch: fx.Node, num_ranks: int, host: HostCosts) -> float:
     """Return what the host takes to launch a collective among so many ranks."""
     return host.launch_us + host.launch_us_per_rank * num_ranks * is_all_to_all(launch)
+
+
+def is_of_host(tensor: torch.Tensor | None, hardware: HardwareProfile) -> bool:
+    """Whether a profile is of the host itself, and the tensor lies there.
+
+    Where a profile has costs of a host, tensors on the host stand for those of its device: a dry
+    run has no others.
+    """
+    is_there = tensor is not None and tensor.device.type == "cpu"
+    return is_there and hardware.host == NO_HOST
 
 
 def waits_for_device(node: fx.Node) -> bool:

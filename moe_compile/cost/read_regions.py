@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.capacity.capacity_regions import CapacityRegion
+from moe_compile.cost.host import is_of_host
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import tensor_of
@@ -63,7 +64,7 @@ def work_of_experts(
             num_ranks=region.num_ranks,
             num_parts=region.num_local_experts,
             row_bytes=float(tensor.numel() * tensor.element_size()),
-            writes_joined=hardware.is_of_host(tensor),
+            writes_joined=is_of_host(tensor, hardware),
             wire_shares=_wire_shares(region),
         ),
     )

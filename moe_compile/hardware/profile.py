@@ -15,8 +15,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from moe_compile.entry_points import PROFILES as OUTSIDE
 from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, listed
@@ -91,14 +89,6 @@ class HardwareProfile:
         for name in ("matmul_tflops", "memory_gb_per_s", "link_gb_per_s"):
             if getattr(self, name) == 0:
                 raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
-
-    def is_of_host(self, tensor: torch.Tensor | None) -> bool:
-        """Whether the profile stands for the host itself, and `tensor` lies there.
-
-        Where a profile states what a host takes, tensors on the host stand for those of its device:
-        a dry run has no others.
-        """
-        return self.host == NO_HOST and tensor is not None and tensor.device.type == "cpu"
 
     def link_of(self, num_ranks: int) -> GroupLink:
         """Return the link of a group: a node's where so many ranks fit in one, else the rates'.
