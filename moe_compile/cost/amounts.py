@@ -2,8 +2,11 @@
 
 Contract
     Pure arithmetic on nominal sizes; `cost/rates.py` turns amounts into time.
-    Nothing is written between nodes that Inductor fuses: elementwise ones, gathers of rows and
-XX"""
+    Nothing is written between nodes that Inductor fuses: elementwise ones, fills, gathers of rows
+    and concatenations, with each other, into scatters and into reductions, through views as well.
+    `make cuda-table` reads the generated code for it. Where the host is the device Inductor writes
+    concatenations out.
+"""
 
 from __future__ import annotations
 
@@ -229,10 +232,8 @@ def _bytes_read(node: fx.Node, sizes: NominalSizes, unfused: str) -> dict[fx.Nod
     if fuses_what_it_reads(node):
         base = kept[:1] if _op(node) in SCATTERS else []  # written first, if it is made there
         sources = {a: _viewed(a) for a in kept}
-        kept = [
-            a for a, at in sources.items()
-            if a in base or _op(at) == unfused or not is_fusible(at)
-        ]  # fmt: skip
+        made_here = {a for a, at in sources.items() if is_fusible(at) and _op(at) != unfused}
+        kept = [a for a in kept if a in base or a not in made_here]
     read = {a: float(sizes.nbytes(value_of(a))) for a in kept}
     gathered = gathered_bytes(node, sizes)
     return read | {source: nbytes for source, nbytes in gathered.items() if source in read}

@@ -187,8 +187,8 @@ class _Phase:
         passes = ROW_PASSES * self.region.writes_joined
         if not all(reader.fuses_what_it_reads for reader in of_all):
             return passes + ROW_PASSES, int(self.region.writes_joined) + 1
-        are_kept = self._is_forward and not all(reader.moves_rows for reader in of_all)
-        return passes + are_kept, int(self.region.writes_joined)
+        computes = any(reader.is_fusible and not reader.moves_rows for reader in of_all)
+        return passes + (self._is_forward and computes), int(self.region.writes_joined)
 
     def _first_sorted(self) -> int | None:
         if not self._sorts_rows:
