@@ -37,9 +37,8 @@ def price_hops(
     layer: TracedNodes,
 ) -> HopPrices:
     """Return what the region takes in its `layer`."""
-    if isinstance(proof, Refused):
-        return HopPrices(shape=shape, us={})
-    if (work := work_of_experts(region, proof, hardware, layer)) is None:
+    work = None if isinstance(proof, Refused) else work_of_experts(region, proof, hardware, layer)
+    if work is None:
         return HopPrices(shape=shape, us={})
     rates = Rates.of(hardware, work.num_ranks, shape.num_local)
     work = replace(work, hops=shape)
