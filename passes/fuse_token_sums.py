@@ -8,6 +8,12 @@ Contract
 
     z = zeros; z[order] = rows; bmm(scores, z by token)   becomes   token_sums(rows, order, scores)
     rows = permute_rows(cat(of chunks), p)                the same, of the rows of each chunk
+    z[order + k first] = rows                             pad(token_sums(rows, order, scores of
+                                                          tokens from first on)) with zeros
+
+The last is the form under tensor parallelism, where a rank sends the rows of a part of the tokens
+that follow one another. The sums of others are zeros, as gradients of their weights are; as the
+program is written these are zeros times a gradient, so NaN where that is not finite.
 
 Without it rows are written in order, in float32 where scores are, and read again: at eight rows of
 bfloat16 a token eight times the bytes. What is no such sum stays, and the report says why.
@@ -77,6 +83,19 @@ class _Form:
     """Which of the rows put together each row of the whole is; None where they are the whole."""
     old: tuple[fx.Node, ...]
     """All that the new operator takes the place of."""
+    order: fx.Node
+    """The order of the rows among those that have one."""
+    part: _Part | None
+    """Which tokens have rows; None where all have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Tokens that follow one another, of some number of tokens."""
+
+    first: int
+    number: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,7 @@ def _form_of(result: fx.Node, num_sent: object, legality: Legality) -> _Form | V
     """Return what sums the rows of `result` per token, or why that stays as it is."""
     try:
         _, sums = find_token_sum(result, num_sent, legality.dependence)
-        _check_sums(sums, legality)
+        order, part = _order_and_part(sums, legality)
     except NotByRow as stopped:
         found = stopped.found
         return Verdict(candidate="", reason=found.reason, detail=found.detail)
@@ -142,41 +161,77 @@ def _form_of(result: fx.Node, num_sent: object, legality: Legality) -> _Form | V
         old, rows = (permuted, *old), [whole]
         if whole.target is torch.cat and len(whole.users) == 1 and len(whole.args) == 1:
             old, rows = (whole, *old), whole.args[0]
-    form = _Form(sums=sums, rows=tuple(rows), inverse=inverse, old=tuple(old))
+    form = _Form(
+        sums=sums, rows=tuple(rows), inverse=inverse, old=tuple(old), order=order, part=part
+    )
     if (obstacle := legality.obstacle(form.old, sums.total)) is not None:
         return Verdict(candidate="", reason=REFUSALS[obstacle.hazard], detail=str(obstacle))
     return form
 
 
-def _check_sums(sums: TokenSum, legality: Legality) -> None:
-    """Raise NotByRow unless every token has `k` rows, each in a place of its own."""
+def _order_and_part(sums: TokenSum, legality: Legality) -> tuple[fx.Node, _Part | None]:
+    """Return the order of the rows, and the tokens that have `k` rows, each in a place of its own.
+
+    Raises NotByRow unless these follow one another, and no other token has a row.
+    """
     known = TokenIndex(frozenset().union(*legality.dependence.writes.values()))
     rows, num_terms = tensor_of(sums.rows), number_of(sums.num_slots)
     if not sums.is_order or num_terms is None:
         raise NotByRow(Reason.NO_SLOTS, sums.total)
-    is_whole = num_rows(sums.index) == sympify(sums.num_sums) * num_terms
-    if not is_whole or not known.is_permutation(sums.index):
-        raise NotByRow(Reason.NO_SLOTS, sums.index)
     is_matrix = rows is not None and rows.dim() == 2 and type(rows.shape[1]) is int
     if not is_matrix or len(shape_of(sums.total)) != 2:
         raise NotByRow(Reason.NO_SUM, sums.total)
+    is_whole = num_rows(sums.index) == sympify(sums.num_sums) * num_terms
+    if is_whole and known.is_permutation(sums.index):
+        return sums.index, None
+    order, shift = known.unshifted(sums.index)
+    part = _part(number_of(shift), number_of(num_rows(order)), number_of(sums.num_sums), num_terms)
+    if sums.needs_all or part is None or not known.is_permutation(order):
+        raise NotByRow(Reason.NO_SLOTS, sums.index)
+    return order, part
+
+
+def _part(
+    shift: int | None, num_sent: int | None, num_tokens: int | None, num_terms: int
+) -> _Part | None:
+    """Return the tokens that `num_sent` places from `shift` on are all places of, if they are."""
+    if shift is None or num_sent is None or num_tokens is None:
+        return None
+    (first, before), (number, over) = divmod(shift, num_terms), divmod(num_sent, num_terms)
+    is_there = before == over == 0 <= first <= num_tokens - number
+    return _Part(first=first, number=number, of=num_tokens) if is_there else None
 
 
 def _carry_out(form: _Form, legality: Legality) -> None:
     sums = form.sums
     total = tensor_of(sums.total)
     assert total is not None
-    read = [node for node in (*form.rows, sums.index, sums.weights, form.inverse) if node]
+    read = [node for node in (*form.rows, form.order, sums.weights, form.inverse) if node]
     dead = legality.unneeded(form.old, {sums.total: None}, read_anew=read)
-    emit, order, num_terms = Emitter(sums.total), sums.index, number_of(sums.num_slots)
-    num_tokens: Size | None = number_of(sums.num_sums)
-    if num_tokens is None:
-        num_tokens = emit.call(operator.floordiv, emit.method("size", order, 0), num_terms)
+    emit, num_terms, part = Emitter(sums.total), number_of(sums.num_slots), form.part
+    assert num_terms is not None
+    order, weights, num_tokens = form.order, sums.weights, _number_of_tokens(form, emit)
+    if part is not None and weights is not None:
+        bounds = (part.first * num_terms, part.number * num_terms)
+        weights = emit.call(torch.narrow, emit.method("reshape", weights, -1), 0, *bounds)
     if form.inverse is not None:
         order = emit.call(operator.getitem, order, form.inverse)
     made = emit.call(
-        TOKEN_SUMS, list(form.rows), order, sums.weights, num_tokens, num_terms, total.dtype
+        TOKEN_SUMS, list(form.rows), order, weights, num_tokens, num_terms, total.dtype
     )
+    if part is not None:
+        around = (part.first, part.of - part.first - part.number)
+        made = emit.call(torch.nn.functional.pad, made, (0, 0, *around))
     made.meta.update({k: v for k, v in sums.total.meta.items() if k == "example_value"})
     replace_uses({sums.total: made})
     erase_dead(dead)
+
+
+def _number_of_tokens(form: _Form, emit: Emitter) -> Size:
+    """Return how many tokens have rows."""
+    if form.part is not None:
+        return form.part.number
+    if (known := number_of(form.sums.num_sums)) is not None:
+        return known
+    num_rows = emit.method("size", form.order, 0)
+    return emit.call(operator.floordiv, num_rows, number_of(form.sums.num_slots))

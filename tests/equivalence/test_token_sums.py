@@ -18,6 +18,8 @@ from tests.dispatch_layers import (
     InOrderWeighted,
     IntoEmpty,
     SharedInOrder,
+    SharedInOrderWeighted,
+    SharedOut,
     WeightedInOrder,
 )
 from tests.equivalence.test_layers import build
@@ -35,6 +37,7 @@ CASES = (
     (WeightedInOrder, 3),
     (ByInverse, 2),
     (SharedInOrder, 2),
+    (SharedInOrderWeighted, 2),
 )
 
 
@@ -48,13 +51,13 @@ def differing(rank, case, style, chunks):
 @pytest.mark.parametrize(("style", "chunks"), slow_but(CASES[:1], CASES))
 def test_sums_that_do_not_round_are_equal(two_ranks, style, chunks):
     """Output, gradients of tokens, of weights of rows and of experts; other tokens in each step."""
-    dtype = torch.float32 if style is InOrderWeighted else torch.float64
+    dtype = torch.float32 if issubclass(style, InOrderWeighted) else torch.float64
     tokens = ((9, 14), (16, 3), (4, 0))
     if (
         style is IntoEmpty
     ):  # eagerly a rank without rows writes none, and goes back without a message
         tokens = tokens[:2]
-    elif style is SharedInOrder:
+    elif issubclass(style, SharedOut):
         tokens = ((8, 8),)
     case = a_case(GroupedExperts, *tokens, dtype=dtype, hidden=32, top_k=3, num_experts=8)
     check(two_ranks.run(differing, case, style, chunks))

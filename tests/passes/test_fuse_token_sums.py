@@ -1,5 +1,7 @@
 """Sums per token are one operator where rows are put in order for them, in any of the forms."""
 
+import operator
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +14,7 @@ from moe_compile.ops.row_sums import TOKEN_SUMS
 from passes.fuse_token_sums import BOUND, FuseTokenSums
 from tests import dispatch_layers
 from tests.capture import dynamo_graphs
-from tests.dispatch_layers import InOrder, InOrderWeighted
+from tests.dispatch_layers import InOrder, InOrderWeighted, SharedInOrderWeighted
 from tests.slow_parameters import slow_but
 
 FUSED = [
@@ -67,6 +69,25 @@ def test_every_form_becomes_one_operator_on_the_rows_of_each_chunk(fake_ranks, s
     assert total in {n for n in gm.graph.nodes if order in n.all_input_nodes}
 
 
+class OfLast(SharedInOrderWeighted):
+    """Those whose rows are sent are the second half of all tokens."""
+
+    def first(self, tokens):
+        return tokens.shape[0] // 2
+
+
+@pytest.mark.parametrize("style", [SharedInOrderWeighted, OfLast], ids=["first", "last"])
+def test_sums_of_a_part_of_the_tokens_are_one_operator_and_zeros(fake_ranks, style):
+    _, (total,), (applied, *_), _ = rewritten(layer(style, fake_ranks), chunks=2)
+    assert len(applied) == 1
+    _, order, weights, num_tokens, _, _ = total.args
+    first = 16 if style is OfLast else 0
+    assert num_tokens == 16 and weights.args[1:] == (0, 2 * first, 32)
+    (padded,) = total.users
+    assert padded.args[1] == (0, 0, first, 16 - first)
+    assert not any(n.target is operator.add for n in order.args[0].all_input_nodes)
+
+
 def test_a_checkpointed_layer_has_it_too(fake_ranks):
     inner = layer(InOrderWeighted, fake_ranks)
     _, sums, (applied, *_), _ = rewritten(lambda x: checkpoint(inner, x, use_reentrant=False))
@@ -100,22 +121,30 @@ class NoPermutation(InOrderWeighted):
 
 
 class ByOthers(InOrderWeighted):
-    """More places than rows: the last tokens have none."""
+    """More places than rows: the first row is the last of a token's, whose others have none."""
+
+    shift, memory = 1, torch.zeros
 
     def total(self, x, order, out, scores):
-        ordered = torch.zeros((x.shape[0] * self.top_k + 2, x.shape[1]), dtype=x.dtype)
-        ordered[order] = out
+        ordered = self.memory((x.shape[0] * self.top_k + 2, x.shape[1]), dtype=x.dtype)
+        ordered[order + self.shift] = out
         weights = torch.cat([scores, scores[:1]]).reshape(-1, 1, self.top_k)
         by_token = ordered.reshape(-1, self.top_k, x.shape[1])
         return torch.bmm(weights, by_token.float()).to(x.dtype).squeeze(1)[:-1]
+
+
+class OfSomeIntoEmpty(ByOthers):
+    """Tokens without rows are sums of memory that nobody wrote."""
+
+    shift, memory = 2, torch.empty
 
 
 LEFT = {
     ReadTwice: Reason.ROWS_READ,
     NoPermutation: Reason.NO_SLOTS,
     ByOthers: Reason.NO_SLOTS,
+    OfSomeIntoEmpty: Reason.NO_SLOTS,
     dispatch_layers.Around: Reason.NO_SLOTS,
-    dispatch_layers.SharedInOrderWeighted: Reason.NO_SLOTS,
 }
 
 
