@@ -81,10 +81,18 @@ def connect_exchanges(dims: ParallelDims) -> None:
     experts = expert_mesh(dims, ["ep"]) if dims.ep_enabled else None
     if experts is None or dist.get_backend() in UNCOMPARED:
         return
+    for group in exchange_groups(dims):
+        _connect(group, experts.device_type)
+
+
+def exchange_groups(dims: ParallelDims) -> list[dist.ProcessGroup]:
+    """Return the groups that this rank exchanges rows on: of experts, and registered nodes."""
+    experts = expert_mesh(dims, ["ep"]) if dims.ep_enabled else None
+    if experts is None:
+        return []
     nodes = node_groups_of(experts.get_group().group_name)
-    _connect(experts.get_group(), experts.device_type)
-    for name in (nodes.node, nodes.cross) if nodes else ():
-        _connect(dist.distributed_c10d._resolve_process_group(name), experts.device_type)
+    names = (nodes.node, nodes.cross) if nodes else ()
+    return [experts.get_group(), *map(dist.distributed_c10d._resolve_process_group, names)]
 
 
 @functools.lru_cache(maxsize=3)

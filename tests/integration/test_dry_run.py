@@ -18,6 +18,7 @@ from tests.integration.titan_jobs import CONFIG, flags_of
 from torchtitan_integration.dry_run.memory import (
     ModelState,
     StageMemory,
+    buffers_of,
     device_memory,
     first_most_last,
 )
@@ -106,6 +107,7 @@ def test_what_each_value_of_numerics_would_choose_is_beside_what_was_asked(dry_r
     output = dry_run(megamoe__hardware="h100", megamoe__dispatch_wire="fp8")
     rows = {row[0]: row for row in re.findall(CHOICE, output, re.MULTILINE)}
     assert list(rows) == ["as asked", "exact", "bounded", "lossy"]
+    assert cells(output, "NCCL, all-to-all") == [f"{3.28e9 / 7 / 2**30:.2f}"]
     assert "2 chunks" in rows["as asked"][1] and "dispatch fp8" in rows["as asked"][1]
     assert "fp8" not in rows["exact"][1] + rows["bounded"][1]
     assert "sums per token in one kernel" in " ".join(output.split())
@@ -201,7 +203,9 @@ def test_graphs_of_several_blocks_are_those_of_the_stages(dry_run):
 
 
 def stage(name, gib):
-    state = ModelState(parameters=0, gathered=0, graphs={}, microbatches=1, logits=0)
+    state = ModelState(
+        parameters=0, gathered=0, graphs={}, microbatches=1, logits=0, exchange_buffers=0
+    )
     return StageMemory(name=name, state=state, activations=gib << 30, peak_in_block=0)
 
 
@@ -222,6 +226,14 @@ def test_a_job_that_hardly_fits_its_gpu_is_warned_of():
     assert "has 1.0 GiB left" in room.warning(stage("rank 0", 79))
     assert "has no room left" in room.warning(stage("rank 0", 90))
     assert device_memory("cpu").warning(stage("rank 0", 90)) == ""
+
+
+def test_nccl_has_buffers_for_each_rank_of_the_machine_and_for_all_others_together():
+    """3.28 GB of eight H100s, as others measured it."""
+    assert buffers_of(range(8), 3, 8) / 1e9 == pytest.approx(3.28)
+    assert buffers_of(range(64), 9, 8) == buffers_of(range(8), 0, 8) + 2**29
+    assert buffers_of([1, 9, 17], 9, 8) == 2**29
+    assert buffers_of(range(8, 12), 9, 8) == 3 * buffers_of([8, 9], 9, 8)
 
 
 @pytest.mark.slow

@@ -2,17 +2,20 @@
 
 Contract
     Model state is counted from the sharded model itself, activations from traced graphs. AdamW is
-    taken to keep two states of the parameters' size. Allocator, workspaces and NCCL are not in it.
+    taken to keep two states of the parameters' size. Of NCCL only the buffers of all-to-alls are in
+    it, by what others measured on H100s; allocator and workspaces are not.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -23,11 +26,20 @@ from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.dry_run.blocks import kind_of_graph, stages_of
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
+from torchtitan_integration.job_config import options_of
+from torchtitan_integration.node_mesh import exchange_groups
 from torchtitan_integration.parallelize import parallelize
+from torchtitan_integration.sequence_mesh import sequence_mesh
 
 GIB: Final = 2**30
-NOT_COUNTED: Final = 6 * GIB
-"""Assumed: CUDA's context and kernels 1, NCCL's buffers 2, workspaces 1, a fragmented pool 2."""
+NOT_COUNTED: Final = 5 * GIB
+"""Assumed: CUDA's context and kernels 1, NCCL's rings 1, workspaces 1, a fragmented pool 2."""
+PEER_BYTES: Final = round(3.28e9 / 7)
+"""What NCCL keeps for each rank of the same machine in a group of all-to-alls: seven of eight H100s
+took 3.28 GB at the first one, 32 channels each (github.com/NVIDIA/nccl/issues/1685)."""
+NETWORK_BYTES: Final = 2**29
+"""What it keeps for all ranks of other machines together, whose buffer is one (nccl/issues/1450);
+this size was seen on a B300 (nccl/issues/2363)."""
 OPTIMIZER_STATES: Final = 2
 """Of AdamW, per parameter."""
 LOGIT_COPIES: Final = 2
@@ -48,6 +60,8 @@ class ModelState:
     """For how many this GPU keeps activations at once."""
     logits: int
     """Those of a microbatch and their gradient; 0 where the last projection is not on this GPU."""
+    exchange_buffers: int
+    """NCCL's, of the groups that rows and heads are exchanged on."""
 
     @property
     def held(self) -> int:
@@ -76,6 +90,7 @@ class StageMemory:
             "saved activations": self.activations,
             "peak inside one block": self.peak_in_block,
             "logits and their gradient": self.state.logits,
+            "NCCL, all-to-all": self.state.exchange_buffers,
         }
 
     @property
@@ -102,9 +117,9 @@ class DeviceMemory:
         return (
             f"warning: {stage.name} holds {stage.total / GIB:.1f} GiB, and a GPU of profile "
             f"{self.name!r} with {self.total / GIB:.1f} GiB {what} for what is not counted here, "
-            f"{NOT_COUNTED / GIB:.0f} GiB or more: CUDA, NCCL, workspaces, and what the allocator "
-            "cannot use. Write more ranks, a smaller training.local_batch_size or training.seq_len,"
-            ' or activation_checkpoint.mode = "full"'
+            f"{NOT_COUNTED / GIB:.0f} GiB or more: CUDA, NCCL's rings, workspaces, and what "
+            "the allocator cannot use. Write more ranks, a smaller training.local_batch_size or "
+            'training.seq_len, or activation_checkpoint.mode = "full"'
         )
 
 
@@ -136,7 +151,26 @@ def measure_state(rank: FakeRank, parts: Sequence[nn.Module]) -> ModelState:
         graphs={kind: kinds.count(kind) for kind in kinds},
         microbatches=microbatches_in_flight(rank, len(parts)),
         logits=_logit_bytes(rank) if has_output else 0,
+        exchange_buffers=exchange_buffers(rank),
     )
+
+
+def exchange_buffers(rank: FakeRank) -> int:
+    """Return the bytes of NCCL's buffers for the groups that rows and heads are exchanged on."""
+    options = options_of(rank.job)
+    if options.hardware == "cpu":
+        return 0
+    groups = exchange_groups(rank.dims)
+    groups += [sequence_mesh(rank.dims).get_group()] if rank.dims.cp_enabled else []
+    of_machine = options.node_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = map(dist.get_process_group_ranks, groups)
+    return sum(buffers_of(members, dist.get_rank(), of_machine) for members in ranks)
+
+
+def buffers_of(ranks: Sequence[int], own: int, of_machine: int) -> int:
+    """Return the bytes that rank `own` of a group of all-to-alls keeps for it."""
+    near = sum(one // of_machine == own // of_machine for one in ranks)
+    return (near - 1) * PEER_BYTES + (near < len(ranks)) * NETWORK_BYTES
 
 
 def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> StageMemory:
