@@ -18,6 +18,7 @@ from moe_compile.cost.layers import Layers
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
+from passes.fuse_token_sums import FuseTokenSums
 from passes.planned.attention import plan_attention
 from passes.planned.capacity import plan_capacity
 from passes.planned.experts import plan_experts
@@ -34,7 +35,12 @@ class PlanRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.experts`, `state.capacity`, `state.picking` and `state.attention`."""
-        layers = Layers(graph, state.found.regions, is_recomputed=state.is_recomputed)
+        layers = Layers(
+            graph,
+            state.found.regions,
+            is_recomputed=state.is_recomputed,
+            sums=FuseTokenSums().expected(graph, state),
+        )
         state.experts, state.dead = plan_experts(graph, state, layers)
         state.attention = plan_attention(state, layers)
         state.capacity = plan_capacity(state, layers)

@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_compile.cost.amounts import ranks_of
 from moe_compile.cost.aot_trace import aot_graphs
-from moe_compile.graph.edit import recompute_all
+from moe_compile.graph.edit import Emitter, erase_dead, recompute_all, replace_uses
 from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode, modes_around
 from moe_compile.graph.query import is_launch, overload_name, value_of
+from moe_compile.regions.fused_sums import FusedSums, emit_sums
 
 ORIGIN: Final = "megamoe_origin"
 """Key in a node's `custom` annotation, which AOTAutograd hands on: place of the Dynamo node."""
@@ -86,11 +87,14 @@ def is_weight(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def program_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> LayerProgram:
+def program_of(
+    graph: fx.Graph, nodes: Collection[fx.Node], sums: Iterable[FusedSums] = ()
+) -> LayerProgram:
     """Return the program of `nodes`, less those that are given a size which only a run knows.
 
     These finish what stands before: the rows a layer's experts send back are no tokens yet.
     Switches of grad mode and autocast before and behind it are part of it, where they tell.
+    Of `sums` those among the nodes are one operator in it.
     """
     stretch = fx.Graph()
     program = LayerProgram(fx.GraphModule({}, stretch), [])
@@ -117,10 +121,23 @@ def program_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> LayerProgram:
         env[node] = stretch.create_node(node.op, node.target, *args, name=f"n{place}")
         env[node].meta["custom"] = {ORIGIN: place}
         program.origins.append(node)
+    for form in sums:
+        _fuse(form, env)
     read = [n for n in body if any(u not in inside for u in n.users)]
     stretch.output([env[n] for n in read if isinstance(value_of(n), torch.Tensor | None)])
     program.module.recompile()
     return program
+
+
+def _fuse(form: FusedSums, env: dict[fx.Node, fx.Node]) -> None:
+    """Put sums of rows that stand in a program into the form of one operator."""
+    total = form.sums.total
+    if not {total, *form.dead} <= env.keys():
+        return
+    made = emit_sums(Emitter(env[total]), form, env.__getitem__)
+    replace_uses({env[total]: made})
+    erase_dead([env.pop(node) for node in form.dead])
+    env[total] = made
 
 
 def _body(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:

@@ -1,8 +1,9 @@
 """Layers of a Dynamo graph: stretches that are traced, priced and decided on by themselves.
 
 Contract
-    Every region has its exchanges and its body within one layer. A layer ends with a MoE region,
-    or with an attention region that another one follows; nodes behind the last layer are in none.
+    Every region has its exchanges, its body, and its sums that are one operator, within one layer.
+    A layer ends with a MoE region, or with an attention region that another one follows; nodes
+    behind the last layer are in none.
     Equal layers of a model are equal programs: their text, and so their work, is the same.
 
 Pseudo-code
@@ -22,6 +23,7 @@ import torch.fx as fx
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.regions.fused_sums import FusedSums
 from moe_compile.regions.regions import MoERegion
 
 Region: TypeAlias = MoERegion | AttentionRegion | CapacityRegion
@@ -31,14 +33,22 @@ class Layers:
     """The layers of one graph, by the regions in them; each is traced when first read."""
 
     def __init__(
-        self, graph: fx.Graph, regions: Iterable[Region], *, is_recomputed: bool = False
+        self,
+        graph: fx.Graph,
+        regions: Iterable[Region],
+        *,
+        is_recomputed: bool = False,
+        sums: Iterable[FusedSums] = (),
     ) -> None:
-        """Cut `graph` between its `regions`; `is_recomputed` as of `TracedNodes`."""
-        nodes, found = list(graph.nodes), tuple(regions)
+        """Cut `graph` between its `regions`; `is_recomputed` and `sums` as of `TracedNodes`."""
+        nodes, found, fused = list(graph.nodes), tuple(regions), tuple(sums)
         self._place = {node: place for place, node in enumerate(nodes)}
+        self._behind = {form.result: self._place[form.sums.total] for form in fused}
         cuts = [0, *self._cuts(nodes, found)]
         self._layers = {
-            end: TracedNodes(graph, frozenset(nodes[start:end]), is_recomputed=is_recomputed)
+            end: TracedNodes(
+                graph, frozenset(nodes[start:end]), is_recomputed=is_recomputed, sums=fused
+            )
             for start, end in itertools.pairwise(cuts)
         }
 
@@ -64,7 +74,8 @@ class Layers:
         """Return where a region ends and begins, and whether it is one of attention."""
         begins = (region.count_exchange,) if isinstance(region, MoERegion) else ()
         first = min(map(self._place.__getitem__, (*begins, *region.body)))
-        return self._place[region.result], first, isinstance(region, AttentionRegion)
+        last = self._behind.get(region.result, self._place[region.result])
+        return last, first, isinstance(region, AttentionRegion)
 
     def _crossing(self, nodes: Sequence[fx.Node]) -> list[int]:
         """Return how many values are needed on both sides of the place behind each node.

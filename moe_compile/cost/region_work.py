@@ -49,6 +49,8 @@ class Work:
     fuses_what_it_reads: bool = False
     moves_rows: bool = False
     """Whether it does nothing but gather rows by an index."""
+    reads_pieces: bool = False
+    """Whether it reads rows where they lie, of several matrices, in any order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,11 @@ OWN_GATHERS: Final = frozenset(
 """Ours, of rows by an index; without one all are read."""
 
 
+def reads_pieces(node: fx.Node) -> bool:
+    """Whether the operator takes rows of several matrices by their places."""
+    return overload_name(node).rpartition("::")[2] in BY_PLACES
+
+
 def gathered_bytes(gather: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
     """Return the bytes that `gather` reads of each tensor it takes rows from; {} for no gather."""
     op = overload_name(gather).rpartition("::")[2]

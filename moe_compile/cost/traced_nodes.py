@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final, TypeAlias
 
 import torch.fx as fx
@@ -17,6 +17,7 @@ import torch.fx as fx
 from moe_compile.cost.layer_program import LayerProgram, program_of
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.stored_work import work_of
+from moe_compile.regions.fused_sums import FusedSums
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -34,13 +35,16 @@ class TracedNodes:
         num_rows: int = 1,
         *,
         is_recomputed: bool = False,
+        sums: Iterable[FusedSums] = (),
     ) -> None:
         """Note what to trace: `nodes`, or all; not those given a size which only a run knows.
 
         `num_rows` is what the host reads where nothing in the graph explains it; `is_recomputed`
-        says that the backward computes the nodes again, but for what exchanges received.
+        says that the backward computes the nodes again, but for what exchanges received; of `sums`
+        those among the nodes are traced as one operator.
         """
         self._graph, self._num_rows, self._is_recomputed = graph, num_rows, is_recomputed
+        self._sums = tuple(sums)
         self.not_traced = ""
         """Why torch does not trace the nodes by themselves, once it was tried; "" if it does."""
         self.nodes = frozenset(graph.nodes) if nodes is None else nodes
@@ -48,7 +52,7 @@ class TracedNodes:
     @functools.cached_property
     def program(self) -> LayerProgram:
         """Return the program."""
-        program = program_of(self._graph, self.nodes)
+        program = program_of(self._graph, self.nodes, self._sums)
         program.rows, program.is_recomputed = self._num_rows, self._is_recomputed
         return program
 

@@ -22,6 +22,7 @@ from moe_compile.cost.amounts import (
 )
 from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight
 from moe_compile.cost.region_work import Work
+from moe_compile.cost.row_gathers import reads_pieces
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import row_gather
@@ -156,4 +157,5 @@ def _work(
         is_fusible=is_fusible(node),
         fuses_what_it_reads=fuses_what_it_reads(node),
         moves_rows=row_gather(node) is not None,
+        reads_pieces=reads_pieces(node),
     )

@@ -9,7 +9,8 @@ Contract
 Pseudo-code
     work of the region: one task per chunk, of its share; else one task
     the first exchange of a chunked region needs its rows sorted by chunk
-    who needs the whole of chunked work needs its chunks joined: concatenated, rows sorted back too
+    who needs the whole of chunked work needs its chunks joined: concatenated, rows sorted back too;
+    but for sums per token as one operator, which read chunks as they came
     a compiler sorts rows in the kernel that makes them, and joins them in those that read them
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after; gathers of rows are done on the way,
@@ -151,6 +152,7 @@ class _Phase:
         if other not in self.joined:
             work, parts = self.work[other], list(self.of_work[other].values())
             is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
+            is_one |= self._is_read_in_pieces(other)
             is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine", "beside")
             passes, num_kernels = self._to_sort_back(other) if is_sorted else (ROW_PASSES, 1)
             nbytes = 0.0 if is_one else passes * work.written
@@ -165,7 +167,13 @@ class _Phase:
         work = self.work[other]
         readers = (w for w in self.work if other in w.needs)
         is_cut = self._sorts_rows and work.is_chunked and self._share_of(work) < 1.0
-        return is_cut and not any(reader.is_chunked for reader in readers)
+        is_whole = not any(reader.is_chunked for reader in readers)
+        return is_cut and is_whole and not self._is_read_in_pieces(other)
+
+    def _is_read_in_pieces(self, other: int) -> bool:
+        """Whether all that needs the whole of a work reads its chunks where they lie."""
+        whole = [w for w in self.work if other in w.needs and not w.is_chunked]
+        return bool(whole) and all(reader.reads_pieces for reader in whole)
 
     def _join_messages_us(self, work: Work) -> float:
         """Return the time of it: messages read and written, read, and rows written."""

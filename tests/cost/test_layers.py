@@ -10,10 +10,12 @@ from moe_compile.cost import stored_work
 from moe_compile.cost.layers import Layers
 from moe_compile.plan.decide import forget
 from passes.detect_regions import DetectRegions
+from passes.fuse_token_sums import FuseTokenSums
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import Level, run_level
 from tests.block_layers import ParallelBlock, SerialBlock, block_input
 from tests.capture import dynamo_graphs, state
+from tests.dispatch_layers import InOrderWeighted, SharedInOrderWeighted
 from tests.layers import GroupedExperts
 from tests.slow_parameters import slow_but
 
@@ -51,6 +53,30 @@ def layers_of(module, x):
 def assert_whole(regions, layers):
     for region, layer in zip(regions, layers, strict=True):
         assert set(region.body) <= set(layer.program.origins)
+
+
+@pytest.mark.parametrize("style", [InOrderWeighted, SharedInOrderWeighted])
+def test_sums_that_will_be_one_operator_are_priced_as_it(fake_ranks, style):
+    """A user may not have asked for it, or have disabled it: then they are as they are written."""
+    (gm,) = dynamo_graphs(nn.Sequential(style(16, 24, 8, 2, fake_ranks), nn.ReLU()), tokens())
+    taken = {}
+    for name, options in {
+        "one": {"numerics": "bounded"},
+        "exact": {},
+        "off": {"numerics": "bounded", "disable_passes": ("fuse_token_sums",)},
+    }.items():
+        found = state(**options)
+        run_level(Level((NormalizeExchanges(), DetectRegions())), gm.graph, found)
+        (region,) = found.found.regions
+        sums = FuseTokenSums().expected(gm.graph, found)
+        phases = Layers(gm.graph, [region], sums=sums).around(region).phases
+        taken[name] = [[work.name for work, _ in phase] for phase in phases]
+        roles = {node for phase in phases for work, node in phase if work.reads_pieces}
+        assert not roles & {*region.body}
+    written, forward = {"index_put", "bmm"}, taken["one"][0]
+    assert "sum_of_places" in forward and not written & set(forward)
+    assert "dots_of_places" in taken["one"][1]
+    assert taken["exact"] == taken["off"] and written <= set(taken["exact"][0])
 
 
 def test_equal_layers_are_equal_programs(fake_ranks):

@@ -72,6 +72,16 @@ def test_rows_are_sorted_by_chunk_and_chunks_are_joined_each_way(
     assert priced(5e3, Candidate()) == priced(0.0, Candidate())
 
 
+def test_chunks_that_sums_read_where_they_lie_are_not_joined():
+    """Sorted before the first exchange of each way; that of two is all that moves."""
+
+    def priced(row_bytes, candidate):
+        works = tuple(replace(work, reads_pieces=True) for work in region(row_bytes).forward)
+        return price_us(there_and_back(works, row_bytes=row_bytes), candidate, UNIT)
+
+    assert priced(5e3, TWO) - priced(0.0, TWO) == pytest.approx(2 * 2 * 5)
+
+
 def test_gradients_of_weights_in_pieces_are_joined():
     """Behind the last exchange nothing hides it: 40 us read and 40 written."""
     work = region(weight_bytes=40e3, link_us=0.0)

@@ -1,0 +1,149 @@
+"""Sums of the rows that a combine brought per token as one operator: found, and emitted.
+
+Contract
+    A `FusedSums` names nodes of one graph and is stale once that graph is edited.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from sympy import sympify
+
+from moe_compile.graph.edit import Emitter
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.query import number_of, tensor_of
+from moe_compile.journal.entries import Verdict
+from moe_compile.journal.reasons import Reason
+from moe_compile.ops.permute import PERMUTE_ROWS
+from moe_compile.ops.row_sums import TOKEN_SUMS
+from moe_compile.regions.row_chain import NotByRow, num_rows, shape_of
+from moe_compile.regions.surroundings import REFUSALS
+from moe_compile.regions.token_index import TokenIndex
+from moe_compile.regions.token_regions import TokenSum
+from moe_compile.regions.token_sums import find_token_sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSlice:
+    """Tokens that follow one another, of some number of tokens."""
+
+    first: int
+    """The number of its first token."""
+    number: int
+    """How many have rows."""
+    of: int
+    """How many there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedSums:
+    """What is to become of the nodes of a sum."""
+
+    result: fx.Node
+    """What came back, in the order sent."""
+    sums: TokenSum
+    rows: tuple[fx.Node, ...]
+    """What came, of each chunk where chunks are put together for the sum alone."""
+    inverse: fx.Node | None
+    """Which of the rows put together each row of the whole is; None where they are the whole."""
+    order: fx.Node
+    """The order of the rows among those that have one."""
+    part: TokenSlice | None
+    """Which tokens have rows; None where all have."""
+    dead: tuple[fx.Node, ...]
+    """What nothing needs once the new operator is there."""
+
+
+def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> FusedSums | Verdict:
+    """Return what sums the rows of `result` per token, or why that stays as it is."""
+    try:
+        _, sums = find_token_sum(result, num_sent, legality.dependence)
+        order, part = _order_and_part(sums, legality)
+    except NotByRow as stopped:
+        found = stopped.found
+        return Verdict(candidate="", reason=found.reason, detail=found.detail)
+    permuted = sums.rows
+    old, rows, inverse = sums.tail, [sums.rows], None
+    if permuted.target is PERMUTE_ROWS and {*permuted.users} <= {*sums.tail}:
+        whole, _, inverse = permuted.args
+        old, rows = (permuted, *old), [whole]
+        if whole.target is torch.cat and len(whole.users) == 1 and len(whole.args) == 1:
+            old, rows = (whole, *old), whole.args[0]
+    if (obstacle := legality.obstacle(old, sums.total)) is not None:
+        return Verdict(candidate="", reason=REFUSALS[obstacle.hazard], detail=str(obstacle))
+    read = [node for node in (*rows, order, sums.weights, inverse) if node is not None]
+    return FusedSums(
+        result=result,
+        sums=sums,
+        rows=tuple(rows),
+        inverse=inverse,
+        order=order,
+        part=part,
+        dead=tuple(legality.unneeded(old, {sums.total: None}, read_anew=read)),
+    )
+
+
+def _order_and_part(sums: TokenSum, legality: Legality) -> tuple[fx.Node, TokenSlice | None]:
+    """Return the order of the rows, and the tokens that have `k` rows, each in a place of its own.
+
+    Raises NotByRow unless these follow one another, and no other token has a row.
+    """
+    known = TokenIndex(frozenset().union(*legality.dependence.writes.values()))
+    rows, num_terms = tensor_of(sums.rows), number_of(sums.num_slots)
+    if not sums.is_order or num_terms is None:
+        raise NotByRow(Reason.NO_SLOTS, sums.total)
+    is_matrix = rows is not None and rows.dim() == 2 and type(rows.shape[1]) is int
+    if not is_matrix or len(shape_of(sums.total)) != 2:
+        raise NotByRow(Reason.NO_SUM, sums.total)
+    is_whole = num_rows(sums.index) == sympify(sums.num_sums) * num_terms
+    if is_whole and known.is_permutation(sums.index):
+        return sums.index, None
+    order, shift = known.unshifted(sums.index)
+    part = _part(number_of(shift), number_of(num_rows(order)), number_of(sums.num_sums), num_terms)
+    if sums.needs_all or part is None or not known.is_permutation(order):
+        raise NotByRow(Reason.NO_SLOTS, sums.index)
+    return order, part
+
+
+def _part(
+    shift: int | None, num_sent: int | None, num_tokens: int | None, num_terms: int
+) -> TokenSlice | None:
+    """Return the tokens that `num_sent` places from `shift` on are all places of, if they are."""
+    if shift is None or num_sent is None or num_tokens is None:
+        return None
+    (first, before), (number, over) = divmod(shift, num_terms), divmod(num_sent, num_terms)
+    is_there = before == over == 0 <= first <= num_tokens - number
+    return TokenSlice(first=first, number=number, of=num_tokens) if is_there else None
+
+
+def emit_sums(
+    emit: Emitter, form: FusedSums, at: Callable[[fx.Node], fx.Node] = lambda node: node
+) -> fx.Node:
+    """Emit the operator, and return what takes the place of the sums.
+
+    `at` says where nodes are that it reads, if the emitter is another graph's.
+    """
+    sums, num_terms, part = form.sums, number_of(form.sums.num_slots), form.part
+    total = tensor_of(sums.total)
+    assert total is not None and num_terms is not None
+    order, weights = at(form.order), None if sums.weights is None else at(sums.weights)
+    num_tokens: Any = number_of(sums.num_sums) if part is None else part.number
+    if num_tokens is None:
+        num_tokens = emit.call(operator.floordiv, emit.method("size", order, 0), num_terms)
+    if part is not None and weights is not None:
+        bounds = (part.first * num_terms, part.number * num_terms)
+        weights = emit.call(torch.narrow, emit.method("reshape", weights, -1), 0, *bounds)
+    if form.inverse is not None:
+        order = emit.call(operator.getitem, order, at(form.inverse))
+    rows = [at(one) for one in form.rows]
+    made = emit.call(TOKEN_SUMS, rows, order, weights, num_tokens, num_terms, total.dtype)
+    if part is None:
+        return made
+    around = (part.first, part.of - part.first - part.number)
+    return emit.call(torch.nn.functional.pad, made, (0, 0, *around))
