@@ -233,7 +233,8 @@ def test_nccl_has_buffers_for_each_rank_of_the_machine_and_for_all_others_togeth
     assert buffers_of(range(8), 3, 8) / 1e9 == pytest.approx(3.28)
     assert buffers_of(range(64), 9, 8) == buffers_of(range(8), 0, 8) + 2**29
     assert buffers_of([1, 9, 17], 9, 8) == 2**29
-    assert buffers_of(range(8, 12), 9, 8) == 3 * buffers_of([8, 9], 9, 8)
+    assert buffers_of(range(8, 12), 9, 8) == pytest.approx(3 * buffers_of([8, 9], 9, 8))
+    assert buffers_of(range(8), 3, 8, 16) / 1e9 == pytest.approx(1.64)
 
 
 @pytest.mark.slow

@@ -34,9 +34,11 @@ from torchtitan_integration.sequence_mesh import sequence_mesh
 GIB: Final = 2**30
 NOT_COUNTED: Final = 5 * GIB
 """Assumed: CUDA's context and kernels 1, NCCL's rings 1, workspaces 1, a fragmented pool 2."""
-PEER_BYTES: Final = round(3.28e9 / 7)
-"""What NCCL keeps for each rank of the same machine in a group of all-to-alls: seven of eight H100s
-took 3.28 GB at the first one, 32 channels each (github.com/NVIDIA/nccl/issues/1685)."""
+CHANNELS: Final = 32
+"""Of NCCL between two GPUs of a machine, where NCCL_MAX_P2P_NCHANNELS does not say fewer."""
+CHANNEL_BYTES: Final = 3.28e9 / (7 * CHANNELS)
+"""What NCCL keeps for each of them in a group of all-to-alls: at the first one those to seven of
+eight H100s took 3.28 GB (github.com/NVIDIA/nccl/issues/1685)."""
 NETWORK_BYTES: Final = 2**29
 """What it keeps for all ranks of other machines together, whose buffer is one (nccl/issues/1450);
 this size was seen on a B300 (nccl/issues/2363)."""
@@ -163,14 +165,17 @@ def exchange_buffers(rank: FakeRank) -> int:
     groups = exchange_groups(rank.dims)
     groups += [sequence_mesh(rank.dims).get_group()] if rank.dims.cp_enabled else []
     of_machine = options.node_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    most = os.environ.get("NCCL_MAX_P2P_NCHANNELS", "")
+    channels = min(CHANNELS, int(most)) if most.isdecimal() else CHANNELS
     ranks = map(dist.get_process_group_ranks, groups)
-    return sum(buffers_of(members, dist.get_rank(), of_machine) for members in ranks)
+    return sum(buffers_of(members, dist.get_rank(), of_machine, channels) for members in ranks)
 
 
-def buffers_of(ranks: Sequence[int], own: int, of_machine: int) -> int:
+def buffers_of(ranks: Sequence[int], own: int, of_machine: int, channels: int = CHANNELS) -> int:
     """Return the bytes that rank `own` of a group of all-to-alls keeps for it."""
     near = sum(one // of_machine == own // of_machine for one in ranks)
-    return (near - 1) * PEER_BYTES + (near < len(ranks)) * NETWORK_BYTES
+    far = NETWORK_BYTES if near < len(ranks) else 0
+    return round((near - 1) * channels * CHANNEL_BYTES) + far
 
 
 def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> StageMemory:
