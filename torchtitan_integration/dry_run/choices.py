@@ -18,6 +18,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import CHOICES, MegaMoEConfig
 from moe_compile.graph.pristine import pristine_copy
+from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
@@ -97,7 +98,8 @@ def _described(compilation: Compilation, state: CompileState) -> str:
     applied = {line.partition(": ")[0] for line in compilation.rewrites if ": applied" in line}
     parts = [f"{state.num_parts} parts of the batch"] * (SplitBatch.name in applied)
     for region in compilation.regions:
-        parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1))
+        of_tokens = " of tokens" * (Bound.BY_TOKENS.value in region.remarks)
+        parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1) + of_tokens)
         parts += [f"edges by {region.chunk_edges}"] * (region.chunk_edges != "even")
         parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
         if region.nodes != "off":
