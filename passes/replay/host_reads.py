@@ -33,7 +33,9 @@ def forget_bindings(graph: fx.Graph) -> None:
 
     Of `rows[:sum(splits)]` Dynamo knows no more than that its size is some number: the integers it
     is made of could be negative. Here they are known not to be, so that AOTAutograd finds the size
-    in terms of them, and would refuse a node that says it binds a symbol.
+    in terms of them, and would refuse a node that says it binds a symbol. What an exchange is given
+    may tell the same of a region's own reads: no slice keeps its claim, as tracing finds its size
+    anew.
     """
     bounds = graph.find_nodes(op="call_function", target=CONSTRAIN_RANGE)
     known = {bound.args[0]: None for bound in bounds if "example_value" not in bound.args[0].meta}
@@ -43,8 +45,14 @@ def forget_bindings(graph: fx.Graph) -> None:
             if is_host_arithmetic(user) and user not in known:
                 known[user] = None
                 todo.append(user)
-    for reader in {user for number in known for user in number.users}:
+    readers = {user for number in known for user in number.users}
+    for reader in [*readers, *filter(_is_slice, graph.nodes)]:
         reader.meta.pop("unbacked_bindings", None)
+
+
+def _is_slice(node: fx.Node) -> bool:
+    """Whether the node takes rows up to a number of the host."""
+    return node.target is operator.getitem and isinstance(node.args[1], slice)
 
 
 class Place(NamedTuple):

@@ -1,6 +1,7 @@
 """Counts of some rows alone: padding cut off at a size that is read; counts that do not fit."""
 
 import contextlib
+import operator
 from unittest import mock
 
 import pytest
@@ -65,6 +66,20 @@ def test_rows_cut_off_at_a_size_that_is_read_are_chunked(two_ranks):
     for differing, found, dropped in two_ranks.run(run):
         assert (differing, dropped) == ([], [])
         assert set(found) == {("chunked", 2)}
+
+
+def test_no_slice_claims_to_bind_a_size_whatever_its_numbers_are():
+    """Of two regions the second kept its own reads, which its exchange bounds: the same error."""
+    graph = torch.fx.Graph()
+    rows = graph.placeholder("rows")
+    number = graph.call_method("item", (rows,))
+    number.meta["example_value"] = 3
+    cut = graph.call_function(operator.getitem, (rows, slice(None, number)))
+    row = graph.call_function(operator.getitem, (rows, 0))
+    for node in (number, cut, row):
+        node.meta["unbacked_bindings"] = {}
+    forget_bindings(graph)
+    assert [n for n in graph.nodes if "unbacked_bindings" in n.meta] == [number, row]
 
 
 def test_where_one_rank_cannot_compile_what_was_rewritten_all_run_as_written(two_ranks):
