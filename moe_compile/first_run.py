@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
+from moe_compile.graph.edit import forget_slice_sizes
 from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
 from moe_compile.runtime.agreement import Agreement, Calls, Turn, current_agreement
@@ -69,7 +70,9 @@ class AsWritten:
         self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]
     ) -> Compiled:
         """Return the graph compiled without a pass of ours while Dynamo still learns its guards."""
-        return compile_graph(pristine_copy(self.gm), self.inputs)
+        copy = pristine_copy(self.gm)
+        forget_slice_sizes(copy.graph)
+        return compile_graph(copy, self.inputs)
 
     def compile(self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]) -> Compiled:
         """Return the graph compiled without a pass of ours.
@@ -79,6 +82,7 @@ class AsWritten:
         and where it fails: other ranks may already wait in what this call launches.
         """
         fallback = pristine_copy(self.gm)
+        forget_slice_sizes(self.gm.graph)
         try:
             with tracing(self.tracing), compile_context(self.compiling):
                 compiled = compile_graph(self.gm, self.inputs)

@@ -58,7 +58,7 @@ def _register(
     node_ranks: int,
 ) -> None:
     """Make the groups and register them; once per job, though pipeline stages ask one by one."""
-    of_node = node_ranks or _ranks_of_machine(world)
+    of_node = node_ranks or ranks_of_machine(world)
     nodes, places = node_shape(*degrees, of_node)
     together, etp = math.prod(degrees), degrees[1]
     shape = (dist.get_world_size(world) // together, nodes, places, etp)
@@ -127,7 +127,7 @@ def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:
     return together // of_node, of_node // etp
 
 
-def _ranks_of_machine(world: dist.ProcessGroup) -> int:
+def ranks_of_machine(world: dist.ProcessGroup) -> int:
     """Return how many ranks each machine has, as all of them were told."""
     own = os.environ.get("LOCAL_WORLD_SIZE", "")
     told = [own]

@@ -93,6 +93,18 @@ def _element_of_vector(node: fx.Node) -> torch.Tensor | None:
     return vector.new_empty(()) if vector is not None and vector.dim() == 1 else None
 
 
+def forget_slice_sizes(graph: fx.Graph) -> None:
+    """Have no slice claim to bind a symbol for its size: a trace of the graph finds sizes anew.
+
+    Of `rows[:n]` Dynamo knows no more than that its size is some number, as long as n could be
+    negative. AOTAutograd refuses the claim where more is known of n: by what a pass emits, or an
+    earlier trace of the same program.
+    """
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if isinstance(node.args[1], slice):
+            node.meta.pop("unbacked_bindings", None)
+
+
 def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:
     """Have the backward pass compute again, not keep, what `results` are made of from `source`.
 

@@ -30,18 +30,6 @@ from moe_compile.regions.token_sums import find_token_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSlice:
-    """Tokens that follow one another, of some number of tokens."""
-
-    first: int
-    """The number of its first token."""
-    number: int
-    """How many have rows."""
-    of: int
-    """How many there are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FusedSums:
     """What is to become of the nodes of a sum."""
 
@@ -54,8 +42,8 @@ class FusedSums:
     """Which of the rows put together each row of the whole is; None where they are the whole."""
     order: fx.Node
     """The order of the rows among those that have one."""
-    part: TokenSlice | None
-    """Which tokens have rows; None where all have."""
+    first: int | None
+    """The first of the tokens that have rows, which follow one another; None where all have."""
     dead: tuple[fx.Node, ...]
     """What nothing needs once the new operator is there."""
 
@@ -64,7 +52,7 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
     """Return what sums the rows of `result` per token, or why that stays as it is."""
     try:
         _, sums = find_token_sum(result, num_sent, legality.dependence)
-        order, part = _order_and_part(sums, legality)
+        order, first = _order_and_first(sums, legality)
     except NotByRow as stopped:
         found = stopped.found
         return Verdict(candidate="", reason=found.reason, detail=found.detail)
@@ -84,15 +72,15 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
         rows=tuple(rows),
         inverse=inverse,
         order=order,
-        part=part,
+        first=first,
         dead=tuple(legality.unneeded(old, {sums.total: None}, read_anew=read)),
     )
 
 
-def _order_and_part(sums: TokenSum, legality: Legality) -> tuple[fx.Node, TokenSlice | None]:
-    """Return the order of the rows, and the tokens that have `k` rows, each in a place of its own.
+def _order_and_first(sums: TokenSum, legality: Legality) -> tuple[fx.Node, int | None]:
+    """Return the order of the rows, and the first token that has `k`; None where all have.
 
-    Raises NotByRow unless these follow one another, and no other token has a row.
+    Raises NotByRow unless tokens that have rows follow one another, and no other has any.
     """
     known = TokenIndex(frozenset().union(*legality.dependence.writes.values()))
     rows, num_terms = tensor_of(sums.rows), number_of(sums.num_slots)
@@ -105,21 +93,21 @@ def _order_and_part(sums: TokenSum, legality: Legality) -> tuple[fx.Node, TokenS
     if is_whole and known.is_permutation(sums.index):
         return sums.index, None
     order, shift = known.unshifted(sums.index)
-    part = _part(number_of(shift), number_of(num_rows(order)), number_of(sums.num_sums), num_terms)
-    if sums.needs_all or part is None or not known.is_permutation(order):
+    numbers = number_of(shift), number_of(num_rows(order)), number_of(sums.num_sums)
+    first = _first(*numbers, num_terms)
+    if sums.needs_all or first is None or not known.is_permutation(order):
         raise NotByRow(Reason.NO_SLOTS, sums.index)
-    return order, part
+    return order, first
 
 
-def _part(
+def _first(
     shift: int | None, num_sent: int | None, num_tokens: int | None, num_terms: int
-) -> TokenSlice | None:
-    """Return the tokens that `num_sent` places from `shift` on are all places of, if they are."""
+) -> int | None:
+    """Return the first token where `num_sent` places from `shift` on are all places of some."""
     if shift is None or num_sent is None or num_tokens is None:
         return None
     (first, before), (number, over) = divmod(shift, num_terms), divmod(num_sent, num_terms)
-    is_there = before == over == 0 <= first <= num_tokens - number
-    return TokenSlice(first=first, number=number, of=num_tokens) if is_there else None
+    return first if before == over == 0 <= first <= num_tokens - number else None
 
 
 def emit_sums(
@@ -129,21 +117,22 @@ def emit_sums(
 
     `at` says where nodes are that it reads, if the emitter is another graph's.
     """
-    sums, num_terms, part = form.sums, number_of(form.sums.num_slots), form.part
-    total = tensor_of(sums.total)
+    sums, first, num_terms = form.sums, form.first, number_of(form.sums.num_slots)
+    total, num_sent = tensor_of(sums.total), number_of(num_rows(form.order))
     assert total is not None and num_terms is not None
     order, weights = at(form.order), None if sums.weights is None else at(sums.weights)
-    num_tokens: Any = number_of(sums.num_sums) if part is None else part.number
-    if num_tokens is None:
+    if num_sent is not None:
+        num_tokens: Any = num_sent // num_terms
+    else:
         num_tokens = emit.call(operator.floordiv, emit.method("size", order, 0), num_terms)
-    if part is not None and weights is not None:
-        bounds = (part.first * num_terms, part.number * num_terms)
-        weights = emit.call(torch.narrow, emit.method("reshape", weights, -1), 0, *bounds)
+    if first is not None and weights is not None:
+        weights = emit.method("reshape", weights, -1)
+        weights = emit.call(torch.narrow, weights, 0, first * num_terms, num_sent)
     if form.inverse is not None:
         order = emit.call(operator.getitem, order, at(form.inverse))
     rows = [at(one) for one in form.rows]
     made = emit.call(TOKEN_SUMS, rows, order, weights, num_tokens, num_terms, total.dtype)
-    if part is None:
+    if first is None:
         return made
-    around = (part.first, part.of - part.first - part.number)
-    return emit.call(torch.nn.functional.pad, made, (0, 0, *around))
+    behind = int(sympify(sums.num_sums)) - first - num_tokens
+    return emit.call(torch.nn.functional.pad, made, (0, 0, first, behind))

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import Emitter
+from moe_compile.graph.edit import Emitter, forget_slice_sizes
 from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import known_rows, tensor_of
 from moe_compile.regions.host_reads import is_move_to_host
@@ -33,9 +33,7 @@ def forget_bindings(graph: fx.Graph) -> None:
 
     Of `rows[:sum(splits)]` Dynamo knows no more than that its size is some number: the integers it
     is made of could be negative. Here they are known not to be, so that AOTAutograd finds the size
-    in terms of them, and would refuse a node that says it binds a symbol. What an exchange is given
-    may tell the same of a region's own reads: no slice keeps its claim, as tracing finds its size
-    anew.
+    in terms of them, and would refuse a node that says it binds a symbol.
     """
     bounds = graph.find_nodes(op="call_function", target=CONSTRAIN_RANGE)
     known = {bound.args[0]: None for bound in bounds if "example_value" not in bound.args[0].meta}
@@ -46,13 +44,9 @@ def forget_bindings(graph: fx.Graph) -> None:
                 known[user] = None
                 todo.append(user)
     readers = {user for number in known for user in number.users}
-    for reader in [*readers, *filter(_is_slice, graph.nodes)]:
+    for reader in readers:
         reader.meta.pop("unbacked_bindings", None)
-
-
-def _is_slice(node: fx.Node) -> bool:
-    """Whether the node takes rows up to a number of the host."""
-    return node.target is operator.getitem and isinstance(node.args[1], slice)
+    forget_slice_sizes(graph)
 
 
 class Place(NamedTuple):

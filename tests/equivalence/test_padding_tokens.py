@@ -1,7 +1,6 @@
 """Counts of some rows alone: padding cut off at a size that is read; counts that do not fit."""
 
 import contextlib
-import operator
 from unittest import mock
 
 import pytest
@@ -12,6 +11,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import AS_WRITTEN, DOES_NOT_COMPILE
 from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.programs.choices import Sharing, Style
+from moe_compile.testing.programs.grammar import Experts, Program
+from moe_compile.testing.programs.loop_choices import Cut
+from moe_compile.testing.programs.run import run as run_program
+from moe_compile.testing.programs.sender_choices import Padding
+from moe_compile.testing.programs.text import source_of
+from moe_compile.testing.rank_pool import RankPool
 from passes import rewrite_regions
 from passes.replay.host_reads import forget_bindings
 from tests.layers import GroupedExperts
@@ -68,18 +74,27 @@ def test_rows_cut_off_at_a_size_that_is_read_are_chunked(two_ranks):
         assert set(found) == {("chunked", 2)}
 
 
-def test_no_slice_claims_to_bind_a_size_whatever_its_numbers_are():
-    """Of two regions the second kept its own reads, which its exchange bounds: the same error."""
-    graph = torch.fx.Graph()
-    rows = graph.placeholder("rows")
-    number = graph.call_method("item", (rows,))
-    number.meta["example_value"] = 3
-    cut = graph.call_function(operator.getitem, (rows, slice(None, number)))
-    row = graph.call_function(operator.getitem, (rows, 0))
-    for node in (number, cut, row):
-        node.meta["unbacked_bindings"] = {}
-    forget_bindings(graph)
-    assert [n for n in graph.nodes if "unbacked_bindings" in n.meta] == [number, row]
+TWICE = Program(
+    layers=(Experts(top_k=1, padding=Padding.SENT, style=Style.RUNS, cut=Cut.NARROWED),) * 2,
+    sharing=Sharing.WEIGHTS, tokens=((3, 3),), dtype="bfloat16",
+)  # fmt: skip
+"""A layer that is called twice: of the second call the host's own reads are kept."""
+
+
+def run_twice(rank, text, breaks):
+    broken = mock.patch.object(rewrite_regions, "forget_bindings", break_graph)
+    with broken if breaks else contextlib.nullcontext():
+        return run_program(rank, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks", [False, True], ids=["rewritten", "as written"])
+def test_no_slice_claims_a_size_that_more_is_known_of(breaks):
+    """It was known by the exchange of the second call, or by the trace that failed before."""
+    with RankPool(1) as pool:
+        (found,) = pool.run(run_twice, source_of(TWICE), breaks)
+    assert (found.differences, found.eager_error, found.compiled_error) == ([], "", "")
+    assert {*found.verdicts} == {DOES_NOT_COMPILE if breaks else "chunked"}
 
 
 def test_where_one_rank_cannot_compile_what_was_rewritten_all_run_as_written(two_ranks):

@@ -24,6 +24,7 @@ OTHERS = {
     "a pipeline that accumulates": (PIPELINE, {"training.local_batch_size": 2}, 1e-4),
     "clipping": (TESTED[2], {"training.max_norm": 0.1}, 1e-4),
     "clipping in a pipeline": (PIPELINE, {"training.max_norm": 0.1}, 1e-4),
+    "sums per token in one kernel": (TENSOR, {"megamoe.numerics": "bounded"}, 1e-4),
     "half the bytes": (REPLICAS, {"megamoe.gradient_wire": "bf16_fp32_sum"}, 5e-3),
 }
 

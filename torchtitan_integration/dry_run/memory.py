@@ -27,13 +27,14 @@ from torchtitan_integration.dry_run.blocks import kind_of_graph, stages_of
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.job_config import options_of
-from torchtitan_integration.node_mesh import exchange_groups
+from torchtitan_integration.node_mesh import exchange_groups, ranks_of_machine
 from torchtitan_integration.parallelize import parallelize
 from torchtitan_integration.sequence_mesh import sequence_mesh
 
 GIB: Final = 2**30
 NOT_COUNTED: Final = 5 * GIB
-"""Assumed: CUDA's context and kernels 1, NCCL's rings 1, workspaces 1, a fragmented pool 2."""
+"""Assumed: CUDA's context and kernels 1, NCCL's other buffers 1, workspaces 1, a fragmented pool
+2."""
 CHANNELS: Final = 32
 """Of NCCL between two GPUs of a machine, where NCCL_MAX_P2P_NCHANNELS does not say fewer."""
 CHANNEL_BYTES: Final = 3.28e9 / (7 * CHANNELS)
@@ -119,9 +120,9 @@ class DeviceMemory:
         return (
             f"warning: {stage.name} holds {stage.total / GIB:.1f} GiB, and a GPU of profile "
             f"{self.name!r} with {self.total / GIB:.1f} GiB {what} for what is not counted here, "
-            f"{NOT_COUNTED / GIB:.0f} GiB or more: CUDA, NCCL's rings, workspaces, and what "
-            "the allocator cannot use. Write more ranks, a smaller training.local_batch_size or "
-            'training.seq_len, or activation_checkpoint.mode = "full"'
+            f"{NOT_COUNTED / GIB:.0f} GiB or more: CUDA, NCCL's other buffers, workspaces, "
+            "and what the allocator cannot use. Write more ranks, a smaller "
+            'training.local_batch_size or training.seq_len, or activation_checkpoint.mode = "full"'
         )
 
 
@@ -164,7 +165,7 @@ def exchange_buffers(rank: FakeRank) -> int:
         return 0
     groups = exchange_groups(rank.dims)
     groups += [sequence_mesh(rank.dims).get_group()] if rank.dims.cp_enabled else []
-    of_machine = options.node_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    of_machine = options.node_ranks or ranks_of_machine(dist.group.WORLD)
     most = os.environ.get("NCCL_MAX_P2P_NCHANNELS", "")
     channels = min(CHANNELS, int(most)) if most.isdecimal() else CHANNELS
     ranks = map(dist.get_process_group_ranks, groups)
