@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.memory import plain_tensors, storages_of
 from moe_compile.graph.modes import modes, running_under
-from moe_compile.graph.query import expression_of, is_launch, is_wait, value_of
+from moe_compile.graph.query import expression_of, is_launch, is_leaf, is_wait, value_of
 
 OBSERVED: Final = "megamoe_observed"
 """Key of a node's metadata under which what was seen is kept."""
@@ -190,7 +190,7 @@ def alike(tensor: torch.Tensor) -> torch.Tensor:
     One that requires none, or that no operator made, has the memory of this one.
     """
     copy = tensor.detach()
-    if not tensor.requires_grad or tensor.is_leaf:
+    if not tensor.requires_grad or is_leaf(tensor):
         return copy.requires_grad_(tensor.requires_grad)
     with torch.enable_grad():
         made = copy.requires_grad_() * 1

@@ -159,6 +159,15 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether no operator made the tensor, for autograd.
+
+    Asked itself of a view of memory that was written, autograd makes the view once more, with
+    symbols for its sizes that no node binds, or refuses.
+    """
+    return not tensor._is_view() and tensor.is_leaf
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether the node of AOTAutograd's graph is an input that brings a gradient of a result.
 

@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 
 from moe_compile.graph.inner_graphs import body_named, is_higher_order
 from moe_compile.graph.modes import Mode, modes, modes_around
-from moe_compile.graph.query import value_of, waits_on
+from moe_compile.graph.query import is_leaf, value_of, waits_on
 from moe_compile.graph.same_tensor import origin
 from moe_compile.proof.constant_nodes import constant_nodes, constants_behind
 from moe_compile.regions.outside_reads import is_differentiable
@@ -217,11 +217,7 @@ class _Writer:
             raise _NoForm
         memory = int(tensor.untyped_storage()._cdata)
         sizes = [self._size(s) for s in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
-        try:
-            is_leaf = tensor.is_leaf
-        except RuntimeError:  # one of several views of what is written in place: no backward knows
-            raise _NoForm from None
-        about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, is_leaf
+        about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, is_leaf(tensor)
         number = self.memories.setdefault(memory, len(self.memories))
         return f"{type(tensor).__name__} {about} {sizes} memory {number}"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from moe_compile.graph.query import operator_at, tensor_of
+from moe_compile.graph.query import is_leaf, operator_at, tensor_of
 from moe_compile.graph.same_tensor import origin
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_domain import Outside, Unproven
@@ -49,7 +49,7 @@ class Reads:
                 continue
             if expert is not None and not self._conflicts(node, index, expert):
                 self.expert_of[node, index] = expert
-            elif not (is_summed and outside.is_given and _is_leaf(node)):
+            elif not (is_summed and outside.is_given and _is_known_leaf(node)):
                 raise Unproven(Reason.SHARED_PARAMETER, operator_at(node))
             elif not self.may_share:
                 detail = f"{operator_at(node)}: megamoe.numerics = 'bounded' allows it"
@@ -64,10 +64,10 @@ class Reads:
         )
 
 
-def _is_leaf(node: fx.Node) -> bool:
+def _is_known_leaf(node: fx.Node) -> bool:
     """Whether a tensor is nothing that others were computed into: its gradient goes no further."""
     value = tensor_of(node)
-    return node.op in ("placeholder", "get_attr") and value is not None and value.is_leaf
+    return node.op in ("placeholder", "get_attr") and value is not None and is_leaf(value)
 
 
 def is_differentiable(node: fx.Node) -> bool:
