@@ -1,7 +1,8 @@
 """Fuzz megamoe with generated layer programs: `python -m moe_compile.testing.fuzz --seed 1`.
 
 Contract
-    Programs are a function of the seed and the number of workers. Distinct ones are counted.
+    Programs are a function of the seed and the number of workers, and with `--record` of what the
+    file lacks: choices that few rewritten programs have are drawn first. Distinct ones are counted.
     Interrupted, terminated or out of minutes, it reports and records what was done so far.
     Exit status 1 when a program was wrong, crashed, hung or made a pass fail, or when none ran;
     each kind of failure is made plainer, printed as code and, with `--keep`, written to a folder.
@@ -23,7 +24,7 @@ from typing import Final
 from moe_compile.testing.programs.campaign import Campaign, Limits
 from moe_compile.testing.programs.choices import Rewrite
 from moe_compile.testing.programs.coverage import Coverage
-from moe_compile.testing.programs.record import add_record
+from moe_compile.testing.programs.record import add_record, covered
 from moe_compile.testing.programs.strategy import PROGRAMS_OF
 
 WORKERS: Final = 2
@@ -87,7 +88,7 @@ def _seed(text: str) -> int:
 def _command(options: argparse.Namespace) -> list[str]:
     names = ("seed", "programs", "minutes", "workers", "timeout", "trials", "keep")
     given = [f"--{name}={getattr(options, name)}" for name in names]
-    some = ("rewrite", "layers")
+    some = ("rewrite", "layers", "record")
     given += [f"--{name}={chosen}" for name in some if (chosen := getattr(options, name))]
     return [sys.executable, "-m", "moe_compile.testing.fuzz", *given]
 
@@ -105,7 +106,9 @@ def _work(options: argparse.Namespace) -> int:
         rewrite=options.rewrite,
         layers=options.layers,
     )
-    for line in Campaign(options.seed * 1000 + options.worker, limits).run():
+    record = Path(options.record) if options.record else None
+    known = covered(record) if record is not None and record.exists() else None
+    for line in Campaign(options.seed * 1000 + options.worker, limits, known).run():
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
     return 0

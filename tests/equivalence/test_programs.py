@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import json
 from dataclasses import replace
 from typing import get_args
 
@@ -15,7 +16,12 @@ from moe_compile.testing.programs import (
     picking_choices,
     sender_choices,
 )
-from moe_compile.testing.programs.campaign import UNMENDED, drawn_programs
+from moe_compile.testing.programs.campaign import (
+    CANDIDATES,
+    UNMENDED,
+    drawn_programs,
+    most_wanted,
+)
 from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room
 from moe_compile.testing.programs.capacity_strategy import SLOTS_LEFT_WHOLE
 from moe_compile.testing.programs.choices import (
@@ -41,6 +47,7 @@ from moe_compile.testing.programs.grammar import (
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.picking_choices import Otherwise
 from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
+from moe_compile.testing.programs.record import covered
 from moe_compile.testing.programs.run import Findings, run
 from moe_compile.testing.programs.shrink import simplest
 from moe_compile.testing.programs.strategy import LEAVES_WHOLE, PROGRAMS_OF
@@ -273,6 +280,16 @@ def test_programs_are_python_and_a_function_of_the_seed():
     assert len({source_of(program) for program in first}) > 35
     for program in (*first, *sweep()):
         compile(source_of(program), "program.py", "exec")
+
+
+def test_a_campaign_runs_what_the_record_lacks(tmp_path):
+    record, lacking = tmp_path / "fuzz.json", "act: gelu"
+    runs = [{"features": {name: [90, 40, 0] for name in all_features() if name != lacking}}]
+    record.write_text(json.dumps({"runs": runs}))
+    drawn = [*itertools.islice(drawn_programs(3), 2 * CANDIDATES)]
+    assert sum(lacking in features(program) for program in drawn) < CANDIDATES / 2
+    chosen = [*most_wanted(iter(drawn), covered(record))]
+    assert [lacking in features(program) for program in chosen] == [True, True]
 
 
 def test_a_failing_program_shrinks_to_what_makes_it_fail():

@@ -2,6 +2,7 @@
 
 Contract
     The programs are a function of the seed; a text that was judged before is not judged again.
+    With what earlier campaigns covered, they are of more that are drawn those that add most to it.
     A failure whose plainest form is part of an earlier one's kind is counted with that one.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
@@ -17,11 +19,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
 from moe_compile.testing.programs.asked_strategy import asked_programs
+from moe_compile.testing.programs.coverage import Coverage
 from moe_compile.testing.programs.features import features
 from moe_compile.testing.programs.grammar import Program
 from moe_compile.testing.programs.judge import Judge, Judgement, Kind
 from moe_compile.testing.programs.shrink import simplest
 from moe_compile.testing.programs.text import source_of
+
+CANDIDATES: Final = 40
+"""Programs drawn for one that is run, where it is known what was covered: half a second for 5."""
 
 UNMENDED: Final[Mapping[frozenset[str], str]] = {}
 """What together shows a fault that is known, and the fault: not drawn until it is mended."""
@@ -47,10 +53,11 @@ class Limits:
 class Campaign:
     """One pair of ranks and the programs it runs."""
 
-    def __init__(self, seed: int, limits: Limits) -> None:
-        """Prepare a campaign from `seed`."""
+    def __init__(self, seed: int, limits: Limits, covered: Coverage | None = None) -> None:
+        """Prepare a campaign from `seed`, and from what earlier ones covered."""
         self._seed = seed
         self._limits = limits
+        self._covered = covered
         self._known: list[tuple[Kind, frozenset[str]]] = []
 
     def run(self) -> Iterator[dict[str, Any]]:
@@ -58,7 +65,7 @@ class Campaign:
         limits, began = self._limits, monotonic()
         seen: set[str] = set()
         with Judge(timeout_s=limits.timeout_s) as judge:
-            for program in drawn_programs(self._seed, limits.rewrite, limits.layers):
+            for program in self._drawn():
                 if len(seen) >= limits.programs or monotonic() - began > limits.seconds:
                     return
                 text = source_of(program)
@@ -66,7 +73,7 @@ class Campaign:
                     continue
                 seen.add(text)
                 judgement = judge.judge(text)
-                yield {
+                line = {
                     "kind": judgement.kind.value,
                     "failed": judgement.failed,
                     "rewritten": judgement.is_chunked,
@@ -78,6 +85,13 @@ class Campaign:
                     "number": len(seen),
                     "source": self._shown(judge, program, judgement, len(seen)),
                 }
+                if self._covered is not None:
+                    self._covered.add(line)
+                yield line
+
+    def _drawn(self) -> Iterator[Program]:
+        drawn = drawn_programs(self._seed, self._limits.rewrite, self._limits.layers)
+        return drawn if self._covered is None else most_wanted(drawn, self._covered)
 
     def _shown(self, judge: Judge, program: Program, judgement: Judgement, number: int) -> str:
         """Return the plainest program that fails so, "" where one like it was shown before."""
@@ -117,6 +131,12 @@ def drawn_programs(seed: int, rewrite: str = "", layers: str = "") -> Iterator[P
         drawn = [one for one in drawn if not any(u <= features(one) for u in UNMENDED)]
         yield from (one for one in drawn if rewrite in ("", one.rewrite.name))
         number += 1
+
+
+def most_wanted(drawn: Iterator[Program], covered: Coverage) -> Iterator[Program]:
+    """Yield of every `CANDIDATES` programs the one that adds most to what was covered before."""
+    while candidates := [*islice(drawn, CANDIDATES)]:
+        yield max(candidates, key=lambda program: covered.wants(features(program)))
 
 
 def _draw(seed: int, rewrite: str, layers: str) -> list[Program]:

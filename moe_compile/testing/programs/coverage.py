@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Final
 
 from moe_compile.testing.programs.features import all_features
@@ -25,6 +26,7 @@ class Coverage:
         self.rewritten: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
+        self._known = frozenset(all_features())
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in what became of one program."""
@@ -39,6 +41,15 @@ class Coverage:
         self.failed.update(line["features"] if line["failed"] else [])
         if line["source"]:
             self.failures.append(line)
+
+    def wants(self, features: Iterable[str]) -> float:
+        """Return how much a program with `features` would add: of each choice, what it lacks.
+
+        A choice that was tried often and seldom rewritten is wanted less.
+        """
+        lacks = ((name, LEAST - self.rewritten[name]) for name in features)
+        known = self._known
+        return sum(n / (LEAST + self.tried[name]) for name, n in lacks if n > 0 and name in known)
 
     @property
     def num_valid(self) -> int:

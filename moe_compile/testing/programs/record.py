@@ -34,6 +34,17 @@ def add_record(path: Path, seed: int, coverage: Coverage, seconds: float) -> Non
     partial.replace(path)
 
 
+def covered(path: Path) -> Coverage:
+    """Return features tried and rewritten by all campaigns of the file at `path`."""
+    coverage = Coverage()
+    for run in json.loads(path.read_text())["runs"]:
+        for name, (tried, rewritten, failed) in run["features"].items():
+            coverage.tried[name] += tried
+            coverage.rewritten[name] += rewritten
+            coverage.failed[name] += failed
+    return coverage
+
+
 def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
     return {
         "seed": seed,
