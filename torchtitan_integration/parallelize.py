@@ -26,6 +26,7 @@ from moe_compile.cache_marks import cache_marks
 from moe_compile.config import PREFIX
 from moe_compile.group_setup import agree_on_machines
 from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
+from torchtitan_integration.exchange_buffers import exchange_buffers
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options, option_of, options_of, report_path
 from torchtitan_integration.layout import BACKEND, of_model, read_layout
@@ -82,7 +83,7 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
     compiles = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, job, parts, compiles=compiles)
-    held = bytes_held(model, dims)
+    held = bytes_held(model, dims) + exchange_buffers(dims, options_of(job))
     for blocks in block_groups(model, job):
         forward = forward_of(blocks)
         forward = _compiled(forward, job, held) if compiles else forward

@@ -1,4 +1,4 @@
-"""The bytes a rank holds, of which plans take a share, are the same number on every rank."""
+"""The bytes a rank holds, of which plans take a share: of parameters, and of NCCL."""
 
 import pytest
 
@@ -12,6 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 
+from moe_compile.config import MegaMoEConfig
+from torchtitan_integration.exchange_buffers import buffers_of, exchange_buffers
 from torchtitan_integration.parallelize import COPIES_OF_PARAMETERS, bytes_held
 
 
@@ -27,3 +29,24 @@ def test_a_dimension_that_does_not_divide_counts_as_on_the_rank_with_most(rank):
     finally:
         dist.destroy_process_group()
     assert held == COPIES_OF_PARAMETERS * 4 * (3 * 6 + 7) // 2
+
+
+def test_nccl_has_buffers_for_each_rank_of_the_machine_and_for_all_others_together():
+    """3.28 GB of eight H100s, as others measured it."""
+    assert buffers_of(range(8), 3, 8) / 1e9 == pytest.approx(3.28)
+    assert buffers_of(range(64), 9, 8) == buffers_of(range(8), 0, 8) + 2**29
+    assert buffers_of([1, 9, 17], 9, 8) == 2**29
+    assert buffers_of(range(8, 12), 9, 8) == pytest.approx(3 * buffers_of([8, 9], 9, 8))
+    assert buffers_of(range(8), 3, 8, 16) / 1e9 == pytest.approx(1.64)
+
+
+@pytest.mark.parametrize(("hardware", "counted"), [("h100", 3.28e9 / 7 * 3 + 2**29), ("cpu", 0)])
+def test_buffers_of_experts_on_two_machines_count_as_held(monkeypatch, hardware, counted):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        dims = ParallelDims(dp_replicate=1, dp_shard=8, cp=1, tp=1, pp=1, ep=8, etp=1, world_size=8)
+        found = exchange_buffers(dims, MegaMoEConfig(hardware=hardware))
+    finally:
+        dist.destroy_process_group()
+    assert found == pytest.approx(counted)

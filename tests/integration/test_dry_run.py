@@ -18,7 +18,6 @@ from tests.integration.titan_jobs import CONFIG, flags_of
 from torchtitan_integration.dry_run.memory import (
     ModelState,
     StageMemory,
-    buffers_of,
     device_memory,
     first_most_last,
 )
@@ -226,15 +225,6 @@ def test_a_job_that_hardly_fits_its_gpu_is_warned_of():
     assert "has 1.0 GiB left" in room.warning(stage("rank 0", 79))
     assert "has no room left" in room.warning(stage("rank 0", 90))
     assert device_memory("cpu").warning(stage("rank 0", 90)) == ""
-
-
-def test_nccl_has_buffers_for_each_rank_of_the_machine_and_for_all_others_together():
-    """3.28 GB of eight H100s, as others measured it."""
-    assert buffers_of(range(8), 3, 8) / 1e9 == pytest.approx(3.28)
-    assert buffers_of(range(64), 9, 8) == buffers_of(range(8), 0, 8) + 2**29
-    assert buffers_of([1, 9, 17], 9, 8) == 2**29
-    assert buffers_of(range(8, 12), 9, 8) == pytest.approx(3 * buffers_of([8, 9], 9, 8))
-    assert buffers_of(range(8), 3, 8, 16) / 1e9 == pytest.approx(1.64)
 
 
 @pytest.mark.slow

@@ -9,13 +9,11 @@ Contract
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -26,23 +24,14 @@ from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.dry_run.blocks import kind_of_graph, stages_of
 from torchtitan_integration.dry_run.layers import Traced
 from torchtitan_integration.dry_run.world import FakeRank
+from torchtitan_integration.exchange_buffers import exchange_buffers
 from torchtitan_integration.job_config import options_of
-from torchtitan_integration.node_mesh import exchange_groups, ranks_of_machine
 from torchtitan_integration.parallelize import parallelize
-from torchtitan_integration.sequence_mesh import sequence_mesh
 
 GIB: Final = 2**30
 NOT_COUNTED: Final = 5 * GIB
 """Assumed: CUDA's context and kernels 1, NCCL's other buffers 1, workspaces 1, a fragmented pool
 2."""
-CHANNELS: Final = 32
-"""Of NCCL between two GPUs of a machine, where NCCL_MAX_P2P_NCHANNELS does not say fewer."""
-CHANNEL_BYTES: Final = 3.28e9 / (7 * CHANNELS)
-"""What NCCL keeps for each of them in a group of all-to-alls: at the first one those to seven of
-eight H100s took 3.28 GB (github.com/NVIDIA/nccl/issues/1685)."""
-NETWORK_BYTES: Final = 2**29
-"""What it keeps for all ranks of other machines together, whose buffer is one (nccl/issues/1450);
-this size was seen on a B300 (nccl/issues/2363)."""
 OPTIMIZER_STATES: Final = 2
 """Of AdamW, per parameter."""
 LOGIT_COPIES: Final = 2
@@ -154,29 +143,8 @@ def measure_state(rank: FakeRank, parts: Sequence[nn.Module]) -> ModelState:
         graphs={kind: kinds.count(kind) for kind in kinds},
         microbatches=microbatches_in_flight(rank, len(parts)),
         logits=_logit_bytes(rank) if has_output else 0,
-        exchange_buffers=exchange_buffers(rank),
+        exchange_buffers=exchange_buffers(rank.dims, options_of(rank.job)),
     )
-
-
-def exchange_buffers(rank: FakeRank) -> int:
-    """Return the bytes of NCCL's buffers for the groups that rows and heads are exchanged on."""
-    options = options_of(rank.job)
-    if options.hardware == "cpu":
-        return 0
-    groups = exchange_groups(rank.dims)
-    groups += [sequence_mesh(rank.dims).get_group()] if rank.dims.cp_enabled else []
-    of_machine = options.node_ranks or ranks_of_machine(dist.group.WORLD)
-    most = os.environ.get("NCCL_MAX_P2P_NCHANNELS", "")
-    channels = min(CHANNELS, int(most)) if most.isdecimal() else CHANNELS
-    ranks = map(dist.get_process_group_ranks, groups)
-    return sum(buffers_of(members, dist.get_rank(), of_machine, channels) for members in ranks)
-
-
-def buffers_of(ranks: Sequence[int], own: int, of_machine: int, channels: int = CHANNELS) -> int:
-    """Return the bytes that rank `own` of a group of all-to-alls keeps for it."""
-    near = sum(one // of_machine == own // of_machine for one in ranks)
-    far = NETWORK_BYTES if near < len(ranks) else 0
-    return round((near - 1) * channels * CHANNEL_BYTES) + far
 
 
 def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> StageMemory:
