@@ -260,6 +260,12 @@ class Program:
         return all(isinstance(layer, Picking) for layer in self.layers)
 
     @property
+    def is_called_in_parts(self) -> bool:
+        """Whether the parts of one checkpointed call are added up before those of another."""
+        is_shared = self.sharing is Sharing.WEIGHTS and self.wrapping is Wrapping.CHECKPOINT
+        return is_shared and self.rewrite in PARTED
+
+    @property
     def positions(self) -> int:
         """Return of how many tokens a sequence is."""
         in_sequences = any(

@@ -1,9 +1,10 @@
 """A generated program of which some layers run in parts of the batch and the others whole.
 
 Contract
-    So runs what is compiled in pieces, each checkpointed layer by itself say, where some pieces are
-    left whole. Gradients of parameters are added up from the first part on. Of layers that return
-    more than rows nothing is known: `MoreThanRows`.
+    So runs what is compiled in pieces, each checkpointed layer by itself say, where some pieces may
+    be left whole. Gradients of parameters are added up from the first part on. A layer that nothing
+    tells of sequences is divided by rows. Of layers that return more than rows nothing is known:
+    `MoreThanRows`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,14 +23,19 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 """What a layer makes of rows, its own routing of them included."""
 
 
+MOST_LAYERS: Final = 4
+"""Of which each choice of some is tried: fifteen runs."""
+
+
 class MoreThanRows(Exception):
     """A layer returned values of the whole, a loss say."""
 
 
 def some_layers(program: nn.Module) -> Iterator[frozenset[str]]:
-    """Yield names of layers, at least one and not all, the same on every rank."""
+    """Yield names of layers, the same on every rank: all, then fewer, unless these are many."""
     names = [name for name, _ in program.named_children()]
-    for number in range(1, len(names)):
+    fewest = 1 if len(names) <= MOST_LAYERS else len(names)
+    for number in range(len(names), fewest - 1, -1):
         yield from map(frozenset, itertools.combinations(names, number))
 
 

@@ -111,6 +111,7 @@ def legal(program: Program) -> Program:
     if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
         program = replace(program, sharing=Sharing.NOTHING)
     may_round = program.rewrite in BOUNDS or program.rewrite in FLAT_BOUNDS
+    may_round = may_round or program.is_called_in_parts
     if may_round and not program.is_whole:  # an update would carry it into the next step
         program = replace(program, tokens=program.tokens[:1])
     if _may_rewrite(program):

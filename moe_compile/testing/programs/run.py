@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -61,7 +61,15 @@ class InParts:
     steps: frozenset[int]
 
 
-Backend = str | frozenset[str] | InParts
+class LayersInParts(NamedTuple):
+    """Layers that run in parts, each by itself, eagerly."""
+
+    names: frozenset[str]
+    rows: int
+    """That stay together: those of a sequence, or 1."""
+
+
+Backend = str | LayersInParts | InParts
 """Of `torch.compile`, or "eager"; layers that run in parts, eagerly; or steps that do."""
 
 EXACT: Final = 2.0**-8
@@ -232,9 +240,10 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
     """
     if "checkpoint(" in text.partition("class Program")[2] and module.BACKWARD == "once":
         for names in some_layers(module.Program()):
-            done, error = _steps(module, rank, names)
-            if not error:
-                yield done
+            for per in sorted({module.POSITIONS, 1}):
+                done, error = _steps(module, rank, LayersInParts(names, per))
+                if not error:
+                    yield done
 
 
 def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:
@@ -336,8 +345,8 @@ def _summed_by_torch(module: ModuleType) -> ModuleType:
 
 
 def _compiled(module: ModuleType, program: nn.Module, backend: Backend) -> Callable[..., Any]:
-    if isinstance(backend, frozenset):
-        divide_layers(program, backend, module.PARTS, module.POSITIONS)
+    if isinstance(backend, LayersInParts):
+        divide_layers(program, backend.names, module.PARTS, backend.rows)
         return program
     if backend == "eager" or isinstance(backend, InParts):
         return program

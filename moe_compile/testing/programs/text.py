@@ -137,6 +137,10 @@ BOUND_OF_LOSSES: Final = 1e-4
 """Relative error of what has losses, in parts of the batch: these are sums of the parts' sums, and
 their gradients not those of accumulation but the whole's, terms in another order."""
 
+BOUND_OF_CALLS: Final = 2.0**-7
+"""The same of parameters that several checkpointed calls share, each by itself in parts: one
+rounding of bfloat16."""
+
 BOUND_OF_HEADS: Final = 0.05
 """Relative error of attention that rounds otherwise in groups of heads."""
 
@@ -171,6 +175,8 @@ def _settings(program: Program) -> str:
     bound = BOUNDS.get(program.rewrite, BOUND_OF_HEADS if rounds else 0.0)
     if program.rewrite in PARTED and program.has_losses:
         bound = max(bound, BOUND_OF_LOSSES)
+    if program.is_called_in_parts:
+        bound = max(bound, BOUND_OF_CALLS)
     bound = 0.0 if program.is_whole else bound
     flat = 0.0 if program.is_whole else FLAT_BOUNDS.get(program.rewrite, 0.0)
     rows = max(sum(step) for step in program.tokens)
