@@ -41,7 +41,7 @@ LIBRARY.define(
 LIBRARY.define("hop_sizes(Tensor table, Tensor tokens, int[] edges, int place) -> Tensor")
 LIBRARY.define(
     "far_rows(Tensor chosen, int nodes, int per_node, int slices, SymInt num_rows) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "near_rows(Tensor masks, int per_node, int[] edges, SymInt num_rows) -> (Tensor, Tensor)"
@@ -103,35 +103,38 @@ def hop_sizes(
 
 def far_rows(
     chosen: torch.Tensor, nodes: int, per_node: int, slices: int, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of hop 1, `[num_rows]`, and which of their node's experts each needs.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens of hop 1, `[num_rows]`, experts of the node that each needs, and slots.
 
-    The latter are masks, `[num_rows, words]` int32: one bit an expert, `per_node` of them.
+    Experts are masks, `[num_rows, words]` int32: one bit an expert, `per_node` of them. A row's
+    slot, `[num_rows]`, is how many nodes before its own need its token.
     """
     needs = _needs(chosen, nodes * per_node).view(-1, nodes, per_node)
-    node, token = torch.nonzero_static(needs.any(2).T, size=num_rows).unbind(1)
+    needed = needs.any(2)
+    node, token = torch.nonzero_static(needed.T, size=num_rows).unbind(1)
     if slices > 1:
         order = torch.argsort(_slice_of(token, needs.shape[0], slices), stable=True)
         node, token = node[order], token[order]
     bits = F.pad(needs, (0, -per_node % WORD)).unflatten(2, (-1, WORD)).to(torch.int64)
     masks = (bits << torch.arange(WORD, device=chosen.device)).sum(3).to(torch.int32)
-    return token, masks[token, node]
+    return token, masks[token, node], _before(needed[token], node)
 
 
 def near_rows(
     masks: torch.Tensor, per_node: int, edges: list[int], num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which of the rows that hop 1 brought go on, and to which experts of the node.
+    """Return which of the rows that hop 1 brought go on, and slots.
 
-    Both `[num_rows]`, by chunk and then by expert.
+    Both `[num_rows]`, by chunk and then by expert. A row's slot is how many experts of the node
+    before its own need the same row of hop 1.
     """
-    bits = (masks[:, :, None] >> torch.arange(WORD, device=masks.device)) & 1
-    needs, experts = bits.flatten(1)[:, :per_node], None
+    needs, experts = _bits(masks, per_node), None
     if len(edges) > 2:
         experts = _by_chunk(per_node // edges[-1], edges, masks.device)
         needs = needs[:, experts]
     place, row = torch.nonzero_static(needs.T, size=num_rows).unbind(1)
-    return row, place if experts is None else experts[place]
+    expert = place if experts is None else experts[place]
+    return row, _before(_bits(masks[row], per_node), expert)
 
 
 def fan_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -199,6 +202,18 @@ def _needs(chosen: torch.Tensor, number: int) -> torch.Tensor:
     chosen = chosen.reshape(-1, chosen.shape[-1])
     nothing = torch.zeros((chosen.shape[0], number), dtype=torch.bool, device=chosen.device)
     return nothing.scatter(1, chosen, True)
+
+
+def _bits(masks: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the first bits of `masks`, `[R, words]`, as integers, `[R, number]`."""
+    bits = (masks[:, :, None] >> torch.arange(WORD, device=masks.device)) & 1
+    return bits.flatten(1)[:, :number]
+
+
+def _before(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Return how many of its `marks`, `[R, number]`, each row has before its `column`, `[R]`."""
+    columns = torch.arange(marks.shape[1], device=marks.device)
+    return (marks * (columns < column[:, None])).sum(1)
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ Contract
 Chunks of experts and slices of tokens, as `ops/hop_rows.py` has them, change no sum: a node adds up
 once the rows of all chunks are there.
 
-Worked example: rows [a, b, c] of tokens [1, 0, 1], at most two a token: places [[1, -1], [0, 2]],
-sums [b, a + c].
+Worked example: rows [a, b, c] of tokens [1, 0, 1] in slots [0, 0, 1], at most two a token: places
+[[1, -1], [0, 2]], sums [b, a + c].
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from moe_compile.ops.messages import all_to_all, as_rows, as_sent
 from moe_compile.ops.permute import LIBRARY
 from moe_compile.ops.row_sums import SUM_OF_PLACES
 from moe_compile.ops.two_hops import cut, grouped
 
-LIBRARY.define("places_of(Tensor index, Tensor? by, SymInt number, int most) -> Tensor")
+LIBRARY.define("places_of(Tensor index, Tensor slot, SymInt number, int most) -> Tensor")
 LIBRARY.define(
     "tokens_received(Tensor[] value, Tensor tokens, Tensor[] back, Tensor[] on_node, "
     "Tensor at_home, SymInt[] far_sent, SymInt[] far_got, SymInt[] near_sent, SymInt[] near_got, "
@@ -38,22 +37,15 @@ LIBRARY.define(
 )
 
 
-def places_of(index: torch.Tensor, by: torch.Tensor | None, number: int, most: int) -> torch.Tensor:
-    """Return where each of 0, ..., `number` - 1 stands in `index`, `[number, most]`, in order.
+def places_of(index: torch.Tensor, slot: torch.Tensor, number: int, most: int) -> torch.Tensor:
+    """Return where each of 0, ..., `number` - 1 stands in `index`, `[number, most]`, by `slot`.
 
-    In order of `by`, where that is given. -1 where it stands fewer times than `most`; none may
-    stand there more often.
+    `slot` says which of the rows of its number each is, of `most`; no two of them have the same.
+    -1 where a slot is empty.
     """
-    order = torch.argsort(index, stable=True)
-    if by is not None:
-        first = torch.argsort(by, stable=True)
-        order = first[torch.argsort(index[first], stable=True)]
-    numbers, ordered = torch.arange(number, device=index.device), index[order]
-    first = torch.searchsorted(ordered, numbers)
-    times = torch.searchsorted(ordered, numbers, right=True) - first
-    slots = torch.arange(most, device=index.device)
-    places = F.pad(order, (0, most))[first[:, None] + slots]
-    return torch.where(slots < times[:, None], places, -1)
+    rows = torch.arange(index.shape[0], device=index.device)
+    empty = torch.full((number, most), -1, device=index.device)
+    return empty.index_put((index, slot), rows)
 
 
 def merged(

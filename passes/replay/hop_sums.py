@@ -42,16 +42,15 @@ def emit_way_home(
     """Emit the integers of the way home."""
     region, nodes, k = form.region, form.nodes, form.found.rows_per_token
     assert k is not None
-    on_node = min(k, nodes.num_local * region.num_local_experts)
+    most = min(k, nodes.num_local * region.num_local_experts)
     places = []
-    for near, experts, got in zip(hops.near, hops.experts, hops.sizes.far_got, strict=True):
-        by = experts if len(table.received) > 1 else None  # of one chunk they lie by expert
-        places.append(emit.call(PLACES_OF, near, by, total_of(emit, got), on_node))
+    for near, slot, got in zip(hops.near, hops.on_node, hops.sizes.far_got, strict=True):
+        places.append(emit.call(PLACES_OF, near, slot, total_of(emit, got), most))
     num_tokens = extent(emit, form.found.tokens, 0)
     return WayHome(
         [emit.call(BACK_ROWS, *given) for given in zip(table.received, num_rows, strict=True)],
         places,
-        emit.call(PLACES_OF, hops.far, None, num_tokens, min(k, nodes.num_nodes)),
+        emit.call(PLACES_OF, hops.far, hops.at_home, num_tokens, min(k, nodes.num_nodes)),
     )
 
 

@@ -104,8 +104,10 @@ class Hops:
     """Of each slice."""
     fan: list[fx.Node]
     """Of each chunk."""
-    experts: list[fx.Node]
-    """Of each row of `near` the expert of the node that it is for."""
+    at_home: fx.Node
+    """The slot of each row of `far` among those of its token, by node."""
+    on_node: list[fx.Node]
+    """The slot of each row of `near` among those of its row of `far`, by expert."""
     sizes: Sizes
     hop_1: list[fx.Node]
     """Launches, of each slice."""
@@ -173,7 +175,7 @@ def emit_hops(
     per_node = nodes.num_local * region.num_local_experts
     num_far = total_of(emit, _chained(sizes.far_sent))
     first = emit.call(FAR_ROWS, form.chosen, nodes.num_nodes, per_node, cut.slices, num_far)
-    far, masks = (emit.call(operator.getitem, first, i) for i in range(2))
+    far, masks, at_home = (emit.call(operator.getitem, first, i) for i in range(3))
     if (part := form.found.part) is not None and part.first != 0:
         far = emit.call(operator.add, far, part.first)
     tokens = emit.method("detach", form.found.tokens)
@@ -181,7 +183,7 @@ def emit_hops(
     of_masks = launched(emit, masks, *across, nodes.cross)
     hop_1 = launched(emit, as_sent(emit, tokens, far, wire), *across, nodes.cross)
     near: list[fx.Node] = []
-    experts: list[fx.Node] = []
+    on_node: list[fx.Node] = []
     hop_2: list[list[fx.Node]] = []
     for of_slice, launch in enumerate(hop_1):
         masks = emit.call(C10D.wait_tensor, of_masks[of_slice])
@@ -189,14 +191,14 @@ def emit_hops(
         num_near = total_of(emit, _chained(sent))
         on = emit.call(NEAR_ROWS, masks, per_node, list(cut.edges), num_near)
         near.append(emit.call(operator.getitem, on, 0))
-        experts.append(emit.call(operator.getitem, on, 1))
+        on_node.append(emit.call(operator.getitem, on, 1))
         there = emit.call(C10D.wait_tensor, launch)
         there = emit.method("index_select", there, 0, near[-1])
         hop_2.append(launched(emit, there, sizes.near_got[of_slice], sent, nodes.node))
     of_chunks = zip(table.received, num_rows, strict=True)
     fan = [emit.call(FAN_ROWS, counts, number) for counts, number in of_chunks]
     _note_nominal_rows(form, cut, (*of_masks, *hop_1), _chained(hop_2))
-    return Hops(far, near, fan, experts, sizes, hop_1, hop_2)
+    return Hops(far, near, fan, at_home, on_node, sizes, hop_1, hop_2)
 
 
 def emit_arrival(emit: Emitter, form: DividedForm, hops: Hops) -> list[fx.Node]:

@@ -75,7 +75,7 @@ def brought(drawn, x, far_sent, far_got, near_sent, near_got):
         parts = [[sum(of_slice) for of_slice in far_sent[r]] for r in ranks]
         there, masks = (
             among(cross, [torch.split(v, parts[r])[s] for r, v in enumerate(both)], sent)
-            for both in ([x[r][first[r][0]] for r in ranks], [mask for _, mask in first])
+            for both in ([x[r][first[r][0]] for r in ranks], [masks for _, masks, _ in first])
         )
         assert [len(rows) for rows in there] == [sum(far_got[r][s]) for r in ranks]
         num_near = [sum(map(sum, near_sent[r][s])) for r in ranks]
@@ -138,14 +138,15 @@ def test_two_hops_bring_what_one_exchange_brings(drawn):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_token_goes_to_a_node_once(nodes):
     chosen = torch.tensor([[0, 1, 3], [3, 2, 0]])
-    far, masks = far_rows(chosen, nodes, 4 // nodes, 1, 2 * nodes)
+    far, masks, slots = far_rows(chosen, nodes, 4 // nodes, 1, 2 * nodes)
     assert far.tolist() == [0, 1] * nodes
+    assert slots.tolist() == ([0, 0] if nodes == 1 else [0, 0, 1, 1])
     assert masks.tolist() == ([[0b1011], [0b1101]] if nodes == 1 else [[3], [1], [2], [3]])
 
 
 def test_the_last_bit_of_a_word_is_a_bit():
     """It is the sign of an int32."""
-    _, masks = far_rows(torch.tensor([[31, 5]]), 1, 32, 1, 1)
-    near, experts = near_rows(masks, 32, [0, 32], 2)
-    assert near.tolist() == [0, 0] and experts.tolist() == [5, 31]
+    _, masks, _ = far_rows(torch.tensor([[31, 5]]), 1, 32, 1, 1)
+    near, slots = near_rows(masks, 32, [0, 32], 2)
+    assert near.tolist() == [0, 0] and slots.tolist() == [0, 1]
     assert masks.item() < 0

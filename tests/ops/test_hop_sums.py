@@ -11,22 +11,28 @@ from moe_compile.ops.hop_sums import places_of
 from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
 
 
-@given(st.lists(st.integers(0, 4), max_size=12), st.integers(0, 2))
-def test_places_are_where_a_number_stands_in_order(index, more):
+def slots_of(index, by=None):
+    """Return which of the rows of its number each of `index` is, in order of `by`, by a loop."""
+    order = sorted(range(len(index)), key=(by or range(len(index))).__getitem__)
+    slots, found = {}, [0] * len(index)
+    for row in order:
+        found[row] = slots.setdefault(index[row], 0)
+        slots[index[row]] += 1
+    return torch.tensor(found, dtype=torch.int64)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=12), st.integers(0, 2))
+def test_places_are_where_a_number_stands_in_order(drawn, more):
+    index, by = [number for number, _ in drawn], [key for _, key in drawn]
     most = max([1, *map(index.count, range(5))]) + more
-    places = places_of(torch.tensor(index, dtype=torch.int64), None, 5, most)
+    places = places_of(torch.tensor(index, dtype=torch.int64), slots_of(index, by), 5, most)
     for number, row in enumerate(places.tolist()):
-        stands = [i for i, n in enumerate(index) if n == number]
+        stands = sorted((i for i, n in enumerate(index) if n == number), key=by.__getitem__)
         assert row == stands + [-1] * (most - len(stands))
 
 
-def test_places_are_in_another_order_where_that_is_asked_for():
-    index, by = torch.tensor([1, 0, 1, 1, 0]), torch.tensor([7, 2, 3, 5, 1])
-    assert places_of(index, by, 2, 3).tolist() == [[4, 1, -1], [2, 3, 0]]
-
-
 def test_nothing_comes_to_a_rank_without_tokens():
-    places = places_of(torch.tensor([], dtype=torch.int64), None, 0, 3)
+    places = places_of(*(torch.tensor([], dtype=torch.int64),) * 2, 0, 3)
     assert places.shape == (0, 3)
     assert SUM_OF_PLACES([torch.empty(0, 8)], places, torch.float32).shape == (0, 8)
 
@@ -40,7 +46,7 @@ def test_tokens_of_which_no_row_came_have_sums_of_zero():
 def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
     rows = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     index = torch.tensor([0, 3, 3, 1, 3, 0, 3, 1, 3, 2] * 2)
-    wide, places = wide_type(dtype), places_of(index, None, 4, 10)
+    wide, places = wide_type(dtype), places_of(index, slots_of(index.tolist()), 4, 10)
     found, rounded = (SUM_OF_PLACES([rows], places, to) for to in (wide, torch.bfloat16))
     assert (found.dtype, rounded.dtype) == (wide, torch.bfloat16)
     assert torch.equal(rounded, found.bfloat16())
@@ -51,7 +57,7 @@ def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
 
 def test_a_sum_of_one_row_is_that_row_to_the_sign_of_its_zeros():
     rows = torch.tensor([[-0.0, 1.0], [float("nan"), float("inf")]])
-    places = places_of(torch.tensor([0, 2]), None, 3, 2)
+    places = places_of(torch.tensor([0, 2]), torch.tensor([0, 0]), 3, 2)
     found = SUM_OF_PLACES([rows], places, torch.float32)
     assert torch.equal(found[0], rows[0]) and found[0, 0].signbit()
     assert found[1].tolist() == [0.0, 0.0], "no row, and not even that of others"
