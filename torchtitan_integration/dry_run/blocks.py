@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,21 @@ def graphs_of(parts: Sequence[nn.Module], job: Any) -> dict[str, tuple[str, ...]
         for blocks in block_groups(part, job):
             found.setdefault(kind_of_graph(blocks), tuple(names[block] for block in blocks))
     return found
+
+
+def smaller_kinds(rank: FakeRank, graphs: Mapping[str, Collection[str]]) -> set[str]:
+    """Return the kinds of graphs whose kinds of blocks are those of a graph with more blocks.
+
+    `graphs` has the names of each one's blocks.
+    """
+    layers = rank.build_model().layers
+    kinds = {one: {kind_of(layers[name]) for name in names} for one, names in graphs.items()}
+    return {
+        one
+        for one in graphs
+        for other in graphs
+        if kinds[one] == kinds[other] and len(graphs[one]) < len(graphs[other])
+    }
 
 
 def first_with_experts(rank: FakeRank) -> str:

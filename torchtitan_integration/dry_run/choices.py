@@ -2,13 +2,12 @@
 
 Contract
     Options that take "auto" have it, but for `batch_parts`, of which each number is traced: that is
-    as the job says, like the rest, and 1 where sums may not be in another order. What was traced
-    before is not traced again.
+    as the job says, like the rest, and 1 where sums may not be in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -52,46 +51,56 @@ class Choice:
     """The least of it that any order of the same graphs could have."""
 
 
-def choices(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    config: MegaMoEConfig,
-    asked: Choice,
-    say: Callable[[str], None],
-) -> list[Choice]:
-    """Return `asked`, then what would be chosen of `gm`, as it was written.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewritten:
+    """A block as the passes on Dynamo's graph have rewritten it, to be traced."""
 
-    `say` is told what is traced next.
-    """
-    found = [asked]
-    for numerics in CHOICES["numerics"]:
-        say(f'what "auto" chooses by numerics = "{numerics}"')
-        copied = pristine_copy(gm)
-        free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
-        state, compilation = rewrite(copied, replace(config, **free, numerics=numerics))
+    name: str
+    """As `Choice.name`."""
+    what: str
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    state: CompileState
+    compilation: Compilation
+
+    @classmethod
+    def of(
+        cls, name: str, gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
+    ) -> Rewritten:
+        """Return `gm` rewritten as `config` says: the graph itself is changed."""
+        state, compilation = rewrite(gm, config)
         what = _described(compilation, state)
-        known = next((one for one in found if one.what == what), None)
-        if known is None:
-            measures = [predicted_measures(m.graph) for m in trace_both(copied, inputs, state)]
-            known = choice(numerics, compilation, state, measures)
-        found.append(replace(known, name=numerics))
+        return cls(name=name, what=what, gm=gm, inputs=inputs, state=state, compilation=compilation)
+
+    def traced(self) -> list[fx.GraphModule]:
+        """Return the graphs of forward and backward."""
+        return [*trace_both(self.gm, self.inputs, self.state)]
+
+    def measured(self) -> list[dict[str, float]]:
+        """Return what forward and backward are predicted to take."""
+        return [predicted_measures(one.graph) for one in self.traced()]
+
+    def chosen(self, measures: Sequence[Mapping[str, float]]) -> Choice:
+        """Return this, with what its phases are predicted to take."""
+        return Choice(
+            name=self.name,
+            what=self.what,
+            step_us=sum(phase.get(part, 0.0) for phase in measures for part in STEP),
+            exposed_us=sum(phase.get("exposed_us", 0.0) for phase in measures),
+            least_us=sum(phase.get("least_exposed_us", 0.0) for phase in measures),
+        )
+
+
+def alternatives(
+    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
+) -> list[Rewritten]:
+    """Return what would be chosen of copies of `gm`, as it was written, by value of `numerics`."""
+    found = []
+    for numerics in CHOICES["numerics"]:
+        free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
+        asked = replace(config, **free, numerics=numerics)
+        found.append(Rewritten.of(numerics, pristine_copy(gm), inputs, asked))
     return found
-
-
-def choice(
-    name: str,
-    compilation: Compilation,
-    state: CompileState,
-    measures: Sequence[Mapping[str, float]],
-) -> Choice:
-    """Return what was compiled and what its phases are predicted to take."""
-    return Choice(
-        name=name,
-        what=_described(compilation, state),
-        step_us=sum(phase.get(part, 0.0) for phase in measures for part in STEP),
-        exposed_us=sum(phase.get("exposed_us", 0.0) for phase in measures),
-        least_us=sum(phase.get("least_exposed_us", 0.0) for phase in measures),
-    )
 
 
 def _described(compilation: Compilation, state: CompileState) -> str:

@@ -16,9 +16,7 @@ import torch
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from moe_compile.backend import rewrite
-from moe_compile.codegen import trace_both
-from moe_compile.config import MegaMoEConfig, from_sources, split_options
+from moe_compile.config import from_sources, split_options
 from moe_compile.cost.amounts import amounts_of, ranks_of
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.pristine import pristine_copy
@@ -33,8 +31,9 @@ from moe_compile.hardware.collectives import spread_of
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
 from moe_compile.runtime.node_groups import ranks_of_a_node
-from torchtitan_integration.dry_run.blocks import call_of_graph, model_of_blocks
-from torchtitan_integration.dry_run.choices import Choice, choice, choices
+from torchtitan_integration.dry_run.beside import beside
+from torchtitan_integration.dry_run.blocks import call_of_graph, model_of_blocks, smaller_kinds
+from torchtitan_integration.dry_run.choices import Choice, Rewritten, alternatives
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
 
@@ -82,7 +81,8 @@ class Traced:
     unhidden_us: dict[str, float] = field(default_factory=dict)
     """Phase -> exposed time of the block with `NOTHING_HIDDEN`."""
     choices: list[Choice] = field(default_factory=list)
-    """Of a block with regions: as asked, then what "auto" chooses for each value of `numerics`."""
+    """Of a block with regions: as asked, then what "auto" chooses for each value of `numerics`.
+    None of a graph that has the same blocks as a larger one."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
 
@@ -109,10 +109,14 @@ def trace_layers(
     job = copy.deepcopy(rank.job)
     job.compile.enable = True
     found: list[Traced] = []
+    smaller = smaller_kinds(rank, graphs)
     for kind, names in graphs.items():
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any], kind: str = kind) -> Any:
-            found.append(_trace(gm, inputs, options, rank, lambda what: say(f"{kind}: {what}")))
+            def said(what: str) -> None:
+                say(f"{kind}: {what}")
+
+            found.append(_trace(gm, inputs, options, rank, said, has_choices=kind not in smaller))
             raise EndOfTrace
 
         say(f"{kind}: capture")
@@ -145,39 +149,41 @@ def _trace(
     options: dict[str, Any],
     rank: FakeRank,
     say: Callable[[str], None],
+    *,
+    has_choices: bool,
 ) -> Traced:
-    asked = from_sources(options=split_options(options)[0], environment={})
-    config = replace(asked, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
+    given = from_sources(options=split_options(options)[0], environment={})
+    config = replace(given, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
     as_written = pristine_copy(gm)
-    state, compilation = rewrite(gm, config)
-    traced = Traced(kind="", compilation=compilation)
-    if compilation.has_regions:
-        say("in its own order, nothing hidden")
-        traced.unhidden_us = _unhidden_us(as_written, inputs, config)
-    say("as asked")
-    forward, backward = (module.graph for module in trace_both(gm, inputs, state))
-    sizes, axes = NominalSizes(state.nominal_sizes), rank.axis_of_groups()
+    asked = Rewritten.of("as asked", gm, inputs, config)
+    traced = Traced(kind="", compilation=asked.compilation)
+    plain: list[Rewritten] = []
+    others: list[Rewritten] = []
+    if asked.compilation.has_regions:
+        say("what is chosen")
+        nothing = replace(config, **NOTHING_HIDDEN)
+        plain = [Rewritten.of("nothing hidden", pristine_copy(as_written), inputs, nothing)]
+        others = alternatives(as_written, inputs, config) if has_choices else []
+    distinct = {one.what: one for one in reversed(others) if one.what != asked.what}
+    say(", ".join(one.name for one in (asked, *plain, *distinct.values())))
+    with beside([one.measured for one in (*plain, *distinct.values())]) as results:
+        forward, backward = (module.graph for module in asked.traced())
+        measured = results()
+    sizes, axes = NominalSizes(asked.state.nominal_sizes), rank.axis_of_groups()
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
         traced.launches[phase] = _launches(graph, sizes, axes)
         traced.measures[phase] = predicted_measures(graph)
-    if compilation.has_regions:
-        own = choice("as asked", compilation, state, list(traced.measures.values()))
-        traced.choices = choices(as_written, inputs, config, own, say)
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
+    if plain:
+        before = [phase.get("exposed_us_before", 0.0) for phase in measured.pop(0)]
+        traced.unhidden_us = dict(zip(traced.measures, before, strict=True))
+    if others:
+        own = asked.chosen([*traced.measures.values()])
+        found = {asked.what: own}
+        found |= {w: o.chosen(m) for (w, o), m in zip(distinct.items(), measured, strict=True)}
+        traced.choices = [own, *(replace(found[one.what], name=one.name) for one in others)]
     return traced
-
-
-def _unhidden_us(
-    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
-) -> dict[str, float]:
-    """Return the exposed time of each phase where nothing is chunked, reordered or quantised."""
-    copied = pristine_copy(gm)
-    state, _ = rewrite(copied, replace(config, **NOTHING_HIDDEN))
-    phases = zip(("forward", "backward"), trace_both(copied, inputs, state), strict=True)
-    return {
-        name: predicted_measures(one.graph).get("exposed_us_before", 0.0) for name, one in phases
-    }
 
 
 def _launches(graph: fx.Graph, sizes: NominalSizes, axes: dict[str, str]) -> list[Launch]:

@@ -54,7 +54,8 @@ def dry_run(file: JobFile, world: int) -> None:
         fake_rank(file, world, 0) as rank,
         Console(stderr=True).status("tracing") as status,
     ):
-        traced = trace_layers(rank, graphs, states["rank 0"].held, status.update)
+        held = states["rank 0"].held + states["rank 0"].exchange_buffers
+        traced = trace_layers(rank, graphs, held, status.update)
     print_layers(traced, console)
     stages = [add_activations(name, state, traced) for name, state in states.items()]
     print_memory(shown := first_most_last(stages), console)

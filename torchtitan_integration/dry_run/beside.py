@@ -1,0 +1,45 @@
+"""Functions that run in copies of this process, beside what it goes on to do.
+
+Contract
+    A copy sees all that this process had when they began, graphs and modes included, and changes
+    nothing here: its result alone comes back. On one CPU, and where a process is not copied safely,
+    they run here, one after another, when results are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Final
+
+_TASKS: Final[list[Callable[[], Any]]] = []
+"""What copies of this process find in it: graphs cannot be sent to them."""
+
+
+@contextlib.contextmanager
+def beside(tasks: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
+    """Begin `tasks`, and give a function that waits for their results, in order.
+
+    A task's exception is raised by that function.
+    """
+    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    if min(cpus, len(tasks)) < 2:
+        yield lambda: [task() for task in tasks]
+        return
+    _TASKS[:] = tasks
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(cpus, len(tasks)), mp_context=context) as pool:
+        futures = [pool.submit(_run, number) for number in range(len(tasks))]
+        try:
+            yield lambda: [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _TASKS.clear()
+
+
+def _run(number: int) -> Any:
+    return _TASKS[number]()
