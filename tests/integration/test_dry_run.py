@@ -1,7 +1,9 @@
 """A dry run says what a job would do, and computes what can be computed by hand."""
 
 import contextlib
+import functools
 import io
+import os
 import re
 
 import pytest
@@ -12,9 +14,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.cli import main
+from moe_compile.errors import InvalidConfig
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
 from tests.integration.titan_jobs import CONFIG, flags_of
+from torchtitan_integration.dry_run.beside import beside
 from torchtitan_integration.dry_run.memory import (
     ModelState,
     StageMemory,
@@ -199,6 +203,27 @@ def test_graphs_of_several_blocks_are_those_of_the_stages(dry_run):
     kinds = re.findall(r"Collectives of one (.*), per\s+rank", output)
     assert kinds == ["graph of blocks: 1 without experts, 1 with experts", "block with experts"]
     assert len(cells(output, "saved activations")) == 2
+
+
+def noted(seen, number):
+    seen.append(number)
+    if number > 2:
+        raise InvalidConfig("no such number")
+    return number, os.getpid()
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus):
+    """On one CPU here, when their results are asked for."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cpus)})
+    seen = []
+    with beside([functools.partial(noted, seen, number) for number in range(3)]) as results:
+        numbers, processes = zip(*results(), strict=True)
+    assert numbers == (0, 1, 2)
+    assert (os.getpid() in processes, seen) == ((True, [0, 1, 2]) if cpus == 1 else (False, []))
+    with pytest.raises(InvalidConfig, match="no such number"):  # noqa: SIM117
+        with beside([functools.partial(noted, seen, number) for number in (1, 3)]) as results:
+            results()
 
 
 def stage(name, gib):
