@@ -19,13 +19,8 @@ Pseudo-code
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
-
-NEAR: Final = 1e-6
-"""Share of a time by which roundings move no end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,25 +68,11 @@ class Streams:
         if task.end < math.inf:
             return task.end
         state = self._state
-        if state.first().task is not task:
+        if state.first()[0] is not task:
             state = state.copy()
-            while state.first().task is not task:
+            while state.first()[0] is not task:
                 state.step()
-        return state.first().end
-
-    def next_end(self, now: float, served: Mapping[str, Served]) -> tuple[float, list[str]]:
-        """Return when the first of the tasks that run at `now` is over, and which streams' are.
-
-        `served` are all that run, by stream. What runs beside the first has its end moved after
-        that: only one that seems to be over then has to be looked at.
-        """
-        self._settle(now)
-        over = {stream: task.end for stream, task in served.items() if task.end < math.inf}
-        running = self._state.running
-        ends = {s: over[s] if s in over else running[s].end for s in served}
-        first = min(ends.values())
-        near = [stream for stream, end in ends.items() if end <= first + NEAR * first]
-        return first, [stream for stream in near if self.end_of(served[stream]) == first]
+        return state.first()[1]
 
     def idle_at(self) -> float:
         """Return when all tasks given so far are over."""
@@ -105,18 +86,19 @@ class Streams:
     def _settle(self, now: float) -> None:
         """Run up to `now`: what is over by then no later task can move."""
         state = self._state
-        while state.running and (first := state.first()).end <= now:
-            first.task.end = first.end
+        while state.running:
+            task, end = state.first()
+            if end > now:
+                break
+            task.end = end
             state.step()
         state.now = max(state.now, now)
 
 
 @dataclass(slots=True)
-class _Running:
+class Running:
     """A task that runs, at one rate since the last event that changed it."""
 
-    stream: str
-    task: Served
     since: float
     left: float
     """Work at `since`."""
@@ -125,6 +107,11 @@ class _Running:
     end: float
     """At this rate."""
 
+    @classmethod
+    def from_now(cls, now: float, work: float) -> Running:
+        """Return a task of so much work that starts `now`, alone."""
+        return cls(now, work, 1.0, now + work)
+
     def change(self, now: float, stretch: float) -> None:
         """Go on from `now` at another rate."""
         self.left = max(0.0, self.left - (now - self.since) / self.stretch)
@@ -132,7 +119,23 @@ class _Running:
         self.end = now + self.left * stretch
 
 
-_END: Final = operator.attrgetter("end")
+def set_rates(
+    running: Mapping[str, Running],
+    now: float,
+    compute: str,
+    contention: float,
+    overlap_slowdown: Mapping[str, float],
+) -> None:
+    """Let what runs, by stream, go on from `now` as fast as it does beside the others."""
+    computes = compute in running
+    for stream, one in running.items():
+        slowdown = 0.0
+        if stream == compute:
+            slowdown = contention if len(running) > 1 else 0.0
+        elif computes:
+            slowdown = overlap_slowdown.get(stream, 0.0)
+        if one.stretch != 1.0 + slowdown:
+            one.change(now, 1.0 + slowdown)
 
 
 @dataclass(slots=True)
@@ -143,17 +146,16 @@ class _State:
     contention: float
     overlap_slowdown: Mapping[str, float]
     now: float = 0.0
-    running: dict[str, _Running] = field(default_factory=dict)
+    running: dict[str, Running] = field(default_factory=dict)
+    tasks: dict[str, Served] = field(default_factory=dict)
+    """Of what runs."""
     queued: dict[str, list[Served]] = field(default_factory=dict)
 
     def copy(self) -> _State:
-        running = {
-            stream: _Running(r.stream, r.task, r.since, r.left, r.stretch, r.end)
-            for stream, r in self.running.items()
-        }
+        running = {s: Running(r.since, r.left, r.stretch, r.end) for s, r in self.running.items()}
         queued = {stream: list(tasks) for stream, tasks in self.queued.items() if tasks}
         rules = self.compute, self.contention, self.overlap_slowdown
-        return _State(*rules, self.now, running, queued)
+        return _State(*rules, self.now, running, dict(self.tasks), queued)
 
     def give(self, stream: str, task: Served) -> None:
         if stream in self.running:
@@ -162,30 +164,25 @@ class _State:
             self._start(stream, task)
             self._set_rates()
 
-    def first(self) -> _Running:
-        """Return what is over first of all that runs."""
-        return min(self.running.values(), key=_END)
+    def first(self) -> tuple[Served, float]:
+        """Return what is over first of all that runs, and when."""
+        stream = self._first()
+        return self.tasks[stream], self.running[stream].end
 
     def step(self) -> None:
         """Go on to the next end: what is queued behind that task starts."""
-        over = self.first()
-        self.now = max(self.now, over.end)
-        del self.running[over.stream]
-        if queued := self.queued.get(over.stream):
-            self._start(over.stream, queued.pop(0))
+        stream = self._first()
+        self.now = max(self.now, self.running.pop(stream).end)
+        if queued := self.queued.get(stream):
+            self._start(stream, queued.pop(0))
         self._set_rates()
 
+    def _first(self) -> str:
+        return min(self.running, key=lambda stream: self.running[stream].end)
+
     def _start(self, stream: str, task: Served) -> None:
-        now, work = self.now, task.work
-        self.running[stream] = _Running(stream, task, now, work, 1.0, now + work)
+        self.running[stream], self.tasks[stream] = Running.from_now(self.now, task.work), task
 
     def _set_rates(self) -> None:
-        computes = self.compute in self.running
-        for stream, running in self.running.items():
-            slowdown = 0.0
-            if stream == self.compute:
-                slowdown = self.contention if len(self.running) > 1 else 0.0
-            elif computes:
-                slowdown = self.overlap_slowdown.get(stream, 0.0)
-            if running.stretch != 1.0 + slowdown:
-                running.change(self.now, 1.0 + slowdown)
+        rules = self.compute, self.contention, self.overlap_slowdown
+        set_rates(self.running, self.now, *rules)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from moe_compile.cost.events import Served, Streams
+from moe_compile.cost.events import Running, set_rates
 
 COMPUTE: Final = "compute"
 LINK: Final = "communication"
@@ -110,16 +110,21 @@ def run_tasks(
     `node_slowdown` is the overlap slowdown of collectives inside the node, where they have a
     stream of their own.
     """
-    streams = Streams(COMPUTE, contention, {LINK: overlap_slowdown, NODE_LINK: node_slowdown})
-    return _Run(tasks, streams, priority).timeline()
+    rules = COMPUTE, contention, {LINK: overlap_slowdown, NODE_LINK: node_slowdown}
+    return _Run(tasks, rules, priority).timeline()
 
 
 class _Run:
-    """One simulation, under way."""
+    """One simulation, under way. Prices are made of thousands: no stream has a queue to look at."""
 
-    def __init__(self, tasks: Sequence[Task], streams: Streams, priority: Priority) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        rules: tuple[str, float, Mapping[str, float]],
+        priority: Priority,
+    ) -> None:
         self.tasks = tasks
-        self.streams = streams
+        self.rules = rules
         self.missing = [len(task.needs) for task in tasks]
         self.after: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
@@ -131,7 +136,9 @@ class _Run:
             urgency = _urgencies(tasks, self.after)
         self.keys = list(zip(urgency, (-us for us in path_us), range(len(tasks)), strict=True))
         self.ready: dict[str, list[tuple[float, float, int]]] = {stream: [] for stream in STREAMS}
-        self.running: dict[str, tuple[int, float, Served]] = {}
+        self.running: dict[str, Running] = {}
+        self.started: dict[str, tuple[int, float]] = {}
+        """Of each stream, the last task and when it started."""
         self.spans: list[Span] = []
 
     def timeline(self) -> TaskTimeline:
@@ -140,9 +147,7 @@ class _Run:
                 self._offer(index)
         now = 0.0
         while self._start(now):
-            served = {stream: one for stream, (*_, one) in self.running.items()}
-            now, over = self.streams.next_end(now, served)
-            self._finish(now, [stream for stream in STREAMS if stream in over])
+            now = self._finish()
         return TaskTimeline(spans=tuple(sorted(self.spans, key=lambda span: span.start_us)))
 
     def _offer(self, index: int) -> None:
@@ -150,21 +155,36 @@ class _Run:
 
     def _start(self, now: float) -> bool:
         """Give idle streams what is ready; return whether anything runs."""
+        running = self.running
         for stream in STREAMS:
-            if stream not in self.running and self.ready[stream]:
+            if stream not in running and self.ready[stream]:
                 index = heapq.heappop(self.ready[stream])[-1]
-                served = self.streams.serve(stream, now, self.tasks[index].us)
-                self.running[stream] = index, now, served
-        return bool(self.running)
+                running[stream] = Running.from_now(now, self.tasks[index].us)
+                self.started[stream] = index, now
+        set_rates(running, now, *self.rules)
+        return bool(running)
 
-    def _finish(self, now: float, over: Sequence[str]) -> None:
-        for stream in over:
-            index, start, _ = self.running.pop(stream)
+    def _finish(self) -> float:
+        """Return when the first of what runs is over, once it is.
+
+        What it slowed goes on faster: a task that seemed to end a rounding later may be over too.
+        """
+        running = self.running
+        now = min([one.end for one in running.values()])
+        over = []
+        while ended := [stream for stream, one in running.items() if one.end <= now]:
+            for stream in ended:
+                del running[stream]
+            over += ended
+            set_rates(running, now, *self.rules)
+        for stream in over if len(over) == 1 else sorted(over, key=STREAMS.index):
+            index, start = self.started[stream]
             self.spans.append(_span(self.tasks[index], start, now))
             for later in self.after[index]:
                 self.missing[later] -= 1
                 if not self.missing[later]:
                     self._offer(later)
+        return now
 
 
 def _paths(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[float]:

@@ -10,6 +10,8 @@ from moe_compile.cost.events import Streams
 from moe_compile.cost.tasks import (
     COMPUTE,
     LINK,
+    NODE_LINK,
+    STREAMS,
     Priority,
     TaskList,
     run_in_order,
@@ -21,11 +23,11 @@ TIMES = st.floats(0.1, 10.0)
 
 @st.composite
 def task_lists(draw):
-    """Any DAG over two streams: every task needs some of those before it."""
+    """Any DAG over all streams: every task needs some of those before it."""
     tasks = TaskList()
     for number in range(draw(st.integers(1, 12))):
         needs = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
-        stream = draw(st.sampled_from([COMPUTE, LINK]))
+        stream = draw(st.sampled_from(STREAMS))
         tasks.add(str(number), draw(TIMES), sorted(needs), stream)
     return tasks.tasks
 
@@ -34,8 +36,12 @@ SHARES = st.sampled_from([0.0, 0.12, 0.4, 1.0])
 
 
 def overlap(span, others):
-    """Return for how long `span` ran beside any of `others`, which do not overlap each other."""
-    return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
+    """Return for how long `span` ran beside any of `others`."""
+    found, until = 0.0, span[0]
+    for start, end in sorted(others):
+        found += max(0.0, min(span[1], end) - max(until, start))
+        until = max(until, end)
+    return found
 
 
 @settings(deadline=None)
@@ -43,28 +49,32 @@ def overlap(span, others):
     tasks=task_lists(),
     contention=SHARES,
     overlap_slowdown=SHARES,
+    near=SHARES,
     priority=st.sampled_from(list(Priority)),
 )
 def test_a_timeline_keeps_needs_and_streams_and_conserves_work(
-    tasks, contention, overlap_slowdown, priority
+    tasks, contention, overlap_slowdown, near, priority
 ):
     """The oracle is the definition: rates summed over a task's span are its work."""
-    timeline = run_tasks(tasks, contention, overlap_slowdown, priority)
+    timeline = run_tasks(tasks, contention, overlap_slowdown, priority, node_slowdown=near)
     spans = {span.name: (span.start_us, span.end_us) for span in timeline.spans}
     assert len(spans) == len(tasks)
-    slowdowns = {COMPUTE: contention, LINK: overlap_slowdown}
+    slowdowns = {COMPUTE: contention, LINK: overlap_slowdown, NODE_LINK: near}
     for number, task in enumerate(tasks):
         start, end = spans[str(number)]
         assert all(spans[str(needed)][1] <= start for needed in task.needs)
-        others = [(s.start_us, s.end_us) for s in timeline.spans if s.stream != task.stream]
+        of_compute = task.stream == COMPUTE
+        others = [
+            (s.start_us, s.end_us) for s in timeline.spans if (s.stream == COMPUTE) != of_compute
+        ]
         beside, slowdown = overlap((start, end), others), slowdowns[task.stream]
         assert end - start - beside * slowdown / (1.0 + slowdown) == pytest.approx(task.us)
-    for stream in (COMPUTE, LINK):
+    for stream in STREAMS:
         ends = [(s.start_us, s.end_us) for s in timeline.spans if s.stream == stream]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
         alone = sum(t.us for t in tasks if t.stream == stream)
         assert alone <= timeline.busy_us(stream) * (1 + 1e-9) <= timeline.total_us * (1 + 2e-9)
-    if not contention and not overlap_slowdown:
+    if not contention and not overlap_slowdown and not near:
         assert timeline.total_us <= run_in_order(tasks).total_us * (1 + 1e-9)
 
 
@@ -113,20 +123,6 @@ def test_tasks_given_later_move_no_end_that_is_past_and_none_forward(
         assert now >= end - 1e-9
         if end <= later:
             assert now == end == task.end
-
-
-@given(works=WORKS, contention=SHARES, near=SHARES, far=SHARES)
-def test_the_next_end_is_the_first_of_the_ends_looked_up_one_by_one(works, contention, near, far):
-    streams = Streams(COMPUTE, contention, {"near": near, "far": far})
-    served = {stream: streams.serve(stream, 0.0, work) for stream, work in dict(works).items()}
-    now = 0.0
-    while served:
-        ends = {stream: streams.end_of(task) for stream, task in served.items()}
-        first = min(ends.values())
-        over = [stream for stream, end in ends.items() if end == first]
-        assert streams.next_end(now, served) == (first, over)
-        now = first
-        served = {stream: task for stream, task in served.items() if stream not in over}
 
 
 def test_without_slowdowns_an_end_is_start_plus_work_to_the_last_bit():
