@@ -33,7 +33,7 @@ class Starved(GroupedExperts):
         return scores, chosen
 
 
-def steps(rank, starved):
+def steps(rank, starved, codegen="fx"):
     torch._dynamo.reset()
     group = dist.group.WORLD
 
@@ -50,7 +50,7 @@ def steps(rank, starved):
     before = torch.are_deterministic_algorithms_enabled()
     be_deterministic()  # fills what `empty` makes with NaN
     try:
-        return differing_tensors(build, inputs, {"megamoe.chunks": 2})
+        return differing_tensors(build, inputs, {"megamoe.chunks": 2, "megamoe.codegen": codegen})
     finally:
         torch.use_deterministic_algorithms(before, warn_only=True)
 
@@ -71,3 +71,10 @@ def test_no_stride_of_a_product_is_a_number_of_rows(fake_ranks):
 @pytest.mark.parametrize("starved", STARVED)
 def test_a_chunk_without_rows_computes_what_the_layer_does(two_devices, starved):
     assert two_devices.run(steps, STARVED[starved]) == [[], []]
+
+
+@pytest.mark.slow
+def test_generated_code_of_a_chunk_without_rows_is_right_but_for_rounding(two_ranks):
+    """Inductor rounds otherwise than eager: by less than two units of the last place, near 4."""
+    for differing in two_ranks.run(steps, STARVED["all of one rank"], "inductor"):
+        assert [line for line in differing if not float(line.rpartition(" ")[2]) < 2**-4] == []
