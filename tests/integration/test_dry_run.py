@@ -212,15 +212,17 @@ def noted(seen, number):
     return number, os.getpid()
 
 
-@pytest.mark.parametrize("cpus", [1, 2])
-def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus):
-    """On one CPU here, when their results are asked for."""
+@pytest.mark.parametrize(("cpus", "has_gpu"), [(1, False), (2, False), (2, True)])
+def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus, has_gpu):
+    """On one CPU, and where a GPU is, here, when their results are asked for."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cpus)})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     seen = []
     with beside([functools.partial(noted, seen, number) for number in range(3)]) as results:
         numbers, processes = zip(*results(), strict=True)
     assert numbers == (0, 1, 2)
-    assert (os.getpid() in processes, seen) == ((True, [0, 1, 2]) if cpus == 1 else (False, []))
+    is_here = cpus == 1 or has_gpu
+    assert (os.getpid() in processes, seen) == ((True, [0, 1, 2]) if is_here else (False, []))
     with pytest.raises(InvalidConfig, match="no such number"):  # noqa: SIM117
         with beside([functools.partial(noted, seen, number) for number in (1, 3)]) as results:
             results()

@@ -2,8 +2,9 @@
 
 Contract
     A copy sees all that this process had when they began, graphs and modes included, and changes
-    nothing here: its result alone comes back. On one CPU, and where a process is not copied safely,
-    they run here, one after another, when results are asked for.
+    nothing here: its result alone comes back. On one CPU, on other systems than Linux, and where a
+    GPU is there, for which autograd has threads that no copy has, they run here, one after another,
+    when results are asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
+import torch
+
 _TASKS: Final[list[Callable[[], Any]]] = []
 """What copies of this process find in it: graphs cannot be sent to them."""
 
@@ -26,7 +29,8 @@ def beside(tasks: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any
 
     A task's exception is raised by that function.
     """
-    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    is_safe = sys.platform == "linux" and not torch.accelerator.is_available()
+    cpus = len(os.sched_getaffinity(0)) if is_safe else 1
     if min(cpus, len(tasks)) < 2:
         yield lambda: [task() for task in tasks]
         return
