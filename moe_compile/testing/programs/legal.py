@@ -138,14 +138,17 @@ def _around_layers(program: Program) -> Program:
 def _with_losses(program: Program) -> Program:
     """Return `program` with losses where they are numbers, and where sums of another order are.
 
-    A mean over no tokens is NaN, and so are its gradients.
+    A mean over no tokens is NaN, and so are its gradients. In parts a loss is that of the whole,
+    and what an expert makes of all its rows that of a part: no eager run has both.
     """
     if not program.has_losses:
         return program
     of_nothing = any(0 in step for step in program.tokens)
-    grouped = any(isinstance(a, Experts) and a.style in GROUPED_PRODUCTS for a in program.layers)
+    experts = [layer for layer in program.layers if isinstance(layer, Experts)]
+    grouped = any(a.style in GROUPED_PRODUCTS for a in experts)
+    averages = any(Detail.OWN_MEAN in a.details for a in experts)
     is_parted = program.rewrite in PARTED
-    if of_nothing or (is_parted and grouped):
+    if of_nothing or (is_parted and (grouped or averages)):
         bare = (
             replace(a, losses=frozenset()) if isinstance(a, Experts) else a for a in program.layers
         )
