@@ -150,7 +150,8 @@ class MegaMoEConfig:
     `step_peak_bytes`, or of that peak where it is larger."""
     step_peak_bytes: int = 0
     """Peak memory of a whole training step in bytes (parameters, gradients, optimizer, saved
-    activations); 0 where it is not known. The torchtitan recipe fills in what it knows of it."""
+    activations, NCCL's buffers); 0 where it is not known. The torchtitan recipe fills in what it
+    knows of it: all of these but the saved activations."""
     hardware: str = "detect"
     """The profile that time estimates use: "detect" asks NVML, and says so where it knows the GPU
     by another's profile alone (docs/cluster.md#profiles); else the name of a profile (h100, h200,

@@ -319,7 +319,7 @@ def forget_compiled() -> None:
     """
     torch._dynamo.reset()
     fall_back()
-    modules = [m for m in sys.modules.values() if isinstance(m, ModuleType)]
+    modules = [m for m in [*sys.modules.values()] if isinstance(m, ModuleType)]
     for module in modules:
         for name in [n for n in vars(module) if n.startswith("__compiled_fn_")]:
             delattr(module, name)
