@@ -238,7 +238,8 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
 
     What does not run so, a layer that returns a loss, is left out: on every rank, by its source.
     """
-    if "checkpoint(" in text.partition("class Program")[2] and module.BACKWARD == "once":
+    goes_back_once = module.BACKWARD in ("once", "evaluated", "none")
+    if "checkpoint(" in text.partition("class Program")[2] and goes_back_once:
         for names in some_layers(module.Program()):
             for per in sorted({module.POSITIONS, 1}):
                 done, error = _steps(module, rank, LayersInParts(names, per))
