@@ -207,8 +207,9 @@ def _of_whole_sequences(program: Program) -> Program:
 
 def _may_rewrite(program: Program) -> bool:
     """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
-    if program.rewrite is Rewrite.GATHERED:
-        return all(len({*step}) == 1 for step in program.tokens)
+    if program.rewrite is Rewrite.GATHERED:  # a product with weights rounds each rank's share
+        weights = (isinstance(a, Experts) and a.unsort is Unsort.EINSUM for a in program.layers)
+        return all(len({*step}) == 1 for step in program.tokens) and not any(weights)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
     return program.rewrite not in ROUNDING or alone or program.is_whole
 
