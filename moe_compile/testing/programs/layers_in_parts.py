@@ -32,8 +32,13 @@ class MoreThanRows(Exception):
 
 
 def some_layers(program: nn.Module) -> Iterator[frozenset[str]]:
-    """Yield names of layers, the same on every rank: all, then fewer, unless these are many."""
-    names = [name for name, _ in program.named_children()]
+    """Yield names of layers with experts, the same on every rank: all, then fewer if not many.
+
+    What has none runs whole where it is compiled by itself.
+    """
+    names = [name for name, layer in program.named_children() if hasattr(layer, "router")]
+    if not names:
+        return
     fewest = 1 if len(names) <= MOST_LAYERS else len(names)
     for number in range(len(names), fewest - 1, -1):
         yield from map(frozenset, itertools.combinations(names, number))
