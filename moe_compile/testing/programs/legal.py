@@ -20,6 +20,7 @@ from moe_compile.testing.programs.choices import (
     Poison,
     Reader,
     Rewrite,
+    Routing,
     Running,
     Sharing,
     Style,
@@ -98,7 +99,7 @@ def legal(program: Program) -> Program:
     program = _with_losses(_on_its_ranks(_around_layers(program)))
     program = _of_whole_sequences(program)
     recomputed = program.wrapping is Wrapping.CHECKPOINT
-    banned: set[Reader] = set(WRITES) if recomputed else set()
+    banned: set[Reader | Detail] = set(WRITES) if recomputed else set()
     is_certain = len(program.layers) == 1 and program.running is Running.ALWAYS
     if recomputed or not is_certain or program.dynamic:
         banned.add(Reader.FAILING_CHECK)
@@ -106,6 +107,8 @@ def legal(program: Program) -> Program:
         banned.add(Reader.CHECK_EQUAL)
     if program.sharing is Sharing.ROUTING:  # the second region repeats what the counts say
         banned.add(Reader.ARRIVED_WRITTEN)
+    if program.routing is not Routing.SCORES:  # of no rows torch infers no size
+        banned.add(Detail.INFERRED)
     layers = tuple(_legal_layer(layer, banned, program.width) for layer in program.layers)
     program = replace(program, layers=layers)
     if program.sharing is Sharing.INSIDE and not isinstance(layers[0], Experts):
@@ -214,14 +217,14 @@ def _may_rewrite(program: Program) -> bool:
     return program.rewrite not in ROUNDING or alone or program.is_whole
 
 
-def _legal_layer(layer: Layer, banned: set[Reader], width: int) -> Layer:
+def _legal_layer(layer: Layer, banned: set[Reader | Detail], width: int) -> Layer:
     if isinstance(layer, Picking):
         return _legal_picking(layer)
     if isinstance(layer, OwnAttention) and layer.within is Within.HEADS and width % 2:
         return OwnAttention()
     if not isinstance(layer, Experts):
         return _legal_capacity(layer) if isinstance(layer, Capacity) else layer
-    details = set(layer.details)
+    details = {*layer.details} - banned
     if Detail.CHECKPOINT in details:
         details -= {Detail.IN_PLACE_ROWS}
     details = {d for d in details if layer.style in USED_BY.get(d, Style)}
