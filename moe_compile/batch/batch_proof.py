@@ -291,14 +291,16 @@ class _Proof:
         return not holds(self.tracker.sent.get(exchange, [self.batch]), self.batch)
 
     def _refusal(self, node: fx.Node, found: Dependents) -> Refuse | Lost:
-        """Return why `node` is not computed by parts."""
+        """Return why `node` is not computed by parts: because of itself, or of the first before."""
         if draws_random(node):
             return Refuse(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
             return Lost(f"{operator_at(node)} reads the batch for its type alone")
-        why = self.lost.get(node)
-        is_first = any(n in found.apart or n in found.cut for n in node.all_input_nodes)
-        return Lost(why) if why and is_first else Refuse(Reason.BATCH_MIXED, operator_at(node))
+        for one in self.dependence.in_order(self.dependence.above([node]) & found.routed):
+            why = self.lost.get(one)
+            if why and any(n in found.apart or n in found.cut for n in one.all_input_nodes):
+                return Lost(why)
+        return Refuse(Reason.BATCH_MIXED, operator_at(node))
 
     def _is_host_side(self, node: fx.Node) -> bool:
         """Whether the node only leads to assertions that hold for each part by themselves."""

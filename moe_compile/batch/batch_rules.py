@@ -25,7 +25,7 @@ from moe_compile.capacity import expert_rules
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
-from moe_compile.graph.inner_graphs import is_flex_attention
+from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.query import argument_of, operator_at, overload_name, tensor_of
 
 COMPARED: Final = frozenset(
@@ -60,7 +60,7 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     sources = tracker.operands(node)
     if rule in (run_rule, taken):
         check_numbers(node, sources)
-    if rule is flex_attention or sharded_rule(node) is rule:
+    if rule in (flex_attention, _calling) or sharded_rule(node) is rule:
         sources = [one for one in sources if tensor_of(one) is not None]  # no mesh, no code
     for source in sources:
         if source not in tracker:
@@ -77,7 +77,13 @@ def _rule_of(node: fx.Node) -> Rule | None:
     if is_taken(node):
         return taken
     named = sharded_rule(node) or RULES.get(_name(node))
+    if named is None and is_higher_order(node):
+        return _calling
     return named or (run_rule if is_run(node) else None)
+
+
+def _calling(_: ExpertTracker, node: fx.Node) -> Dims:
+    raise Lost(f"{operator_at(node)} calls a function, which is not followed")
 
 
 def _name(node: fx.Node) -> str:

@@ -81,7 +81,9 @@ def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> N
 def inside(split: SplitRegion, dependence: Dependence) -> set[fx.Node]:
     """Return what brings rows to their experts and back, from the gather to the sums."""
     region, found = split.region, split.found
+    sent = dependence.below([region.counts]) & dependence.above([region.count_exchange])
     return {
+        *sent,
         found.gather,
         *found.before,
         *region.body,

@@ -9,6 +9,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
     all_to_all_single_autograd,
 )
+from torch.utils.checkpoint import checkpoint
 
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
@@ -31,7 +32,7 @@ from tests.dispatch_layers import (
     SharedByIndex,
     WeightedInOrder,
 )
-from tests.layers import GroupedExperts, SharedAndBias
+from tests.layers import GroupedExperts, SegmentStarts, SharedAndBias
 from tests.slow_parameters import one_per_reason, slow_but
 
 
@@ -314,6 +315,21 @@ class BySizeOfWhole(Block):
         return super().attend(x) * torch.full((x * 2).shape, 2.0, dtype=x.dtype)
 
 
+class RecomputedAttention(Block):
+    """A checkpoint without experts: its function stays one node."""
+
+    def attend(self, x):
+        return checkpoint(super().attend, x, use_reentrant=False)
+
+
+def test_a_function_that_is_not_followed_is_named_not_its_first_reader(fake_ranks):
+    program = RecomputedAttention(GroupedExperts, torch.bfloat16)
+    _, skipped, compilation = verdicts(program, drawn())
+    assert skipped == [Reason.BATCH_LOST]
+    assert "`tag_activation_checkpoint` at test_split_batch.py:" in compilation.rewrites[0]
+    assert "in attend calls a function, which is not followed" in compilation.rewrites[0]
+
+
 OF_SIZES = [
     (ByHalves, "a size is not known when compiling"),
     (TimesSize, "a size is not known when compiling"),
@@ -389,8 +405,10 @@ def test_every_part_is_dispatched_before_the_first_part_is_combined(fake_ranks):
     assert applied.startswith("split_batch: applied to the batch, in 3 parts (bounded: ")
 
 
-def test_what_is_checkpointed_runs_in_parts(fake_ranks):
-    _, skipped, compilation = verdicts(Recomputed(GroupedExperts, torch.bfloat16), drawn())
+@pytest.mark.parametrize("layer", [GroupedExperts, SegmentStarts])
+def test_what_is_checkpointed_runs_in_parts(fake_ranks, layer):
+    """Also where the counts that travel are a view of those that are read."""
+    _, skipped, compilation = verdicts(Recomputed(layer, torch.bfloat16), drawn())
     assert skipped == []
     assert len(compilation.regions) == 2
 
