@@ -115,5 +115,8 @@ def test_whole_numbers_that_outgrow_their_type_are_no_measure():
     program = SimpleNamespace(WHOLE=True, DTYPE=torch.float64)
     assert not outgrows(program, [{"output": torch.tensor(2.0**43)}])
     assert outgrows(program, [{"output": torch.tensor(2.0)}, {"output": torch.tensor(-(2.0**46))}])
+    in_bfloat16 = SimpleNamespace(WHOLE=True, DTYPE=torch.bfloat16)  # summed in float32
+    assert not outgrows(in_bfloat16, [{"output": torch.tensor(2.0**23)}])
+    assert outgrows(in_bfloat16, [{"output": torch.tensor(2.0**24)}])
     program.WHOLE = False
     assert not outgrows(program, [{"output": torch.tensor(2.0**60)}])
