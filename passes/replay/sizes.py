@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.inner_graphs import bodies
 from moe_compile.graph.query import called_name, tensor_of
 
 Size: TypeAlias = int | fx.Node
@@ -44,8 +45,13 @@ def times(emit: Emitter, left: Size, right: Size) -> Size:
 def name_inferred_size(copied: fx.Node, original: fx.Node) -> None:
     """Write the size for which a reshape has -1, where it is a number in `original`.
 
-    A chunk may be without rows, where torch cannot infer a size beside that of the rows.
+    A chunk may be without rows, where torch cannot infer a size beside that of the rows. Functions
+    that the node calls, as a checkpoint does, run for chunks as they are: there too.
     """
+    for body in bodies(original):
+        for inner in body.graph.nodes:
+            name_inferred_size(inner, inner)
+        body.recompile()
     made = tensor_of(original)
     if called_name(copied) not in RESHAPES or made is None or not copied.args:
         return

@@ -12,8 +12,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.query import called_name, is_all_to_all, is_assertion, is_integer, tensor_of
 from moe_compile.journal.reasons import Reason
 from passes.pipeline import DYNAMO, run_level
@@ -646,6 +648,22 @@ def test_a_size_that_torch_infers_beside_that_of_the_rows_is_written_out(fake_ra
     beside_rows = [n for n in calls if any(is_symbolic(a) for a in sizes_of(n))]
     assert len(beside_rows) == 2 * 5
     assert not any(-1 in sizes_of(n) for n in beside_rows)
+
+
+class ReshapedAgain(Reshaped):
+    """Its experts run in a checkpoint, whose function is called for each chunk."""
+
+    def experts(self, rows, received):
+        return checkpoint(super().experts, rows, received, use_reentrant=False)
+
+
+def test_sizes_are_written_out_in_functions_that_chunks_call(fake_ranks):
+    graph, report = chunked(layer(ReshapedAgain, fake_ranks), 2)
+    assert report.applied == ("region 0",)
+    nodes = [inner for n in graph.nodes for inner in inside(n)]
+    calls = [n for n in nodes if called_name(n) in ("view", "reshape")]
+    assert len([n for n in calls if any(is_symbolic(a) for a in sizes_of(n))]) >= 2 * 5
+    assert not any(-1 in sizes_of(n) for n in calls)
 
 
 def sizes_of(reshape):
