@@ -2,7 +2,8 @@
 
 Contract
     So runs what is compiled in pieces, each checkpointed layer by itself say, where some pieces may
-    be left whole. Gradients of parameters are added up from the first part on. A layer that nothing
+    be left whole. Gradients of parameters are added up from the first part on, of each backward by
+    itself. A layer that nothing
     tells of sequences is divided by rows. Of layers that return more than rows nothing is known:
     `MoreThanRows`.
 """
@@ -49,7 +50,7 @@ def divide_layers(program: nn.Module, names: frozenset[str], num_parts: int, per
     for name, layer in program.named_children():
         if name in names:
             whole = partial(_rows, layer.forward, getattr(layer, "route", None))
-            divided = partial(_divided, whole, num_parts, per)
+            divided = partial(_divided, whole, [*layer.parameters()], num_parts, per)
             layer.__dict__.update(forward=divided, route=lambda _: None)
 
 
@@ -60,16 +61,26 @@ def _rows(forward: Callable[..., Any], route: Callable[..., Any] | None, x: Any)
     return y
 
 
-def _divided(whole: Rows, num_parts: int, per: int, x: torch.Tensor, _: Any = None) -> Any:
+def _divided(
+    whole: Rows,
+    parameters: list[nn.Parameter],
+    num_parts: int,
+    per: int,
+    x: torch.Tensor,
+    _: Any = None,
+) -> Any:
     sizes = [n * per for n in part_sizes(len(x) // per, num_parts)]
-    return _OneAfterAnother.apply(x, whole, sizes), []
+    return _OneAfterAnother.apply(x, whole, parameters, sizes), []
 
 
 class _OneAfterAnother(torch.autograd.Function):
     """Runs parts of `x`, and goes back from the first on."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, whole: Rows, sizes: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, whole: Rows, parameters: list[nn.Parameter], sizes: list[int]
+    ) -> torch.Tensor:
+        ctx.parameters = parameters
         with torch.enable_grad():
             ctx.parts = [part.detach().requires_grad_() for part in x.split(sizes)]
             ctx.results = [whole(part) for part in ctx.parts]
@@ -77,7 +88,14 @@ class _OneAfterAnother(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        leaves = [*ctx.parameters, *ctx.parts]
+        before = [leaf.grad for leaf in ctx.parameters]
+        for leaf in leaves:
+            leaf.grad = None
         sizes = [len(result) for result in ctx.results]
         for result, its in zip(ctx.results, gradient.split(sizes), strict=True):
-            torch.autograd.backward(result, its)
-        return torch.cat([part.grad for part in ctx.parts]), None, None
+            torch.autograd.backward(result, its, retain_graph=True)
+        for leaf, grad in zip(ctx.parameters, before, strict=True):
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else grad + leaf.grad
+        return torch.cat([part.grad for part in ctx.parts]), None, None, None

@@ -241,8 +241,8 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
 
     What does not run so, a layer that returns a loss, is left out: on every rank, by its source.
     """
-    goes_back_once = module.BACKWARD in ("once", "evaluated", "none")
-    if "checkpoint(" in text.partition("class Program")[2] and goes_back_once:
+    goes_from_all = module.BACKWARD in ("once", "twice", "evaluated", "none")
+    if "checkpoint(" in text.partition("class Program")[2] and goes_from_all:
         for names in some_layers(module.Program()):
             for per in sorted({module.POSITIONS, 1}):
                 done, error = _steps(module, rank, LayersInParts(names, per))
