@@ -110,7 +110,8 @@ def conflict_of_counts(journal: Journal, theirs: Mapping[str, Any], rank: int) -
     before, most = theirs["launched"], journal.count.at_most()
     if theirs["is_launched"] or theirs["is_backward"] or before is None or most is None:
         return ""
-    launched = journal.count.exact() if most > before else None  # before looking where this rank is
+    # before looking where this rank is; a watcher asks while the main thread may launch
+    launched = journal.count.exact(is_between_launches=False) if most > before else None
     is_there = journal.end > theirs["start"] or theirs["start"] in journal.published
     if is_there or launched is None or launched <= before:
         return ""

@@ -51,14 +51,21 @@ class LaunchCount:
         except RuntimeError:
             return None
 
-    def exact(self) -> int | None:
-        """Return the number of collectives; None where it cannot be known."""
+    def exact(self, *, is_between_launches: bool = True) -> int | None:
+        """Return the number of collectives; None where it cannot be known.
+
+        Within a launch the counter is ahead of the recorder. A thread that may look then gets one
+        too few, which is not kept.
+        """
         number = self.at_most()
         if not number or self._name != GLOO:
             return number
-        if self._known[0] != number:
-            self._known = number, max(self.recent(), default=None)
-        return self._known[1]
+        known = self._known
+        if known[0] != number:
+            known = number, max(self.recent(), default=None)
+        if is_between_launches:
+            self._known = known
+        return known[1]
 
     def recent(self) -> dict[int, str]:
         """Return number -> operator and number formats of the last collectives, as recorded."""

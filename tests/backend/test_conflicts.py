@@ -1,11 +1,15 @@
 """Of what ranks publish: what ends them, and what a late rank, or one that recomputes, says too."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from moe_compile.runtime.answers import backward_entry, conflict_of, conflict_of_counts, entry
 from moe_compile.runtime.call_log import Call, Journal, Program
+from moe_compile.runtime.launch_count import LaunchCount
 
 
 @dataclasses.dataclass
@@ -15,7 +19,7 @@ class Count:
     def at_most(self):
         return self.number
 
-    def exact(self):
+    def exact(self, **_):
         return self.number
 
 
@@ -79,3 +83,21 @@ def test_a_rank_that_is_about_to_launch_what_it_published_is_there():
     mine = journal(3, 6)
     mine.publish(LAYER)
     assert not conflict_of_counts(mine, forward(), 1)
+
+
+def count_within_launch(rank):
+    """Return what a watcher counts while the third collective is launched, and the rank after."""
+    count = LaunchCount(dist.group.WORLD.group_name)
+    start = count.at_most()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+    recent = count.recent()
+    before = {n: said for n, said in recent.items() if n < max(recent)}
+    with mock.patch.object(count, "recent", return_value=before):
+        within = count.exact(is_between_launches=False)
+    return within - start, count.exact() - start
+
+
+def test_what_a_watcher_counts_within_a_launch_is_not_kept(two_ranks):
+    """Torch counts a collective before it records it: the rank published one too few for good."""
+    assert two_ranks.run(count_within_launch) == [(2, 3)] * 2
