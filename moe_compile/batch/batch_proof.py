@@ -296,7 +296,10 @@ class _Proof:
             return Refuse(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
             return Lost(f"{operator_at(node)} reads the batch for its type alone")
-        for one in self.dependence.in_order(self.dependence.above([node]) & found.routed):
+        chosen = [split.found.chosen for split, _ in self.regions]
+        routing = self.dependence.below([n for n in chosen if n is not None]) - {node}
+        before = self.dependence.above([node]) & found.routed - routing
+        for one in self.dependence.in_order(before):
             why = self.lost.get(one)
             if why and any(n in found.apart or n in found.cut for n in one.all_input_nodes):
                 return Lost(why)

@@ -79,7 +79,7 @@ def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> N
 
 
 def inside(split: SplitRegion, dependence: Dependence) -> set[fx.Node]:
-    """Return what brings rows to their experts and back, from the gather to the sums."""
+    """Return what sends counts, and brings rows to their experts and back to the sums."""
     region, found = split.region, split.found
     sent = dependence.below([region.counts]) & dependence.above([region.count_exchange])
     return {

@@ -3,9 +3,8 @@
 Contract
     So runs what is compiled in pieces, each checkpointed layer by itself say, where some pieces may
     be left whole. Gradients of parameters are added up from the first part on, of each backward by
-    itself. A layer that nothing
-    tells of sequences is divided by rows. Of layers that return more than rows nothing is known:
-    `MoreThanRows`.
+    itself. A layer that nothing tells of sequences is divided by rows. Of layers that return more
+    than rows nothing is known: `MoreThanRows`.
 """
 
 from __future__ import annotations
