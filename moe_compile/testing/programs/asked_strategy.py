@@ -13,7 +13,14 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from moe_compile.testing.programs.choices import Detail, Reader, Rewrite, Within
+from moe_compile.testing.programs.choices import (
+    MIXES_SEQUENCES,
+    Detail,
+    Order,
+    Reader,
+    Rewrite,
+    Within,
+)
 from moe_compile.testing.programs.exchange_choices import Move
 from moe_compile.testing.programs.grammar import (
     HOPPING,
@@ -26,6 +33,7 @@ from moe_compile.testing.programs.grammar import (
     Program,
 )
 from moe_compile.testing.programs.legal import legal
+from moe_compile.testing.programs.sender_choices import Padding
 from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE, programs
 
 SENDS_MORE: Final = frozenset({Detail.PROBS_TRAVEL, Detail.SURE, Detail.ONE_NUMBER})
@@ -39,11 +47,15 @@ FOLLOWED: Final = frozenset(
 )  # fmt: skip
 """What the plainer programs may read besides."""
 
+SORTS: Final = frozenset({Order.ARGSORT, Order.SORT})
+"""Orders that are followed whatever puts rows back."""
+
 WITHINS: Final = (
-    *Within,
-    *(Within.CLASS_TOKEN, Within.QUERIES, Within.POSITION_BIAS, Within.NO_DROPOUT) * 2,
+    *[within for within in Within if within not in MIXES_SEQUENCES] * 3,
+    *(Within.CLASS_TOKEN, Within.QUERIES, Within.POSITION_BIAS, Within.NO_DROPOUT) * 3,
+    *MIXES_SEQUENCES,
 )
-"""Attention of such programs: parameters that are expanded over the batch more often."""
+"""Attention of such programs: one decoy keeps the whole batch together, and hides a fault."""
 
 
 @st.composite
@@ -70,7 +82,7 @@ def _in_sequences(draw: st.DrawFn, program: Program) -> Program:
     layers: list[Layer] = []
     for layer in program.layers:
         attention = st.sampled_from(WITHINS).map(lambda within: OwnAttention(within=within))
-        layers += [*draw(st.lists(attention, max_size=2)), layer]
+        layers += [*draw(st.lists(attention, max_size=3)), layer]
     more = draw(st.sampled_from([0, 2, 3, 4]))
     tokens = tuple(tuple(n + more for n in step) for step in program.tokens)
     doubled = tuple(tuple(2 * n for n in step) for step in tokens)
@@ -84,6 +96,9 @@ def _proven(layer: Layer) -> Layer:
         return Experts(top_k=2)
     if not isinstance(layer, Experts):
         return layer
+    if layer.order not in SORTS:
+        layer = replace(layer, order=Order.ARGSORT)
+    layer = replace(layer, padding=Padding.NONE)  # which experts a token chooses is not followed
     names = [f.name for f in fields(layer) if getattr(layer, f.name) in LEAVES_WHOLE]
     return replace(layer, **{name: getattr(Experts(), name) for name in names})
 

@@ -8,6 +8,7 @@ Contract
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 
 class Style(enum.Enum):
@@ -232,6 +233,10 @@ class Within(enum.Enum):
     ALL_MEAN = "decoy: the mean of all sequences added"
     ALL_SUM = "decoy: a running sum over tokens"
     TURNED_BACK = "decoy: positions before sequences in memory, taken for sequences after"
+
+
+MIXES_SEQUENCES: Final = (Within.ALL_MEAN, Within.ALL_SUM, Within.TURNED_BACK)
+"""Decoys: a graph with one of them must be left whole."""
 
 
 class Routing(enum.Enum):

@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from moe_compile.testing.programs.features import all_features
+from moe_compile.testing.programs.choices import MIXES_SEQUENCES
+from moe_compile.testing.programs.features import all_features, feature
 from moe_compile.testing.programs.judge import FAILURES, Kind
 
 LEAST: Final = 40
 """Rewritten programs every feature should occur in, of 3,000."""
+
+LEFT_WHOLE: Final = frozenset(map(feature, MIXES_SEQUENCES))
+"""Features of which programs tried are counted: that they are left whole is right."""
 
 
 class Coverage:
@@ -47,9 +51,13 @@ class Coverage:
 
         A choice that was tried often and seldom rewritten is wanted less.
         """
-        lacks = ((name, LEAST - self.rewritten[name]) for name in features)
+        lacks = ((name, LEAST - self._counted(name)) for name in features)
         known = self._known
         return sum(n / (LEAST + self.tried[name]) for name, n in lacks if n > 0 and name in known)
+
+    def _counted(self, name: str) -> int:
+        """Return how many programs say something of a choice: rewritten ones, but of a decoy."""
+        return self.tried[name] if name in LEFT_WHOLE else self.rewritten[name]
 
     @property
     def num_valid(self) -> int:
@@ -87,7 +95,7 @@ class Coverage:
         width = max(len(name) for name in names)
         rows = [f"{'feature':{width}}  tried  rewritten  failed"]
         for name in names:
-            rare = "" if self.rewritten[name] >= LEAST else f"  under {LEAST}"
+            rare = "" if self._counted(name) >= LEAST else f"  under {LEAST}"
             counts = f"{self.tried[name]:5}  {self.rewritten[name]:9}  {self.failed[name]:6}"
             rows.append(f"{name:{width}}  {counts}{rare}")
         return "\n".join(rows)

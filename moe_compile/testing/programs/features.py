@@ -38,7 +38,7 @@ def features(program: Program) -> frozenset[str]:
     found |= {f"layers: {min(len(program.layers), 3)}"}
     for part in (program, *program.layers):
         values = [getattr(part, field.name) for field in fields(part)]
-        found |= {_feature(c) for value in values for c in _choices(value)} - _unused(part)
+        found |= {feature(c) for value in values for c in _choices(value)} - _unused(part)
     return frozenset(found)
 
 
@@ -50,7 +50,7 @@ def all_features() -> list[str]:
     kinds: tuple[type[enum.Enum], ...] = (
         CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + CHOICES_OF_PICKING + of_programs
     )
-    return [_feature(member) for kind in kinds for member in kind]
+    return [feature(member) for kind in kinds for member in kind]
 
 
 def _unused(part: Program | Layer) -> set[str]:
@@ -58,7 +58,7 @@ def _unused(part: Program | Layer) -> set[str]:
     if not isinstance(part, Experts):
         return set()
     unread = [name for name, styles in READ_IN.items() if part.style not in styles]
-    return {_feature(getattr(part, name)) for name in unread}
+    return {feature(getattr(part, name)) for name in unread}
 
 
 def _choices(value: Any) -> list[enum.Enum]:
@@ -66,7 +66,8 @@ def _choices(value: Any) -> list[enum.Enum]:
     return [v for v in values if isinstance(v, enum.Enum)]
 
 
-def _feature(choice: enum.Enum) -> str:
+def feature(choice: enum.Enum) -> str:
+    """Return the name of a choice in the table of what a campaign covered."""
     return f"{type(choice).__name__.lower()}: {choice.name.lower()}"
 
 
