@@ -162,6 +162,22 @@ class OntoNewZeros(OntoZeros):
         return x.new_zeros(x.shape[0], x.shape[1])
 
 
+class WeighedByIndex(Around):
+    """Rows get the scores that an operator takes by index: as many as there are, torch infers."""
+
+    def total(self, x, order, out, scores):
+        weights = torch.index_select(scores.reshape(-1), 0, order).view(-1, 1).to(out.dtype)
+        return torch.zeros_like(x).index_add(0, order // self.top_k, out * weights)
+
+
+class OneOrAll(WeighedByIndex):
+    """What comes back is as many rows as were sent, or one: torch itself asserts that of sums."""
+
+    def total(self, x, order, out, scores):
+        torch._check((out.shape[0] == 1) | (out.shape[0] == order.shape[0]))
+        return super().total(x, order, out, scores)
+
+
 class OntoTokens(Around):
     """Adds the rows to what stands there already."""
 

@@ -32,6 +32,8 @@ RELATIONS: Final[dict[Any, Callable[[Any, Any], Any]]] = {
     operator.lt: sympy.Lt,
     operator.eq: sympy.Eq,
 }
+JOINS: Final[dict[Any, Callable[..., bool]]] = {operator.or_: any, operator.and_: all}
+"""How conditions are joined: torch writes that a tensor has one row, or as many as another, so."""
 ARITHMETIC: Final[dict[Any, Callable[..., Any]]] = {
     operator.add: operator.add,
     operator.sub: operator.sub,
@@ -53,7 +55,15 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
     if assertion.target is torch._check_is_size:
         number = _formula(condition, region, facts)
         return number is not None and bool(number.is_nonnegative)
-    if not isinstance(condition, fx.Node) or condition.target not in RELATIONS:
+    return isinstance(condition, fx.Node) and _follows(condition, region, facts)
+
+
+def _follows(condition: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
+    """Whether a condition, of one relation or of several, follows from the counts of `region`."""
+    if condition.target in JOINS:
+        follows = (isinstance(a, fx.Node) and _follows(a, region, facts) for a in condition.args)
+        return JOINS[condition.target](follows)
+    if condition.target not in RELATIONS:
         return False
     left, right = (_formula(argument, region, facts) for argument in condition.args)
     if left is None or right is None:

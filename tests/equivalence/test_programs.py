@@ -16,12 +16,7 @@ from moe_compile.testing.programs import (
     picking_choices,
     sender_choices,
 )
-from moe_compile.testing.programs.campaign import (
-    CANDIDATES,
-    UNMENDED,
-    drawn_programs,
-    most_wanted,
-)
+from moe_compile.testing.programs.campaign import UNMENDED, drawn_programs
 from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room
 from moe_compile.testing.programs.capacity_strategy import SLOTS_LEFT_WHOLE
 from moe_compile.testing.programs.choices import (
@@ -34,10 +29,11 @@ from moe_compile.testing.programs.choices import (
     Routing,
     Sharing,
     Style,
+    Within,
     Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
-from moe_compile.testing.programs.features import all_features, features
+from moe_compile.testing.programs.features import all_features, feature, features
 from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
@@ -45,6 +41,7 @@ from moe_compile.testing.programs.grammar import (
     Program,
 )
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
+from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.picking_choices import Otherwise
 from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
 from moe_compile.testing.programs.record import covered
@@ -53,6 +50,7 @@ from moe_compile.testing.programs.shrink import simplest
 from moe_compile.testing.programs.strategy import LEAVES_WHOLE, PROGRAMS_OF
 from moe_compile.testing.programs.sweep import sweep
 from moe_compile.testing.programs.text import source_of
+from moe_compile.testing.programs.wanted import wanted_programs
 from moe_compile.testing.rank_pool import RankFailure
 from tests.slow_parameters import slow_but
 
@@ -282,14 +280,23 @@ def test_programs_are_python_and_a_function_of_the_seed():
         compile(source_of(program), "program.py", "exec")
 
 
+LACKING = [Act.GELU, Within.NORM, Order.SEGMENTS, Extra.GATED, Otherwise.FLIP, Decoy.MEAN]
+
+
 def test_a_campaign_runs_what_the_record_lacks(tmp_path):
-    record, lacking = tmp_path / "fuzz.json", "act: gelu"
-    runs = [{"features": {name: [90, 40, 0] for name in all_features() if name != lacking}}]
+    record, lacking = tmp_path / "fuzz.json", {*map(feature, LACKING)}
+    runs = [{"features": {name: [90, 40 * (name not in lacking), 0] for name in all_features()}}]
     record.write_text(json.dumps({"runs": runs}))
-    drawn = [*itertools.islice(drawn_programs(3), 2 * CANDIDATES)]
-    assert sum(lacking in features(program) for program in drawn) < CANDIDATES / 2
-    chosen = [*most_wanted(iter(drawn), covered(record))]
-    assert [lacking in features(program) for program in chosen] == [True, True]
+    known, again = covered(record), covered(record)
+    chosen = [*itertools.islice(wanted_programs(3, known), 60)]
+    assert chosen == [*itertools.islice(wanted_programs(3, again), 60)]
+    assert all(features(program) & lacking for program in chosen)
+    assert lacking <= set().union(*map(features, chosen))
+    for program in chosen:
+        assert program == legal(program)
+        compile(source_of(program), "program.py", "exec")
+    known.rewritten.update(dict.fromkeys(lacking, 40))
+    assert not [*wanted_programs(3, known)]
 
 
 def test_a_failing_program_shrinks_to_what_makes_it_fail():

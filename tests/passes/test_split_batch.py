@@ -27,9 +27,11 @@ from tests.dispatch_layers import (
     InColumns,
     InOrderWeighted,
     IntoEmpty,
+    OneOrAll,
     OntoNewZeros,
     OntoZeros,
     SharedByIndex,
+    WeighedByIndex,
     WeightedInOrder,
 )
 from tests.layers import GroupedExperts, SegmentStarts, SharedAndBias
@@ -83,6 +85,12 @@ OTHER_SUMS = [IntoEmpty, WeightedInOrder, ByInverse, ByEinsum, InColumns, AddedI
 
 @pytest.mark.parametrize("layer", OTHER_SUMS)
 def test_sums_of_rows_put_in_order_are_known(fake_ranks, layer):
+    _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
+    assert skipped == [], compilation.rewrites
+
+
+@pytest.mark.parametrize("layer", [WeighedByIndex, OneOrAll])
+def test_rows_of_a_part_are_as_many_as_it_has(fake_ranks, layer):
     _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
     assert skipped == [], compilation.rewrites
 

@@ -2,7 +2,7 @@
 
 Contract
     The programs are a function of the seed; a text that was judged before is not judged again.
-    With what earlier campaigns covered, they are of more that are drawn those that add most to it.
+    With what earlier campaigns covered, those that add to it come first (`wanted.py`).
     A failure whose plainest form is part of an earlier one's kind is counted with that one.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
@@ -25,9 +25,7 @@ from moe_compile.testing.programs.grammar import Program
 from moe_compile.testing.programs.judge import Judge, Judgement, Kind
 from moe_compile.testing.programs.shrink import simplest
 from moe_compile.testing.programs.text import source_of
-
-CANDIDATES: Final = 40
-"""Programs drawn for one that is run, where it is known what was covered: half a second for 5."""
+from moe_compile.testing.programs.wanted import wanted_programs
 
 UNMENDED: Final[Mapping[frozenset[str], str]] = {}
 """What together shows a fault that is known, and the fault: not drawn until it is mended."""
@@ -90,8 +88,11 @@ class Campaign:
                 yield line
 
     def _drawn(self) -> Iterator[Program]:
-        drawn = drawn_programs(self._seed, self._limits.rewrite, self._limits.layers)
-        return drawn if self._covered is None else most_wanted(drawn, self._covered)
+        rewrite, layers = self._limits.rewrite, self._limits.layers
+        drawn = drawn_programs(self._seed, rewrite, layers)
+        if self._covered is None or rewrite or layers:
+            return drawn
+        return chain(wanted_programs(self._seed, self._covered), drawn)
 
     def _shown(self, judge: Judge, program: Program, judgement: Judgement, number: int) -> str:
         """Return the plainest program that fails so, "" where one like it was shown before."""
@@ -131,12 +132,6 @@ def drawn_programs(seed: int, rewrite: str = "", layers: str = "") -> Iterator[P
         drawn = [one for one in drawn if not any(u <= features(one) for u in UNMENDED)]
         yield from (one for one in drawn if rewrite in ("", one.rewrite.name))
         number += 1
-
-
-def most_wanted(drawn: Iterator[Program], covered: Coverage) -> Iterator[Program]:
-    """Yield of every `CANDIDATES` programs the one that adds most to what was covered before."""
-    while candidates := [*islice(drawn, CANDIDATES)]:
-        yield max(candidates, key=lambda program: covered.wants(features(program)))
 
 
 def _draw(seed: int, rewrite: str, layers: str) -> list[Program]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, Final
 
 from moe_compile.testing.programs.choices import MIXES_SEQUENCES
@@ -30,7 +29,6 @@ class Coverage:
         self.rewritten: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
-        self._known = frozenset(all_features())
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in what became of one program."""
@@ -46,14 +44,9 @@ class Coverage:
         if line["source"]:
             self.failures.append(line)
 
-    def wants(self, features: Iterable[str]) -> float:
-        """Return how much a program with `features` would add: of each choice, what it lacks.
-
-        A choice that was tried often and seldom rewritten is wanted less.
-        """
-        lacks = ((name, LEAST - self._counted(name)) for name in features)
-        known = self._known
-        return sum(n / (LEAST + self.tried[name]) for name, n in lacks if n > 0 and name in known)
+    def lacks(self, name: str) -> int:
+        """Return how many programs more should have the choice of this name."""
+        return max(0, LEAST - self._counted(name))
 
     def _counted(self, name: str) -> int:
         """Return how many programs say something of a choice: rewritten ones, but of a decoy."""
@@ -95,7 +88,7 @@ class Coverage:
         width = max(len(name) for name in names)
         rows = [f"{'feature':{width}}  tried  rewritten  failed"]
         for name in names:
-            rare = "" if self._counted(name) >= LEAST else f"  under {LEAST}"
+            rare = f"  under {LEAST}" if self.lacks(name) else ""
             counts = f"{self.tried[name]:5}  {self.rewritten[name]:9}  {self.failed[name]:6}"
             rows.append(f"{name:{width}}  {counts}{rare}")
         return "\n".join(rows)

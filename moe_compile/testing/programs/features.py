@@ -42,15 +42,20 @@ def features(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-def all_features() -> list[str]:
-    """Return the name of every choice of the grammar, in its order."""
+def choices() -> list[enum.Enum]:
+    """Return every choice of the grammar, in its order."""
     of_programs = (
         Heads, Within, Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite,
     )  # fmt: skip
     kinds: tuple[type[enum.Enum], ...] = (
         CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + CHOICES_OF_PICKING + of_programs
     )
-    return [feature(member) for kind in kinds for member in kind]
+    return [member for kind in kinds for member in kind]
+
+
+def all_features() -> list[str]:
+    """Return the name of every choice of the grammar, in its order."""
+    return [*map(feature, choices())]
 
 
 def _unused(part: Program | Layer) -> set[str]:

@@ -1,10 +1,10 @@
 """A generated program of which some layers run in parts of the batch and the others whole.
 
 Contract
-    So runs what is compiled in pieces, each checkpointed layer by itself say, where some pieces may
-    be left whole. Gradients of parameters are added up from the first part on, of each backward by
-    itself. A layer that nothing tells of sequences is divided by rows. Of layers that return more
-    than rows nothing is known: `MoreThanRows`.
+    So runs what is compiled in pieces, each checkpointed layer by itself, or the layers on one side
+    of a graph break, where some pieces may be left whole. Gradients of parameters are added up from
+    the first part on, of each backward by itself. A layer that nothing tells of sequences is
+    divided by rows. Of layers that return more than rows nothing is known: `MoreThanRows`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ def some_layers(program: nn.Module) -> Iterator[frozenset[str]]:
     fewest = 1 if len(names) <= MOST_LAYERS else len(names)
     for number in range(len(names), fewest - 1, -1):
         yield from map(frozenset, itertools.combinations(names, number))
+
+
+def layers_in_a_row(program: nn.Module) -> Iterator[frozenset[str]]:
+    """Yield names of layers one after another, some with experts: what a graph may hold of all."""
+    names = [name for name, _ in program.named_children()]
+    for number in range(len(names), 0, -1):
+        for first in range(len(names) - number + 1):
+            some = frozenset(names[first : first + number])
+            if any(hasattr(program.get_submodule(name), "router") for name in some):
+                yield some
 
 
 def divide_layers(program: nn.Module, names: frozenset[str], num_parts: int, per: int) -> None:

@@ -78,7 +78,7 @@ class Also(enum.Enum):
 class Otherwise(enum.Enum):
     """What must keep experts that pick rows whole."""
 
-    MEAN = "rows less their mean"
+    MEAN = "rows less their mean, rounded"
     FLIP = "rows upside down, added"
     CUMSUM = "running sum over rows"
     LENGTH = "rows scaled by how many there are"

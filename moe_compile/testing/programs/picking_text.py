@@ -118,7 +118,7 @@ ADDS: Final = {
     Add.INDEXED: "total[{i}] += {y}",
 }
 ROWS: Final[Mapping[Also | Otherwise, list[str]]] = {
-    Otherwise.MEAN: ["rows = rows - rows.mean(0)"],
+    Otherwise.MEAN: ["rows = rows - rows.mean(0).round()"],  # whole numbers stay so
     Otherwise.FLIP: ["rows = rows + rows.flip(0)"],
     Otherwise.CUMSUM: ["rows = rows + rows.detach().cumsum(0) * 0.125"],
     Otherwise.LENGTH: ["rows = rows * (rows.shape[0] * 0.125)"],

@@ -41,7 +41,7 @@ from moe_compile.testing.programs.accumulation import accumulated
 from moe_compile.testing.programs.backwards import Step, backwards_of
 from moe_compile.testing.programs.differences import Named, all_differences
 from moe_compile.testing.programs.groups import register_nodes
-from moe_compile.testing.programs.layers_in_parts import divide_layers, some_layers
+from moe_compile.testing.programs.layers_in_parts import divide_layers, layers_in_a_row, some_layers
 from passes.replay.batch_parts import part_sizes
 
 REWRITTEN: Final = ("chunked", "all-gathered", IN_TWO_HOPS)
@@ -68,6 +68,9 @@ class LayersInParts(NamedTuple):
     rows: int
     """That stay together: those of a sequence, or 1."""
 
+
+BREAKS: Final = ("graph_break()", "async_op=True")
+"""What ends a graph between layers."""
 
 Backend = str | LayersInParts | InParts
 """Of `torch.compile`, or "eager"; layers that run in parts, eagerly; or steps that do."""
@@ -241,13 +244,17 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
 
     What does not run so, a layer that returns a loss, is left out: on every rank, by its source.
     """
-    goes_from_all = module.BACKWARD in ("once", "twice", "evaluated", "none")
-    if "checkpoint(" in text.partition("class Program")[2] and goes_from_all:
-        for names in some_layers(module.Program()):
-            for per in sorted({module.POSITIONS, 1}):
-                done, error = _steps(module, rank, LayersInParts(names, per))
-                if not error:
-                    yield done
+    program = module.Program()
+    compiled: list[frozenset[str]] = []
+    if "checkpoint(" in text.partition("class Program")[2]:
+        compiled += some_layers(program)
+    if any(breaks in text for breaks in BREAKS):
+        compiled += layers_in_a_row(program)
+    for names in compiled if module.BACKWARD in ("once", "twice", "evaluated", "none") else ():
+        for per in sorted({module.POSITIONS, 1}):
+            done, error = _steps(module, rank, LayersInParts(names, per))
+            if not error:
+                yield done
 
 
 def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:

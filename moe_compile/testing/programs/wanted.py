@@ -1,0 +1,204 @@
+"""Programs made of choices that a record lacks, on layers that are plain but for them.
+
+Contract
+    A function of the seed and of what was covered before and since. What leaves a layer whole
+    stands in a layer of its own, beside one that can be rewritten.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from moe_compile.testing.programs.asked_strategy import FOLLOWED
+from moe_compile.testing.programs.capacity_choices import Across, Extra, Mixing
+from moe_compile.testing.programs.capacity_strategy import FORMATS as FORMATS_OF_CAPACITY
+from moe_compile.testing.programs.capacity_strategy import SLOTS_LEFT_WHOLE
+from moe_compile.testing.programs.choices import (
+    MIXES_SEQUENCES,
+    Backward,
+    Decoy,
+    Poison,
+    Reader,
+    Rewrite,
+    Running,
+    Within,
+    Wrapping,
+)
+from moe_compile.testing.programs.coverage import Coverage
+from moe_compile.testing.programs.features import choices, feature, features
+from moe_compile.testing.programs.grammar import (
+    CHOICES_OF_CAPACITY,
+    CHOICES_OF_EXPERTS,
+    CHOICES_OF_PICKING,
+    GROUPED_PRODUCTS,
+    PARTED,
+    SEVERAL,
+    Capacity,
+    Experts,
+    Layer,
+    LayerOfExperts,
+    OwnAttention,
+    Picking,
+    Program,
+    changed,
+    with_choice,
+)
+from moe_compile.testing.programs.legal import legal
+from moe_compile.testing.programs.loop_choices import Cut, Find, Put
+from moe_compile.testing.programs.picking_choices import Otherwise, Search
+from moe_compile.testing.programs.picking_strategy import FORMATS as FORMATS_OF_PICKING
+from moe_compile.testing.programs.picking_strategy import GROUPED_FORMATS, PICKS_LEFT_WHOLE
+from moe_compile.testing.programs.sender_choices import Loss, Unsort, Weighing
+from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE
+
+MOST: Final = 4
+"""Choices that a layer has besides its plainest."""
+
+AROUND: Final = (Backward, Poison, Running, Wrapping)
+"""Kinds of choices of a whole program that go with any layers."""
+
+IN_PARTS: Final = (Weighing, Unsort, Loss, Find, Put, Cut)
+"""Kinds of choices of experts that a graph in parts of the batch has, besides what it reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Choices by how many programs of each are lacking, and random numbers."""
+
+    lacking: dict[enum.Enum, int]
+    random: Random
+
+    def some(self, kinds: Collection[type[enum.Enum]], most: int) -> list[enum.Enum]:
+        """Return up to `most` distinct choices of these kinds, those that lack more more often."""
+        left = {choice: n for choice, n in self.lacking.items() if type(choice) in kinds}
+        return self._drawn(left, most)
+
+    def _drawn(self, left: dict[enum.Enum, int], most: int) -> list[enum.Enum]:
+        found: list[enum.Enum] = []
+        while left and len(found) < most:
+            (one,) = self.random.choices([*left], [*left.values()])
+            found.append(one)
+            del left[one]
+        return found
+
+    def _any(self, kinds: Collection[type[enum.Enum]]) -> list[enum.Enum]:
+        """Return up to two choices of these kinds, whatever is lacking, that leave no layer whole:
+        what is seldom meets what is not."""
+        members = [choice for kind in kinds for choice in kind if not _leaves_whole(choice)]
+        return self.random.sample(members, self.random.randrange(3))
+
+    def program(self) -> Program:
+        """Return a program with some of the choices."""
+        (first,) = self._drawn(self.lacking.copy(), 1)
+        if isinstance(first, Within) or first in PARTED:
+            program = self._in_parts(first)
+        elif type(first) in CHOICES_OF_CAPACITY:
+            program = self._with_capacity(first)
+        elif type(first) in CHOICES_OF_PICKING:
+            program = self._picking(first)
+        else:
+            program = self._of_experts(first)
+        for choice in (first, *self.some(AROUND, self.random.randrange(2))):
+            if type(choice) in AROUND:
+                program = changed(program, type(choice).__name__.lower(), choice)
+        program = changed(program, "seed", self.random.randrange(1000))
+        return legal(changed(program, "chunks", self.random.choice([2, 2, 3])))
+
+    def _of_experts(self, first: enum.Enum) -> Program:
+        rewrite = first if isinstance(first, Rewrite) else Rewrite.CHUNKS
+        layers = self._layers(Experts(top_k=self.random.choice([1, 2])), first, CHOICES_OF_EXPERTS)
+        dtype = self.random.choice(["bfloat16", "float32", "float64"])
+        tokens = self.random.choice([((6, 6),), ((6, 6), (6, 6)), ((3, 6),), ((6, 6), (2, 2))])
+        return _of_width(Program(layers=layers, rewrite=rewrite, tokens=tokens, dtype=dtype))
+
+    def _in_parts(self, first: enum.Enum) -> Program:
+        asked = self.some([Rewrite], 1) or [self.random.choice([*PARTED])]
+        rewrite = first if first in PARTED else next((r for r in asked if r in PARTED), None)
+        within = [w for w in self.some([Within], 3) if w not in MIXES_SEQUENCES]
+        within += [first] if isinstance(first, Within) and first not in within else []
+        more = [c for c in self.some([*IN_PARTS, Reader], 2) if self._is_followed(c)]
+        layers: list[Layer] = [OwnAttention(within=w) for w in within if isinstance(w, Within)]
+        experts = _with_choices(Experts(top_k=self.random.choice([1, 2])), more)
+        layers.insert(self.random.randrange(len(layers) + 1), experts)
+        rewrite = rewrite if isinstance(rewrite, Rewrite) else Rewrite.THREE_PARTS
+        number = 2 * PARTED[rewrite] * self.random.choice([1, 2])
+        dtype = self.random.choice(["bfloat16", "float32", "float64"])
+        return _of_width(
+            Program(layers=tuple(layers), rewrite=rewrite, tokens=((number, number),), dtype=dtype)
+        )
+
+    def _is_followed(self, choice: enum.Enum) -> bool:
+        return choice in FOLLOWED if isinstance(choice, Reader) else choice not in LEAVES_WHOLE
+
+    def _with_capacity(self, first: enum.Enum) -> Program:
+        layers = self._layers(Capacity(top_k=2), first, CHOICES_OF_CAPACITY)
+        layers = tuple(
+            changed(a, "across", Across.BATCHED)
+            if isinstance(a, Capacity) and Extra.BIAS in a.extras and a.across is Across.EINSUM
+            else a
+            for a in layers
+        )
+        formats = [f for f in FORMATS_OF_CAPACITY if f.dtype != "bfloat16"]  # of sixteen slots
+        dtype, width, hidden = self.random.choice(formats)
+        tokens = self.random.choice([((5, 5),), ((6, 6),), ((4, 4), (4, 4))])
+        return Program(layers=layers, tokens=tokens, dtype=dtype, width=width, hidden=hidden)
+
+    def _picking(self, first: enum.Enum) -> Program:
+        layers = self._layers(Picking(top_k=2), first, CHOICES_OF_PICKING)
+        grouped = any(isinstance(a, Picking) and a.search is Search.GROUPED for a in layers)
+        formats = GROUPED_FORMATS if grouped else FORMATS_OF_PICKING
+        dtype, width, hidden = self.random.choice(formats)
+        number = 6 * self.random.choice([1, 2])  # slices of two and of three are even
+        return Program(
+            layers=layers, tokens=((number, number),), dtype=dtype, width=width, hidden=hidden,
+            rewrite=Rewrite.TOKENS,
+        )  # fmt: skip
+
+    def _layers(
+        self, plain: LayerOfExperts, first: enum.Enum, kinds: Collection[type[enum.Enum]]
+    ) -> tuple[Layer, ...]:
+        """Return a layer with some choices, and one more with what would leave it whole."""
+        asked: list[enum.Enum] = [first] if type(first) in kinds else []
+        drawn: list[enum.Enum] = self.some(kinds, self.random.randrange(1, MOST))
+        chosen: list[enum.Enum] = list(dict.fromkeys([*self._any(kinds), *drawn, *asked]))
+        layers: list[Layer] = [_with_choices(plain, [c for c in chosen if not _leaves_whole(c)])]
+        if whole := [c for c in chosen if _leaves_whole(c)]:
+            layers.append(_with_choices(plain, whole[-1:]))
+        self.random.shuffle(layers)
+        return tuple(layers)
+
+
+def wanted_programs(seed: int, covered: Coverage) -> Iterator[Program]:
+    """Yield programs as long as `covered`, to which those that ran are added, lacks choices."""
+    random = Random(seed)
+    while lacking := {c: n for c in choices() if (n := covered.lacks(feature(c)))}:
+        program = _Wanted(lacking, random).program()
+        if features(program) & {*map(feature, lacking)}:
+            yield program
+
+
+def _leaves_whole(choice: enum.Enum) -> bool:
+    whole = LEAVES_WHOLE | SLOTS_LEFT_WHOLE | PICKS_LEFT_WHOLE
+    return choice in whole or isinstance(choice, Decoy | Mixing | Otherwise)
+
+
+def _with_choices(layer: LayerOfExperts, chosen: list[enum.Enum]) -> LayerOfExperts:
+    """Return `layer` with all of these choices, as far as they go together."""
+    for choice in chosen:
+        before, layer = layer, with_choice(layer, choice)
+        if (name := SEVERAL.get(type(choice))) is not None:
+            layer = changed(layer, name, getattr(before, name) | {choice})
+    return layer
+
+
+def _of_width(program: Program) -> Program:
+    """Return `program` with widths that fill vectors, in a type that its products are of."""
+    experts = (layer for layer in program.layers if isinstance(layer, Experts))
+    if any(layer.style in GROUPED_PRODUCTS for layer in experts):
+        program = changed(program, "dtype", "bfloat16")
+    width = FILLING[program.dtype]
+    return changed(changed(program, "width", width), "hidden", width)
