@@ -70,7 +70,7 @@ def from_counts(call: Call) -> Value | list[Value]:
         return index
     if (result := _formulas(call, values)) is not None:
         return _as_held(call, result)
-    for rule in (order_rules.parts, label_rules.counted, label_rules.follow):
+    for rule in (order_rules.parts, order_rules.joined, label_rules.counted, label_rules.follow):
         if (followed := rule(call)) is not None:
             return followed
     outside = [v for v in values if isinstance(v, Outside)]

@@ -3,8 +3,9 @@
 Contract
     An index whose every entry follows from runs of rows moves an order exactly.
     An index not followed is equal to itself only: a scatter by it undoes a gather by it, where
-    no row can have been left out. It can not when the index is a permutation, or when the rows
-    left out would be uninitialised memory, which no working program reads.
+    no row can have been left out. It can not when the index is a permutation, when the rows left
+    out would be uninitialised memory, which no working program reads, or when the index was seen
+    to choose each row once, of as many as there are: samples of counts say so.
     An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
 """
 
@@ -134,11 +135,14 @@ def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
     total = call.shape(form.index)[0]
     if index.is_arange and total == length(order):
         return order
-    if index.inverse_of is not None:
-        undone = _undone(order, index.inverse_of)
-        if undone is None or length(order) != total:
+    if (inverse_of := index.inverse_of) is not None:
+        undone = _undone(order, inverse_of) if length(order) == total else None
+        if undone is not None and (inverse_of.is_permutation or length(undone) == total):
+            if not inverse_of.is_permutation:
+                call.facts.note_all_rows(Selected(inverse_of, undone), total)
+            return undone
+        if inverse_of.is_permutation:
             raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
-        return undone
     if index.is_permutation and length(order) != total:
         raise Unproven(Reason.ROWS_MIXED, call.name)
     return (Segment(Selected(index, order), total, None),)
@@ -195,8 +199,8 @@ def _inverse(call: Call, form: Indexing) -> Value | None:
         return None
     if counts_up and isinstance(index, Permutation):
         return Permutation(index.target, index.source)
-    if counts_up and isinstance(index, Opaque) and index.is_permutation:
-        return Opaque(is_permutation=True, inverse_of=index)
+    if counts_up and isinstance(index, Opaque) and not index.reads_outside:
+        return Opaque(is_permutation=index.is_permutation, inverse_of=index)
     return None
 
 
@@ -218,7 +222,8 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
         return selected.parent
     padded = all(is_padding(s) for s in order[1:])
     rows_known = base.is_uninitialised or None not in call.facts.experts_of(length(order))
-    if form.adds or not rows_known or not padded or index.is_permutation:
+    may_add = not form.adds or (base.is_zero and len(order) == 1)
+    if not may_add or not rows_known or not padded or index.is_permutation:
         raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
     call.facts.note_all_rows(selected, length(order))
     return selected.parent

@@ -47,8 +47,7 @@ def sort(call: Call) -> list[Value]:
     if call.inputs[0].dim() != 1:
         return [Opaque(reads_outside=True), Opaque(reads_outside=True)]
     tainted = isinstance(key, Outside) or (isinstance(key, Opaque) and key.reads_outside)
-    undone = isinstance(key, Opaque) and key.is_permutation and not descending
-    inverse = key if undone and isinstance(key, Opaque) else None
+    inverse = key if isinstance(key, Opaque) and not tainted and not descending else None
     order = Opaque(is_permutation=True, inverse_of=inverse, reads_outside=tainted)
     return [Opaque(reads_outside=tainted), order]
 
@@ -107,7 +106,9 @@ def places_of(labels: Labels) -> Places:
 
 def parts(call: Call) -> list[Value] | None:
     """Return the parts of a permutation, cut where runs of what it gathers end; None of others."""
-    index = call.value(call.inputs[0])
+    value = call.value(call.inputs[0])
+    is_arange = isinstance(value, Opaque) and value.is_arange
+    index = _of_rows_received(call) if is_arange else value
     if not isinstance(index, Permutation) or call.inputs[0].dim() != 1:
         return None
     pieces = _pieces(call, index.target)
@@ -117,6 +118,25 @@ def parts(call: Call) -> list[Value] | None:
     if any(segment not in place for piece in pieces for segment in piece):
         return None
     return [Places(index.source, tuple(place[segment] for segment in p)) for p in pieces]
+
+
+def _of_rows_received(call: Call) -> Permutation | None:
+    """Return numbers from 0 on as where rows stand as received, if they are as many."""
+    root = call.facts.root
+    return Permutation(root, root) if call.shape(call.inputs[0]) == [length(root)] else None
+
+
+def joined(call: Call) -> Value | None:
+    """Return the permutation that parts of one come to, all of it; None of others."""
+    places = [call.value(tensor) for tensor in call.inputs] if call.name == "cat" else []
+    sources = {part.source for part in places if isinstance(part, Places)}
+    if len(sources) != 1 or not all(isinstance(part, Places) for part in places):
+        return None
+    (source,) = sources
+    kept = [i for part in places if isinstance(part, Places) for i in part.kept]
+    if sorted(kept) != [*range(len(source))]:
+        return None
+    return Permutation(source, tuple(source[i] for i in kept))
 
 
 def _pieces(call: Call, order: Order) -> list[Order] | None:

@@ -170,8 +170,9 @@ class SampledRows:
     def _check_opaque(self, value: Opaque, tensor: torch.Tensor) -> bool:
         if tensor.dim() == 1 and not tensor.is_floating_point():
             self._indices.setdefault(value, tensor.long().clone())
-        if value.inverse_of is not None and value.inverse_of in self._indices:
-            undone = self._indices[value.inverse_of][tensor.long()]
+        of = value.inverse_of
+        if of is not None and of.is_permutation and of in self._indices:
+            undone = self._indices[of][tensor.long()]
             return bool(torch.equal(undone, torch.arange(len(tensor), device="cpu")))
         if isinstance(value, Groups):
             return self._are_groups(value, tensor)

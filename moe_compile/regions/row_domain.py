@@ -123,6 +123,7 @@ class Opaque:
 
     is_permutation: bool = False
     inverse_of: Opaque | None = None
+    """Where that is a permutation; what sorts any other index is no less an index."""
     is_arange: bool = False
     reads_outside: bool = False
 

@@ -116,7 +116,23 @@ def counted_by_histc(bins, most):
     return body
 
 
+def by_pieces(order):
+    """Return experts whose rows are sorted by pieces of numbers from 0 on, in `order`."""
+
+    def body(m, x, c):
+        places = torch.arange(x.shape[0]).split(c.tolist())
+        perm = torch.cat([places[i] for i in order(m)])
+        return put_back(perm, m.product(x[perm], m.totals(c)))
+
+    return body
+
+
+def by_expert(m):
+    return [r * m.local + e for e in range(m.local) for r in range(m.num_ranks)]
+
+
 PROVEN = {
+    "pieces of numbers from 0 on": by_pieces(by_expert),
     "labels counted by a histogram": counted_by_histc(LOCAL, LOCAL - 1),
     "labels counted by a histogram up to their number": counted_by_histc(LOCAL, LOCAL),
     "masks of labels": masked_by_labels,
@@ -278,7 +294,17 @@ def scan_through_a_view(m, x, c):
     return out
 
 
+def one_twice(m):
+    first, _, *others = by_expert(m)
+    return [first, first, *others]
+
+
 REFUSED = {
+    "pieces of numbers, one of them twice": (by_pieces(one_twice), Reason.ROWS_OUT_OF_ORDER),
+    "pieces of numbers as received": (
+        by_pieces(lambda m: range(m.num_ranks * m.local)),
+        Reason.SHARED_PARAMETER,
+    ),
     "labels counted in bins of two": (counted_by_histc(LOCAL, 2 * LOCAL), Reason.SHARED_PARAMETER),
     "labels counted without the last": (
         counted_by_histc(LOCAL, LOCAL - 2),

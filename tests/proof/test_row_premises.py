@@ -65,6 +65,47 @@ def left_out_beyond(most, onto):
     return body
 
 
+def added_beyond(most):
+    """Return the same with rows added to zeros, those beyond to a row behind all."""
+
+    def body(m, x, c):
+        place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[runs(m, x, c)]
+        perm = torch.argsort(runs(m, x, c) % m.local, stable=True)
+        index = torch.where(place[perm] < most, perm, x.shape[0])
+        padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        y = m.product(padded[index], m.totals(c))
+        return torch.zeros_like(padded).index_add(0, index, y)[:-1]
+
+    return body
+
+
+def back_by_inverse(inverse, most=2**40):
+    """Return experts whose rows go back by the inverse of an index that is not followed."""
+
+    def body(m, x, c):
+        place = torch.arange(x.shape[0]) - (c.cumsum(0) - c)[runs(m, x, c)]
+        perm = torch.argsort(runs(m, x, c) % m.local, stable=True)
+        index = torch.where(place[perm] < most, perm, 0)
+        return m.product(x[index], m.totals(c))[inverse(index)]
+
+    return body
+
+
+def inverse_written(index):
+    inverse = torch.empty_like(index)
+    inverse[index] = torch.arange(index.shape[0])
+    return inverse
+
+
+INVERSES = [lambda index: torch.argsort(index, stable=True), inverse_written]
+
+
+def added_to_one(m, x, c):
+    """Every row is added to the first."""
+    first = runs(m, x, c) * 0
+    return torch.zeros_like(x).index_add(0, first, m.product(x[first], m.totals(c)))
+
+
 def runs_by_rounded_ends(dtype):
     def body(m, x, c):
         ends = c.cumsum(0).to(dtype).long()
@@ -111,6 +152,27 @@ def test_an_index_that_leaves_rows_out_is_refused(fake_ranks, most, onto):
     """It may send them home as zeros."""
     verdict = verdict_on(left_out_beyond(most, onto), fake_ranks)
     assert not isinstance(verdict, RowProof), verdict
+
+
+@pytest.mark.parametrize("body", [added_beyond(3), added_beyond(4_096), added_to_one])
+def test_an_index_that_adds_rows_to_others_is_refused(fake_ranks, body):
+    verdict = verdict_on(body, fake_ranks)
+    assert not isinstance(verdict, RowProof), verdict
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_rows_may_go_back_by_the_inverse_of_an_index(fake_ranks, inverse):
+    verdict = verdict_on(back_by_inverse(inverse), fake_ranks)
+    assert isinstance(verdict, RowProof) and verdict.sampled, verdict
+    verdict = verdict_on(back_by_inverse(inverse, most=4_096), fake_ranks)
+    assert not isinstance(verdict, RowProof), verdict
+
+
+def test_rows_may_be_added_to_zeros_where_each_is_once(fake_ranks):
+    """By where runs start, as torchtitan's dispatcher orders rows, or by places among an expert's,
+    as Switch Transformers do."""
+    verdict = verdict_on(added_beyond(2**40), fake_ranks)
+    assert isinstance(verdict, RowProof) and verdict.sampled, verdict
 
 
 @pytest.mark.parametrize("onto", [torch.Tensor.new_empty, torch.Tensor.new_zeros])
