@@ -197,6 +197,13 @@ class TokenIndex:
         is_of_these = self._shift(divided[0]) == expression_of(first) * divided[1]
         return chosen if whole and in_rows and is_of_these else None
 
+    def not_chosen(self, index: fx.Node) -> fx.Node:
+        """Return what keeps `chosen_of` from the choice: of `order // k` the order where it sorts
+        nothing, else what it sorts."""
+        divided = self._divided(index)
+        key = None if divided is None else self._sorted_by(divided[0])
+        return index if divided is None else divided[0] if key is None else self.origin(key)
+
     def topk_of(self, chosen: fx.Node) -> dict[str, Any] | None:
         """Return the arguments of the `topk` whose indices are `chosen`, or rows of it are."""
         source = None if self._first_of_slice(chosen) is None else _node(chosen.args[0])

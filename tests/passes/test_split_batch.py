@@ -119,6 +119,19 @@ def test_what_parts_would_compute_otherwise_is_left_whole(fake_ranks, name):
         verdicts(build(fake_ranks), drawn(), strict=True)
 
 
+class ChosenAnew(Around):
+    """Tokens of the last expert go to the first, which they may have chosen as well."""
+
+    def by_expert(self, flat):
+        return super().by_expert(torch.where(flat == flat.max(), 0, flat))
+
+
+def test_what_is_made_of_the_choice_is_named(fake_ranks):
+    _, skipped, compilation = verdicts(Block(ChosenAnew, torch.bfloat16), drawn())
+    assert skipped == [Reason.CHOSEN_TWICE]
+    assert "(`where` at test_split_batch.py:" in compilation.rewrites[0]
+
+
 class WrittenZeros(OntoZeros):
     """Something is written into the zeros before rows are added to them."""
 
