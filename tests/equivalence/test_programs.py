@@ -148,6 +148,15 @@ def judge():
         yield judge
 
 
+def test_layers_behind_a_graph_break_run_in_parts_and_those_before_it_whole(judge):
+    layers = (Experts(move=Move.HANDLE), Experts(top_k=2))
+    program = Program(
+        layers=layers, tokens=((6, 6),), rewrite=Rewrite.THREE_PARTS, width=64, hidden=64
+    )
+    judgement = judge.judge(source_of(legal(program)))
+    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+
+
 @pytest.mark.parametrize("program", slow_but(FIXED[6:8], FIXED), ids=NAMES)
 def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
