@@ -148,6 +148,7 @@ def judge():
         yield judge
 
 
+@pytest.mark.slow
 def test_layers_behind_a_graph_break_run_in_parts_and_those_before_it_whole(judge):
     layers = (Experts(move=Move.HANDLE), Experts(top_k=2))
     program = Program(
