@@ -23,6 +23,8 @@ GLOBAL_BATCH = 8
 STEPS = 3
 OF_GRADIENTS, OF_CHANGES = 1e-4, 1e-3
 """How far a gradient of the first step, and the change of a parameter after all, may be off."""
+STEEPER = 10
+"""Of plain descent: at Adam's rate some weights change by no more than float32 rounds of them."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTER = "tokens_per_expert"
 PIPELINE = "float32_pipeline"
@@ -123,8 +125,8 @@ def _whole(tensor):
 
 
 def _descend(trainer):
-    """Have the job step by gradient descent, at the rate that its optimizer has."""
-    container, rate = trainer.optimizers, trainer.job_config.optimizer.lr
+    """Have the job step by gradient descent."""
+    container, rate = trainer.optimizers, STEEPER * trainer.job_config.optimizer.lr
     container.optimizers = [
         torch.optim.SGD(optimizer.param_groups[0]["params"], lr=rate)
         for optimizer in container.optimizers
