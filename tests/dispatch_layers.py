@@ -170,6 +170,13 @@ class WeighedByIndex(Around):
         return torch.zeros_like(x).index_add(0, order // self.top_k, out * weights)
 
 
+class OfWrittenLength(Around):
+    """The order of rows is told how many there are: of a part there are fewer."""
+
+    def by_expert(self, flat):
+        return super().by_expert(flat).view(flat.shape[0])
+
+
 class OneOrAll(WeighedByIndex):
     """What comes back is as many rows as were sent, or one: torch itself asserts that of sums."""
 

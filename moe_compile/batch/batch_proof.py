@@ -135,7 +135,7 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
             raise Refuse(rows.reason, rows.detail)
         if rows.chosen is None or not rows.is_chosen_once:
             known = TokenIndex(frozenset().union(*dependence.writes.values()))
-            cause = region.counts if rows.chosen else known.not_chosen(rows.index)
+            cause = region.counts if rows.chosen is not None else known.not_chosen(rows.index)
             raise Refuse(Reason.CHOSEN_TWICE, operator_at(cause))
         share = find_share(rows, dependence)
         found.append((SplitRegion(region=region, found=rows, share=share), proof))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, flat
+from moe_compile.attention.head_factors import Dims, Factor, flat, holds
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import TokenPart, TokenRows
@@ -89,6 +89,11 @@ class BatchSplit:
     def sizes(self, dims: Dims, share: int) -> list[int]:
         """Return the sizes of dimensions in a part that has `share` of the batch."""
         return [math.prod(self._size(factor, share) for factor in flat(dim)) for dim in dims]
+
+    def is_divided(self, node: fx.Node) -> bool:
+        """Whether a dimension of `node` has a part's share of what it has of the whole."""
+        dims = self.tracker.dims(node) if node in self.tracker else []
+        return any(holds(dim, factor) for dim in dims for factor in (self.batch, *self.rows))
 
     def takes(self, node: fx.Node, own: TokenShare) -> bool:
         """Whether `node` was followed to the tokens of a share."""

@@ -137,12 +137,14 @@ def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
         return order
     if (inverse_of := index.inverse_of) is not None:
         undone = _undone(order, inverse_of) if length(order) == total else None
-        if undone is not None and (inverse_of.is_permutation or length(undone) == total):
-            if not inverse_of.is_permutation:
-                call.facts.note_all_rows(Selected(inverse_of, undone), total)
-            return undone
         if inverse_of.is_permutation:
-            raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
+            if undone is None:
+                raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
+            return undone
+        # of padding an index may choose some twice and leave some out: what sorts it undoes nothing
+        if undone is not None and length(undone) == total == length(call.facts.root):
+            call.facts.note_all_rows(Selected(inverse_of, undone), total)
+            return undone
     if index.is_permutation and length(order) != total:
         raise Unproven(Reason.ROWS_MIXED, call.name)
     return (Segment(Selected(index, order), total, None),)

@@ -32,8 +32,6 @@ RELATIONS: Final[dict[Any, Callable[[Any, Any], Any]]] = {
     operator.lt: sympy.Lt,
     operator.eq: sympy.Eq,
 }
-JOINS: Final[dict[Any, Callable[..., bool]]] = {operator.or_: any, operator.and_: all}
-"""How conditions are joined: torch writes that a tensor has one row, or as many as another, so."""
 ARITHMETIC: Final[dict[Any, Callable[..., Any]]] = {
     operator.add: operator.add,
     operator.sub: operator.sub,
@@ -59,10 +57,12 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
 
 
 def _follows(condition: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
-    """Whether a condition, of one relation or of several, follows from the counts of `region`."""
-    if condition.target in JOINS:
-        follows = (isinstance(a, fx.Node) and _follows(a, region, facts) for a in condition.args)
-        return JOINS[condition.target](follows)
+    """Whether a relation, or one of several, follows from the counts of `region`.
+
+    Torch asserts of sizes that broadcast that the one is 1, or equals the other.
+    """
+    if condition.target is operator.or_:
+        return any(isinstance(a, fx.Node) and _follows(a, region, facts) for a in condition.args)
     if condition.target not in RELATIONS:
         return False
     left, right = (_formula(argument, region, facts) for argument in condition.args)

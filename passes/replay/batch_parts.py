@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, holds, size_of
+from moe_compile.attention.head_factors import Dims, size_of
 from moe_compile.attention.move_arguments import moved
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.batch.batch_terms import Terms, summed_instead, terms_of, weight_of_targets
@@ -169,15 +169,10 @@ class _Replay:
             env[node] = self._emit.instead(node, node.target, *given)
         elif node in self._split.spread:
             env[node] = self._spread(node, env, share)
-        elif node in self._totals or not self._has_batch(node):
+        elif node in self._totals or not self._split.is_divided(node):
             env[node] = self._emit.copy(node, env)
         else:
             self._pieces.replay(node, env, share)
-
-    def _has_batch(self, node: fx.Node) -> bool:
-        """Whether the sizes of `node` in a part are known: rows in order are as many as it has."""
-        tracker, batch = self._split.tracker, self._split.batch
-        return node in tracker and any(holds(dim, batch) for dim in tracker.dims(node))
 
     def _spread(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
         """Emit what repeats a parameter for each index of a part."""

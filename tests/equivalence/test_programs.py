@@ -32,6 +32,7 @@ from moe_compile.testing.programs.choices import (
     Within,
     Wrapping,
 )
+from moe_compile.testing.programs.coverage import Coverage
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
 from moe_compile.testing.programs.features import all_features, feature, features
 from moe_compile.testing.programs.grammar import (
@@ -307,6 +308,19 @@ def test_a_campaign_runs_what_the_record_lacks(tmp_path):
         compile(source_of(program), "program.py", "exec")
     known.rewritten.update(dict.fromkeys(lacking, 40))
     assert not [*wanted_programs(3, known)]
+
+
+def test_whatever_a_record_lacks_is_run():
+    known = Coverage()
+    known.rewritten.update(dict.fromkeys(all_features(), 40))
+    known.tried.update(dict.fromkeys(all_features(), 40))
+    without = []
+    for name in all_features():
+        known.rewritten[name] = known.tried[name] = 0
+        program = next(wanted_programs(3, known), None)
+        without += [name] if program is None or name not in features(program) else []
+        known.rewritten[name] = known.tried[name] = 40
+    assert without == []
 
 
 def test_a_failing_program_shrinks_to_what_makes_it_fail():

@@ -24,7 +24,7 @@ STEPS = 3
 OF_GRADIENTS, OF_CHANGES = 1e-4, 1e-3
 """How far a gradient of the first step, and the change of a parameter after all, may be off."""
 STEEPER = 10
-"""Of plain descent: at Adam's rate some weights change by no more than float32 rounds of them."""
+"""So many times Adam's rate has plain descent: at that rate some weights change by a last digit."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTER = "tokens_per_expert"
 PIPELINE = "float32_pipeline"

@@ -27,6 +27,7 @@ from tests.dispatch_layers import (
     InColumns,
     InOrderWeighted,
     IntoEmpty,
+    OfWrittenLength,
     OneOrAll,
     OntoNewZeros,
     OntoZeros,
@@ -89,7 +90,7 @@ def test_sums_of_rows_put_in_order_are_known(fake_ranks, layer):
     assert skipped == [], compilation.rewrites
 
 
-@pytest.mark.parametrize("layer", [WeighedByIndex, OneOrAll])
+@pytest.mark.parametrize("layer", [WeighedByIndex, OfWrittenLength, OneOrAll])
 def test_rows_of_a_part_are_as_many_as_it_has(fake_ranks, layer):
     _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
     assert skipped == [], compilation.rewrites

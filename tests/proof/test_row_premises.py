@@ -97,6 +97,21 @@ def inverse_written(index):
     return inverse
 
 
+def back_beside_padding(inverse):
+    """Return the same where one of two rows of padding is chosen twice and the other never."""
+
+    def body(m, x, c):
+        at = torch.arange(x.shape[0] + 2)
+        run = torch.searchsorted(c.cumsum(0), at - 1, right=True)
+        perm = torch.argsort(run % m.local, stable=True)
+        index = torch.where(perm == x.shape[0] + 1, 0, perm)
+        zeros = x.new_zeros(1, x.shape[1])
+        rows = torch.cat([zeros, x, zeros])[index].relu()
+        return rows[inverse(index)][1:-1]
+
+    return body
+
+
 INVERSES = [lambda index: torch.argsort(index, stable=True), inverse_written]
 
 
@@ -165,6 +180,8 @@ def test_rows_may_go_back_by_the_inverse_of_an_index(fake_ranks, inverse):
     verdict = verdict_on(back_by_inverse(inverse), fake_ranks)
     assert isinstance(verdict, RowProof) and verdict.sampled, verdict
     verdict = verdict_on(back_by_inverse(inverse, most=4_096), fake_ranks)
+    assert not isinstance(verdict, RowProof), verdict
+    verdict = verdict_on(back_beside_padding(inverse), fake_ranks)
     assert not isinstance(verdict, RowProof), verdict
 
 

@@ -2,7 +2,8 @@
 
 Contract
     A function of the seed and of what was covered before and since. What leaves a layer whole
-    stands in a layer of its own, beside one that can be rewritten.
+    stands in a layer of its own, beside one that can be rewritten. Where no program of some tries
+    has what is lacking, there are no more.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from moe_compile.testing.programs.choices import (
     MIXES_SEQUENCES,
     Backward,
     Decoy,
+    Groups,
+    Heads,
     Poison,
     Reader,
     Rewrite,
+    Routing,
     Running,
+    Sharing,
     Within,
     Wrapping,
 )
@@ -37,6 +42,7 @@ from moe_compile.testing.programs.grammar import (
     GROUPED_PRODUCTS,
     PARTED,
     SEVERAL,
+    Attention,
     Capacity,
     Experts,
     Layer,
@@ -55,10 +61,13 @@ from moe_compile.testing.programs.picking_strategy import GROUPED_FORMATS, PICKS
 from moe_compile.testing.programs.sender_choices import Loss, Unsort, Weighing
 from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE
 
-MOST: Final = 4
-"""Choices that a layer has besides its plainest."""
+MOST: Final = 3
+"""Lacking choices that are drawn for a layer, besides that which its program is for."""
 
-AROUND: Final = (Backward, Poison, Running, Wrapping)
+TRIES: Final = 300
+"""Programs made for one that is run: some choices are legal beside some others alone."""
+
+AROUND: Final = (Routing, Groups, Sharing, Backward, Wrapping, Running, Poison)
 """Kinds of choices of a whole program that go with any layers."""
 
 IN_PARTS: Final = (Weighing, Unsort, Loss, Find, Put, Cut)
@@ -111,20 +120,21 @@ class _Wanted:
     def _of_experts(self, first: enum.Enum) -> Program:
         rewrite = first if isinstance(first, Rewrite) else Rewrite.CHUNKS
         layers = self._layers(Experts(top_k=self.random.choice([1, 2])), first, CHOICES_OF_EXPERTS)
+        if isinstance(first, Heads):
+            layers += (Attention(heads=first),)
         dtype = self.random.choice(["bfloat16", "float32", "float64"])
-        tokens = self.random.choice([((6, 6),), ((6, 6), (6, 6)), ((3, 6),), ((6, 6), (2, 2))])
+        uneven = ((3, 6),) if not isinstance(first, Heads) else ((4, 4),)
+        tokens = self.random.choice([((6, 6),), ((6, 6), (6, 6)), uneven, ((6, 6), (2, 2))])
         return _of_width(Program(layers=layers, rewrite=rewrite, tokens=tokens, dtype=dtype))
 
     def _in_parts(self, first: enum.Enum) -> Program:
-        asked = self.some([Rewrite], 1) or [self.random.choice([*PARTED])]
-        rewrite = first if first in PARTED else next((r for r in asked if r in PARTED), None)
+        rewrite = first if isinstance(first, Rewrite) else self.random.choice([*PARTED])
         within = [w for w in self.some([Within], 3) if w not in MIXES_SEQUENCES]
         within += [first] if isinstance(first, Within) and first not in within else []
         more = [c for c in self.some([*IN_PARTS, Reader], 2) if self._is_followed(c)]
         layers: list[Layer] = [OwnAttention(within=w) for w in within if isinstance(w, Within)]
         experts = _with_choices(Experts(top_k=self.random.choice([1, 2])), more)
         layers.insert(self.random.randrange(len(layers) + 1), experts)
-        rewrite = rewrite if isinstance(rewrite, Rewrite) else Rewrite.THREE_PARTS
         number = 2 * PARTED[rewrite] * self.random.choice([1, 2])
         dtype = self.random.choice(["bfloat16", "float32", "float64"])
         return _of_width(
@@ -163,7 +173,7 @@ class _Wanted:
     ) -> tuple[Layer, ...]:
         """Return a layer with some choices, and one more with what would leave it whole."""
         asked: list[enum.Enum] = [first] if type(first) in kinds else []
-        drawn: list[enum.Enum] = self.some(kinds, self.random.randrange(1, MOST))
+        drawn: list[enum.Enum] = self.some(kinds, self.random.randint(1, MOST))
         chosen: list[enum.Enum] = list(dict.fromkeys([*self._any(kinds), *drawn, *asked]))
         layers: list[Layer] = [_with_choices(plain, [c for c in chosen if not _leaves_whole(c)])]
         if whole := [c for c in chosen if _leaves_whole(c)]:
@@ -176,9 +186,12 @@ def wanted_programs(seed: int, covered: Coverage) -> Iterator[Program]:
     """Yield programs as long as `covered`, to which those that ran are added, lacks choices."""
     random = Random(seed)
     while lacking := {c: n for c in choices() if (n := covered.lacks(feature(c)))}:
-        program = _Wanted(lacking, random).program()
-        if features(program) & {*map(feature, lacking)}:
-            yield program
+        names = {*map(feature, lacking)}
+        made = (_Wanted(lacking, random).program() for _ in range(TRIES))
+        program = next((one for one in made if features(one) & names), None)
+        if program is None:
+            return
+        yield program
 
 
 def _leaves_whole(choice: enum.Enum) -> bool:
