@@ -18,7 +18,7 @@ from typing import Any, Final
 from benchmarks.node.beside import OWN, PRODUCTS, said_of
 from benchmarks.node.links import link_of
 from moe_compile.hardware.collectives import spread_of
-from moe_compile.hardware.links import NETWORK, NODE
+from moe_compile.hardware.links import CTAS, NETWORK, NODE
 from moe_compile.hardware.profile import load_profile, read_profile
 from moe_compile.hardware.sourced_file import dump_sourced, put_number
 
@@ -51,6 +51,9 @@ def write_profile(
         more = beside if is_all else {}
         for path, value in _numbers(table, name, numbers, more).items():
             put_number(table, path, _short(value), f"{origin}, {num_ranks} ranks")
+    for link in table["link"]:
+        if "contention" in link:  # measured, in place of what follows from them
+            link.pop(CTAS, None)
     path = out / FILE
     path.write_text(dump_sourced(table))
     load_profile(str(path))

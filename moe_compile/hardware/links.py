@@ -4,6 +4,8 @@ Contract
     A link that is read, written and read again is the same, and so are its origins.
     A file states a peak and the share of it that exchanges reach; a `GroupLink` has their product.
     Written, that product is the peak and the share is 1. A gather share that nobody stated is 1.
+    A link states its `contention`, measured, or the `ctas` that it follows from: blocks of NCCL's
+    kernels hold an SM each, and compute has the others.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ NETWORK: Final = "network"
 NUMBERS: Final = ("num_ranks", "gb_per_s", "latency_us", "contention", "overlap_slowdown")
 SHARES: Final = ("exchange_share", "gather_share")
 COUNTED: Final = "computed: counted in gb_per_s"
+CTAS: Final = "ctas"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,32 @@ class GroupLink:
     """Rate of an all-gather or a reduce-scatter over `gb_per_s`; None where one rate is stated."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Number -> where it comes from; complete when it was loaded."""
+
+
+def with_contention(file: SourcedFile) -> SourcedFile:
+    """Return `file`, its links with the contention that follows from their CTAs, where stated.
+
+    Raises InvalidConfig where a GPU has no more SMs than that.
+    """
+    origins, links = dict(file.origins), []
+    num_sms = file.values.get("compute", {}).get("num_sms", 0)
+    for i, stated in enumerate(file.values.get("link", ())):
+        link = {name: value for name, value in stated.items() if name != CTAS}
+        origin = origins.pop(f"link.{i}.{CTAS}", "")
+        if CTAS in stated and "contention" not in link:
+            if not 0 <= stated[CTAS] < num_sms:
+                raise InvalidConfig(
+                    f"megamoe.hardware: {file.path}: link {link['name']} has {stated[CTAS]} ctas, "
+                    f"and compute.num_sms is {num_sms}; write fewer, or contention"
+                )
+            link["contention"] = num_sms / (num_sms - stated[CTAS]) - 1.0
+            of_sms = origins["compute.num_sms"]
+            origins[f"link.{i}.contention"] = (
+                f"computed: num_sms ({of_sms}) over num_sms less ctas ({origin}), less 1"
+            )
+        links.append(link)
+    values = {**file.values, "link": links} if links else file.values
+    return SourcedFile(path=file.path, values=values, origins=origins)
 
 
 def tables_in(file: SourcedFile) -> dict[str, tuple[Mapping[str, Any], dict[str, str]]]:

@@ -31,6 +31,7 @@ from moe_compile.hardware.links import (
     node_link,
     node_table,
     tables_in,
+    with_contention,
 )
 from moe_compile.hardware.origin import check_origin
 from moe_compile.hardware.sourced_file import SourcedFile, dump_sourced, read_sourced, sourced_lines
@@ -165,7 +166,7 @@ def read_profile(name: str) -> SourcedFile:
         raise InvalidConfig(f"megamoe.hardware: {name!r} is made by a function: it has no file")
     path = outside or path
     try:
-        return read_sourced(path)
+        return with_contention(read_sourced(path))
     except FileNotFoundError:
         known = [*sorted(_own_names()), *(entry.name for entry in installed(OUTSIDE))]
         raise InvalidConfig(

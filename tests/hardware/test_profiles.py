@@ -47,7 +47,14 @@ def test_every_gpu_profile_describes_a_cluster(name):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_the_compiler_and_the_simulator_read_the_same_slowdowns(path):
     profile, links = load_profile(path.stem), tomllib.loads(path.read_text()).get("link", ())
-    stated = {link["name"]: [link[key]["value"] for key in SLOWDOWNS] for link in links}
+    num_sms = tomllib.loads(path.read_text()).get("compute", {}).get("num_sms", {}).get("value")
+    stated = {
+        link["name"]: [
+            num_sms / (num_sms - link["ctas"]["value"]) - 1,
+            link["overlap_slowdown"]["value"],
+        ]
+        for link in links
+    }
     for name, num_ranks in (("nvlink", 8), ("network", 128)):
         link = profile.link_of(num_ranks)
         found = [getattr(link, key) for key in SLOWDOWNS]
@@ -108,6 +115,19 @@ def test_a_profile_from_before_a_number_of_links_says_what_to_write(tmp_path):
         load_profile(str(path))
     with pytest.raises(InvalidConfig, match="overlap_slowdown"):
         load_cluster(str(path))
+
+
+def test_contention_is_measured_or_follows_from_ctas(tmp_path):
+    text, path = (PROFILES / "h100.toml").read_text(), tmp_path / "other.toml"
+    assert load_profile("h100").node.origins["contention"].startswith("computed: num_sms (")
+    (ctas,) = re.findall(r"^ctas = .*16.*$", text, re.MULTILINE)
+    path.write_text(text.replace(ctas, 'contention = { value = 0.5, origin = "assumed: x" }'))
+    assert (
+        load_profile(str(path)).node.contention == load_cluster(str(path)).nvlink.contention == 0.5
+    )
+    path.write_text(text.replace(ctas, ctas.replace("16", "132")))
+    with pytest.raises(InvalidConfig, match=r"nvlink has 132 ctas, and compute\.num_sms is 132"):
+        load_profile(str(path))
 
 
 def test_an_unknown_profile_names_the_nearest():

@@ -188,6 +188,6 @@ def test_a_group_within_a_node_has_the_nodes_link():
     profile = load_profile("h100")
     near, far = Rates.of(profile, 8), Rates.of(profile, 64)
     assert near.link_gb_per_s == pytest.approx(450 * 0.6) and far.link_gb_per_s == 45
-    assert near.contention == 0.12 and far.contention == 0.18
+    assert near.contention == 132 / 116 - 1 and far.contention == 132 / 112 - 1
     assert near.overlap_slowdown == 0.0 and far.overlap_slowdown == 0.4
     assert dict(far.uncertainty)["matmul_tflops"] == 0.2  # assumed, the profile says

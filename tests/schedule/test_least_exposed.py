@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from moe_compile.schedule.choose_schedule import POLICIES
 from moe_compile.schedule.least_exposed import least_exposed_us
 from moe_compile.schedule.list_schedule import incoming_order, list_schedule
 from moe_compile.schedule.simulate import simulate
 from tests.schedule.test_list_schedule import exchange, problem_of, traced
+from tests.schedule.test_overlap_slowdown import SHARES, TIMES, problem_in_order, time_of
 from tests.scheduled_layers import ChunkedMoE, one_rank_group, post_grad_graphs
 from tests.slow_parameters import slow_but
 
@@ -89,3 +92,49 @@ def test_compute_is_slower_beside_a_collective():
     assert free.compute_us == slowed.compute_us and hidden_us > 0.0
     assert slowed.step_us == pytest.approx(free.step_us + 0.2 * hidden_us)
     assert slowed.exposed_us >= least_exposed_us(quick)
+
+
+@given(
+    sent_us=st.floats(1.0, 60.0),
+    kernels=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=12),
+    other=st.none() | st.tuples(st.integers(1, 12), TIMES),
+    contention=SHARES,
+    far=SHARES,
+)
+@example(sent_us=99.0, kernels=[(0.1, 5.0)] * 12, other=None, contention=0.0, far=0.0)
+@example(sent_us=99.0, kernels=[(5.0, 5.0)] * 2, other=(2, 10.0), contention=0.0, far=0.0)
+def test_no_order_is_below_the_bound_with_host_and_slowdown(
+    sent_us, kernels, other, contention, far
+):
+    """Sent under kernels that the host launches, among them a launch or a read of its own time."""
+    steps = [("far", sent_us), *(us for us, _ in kernels)]
+    host_us = [0.0, *(us for _, us in kernels)]
+    reads = []
+    if other is not None:
+        place = min(other[0], len(steps))
+        steps.insert(place, 0.0)
+        host_us.insert(place, other[1])
+        reads = [place] if other[0] % 2 else []
+    problem = problem_in_order([*steps, 0], contention, [*host_us, 0.0], reads, far=far)
+    assert time_of(problem).exposed_us >= least_exposed_us(anywhere(problem)) - 1e-6
+
+
+def anywhere(problem):
+    """Return `problem`, whose nodes may stand beside any of its collectives."""
+    size = len(problem.compute_us)
+    launches = tuple(i for i in range(size) if i in problem.group_of)
+    inf = (float("inf"),) * size
+    return replace(
+        problem, nodes=(None,) * size, before=((),) * size, launches=launches, urgency=inf
+    )
+
+
+def test_the_bound_counts_what_a_hidden_collective_costs():
+    """10 sent under 30 of compute take 15 by the slowdown, of which compute loses a fifth."""
+    steps = [("far", 10.0), 30.0, ("far", 0.0), 2]
+    slowed = problem_in_order(steps, 0.25, far=0.5)
+    assert time_of(slowed).exposed_us == pytest.approx(3.0)
+    assert least_exposed_us(anywhere(slowed)) == pytest.approx(3.0)
+    steps[1] = 4.0  # hides 4 * 1.25 / 1.5 at 0.3 each, the rest stands still
+    slowed = problem_in_order(steps, 0.25, far=0.5)
+    assert least_exposed_us(anywhere(slowed)) == pytest.approx(10 - 0.7 * 4 * 1.25 / 1.5)
