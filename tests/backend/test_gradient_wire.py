@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from moe_compile.runtime.launch_records import executed_records
+from moe_compile.testing.joining import rank_device
 from tests.gradient_sums import check_rounded_once
 from tests.layers import GroupedExperts
 
@@ -26,7 +27,8 @@ class ShardedLinear(nn.Module):
         self.group = group
         rows = WIDTH // dist.get_world_size(group)
         generator = torch.Generator().manual_seed(dist.get_rank(group))
-        self.shard = nn.Parameter(torch.randn(rows, WIDTH, generator=generator) / 4)
+        shard = torch.randn(rows, WIDTH, generator=generator) / 4
+        self.shard = nn.Parameter(shard.to(rank_device()))
 
     def forward(self, x):
         weight = all_gather_tensor_autograd(self.shard, 0, self.group)
@@ -56,7 +58,7 @@ class ShardedThenExperts(nn.Module):
 
 def inputs(rank):
     torch.manual_seed(90 + rank)
-    return torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    return torch.randn(8, WIDTH, dtype=torch.bfloat16).to(rank_device())
 
 
 def gradient(kind, rank, options):
@@ -84,12 +86,12 @@ def one_layer(rank, options):
     (inputs(rank) @ whole.to(torch.bfloat16)).float().square().sum().backward()
     every = [torch.empty_like(whole) for _ in range(group.size())]
     dist.all_gather(every, whole.grad)
-    return ours, [g.chunk(group.size())[rank] for g in every], ran
+    return ours.cpu(), [g.chunk(group.size())[rank].cpu() for g in every], ran
 
 
 @pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_graph_without_regions_gets_the_pass(two_ranks, codegen):
-    for ours, parts, ran in two_ranks.run(one_layer, {**WIRE, "megamoe.codegen": codegen}):
+def test_a_graph_without_regions_gets_the_pass(two_devices, codegen):
+    for ours, parts, ran in two_devices.run(one_layer, {**WIRE, "megamoe.codegen": codegen}):
         check_rounded_once(ours, parts)
         assert ran == ["all_gather_into_tensor", "all_to_all_single"]
 

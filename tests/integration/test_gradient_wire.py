@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.ops.rounded_sum import STAGED
+from moe_compile.testing.joining import rank_device
 from tests.gradient_sums import check_rounded_once, contribution
 from torchtitan_integration.gradient_wire import RoundedReduceScatter, round_gradients
 
@@ -64,16 +65,16 @@ def test_every_contribution_is_rounded_once(four_ranks, ranks, length, op, is_as
 
 def reduce_integers(rank, length):
     torch.manual_seed(rank)
-    mine = torch.randint(-128, 129, (4 * length,)).float()
-    ours, theirs = torch.empty(length), torch.empty(length)
+    mine = torch.randint(-128, 129, (4 * length,)).float().to(rank_device())
+    ours, theirs = mine.new_empty(length), mine.new_empty(length)
     dist.reduce_scatter_tensor(theirs, mine)
     RoundedReduceScatter()(ours, mine, dist.group.WORLD, dist.ReduceOp.SUM)
     return torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("length", [1, 7, STAGED + 5])
-def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(four_ranks, length):
-    assert four_ranks.run(reduce_integers, length) == [True] * 4
+def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(four_devices, length):
+    assert four_devices.run(reduce_integers, length) == [True] * 4
 
 
 class Carried(TorchDispatchMode):
