@@ -42,7 +42,9 @@ from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.parallelize import apply_model_parallelism
 
-RECIPE: Final = Path(torchtitan_integration.__file__).parent / "configs" / "qwen3_30b_a3b_8gpu.toml"
+RECIPE: Final = (
+    Path(torchtitan_integration.__file__).parent / "configs" / "deepseek_v3_16b_8gpu.toml"
+)
 """What a block's job has besides its model and layout."""
 TOKENS: Final = 4096
 

@@ -14,6 +14,7 @@ first rank, gets `summary.json`, and per section `NAME.json` and a log of each r
                profiler beside the prediction, and steps against Inductor with its reordering
     bits       a program for every rewrite and option against eager, bit for bit; chunks and ranks
                without rows among them, in memory that held NaN
+    recipes    training jobs of small models, compiled and as they are written: losses and norms
 
 Of `links` and `beside` it writes `measured.toml`, a hardware profile.
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from benchmarks.node.beside import check_beside
 from benchmarks.node.hidden import check_hidden
 from benchmarks.node.links import check_links
+from benchmarks.node.recipes import check_recipes
 from benchmarks.node.sizes import SIZES, Sizes
 from moe_compile.check.bits import check_bits
 from moe_compile.check.record import Record
@@ -32,6 +33,7 @@ SECTIONS: Final[Mapping[str, Callable[[Team, Sizes, Path], None]]] = {
     "links": lambda team, sizes, _: check_links(team, sizes, node_ranks(team.num_ranks)),
     "hidden": check_hidden,
     "bits": lambda team, sizes, _: check_bits(team, sizes.programs),
+    "recipes": check_recipes,
 }
 
 

@@ -18,6 +18,8 @@ class Sizes:
     """After which a collective is taken to hang; ranks may compile for as long."""
     programs: tuple[str, ...]
     """Of section `bits`; () for all."""
+    recipes: tuple[str, ...]
+    """Of section `recipes`; () for all."""
     message_bytes: tuple[int, ...]
     """Of section `links`, the least first."""
     repeats: int
@@ -40,6 +42,7 @@ GPUS: Final = Sizes(
     device="cuda",
     collective_timeout_s=90.0,
     programs=(),
+    recipes=(),
     message_bytes=tuple(4**n * 2**10 for n in range(10)),  # 1 KB to 256 MB
     repeats=15,
     product=4096,
@@ -73,6 +76,7 @@ SMOKE: Final = Sizes(
     device="cpu",
     collective_timeout_s=180.0,
     programs=("chunks by load", "attention by heads", "a rank without tokens", "two hops"),
+    recipes=("DeepSeek-V3, blocks in parts", "DeepSeek-V3, two hops"),
     message_bytes=(2**10, 2**20),
     repeats=5,
     product=256,
@@ -85,7 +89,7 @@ SMOKE: Final = Sizes(
 SIZES: Final[Mapping[str, Sizes]] = {"cuda": GPUS, "cpu": SMOKE}
 
 PROMISED_S: Final[Mapping[str, float]] = {
-    "beside": 240.0, "links": 120.0, "hidden": 420.0, "bits": 480.0,
+    "beside": 240.0, "links": 120.0, "hidden": 420.0, "bits": 480.0, "recipes": 480.0,
 }  # fmt: skip
 """Seconds of each section, in the order they run: of what is left, a section gets its part among
 those still to come."""

@@ -16,6 +16,7 @@ from benchmarks.node.hidden import judge_steps, judge_variant
 from benchmarks.node.links import judge_times
 from benchmarks.node.measured_profile import write_profile
 from benchmarks.node.ranks import Ranks, environment_of
+from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
 from moe_compile.check.bars import judge
@@ -111,6 +112,7 @@ SEEDED = {
     "the fastest number of chunks is faster than Inductor's best": (steps(0.99), steps(1.01)),
     "exposed time is predicted to 0.25 of the communication": (exposed(1.9), exposed(2.1)),
     "every rewrite and option has the bits of eager": (section(), FAILED),
+    "small models train as they are written": (section(), FAILED),
 }  # fmt: skip
 """Bar -> results for which it holds, and results with one fault."""
 
@@ -177,6 +179,21 @@ def test_an_error_above_what_is_allowed_and_a_trace_without_nccl_fail(record):
     assert failures(record) == ["megamoe N=2"] * 3
     judge_steps(record, [{}, {}])
     assert failures(record)[3:] == ["steps in turn"]
+
+
+def test_a_job_that_trains_otherwise_or_not_to_its_end_fails(record):
+    written = dict.fromkeys(range(1, STEPS + 1), (8.0, 2.0))
+    for name, ours in {
+        "right": written | {5: (8.1, 2.0)},
+        "loss": written | {5: (8.2, 2.0)},
+        "norm": written | {1: (8.0, 1.9)},
+        "nan": written | {3: (float("nan"), 2.0)},
+        "nothing": {},
+    }.items():
+        judge_losses(name, record, [{"steps": STEPS, "most_off": most_off(ours, written)}])
+    assert failures(record) == ["loss", "norm", "nan", "nothing"]
+    judge_losses("short", record, [{"steps": STEPS - 1, "most_off": 0.0}])
+    assert failures(record)[4:] == ["short"]
 
 
 MACHINE = {"cpu": "a processor", "gpu": "a GPU", "torch": "2.13.0"}
