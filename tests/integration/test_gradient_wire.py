@@ -73,7 +73,9 @@ def reduce_integers(rank, length):
 
 
 @pytest.mark.parametrize("length", [1, 7, STAGED + 5])
-def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(four_devices, length):
+def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(
+    four_devices, length
+):
     assert four_devices.run(reduce_integers, length) == [True] * 4
 
 

@@ -2,7 +2,8 @@
 
 Contract
     A copy sees all that this process had when they began, graphs and modes included, and changes
-    nothing here: its result alone comes back. On one CPU, on other systems than Linux, and where a
+    nothing here: its result alone comes back. It ends with this process, however that ends. On one
+    CPU, on other systems than Linux, and where a
     GPU is there, for which autograd has threads that no copy has, they run here, one after another,
     when results are asked for.
 """
@@ -12,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
 import torch
+
+from torchtitan_integration.parent_death import with_parent
 
 _TASKS: Final[list[Callable[[], Any]]] = []
 """What copies of this process find in it: graphs cannot be sent to them."""
@@ -36,7 +40,8 @@ def beside(tasks: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any
         return
     _TASKS[:] = tasks
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(cpus, len(tasks)), mp_context=context) as pool:
+    ends = with_parent(signal.SIGKILL)
+    with ProcessPoolExecutor(min(cpus, len(tasks)), context, initializer=ends) as pool:
         futures = [pool.submit(_run, number) for number in range(len(tasks))]
         try:
             yield lambda: [future.result() for future in futures]
