@@ -4,7 +4,9 @@ Contract
     A job is that of the debug recipe with another model or layout, on all ranks, each a process of
     its own: torchtitan's trainer makes its groups itself. It runs twice over the same batches from
     the same weights, not compiled and by megamoe, which must rewrite what holds experts. Losses and
-    gradient norms are those that torchtitan prints.
+    gradient norms are those that torchtitan prints. Under TP the job that is not compiled has
+    torchtitan's layout, whose gates have part of a gradient (docs/layouts.md): half a percent of a
+    norm.
 """
 
 from __future__ import annotations
