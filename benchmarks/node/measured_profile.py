@@ -51,7 +51,7 @@ def write_profile(
         more = beside if is_all else {}
         for path, value in _numbers(table, name, numbers, more).items():
             put_number(table, path, _short(value), f"{origin}, {num_ranks} ranks")
-    for link in table["link"]:
+    for link in table.get("link", []):
         if "contention" in link:  # measured, in place of what follows from them
             link.pop(CTAS, None)
     path = out / FILE

@@ -48,8 +48,8 @@ MOST_OFF: Final = 0.02
 """Of a loss, or of a gradient's norm: Inductor rounds otherwise than the model as written."""
 Printed = Mapping[int, tuple[float, ...]]
 """Step -> loss and gradient norm."""
-TAIL: Final = 2000
-"""Characters of a job's output that an error shows."""
+JOB_S: Final = 240.0
+"""What one job may take, its compilation too; then it is ended."""
 AS_WRITTEN: Final = "--compile.no-enable"
 STRICT: Final = "--megamoe.strict"
 PARTS: Final = {"batch_parts": 2, "numerics": "bounded"}
@@ -101,7 +101,7 @@ def check_recipes(team: Team, sizes: Sizes, out: Path) -> None:
                 team.record.skip(name, why)
             continue
         work = partial(_train_twice, name, recipe, sizes, out)
-        team.run(name, work, partial(judge_losses, name), needs_s=sizes.compile_s)
+        team.run(name, work, partial(judge_losses, name), needs_s=2 * sizes.compile_s)
 
 
 def judge_losses(name: str, record: Record, found: list[dict[str, Any]]) -> None:
@@ -155,11 +155,13 @@ def _train(flags: Sequence[str], sizes: Sizes, folder: Path) -> Printed:
     command = [sys.executable, "-m", RANK, TRAINERS[sizes.device], f"--job.config_file={FILE}"]
     command += [f"--job.dump_folder={folder}", *flags]
     environment = {**os.environ, "MASTER_PORT": str(port), OF_AGENT: str(True)}
-    code = run_limited(command, log, sizes.collective_timeout_s, environment, keeps_output=True)
-    printed = log.read_text(errors="replace")
+    code = run_limited(command, log, JOB_S, environment, keeps_output=True)
     if code != 0:
-        raise RuntimeError(f"a job ended with {code}: {printed[-TAIL:]}")
-    return {int(step): (float(a), float(b)) for step, a, b in STEP.findall(printed)}
+        raise RuntimeError(f"a job ended with {code}: see {folder}")
+    return {
+        int(step): (float(a), float(b))
+        for step, a, b in STEP.findall(log.read_text(errors="replace"))
+    }
 
 
 def _told_by_first(number: int) -> int:

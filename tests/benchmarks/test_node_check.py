@@ -199,7 +199,7 @@ def test_a_job_that_trains_otherwise_or_not_to_its_end_fails(record):
 MACHINE = {"cpu": "a processor", "gpu": "a GPU", "torch": "2.13.0"}
 
 
-def measured(tmp_path, *sizes):
+def measured(tmp_path, *sizes, start="h100"):
     rows = [
         {"collective": c, "ranks": n, "bytes": b, "us": us, "gb_per_s": rate}
         for n in sizes
@@ -211,7 +211,7 @@ def measured(tmp_path, *sizes):
     ]
     own = {"product": "grouped GEMM", "budget": said_of(OWN), "contention": 0.1}
     both = {"links": {"rows": rows}, "beside": {"rows": [{**own, "overlap_slowdown": -0.01}]}}
-    return load_profile(str(write_profile(tmp_path, "h100", MACHINE, both)))
+    return load_profile(str(write_profile(tmp_path, start, MACHINE, both)))
 
 
 def test_the_profile_has_the_links_that_were_measured_and_its_start_all_else(tmp_path):
@@ -222,6 +222,11 @@ def test_the_profile_has_the_links_that_were_measured_and_its_start_all_else(tmp
     assert node.origins["latency_us"].startswith("measured: ")
     assert profile.link_gb_per_s == start.link_gb_per_s
     assert profile.matmul_tflops == start.matmul_tflops
+
+
+def test_a_start_without_links_gets_the_compilers_rates(tmp_path):
+    profile = measured(tmp_path, 2, start="cpu")
+    assert (profile.node, profile.link_gb_per_s, profile.link_latency_us) == (None, 225.0, 9.0)
 
 
 def test_among_two_machines_the_network_has_the_bytes_that_cross_it(tmp_path):

@@ -3,9 +3,8 @@
 Contract
     A copy sees all that this process had when they began, graphs and modes included, and changes
     nothing here: its result alone comes back. It ends with this process, however that ends. On one
-    CPU, on other systems than Linux, and where a
-    GPU is there, for which autograd has threads that no copy has, they run here, one after another,
-    when results are asked for.
+    CPU, on other systems than Linux, and where a GPU is there, for which autograd has threads that
+    no copy has, they run here, one after another, when results are asked for.
 """
 
 from __future__ import annotations
