@@ -41,6 +41,7 @@ POLICIES: Final = (
     Policy(key=nearest_launch),
     Policy(key=nearest_launch, patience=0.5),
     Policy(key=nearest_launch, patience=1.0),
+    Policy(key=nearest_launch, spares_host=True),
     Policy(key=graph_order),
     Policy(key=graph_order, patience=0.5),
     Policy(key=longest_path),

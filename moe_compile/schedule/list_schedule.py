@@ -12,6 +12,8 @@ Pseudo-code
     (patient) a node does not start if an exchange that an earlier launch needs is over long before
               it would end
     a launch that its link cannot start yet, and for which the host has no time, lets others pass
+    (sparing the host) so does one on an idle link; with no others, an exchange over before it would
+              be launched is waited for
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Policy:
     """Smallest first; ties go to graph order."""
     patience: float = 0.0
     """Share of a filler's time that may be spent idle instead, for what an earlier launch needs."""
+    spares_host: bool = False
+    """Whether launches let others pass until the host has time for them, on an idle link too."""
 
 
 def nearest_launch(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
@@ -137,7 +141,8 @@ class _Run:
                     continue
                 chosen = None if self._better_wait(node) else node
                 break
-        chosen = put_off if chosen is None else chosen
+        if chosen is None and put_off is not None and not self._better_idle(put_off):
+            chosen = put_off
         for entry in left:
             if entry[-1] != chosen:
                 heapq.heappush(self.candidates, entry)
@@ -182,7 +187,15 @@ class _Run:
         group = self.problem.group_of.get(node)
         if group is None or self.clock.host_has_time(node):
             return False
+        if self.policy.spares_host:
+            return True
         return self.clock.link_free_us(group) > self.clock.host_us + self.problem.host_us[node]
+
+    def _better_idle(self, node: int) -> bool:
+        """Whether an exchange is over, and frees others, before the host could launch `node`."""
+        over_us = self._next_over_us() if self.policy.spares_host else None
+        launched_us = self.clock.host_us + self.problem.host_us[node]
+        return over_us is not None and over_us < launched_us
 
     def _place(self, node: int) -> None:
         """Run `node`, and before it the followers and waits that it needs."""

@@ -109,15 +109,36 @@ def read_then_sent(x, w):
     return *products, *map(c10d.wait_tensor, (first, launched(x + number)))
 
 
-def test_the_second_launch_behind_a_read_lets_the_device_compute_first():
-    """Its link is busy with the first, and the device would stand still while it is launched."""
+def test_launches_behind_a_read_let_the_device_compute_first():
+    """The device would stand still while the host launches them, longer than the link takes."""
     problem, liveness = problem_of(read_then_sent, torch.ones(64, 64), torch.ones(64, 64))
     problem = replace(problem, link_us=tuple(us / 4 for us in problem.link_us))
     free = replace(problem, host_us=(0.0,) * len(problem.nodes))
     orders = [choose_schedule(p, liveness, 9.0).chosen.order for p in (free, problem)]
-    assert [letters(problem, order) for order in orders] == ["LLmmmmWW", "LmLmmmWW"]
+    assert [letters(problem, order) for order in orders] == ["LLmmmmWW", "mLLmmmWW"]
     eager_us, chosen_us = (simulate(problem, order).step_us for order in orders)
-    assert eager_us > chosen_us + 90.0
+    assert eager_us > chosen_us + 190.0
+
+
+def two_sent(x, w):
+    """Two exchanges can be launched at once; products need what the first receives."""
+    first, second = launched(x), launched(x + 1)
+    received = c10d.wait_tensor(first)
+    return [received @ (w + i) for i in range(4)], c10d.wait_tensor(second)
+
+
+def test_a_launch_waits_for_the_first_exchange_where_products_behind_it_hide_the_host():
+    """The host takes longer for the second launch than the link for the first exchange."""
+    problem, liveness = problem_of(two_sent, torch.ones(64, 64), torch.ones(64, 64))
+    problem = replace(problem, link_us=tuple(us / 200 for us in problem.link_us))
+    order = choose_schedule(problem, liveness, 9.0).chosen.order
+    launch_us = problem.host_us[problem.launches[0]]
+    at_once = [*order]
+    at_once.remove(problem.launches[1])
+    at_once.insert(at_once.index(problem.launches[0]) + 1, problem.launches[1])
+    assert letters(problem, order).startswith("LWm") and letters(problem, at_once)[:2] == "LL"
+    times_us = [simulate(problem, one).step_us for one in (order, at_once)]
+    assert times_us[1] > times_us[0] + launch_us / 2
 
 
 def test_a_launch_is_moved_up_to_where_the_host_has_time_for_it():
