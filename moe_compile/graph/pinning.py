@@ -22,7 +22,8 @@ from moe_compile.graph.query import is_launch, is_wait, overload_name
 def pin_order(graph: fx.Graph) -> bool:
     """Hold launches and waits in their order, and matrix products where they stand between these.
 
-    Attention is held before the waits behind it: long enough to hide what they wait for.
+    Attention is held before the exchanges behind it: long enough to hide what they wait for, and
+    what the host takes to launch them.
     Stronger than the settings: fusion cannot pull a wait before compute it stands after, nor what
     runs under an exchange before its launch, with a kernel that the launch needs. To be the last
     edit of a graph, as all that is held ends up inside a higher-order operator. Returns whether
@@ -57,8 +58,8 @@ def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
     """What depends on the last launch or wait."""
     for node in graph.nodes:
         if is_launch(node) or is_wait(node):
-            earlier = [exchange, *(work if is_wait(node) else ())]
-            behind = [e for e in earlier if e is not None and e not in node.all_input_nodes]
+            known = {None, *node.all_input_nodes}
+            behind = [earlier for earlier in (exchange, *work) if earlier not in known]
             if behind:
                 after[node] = OrderedSet(behind)
             exchange, work, follows = node, [], {node}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.pinning import pin_order
@@ -17,7 +18,7 @@ from moe_compile.inductor_settings import settings_of_ours
 from moe_compile.plan.state import CompileState
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
-from tests.scheduled_layers import ChunkedMoE, exchange, letters, one_rank_group
+from tests.scheduled_layers import ChunkedMoE, c10d, exchange, letters, one_rank_group
 
 
 class Scheduling(CustomGraphPass):
@@ -127,6 +128,24 @@ def test_a_wait_is_held_behind_all_products_since_the_exchange_before_it():
     *products_held, (products, behind_wait) = held
     assert len(products) == 3 and set(products) <= set(behind_wait)
     assert [[name[:10] for name in behind] for _, behind in products_held] == [["all_to_all"]] * 3
+
+
+def test_a_launch_is_held_behind_the_product_that_the_host_launches_before_it():
+    """In front of it the device would stand still while the host launches the exchange."""
+    group = one_rank_group()
+
+    def program(x, weight):
+        first = c10d.all_to_all_single(x, [64], [64], group)
+        product = weight @ weight
+        second = c10d.all_to_all_single(x + 1, [64], [64], group)
+        return product, *map(c10d.wait_tensor, (first, second))
+
+    graph = make_fx(program)(torch.ones(64, 64), torch.ones(64, 64)).graph
+    assert pin_order(graph)
+    behind = {
+        n.name: [a.name for a in n.args[0]] for n in graph.nodes if "control" in str(n.target)
+    }
+    assert behind["all_to_all_single_1"] == ["all_to_all_single", "mm"]
 
 
 def test_what_products_that_are_held_read_in_common_is_computed_once():
