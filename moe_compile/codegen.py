@@ -29,7 +29,6 @@ from moe_compile.cache_marks import cache_marks
 from moe_compile.cost.aot_trace import AOT, aot_graphs
 from moe_compile.dropped_before import Failure, note, noted
 from moe_compile.entry_points import hash_of_packages
-from moe_compile.graph.async_tp import SETTING
 from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
 from moe_compile.inductor_settings import settings_of_ours, switched_off
@@ -179,8 +178,7 @@ def compile_with_inductor(
     Where it keeps host reads its backward keeps what was saved all the same.
     """
     levels = _levels(state)
-    ours: dict[str, Any] = {SETTING: True} if state.async_tp else {}
-    ours.update(_settings(state))
+    ours = _settings(state)
     passes = dict[str, LevelPass]()
     for hook, all_levels in HOOKS.items():
         if here := tuple(level for level in all_levels if level in levels):

@@ -91,10 +91,6 @@ class MegaMoEConfig:
     """Which projections of attention run by groups of heads as well, each under the exchanges of
     the other groups (docs/attention.md#projections-by-groups-of-heads). Needs `attention_chunks`.
     Sums over groups round differently from whole ones, so it is never chosen by "auto"."""
-    async_tp: bool = False
-    """Hand attention under tensor parallelism to Inductor's async TP, where symmetric memory is
-    enabled for its group (CUDA only; docs/attention.md#tensor-parallelism). It sums over ranks in
-    another order."""
     dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
     with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
@@ -223,6 +219,8 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Values each closed option takes."""
 RETIRED: Final[Mapping[str, str]] = {
+    "async_tp": "leave it out: torch._inductor.config._micro_pipeline_tp switches Inductor's async "
+    "TP on, which reorders collectives, so for graphs without experts alone",
     "dispatch_padding": "leave it out: after an all-gather dispatch there is room for the rows "
     'that came, as with "exact"; padding ("worst") could make gradients NaN',
 }

@@ -146,9 +146,7 @@ def _picking(region: PickingRegion) -> FoundPicking:
 
 
 def _attention(region: AttentionRegion | AttentionRefused) -> FoundAttention:
-    result = tensor_of(region.core)
-    device = result.device.type if result is not None else ""
-    return FoundAttention(region=region, where=source_place(region.core), device=device)
+    return FoundAttention(region=region, where=source_place(region.core))
 
 
 def _payload(launch: fx.Node) -> torch.Tensor | None:

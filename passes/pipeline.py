@@ -53,7 +53,6 @@ from passes.sort_nodes import SortNodes
 from passes.split_addends import SplitAddends
 from passes.split_batch import SplitBatch
 from passes.unpack_integers import UnpackIntegers
-from passes.verify_async_tp import VerifyAsyncTP
 from passes.verify_schedule import VerifySchedule
 from passes.zero_empty_groups import ZeroEmptyGroups
 
@@ -104,7 +103,6 @@ POST_GRAD_EARLY: Final = Level(
 
 POST_GRAD: Final = Level(
     (
-        VerifyAsyncTP(),
         SplitAddends(),
         UnpackIntegers(),
         ScheduleExchanges(),

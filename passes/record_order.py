@@ -35,7 +35,7 @@ class RecordOrder(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Emit the call before the first node that computes."""
-        if not state.async_tp and not any(is_launch(node) for node in graph.nodes):
+        if not any(is_launch(node) for node in graph.nodes):
             nothing = Verdict(candidate="graph", reason=Reason.NO_COLLECTIVE)
             return PassReport(pass_name=self.name, skipped=(nothing,))
         text = json.dumps(_record(graph, state), sort_keys=True)

@@ -35,7 +35,6 @@ class SplitAddends(GraphPass):
 
     name: ClassVar[str] = "split_addends"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    commutes_with: ClassVar[frozenset[str]] = frozenset({"verify_async_tp"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Split every product whose addend waits for more than its factors do."""

@@ -104,5 +104,3 @@ class AttentionRefused:
     core: fx.Node
     reason: Reason
     detail: str = ""
-    groups: tuple[str, ...] = ()
-    """Under tensor parallelism: the groups that gather before it and reduce after it."""

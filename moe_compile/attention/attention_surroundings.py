@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from moe_compile.attention.head_tracking import is_movement
 from moe_compile.graph.modes import chooses_attention
-from moe_compile.graph.query import group_name, is_all_gather, is_launch, overload_name
+from moe_compile.graph.query import is_all_gather, is_launch, overload_name
 
 
 def nearest_launches(start: fx.Node, *, up: bool) -> list[fx.Node]:
@@ -29,13 +29,12 @@ def nearest_launches(start: fx.Node, *, up: bool) -> list[fx.Node]:
     return found
 
 
-def tensor_parallel_groups(core: fx.Node) -> tuple[str, ...]:
-    """Return the groups that gather what `core` reads and reduce what it makes, in order of names;
-    () unless both are done."""
-    above = [n for n in nearest_launches(core, up=True) if is_all_gather(n)]
-    below = [n for n in nearest_launches(core, up=False) if "reduce" in overload_name(n)]
-    both = above and below
-    return tuple(sorted({group_name(n) for n in (*above, *below)})) if both else ()
+def is_tensor_parallel(core: fx.Node) -> bool:
+    """Whether a gather makes what `core` reads, and a reduction takes what it makes."""
+    is_gathered = any(map(is_all_gather, nearest_launches(core, up=True)))
+    return is_gathered and any(
+        "reduce" in overload_name(n) for n in nearest_launches(core, up=False)
+    )
 
 
 def backend_choices(core: fx.Node) -> tuple[fx.Node, ...]:

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.attention.attention_surroundings import (
     backend_choices,
+    is_tensor_parallel,
     movements_above,
     nearest_launches,
-    tensor_parallel_groups,
 )
 from moe_compile.attention.head_factors import Lost, size_of
 from moe_compile.attention.head_inputs import heads_read
@@ -67,15 +67,8 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
         try:
             regions.append(_region(core, dependence))
         except Refuse as e:
-            refused.append(
-                AttentionRefused(
-                    name=core.name,
-                    core=core,
-                    reason=e.reason,
-                    detail=e.detail,
-                    groups=tensor_parallel_groups(core) if e.reason is TENSOR_PARALLEL else (),
-                )
-            )
+            one = AttentionRefused(name=core.name, core=core, reason=e.reason, detail=e.detail)
+            refused.append(one)
         except Lost as e:
             lost = Reason.HEADS_LOST
             refused.append(AttentionRefused(name=core.name, core=core, reason=lost, detail=str(e)))
@@ -168,7 +161,7 @@ def _check_shape(
 
 
 def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
-    if tensor_parallel_groups(core):
+    if is_tensor_parallel(core):
         return Refuse(TENSOR_PARALLEL)
     above = [n for operand in operands for n in nearest_launches(operand, up=True)]
     below = nearest_launches(core, up=False)

@@ -29,7 +29,6 @@ class Reason(enum.Enum):
     NOT_ASKED = "the options leave it off", Kind.NOT_ASKED
     ONE_CHUNK = "one chunk asked for", Kind.NOT_ASKED
     MODEL_POLICY = "the option recompute leaves it to the model", Kind.NOT_ASKED
-    NO_CODE = "codegen is not Inductor's", Kind.NOT_ASKED
     RUN_AS_IT_IS = "codegen = 'fx' runs operators one by one", Kind.NOT_ASKED
 
     # price
@@ -349,17 +348,6 @@ class Reason(enum.Enum):
     )
 
     NO_MEANS = "this torch lacks what would hold it", Kind.NOT_POSSIBLE
-
-    # Inductor's async TP
-    NO_SETTING = "this torch does not have it", Kind.NOT_POSSIBLE
-    NOT_CUDA = "its tensors are not on a CUDA device", Kind.NOT_POSSIBLE
-    NO_NCCL = "this torch was built without NCCL", Kind.NOT_POSSIBLE
-    NOT_ENABLED = (
-        "symmetric memory is not enabled for its group; call "
-        "torch.distributed._symmetric_memory.enable_symm_mem_for_group",
-        Kind.NOT_POSSIBLE,
-    )
-    NO_MATCH = "Inductor's async TP found nothing it could fuse", Kind.NOT_POSSIBLE
 
     # passes left out
     DISABLED = "disabled by disable_passes", Kind.NOT_ASKED

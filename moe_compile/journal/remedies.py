@@ -27,7 +27,6 @@ _OPTIONS_AND_PRICE: Final = {
     Reason.NOT_ASKED: f"{NOTHING}: set the option that the report names if it is wanted",
     Reason.ONE_CHUNK: f"{NOTHING}: set the option to a larger number, or to 'auto'",
     Reason.MODEL_POLICY: f"{NOTHING}: set megamoe.recompute = 'save_exchanges' to save exchanges",
-    Reason.NO_CODE: f"{NOTHING}: set megamoe.codegen = 'inductor', which alone has async TP",
     Reason.RUN_AS_IT_IS: f"{NOTHING}: megamoe.codegen = 'inductor' generates code for it",
     Reason.BY_PRICE: f"{NOTHING}: an option set to a value by name is not judged by price",
     Reason.FEW_ROWS_PER_TOKEN: f"{NOTHING}: megamoe.dispatch = 'all_gather' gathers all the same",
@@ -135,7 +134,7 @@ _EXPERTS: Final = {
 }
 _ATTENTION: Final = {
     Reason.NO_EXCHANGE: f"{NOTHING}: without exchanges around it there is nothing to overlap",
-    Reason.TENSOR_PARALLEL: f"{NOTHING}: megamoe.async_tp hands it to Inductor's async TP",
+    Reason.TENSOR_PARALLEL: f"{NOTHING}: it trades no heads for sequence",
     Reason.COMPUTED_BETWEEN: f"{NOTHING}, unless groups of heads are wanted: compute it before the "
     "exchange",
     Reason.SEVERAL_EXCHANGES: f"{NOTHING}, unless groups of heads are wanted: exchange q, k and v "
@@ -225,13 +224,6 @@ _GRADIENTS_AND_SCHEDULE: Final = {
     Reason.MEMORY_CAP: "raise megamoe.max_memory_increase",
     Reason.USER_STREAMS: "leave streams to the compiler inside the compiled function",
     Reason.NO_MEANS: "use a torch with torch._inductor.fx_passes.control_dependencies",
-    Reason.NO_SETTING: "use a torch with torch._inductor.config._micro_pipeline_tp",
-    Reason.NOT_CUDA: "run it on CUDA devices",
-    Reason.NO_NCCL: "use a torch built with NCCL",
-    Reason.NOT_ENABLED: "call torch.distributed._symmetric_memory.enable_symm_mem_for_group for "
-    "the group before the model is compiled",
-    Reason.NO_MATCH: "set megamoe.async_tp = false, or gather along the dimension that the "
-    "projections' matrix products keep",
     Reason.DISABLED: f"{NOTHING}: take its name out of megamoe.disable_passes if it is wanted",
     Reason.NEEDS_FACT: "take the pass that it needs out of megamoe.disable_passes",
     Reason.FAILED: "report what was raised; megamoe.disable_passes leaves the pass out",

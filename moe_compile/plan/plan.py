@@ -105,8 +105,6 @@ class AttentionPlan:
     """Whether the projections of q, k and v run by groups too."""
     projects_out: bool = False
     """Whether the output projection does."""
-    is_handed_over: bool = False
-    """Whether its collectives are left to Inductor's async TP."""
     unproven: str = ""
     """As of `ExpertsPlan`."""
 

@@ -66,10 +66,10 @@ def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str
     """Return the process groups on which a rewritten program may launch anything but as written.
 
     Those of exchanges, which are chunked, reordered or saved, and of gathered tokens; and those
-    whose collectives may pass one another, or have their gradients sent otherwise, or are handed to
-    Inductor. A rewrite that is no region's may have moved any of them.
+    whose collectives may pass one another, or have their gradients sent otherwise. A rewrite that
+    is no region's may have moved any of them.
     """
-    if state.config.gradient_wire != "same" or state.async_tp or state.has_outside_rewrites:
+    if state.config.gradient_wire != "same" or state.has_outside_rewrites:
         return set(collectives)
     may_pass = state.config.equal_tokens and state.config.schedule
     return {

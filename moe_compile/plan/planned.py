@@ -52,8 +52,6 @@ class FoundAttention:
     region: AttentionRegion | AttentionRefused
     where: str
     """The user's line that calls it: `file.py:line in function`."""
-    device: str
-    """Type of the device its result is on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +173,7 @@ class PlannedAttention:
     split: HeadSplit | None = None
     """What is cut in groups, where it is split."""
     left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`attention_chunks`, `attention_split` or `async_tp` -> why it is not otherwise."""
+    """`attention_chunks` or `attention_split` -> why it is not otherwise."""
     decision: Decision | None = None
     remarks: tuple[str, ...] = ()
     """What groups of heads may change; () where no bit changes."""

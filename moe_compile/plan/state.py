@@ -75,8 +75,6 @@ class CompileState:
     """Whether there is anything for the levels after the Dynamo graph to do."""
     has_outside_rewrites: bool = False
     """Whether a rewrite of other than exchanges of regions was applied, in the compilation."""
-    async_tp: bool = False
-    """Whether some attention is handed to Inductor's async TP."""
     num_marked: int = 0
     """Regions whose exchanges were told from those of others, in all Dynamo graphs so far."""
     is_compared: bool = False
@@ -124,11 +122,10 @@ class CompileState:
         if "quantize_exchanges" in passes:
             self.experts = tuple(one.unquantised() for one in self.experts)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
-        self.async_tp |= any(one.plan.is_handed_over for one in self.attention)
         self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
         has_regions = any(one.plan.group for one in self.regions)
         self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
-        self.has_work |= self.async_tp or has_regions or self.has_outside_rewrites
+        self.has_work |= has_regions or self.has_outside_rewrites
 
     @property
     def num_parts(self) -> int:

@@ -60,7 +60,7 @@ class Compilation:
     @property
     def has_regions(self) -> bool:
         """Whether there is anything for later levels to do."""
-        return bool(self.regions) or any(a.is_region or a.is_handed_over for a in self.attention)
+        return bool(self.regions) or any(a.is_region for a in self.attention)
 
     def add_level(self, state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""

@@ -26,7 +26,7 @@ def why_nothing_was_rewritten(report: Mapping[str, Any]) -> str:
 def _is_rewritten(report: Mapping[str, Any]) -> bool:
     return (
         any(region["verdict"] in DONE for region in report["regions"])
-        or any(a["num_chunks"] > 1 or a.get("is_handed_over") for a in report["attention"])
+        or any(a["num_chunks"] > 1 for a in report["attention"])
         or any(APPLIED in line for line in report.get("rewrites", ()))
         or any("gradient_bytes" in graph for graph in report["graphs"])
     )

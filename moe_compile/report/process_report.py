@@ -42,7 +42,6 @@ FIGURES: Final = (
     "peak_bytes",
     "gradient_bytes_before",
     "gradient_bytes",
-    "num_async_tp_products",
     "contention",
     "overlap_slowdown",
 )

@@ -31,11 +31,9 @@ LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others it is the reason."""
 
 BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
-HANDED_OVER: Final = "handed to Inductor's async TP: the sum over ranks is taken in another order"
 LEFT: Final = {
     "projections of q, k and v": "projections of q, k and v whole",
     "output projection": "output projection whole",
-    "async_tp": "not handed to Inductor's async TP",
 }
 """What of attention is left as it is -> what to say of it."""
 
@@ -102,8 +100,6 @@ class AttentionReport:
     remarks: tuple[str, ...] = ()
     to_do: tuple[str, ...] = ()
     """What to change so that what was left is done, a sentence for each reason."""
-    is_handed_over: bool = False
-    """Whether Inductor's async TP has its collectives."""
 
 
 def as_written(region: RegionReport, why: str) -> RegionReport:
@@ -129,7 +125,6 @@ def attention_report(one: PlannedAttention) -> AttentionReport:
     if isinstance(region, AttentionRegion):
         sizes = region.num_heads, region.num_kv_heads
     why = one.left.get("attention_chunks")
-    handed_over = (HANDED_OVER,) if one.plan.is_handed_over else ()
     return AttentionReport(
         name=region.name,
         where=one.found.where,
@@ -144,10 +139,8 @@ def attention_report(one: PlannedAttention) -> AttentionReport:
             *decision_remarks(one.decision),
             *one.remarks,
             *(f"{LEFT[what]}: {left.why}" for what, left in one.left.items() if what in LEFT),
-            *handed_over,
         ),
         to_do=changes_for(left.reason for left in one.left.values()),
-        is_handed_over=one.plan.is_handed_over,
     )
 
 
