@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import multiprocessing
 import io
 import os
 import re
@@ -212,16 +213,20 @@ def noted(seen, number):
     return number, os.getpid()
 
 
-@pytest.mark.parametrize(("cpus", "has_gpu"), [(1, False), (2, False), (2, True)])
-def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus, has_gpu):
-    """On one CPU, and where a GPU is, here, when their results are asked for."""
+@pytest.mark.parametrize(
+    ("cpus", "has_gpu", "is_daemonic"),
+    [(1, False, False), (2, False, False), (2, True, False), (2, False, True)],
+)
+def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus, has_gpu, is_daemonic):
+    """Here, when their results are asked for, on one CPU, where a GPU is, and in a daemon."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cpus)})
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", is_daemonic)
     seen = []
     with beside([functools.partial(noted, seen, number) for number in range(3)]) as results:
         numbers, processes = zip(*results(), strict=True)
     assert numbers == (0, 1, 2)
-    is_here = cpus == 1 or has_gpu
+    is_here = cpus == 1 or has_gpu or is_daemonic
     assert (os.getpid() in processes, seen) == ((True, [0, 1, 2]) if is_here else (False, []))
     with pytest.raises(InvalidConfig, match="no such number"):  # noqa: SIM117
         with beside([functools.partial(noted, seen, number) for number in (1, 3)]) as results:

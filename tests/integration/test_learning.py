@@ -46,7 +46,10 @@ def flags_of_make(ranks):
 
 @pytest.mark.slow
 def test_one_two_and_four_ranks_print_the_same_losses(four_ranks, tmp_path):
-    """All read the same sequences in a step; one rank has all experts and exchanges nothing."""
+    """All read the same sequences in a step; one rank has all experts and exchanges nothing.
+
+    To four digits: experts multiply in bfloat16, of other rows together on every number of ranks.
+    """
     job = {**AS_IN_THE_FILE, **ONE_TEXT, **STOCK, "training.steps": 10}
     shards = {"parallelism.data_parallel_shard_degree": 2}
 
@@ -58,4 +61,4 @@ def test_one_two_and_four_ranks_print_the_same_losses(four_ranks, tmp_path):
     expected = losses(1)
     assert len(expected) == 10
     for ranks in (2, 4):
-        assert losses(ranks) == pytest.approx(expected, abs=1e-4)
+        assert losses(ranks) == pytest.approx(expected, rel=5e-5)

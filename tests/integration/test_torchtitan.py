@@ -90,7 +90,7 @@ def test_a_stock_toml_with_three_keys_more_is_chunked(tmp_path):
     config.write_text(STOCK_TOML.format(folder=tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "moe_compile.cli", "train", str(config), "--nproc", "2"], cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80",
              "MEGAMOE_CHUNKS": "2", "MEGAMOE_CODEGEN": "fx"},
         capture_output=True, text=True, timeout=540, check=False,
     )  # fmt: skip

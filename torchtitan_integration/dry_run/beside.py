@@ -2,9 +2,10 @@
 
 Contract
     A copy sees all that this process had when they began, graphs and modes included, and changes
-    nothing here: its result alone comes back. It ends with this process, however that ends. On one
-    CPU, on other systems than Linux, and where a GPU is there, for which autograd has threads that
-    no copy has, they run here, one after another, when results are asked for.
+    nothing here: its result alone comes back. It ends with this process, however that ends.
+    They run here, one after another, when results are asked for: on one CPU; on other systems than
+    Linux; in a daemonic process, which may have no children; and where a GPU is there, for which
+    autograd has threads that no copy has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def beside(tasks: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any
 
     A task's exception is raised by that function.
     """
-    is_safe = sys.platform == "linux" and not torch.accelerator.is_available()
+    is_daemonic = multiprocessing.current_process().daemon
+    is_safe = sys.platform == "linux" and not torch.accelerator.is_available() and not is_daemonic
     cpus = len(os.sched_getaffinity(0)) if is_safe else 1
     if min(cpus, len(tasks)) < 2:
         yield lambda: [task() for task in tasks]
