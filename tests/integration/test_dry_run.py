@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import multiprocessing
 import io
+import multiprocessing
 import os
 import re
 
