@@ -26,7 +26,6 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "dispatch_wire": ("same", "auto"),
     "combine_wire": ("same", "auto"),
     "attention_chunks": (1,),
-    "attention_split": ("none",),
     "transport": ("functional",),
     "nodes": ("off", "auto"),
 }
@@ -87,10 +86,6 @@ class MegaMoEConfig:
     them, and 1 where groups may round differently (docs/attention.md#groups-of-heads), unless
     `numerics` is "lossy". The default is 1: no measurement on several GPUs says yet that more
     are faster."""
-    attention_split: Literal["none", "qkv", "out", "both"] = "none"
-    """Which projections of attention run by groups of heads as well, each under the exchanges of
-    the other groups (docs/attention.md#projections-by-groups-of-heads). Needs `attention_chunks`.
-    Sums over groups round differently from whole ones, so it is never chosen by "auto"."""
     dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
     with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
@@ -157,8 +152,8 @@ class MegaMoEConfig:
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False
     """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
-    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`, `attention_split`) and what it is
-    meant for is not proven safe, and where a pass fails."""
+    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`) and what it is meant for is not
+    proven safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
@@ -173,11 +168,6 @@ class MegaMoEConfig:
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        if self.attention_split != "none" and self.attention_chunks == 1:
-            raise InvalidConfig(
-                f"megamoe.attention_split is {self.attention_split!r}, with one group of heads; "
-                "write megamoe.attention_chunks = 2 or more as well"
-            )
         for name in ("max_memory_increase", "routing_skew"):
             check_amount(name, getattr(self, name))
         for name, hint in HINTS.items():
@@ -219,6 +209,8 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Values each closed option takes."""
 RETIRED: Final[Mapping[str, str]] = {
+    "attention_split": "leave it out: projections are computed whole, beside the exchanges of "
+    "attention_chunks",
     "async_tp": "leave it out: torch._inductor.config._micro_pipeline_tp switches Inductor's async "
     "TP on, which reorders collectives, so for graphs without experts alone",
     "dispatch_padding": "leave it out: after an all-gather dispatch there is room for the rows "

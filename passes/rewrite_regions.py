@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch.distributed as dist
 import torch.fx as fx
 
-from moe_compile.attention.head_split import HeadSplit
+from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
 from moe_compile.graph.open_sorts import make_stable
@@ -52,14 +52,18 @@ class RewriteRegions(GraphPass):
         """Emit every region anew, have its readers read that, erase what nothing needs."""
         dependence = Dependence(graph)
         experts = [one for one in state.experts if one.is_rewritten]
-        splits = [(a.split, a.plan.num_chunks) for a in state.attention if a.split is not None]
+        attention = [
+            (one.found.region, one.plan.num_chunks)
+            for one in state.attention
+            if isinstance(one.found.region, AttentionRegion) and one.is_rewritten
+        ]
         capacity = [one for one in state.capacity if one.is_rewritten]
         picking = [one for one in state.picking if one.is_rewritten]
         place = {node: i for i, node in enumerate(graph.nodes)}
-        bodies = [sorted(set(split.body), key=place.__getitem__) for split, _ in splits]
+        bodies = [sorted({*region.body}, key=place.__getitem__) for region, _ in attention]
         bodies += [list(one.found.region.body) for one in capacity]
         finish = [_emit_experts(one, dependence, state) for one in experts]
-        finish += [_emit_attention(split, num_groups) for split, num_groups in splits]
+        finish += [_emit_attention(*one) for one in attention]
         finish += [_emit_capacity(one) for one in capacity]
         finish += [_emit_picking(one) for one in picking]
         for replace_and_move in finish:
@@ -78,7 +82,7 @@ class RewriteRegions(GraphPass):
                 *(one.found.region.name for one in experts),
                 *(one.found.region.name for one in capacity),
                 *(one.found.region.name for one in picking),
-                *(split.region.name for split, _ in splits),
+                *(region.name for region, _ in attention),
             ),
             measures={"num_bulk_host_reads": len(experts) + len(picking)},
         )
@@ -151,7 +155,7 @@ def _emit_picking(one: PlannedPicking) -> Callable[[], None]:
     return lambda: replace_uses({region.result: slices.result})
 
 
-def _emit_attention(split: HeadSplit, num_groups: int) -> Callable[[], None]:
+def _emit_attention(region: AttentionRegion, num_groups: int) -> Callable[[], None]:
     """Emit attention in groups of heads; return what puts it in the place of the old one."""
-    result = emit_head_groups(split, num_groups)
-    return lambda: replace_uses({split.result: result})
+    result = emit_head_groups(region, num_groups)
+    return lambda: replace_uses({region.result: result})

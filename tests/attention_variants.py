@@ -81,14 +81,6 @@ class FixedMask(SplitAttention):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=far, enable_gqa=True)
 
 
-class ProjectedAsIntegers(SplitAttention):
-    """The queries are taken for integers and back before they are sent."""
-
-    def project(self, x):
-        q, k, v = super().project(x)
-        return q.contiguous().view(torch.int32).view(torch.float32), k, v
-
-
 VARIANTS = (NamedArguments, NamedExchange, SlopesInFeatures, SlopesBesideResult, FixedMask)
 
 

@@ -160,22 +160,14 @@ def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
             raise Refuse(Reason.ESCAPES, operator_at(node))
 
 
-def check_meanwhile(
-    body: Collection[fx.Node],
-    core: fx.Node,
-    dependence: Dependence,
-    *,
-    may_round: bool = False,
-) -> None:
+def check_meanwhile(body: Collection[fx.Node], core: fx.Node, dependence: Dependence) -> None:
     """Refuse when `body` would compute something else, or tell otherwise, just before `core`.
 
-    Nor may others write what it reads before its last node. With `may_round` gradients may be
-    added up in another order.
+    Nor may others write what it reads before its last node.
     """
     legality = Legality(dependence, core.graph)
     obstacle = legality.obstacle([n for n in body if n is not core], core)
     last = dependence.in_order(body)[-1]
     obstacle = obstacle or legality.written_meanwhile(body, last)
-    if obstacle is None or (may_round and obstacle.hazard is Hazard.GRADIENT_ORDER):
-        return
-    raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
+    if obstacle is not None:
+        raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))

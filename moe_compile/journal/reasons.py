@@ -214,10 +214,6 @@ class Reason(enum.Enum):
     )
     ONE_KV_HEAD = "one local KV head: nothing to split by", Kind.NOT_POSSIBLE
     NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads", Kind.NOT_POSSIBLE
-    NO_PROJECTION = ("no product by a weight makes what is sent, head by head", Kind.UNPROVEN)
-    NO_OUTPUT = ("no product by a weight follows the result by movements of data", Kind.UNPROVEN)
-    MIXES_HEADS = ("what stands between a projection and the exchange mixes heads", Kind.UNPROVEN)
-    MADE_LATE = "the weight of the output is made after the attention", Kind.UNPROVEN
 
     # all-gather dispatch
     ROWS_MAY_DIFFER = (

@@ -157,11 +157,6 @@ _ATTENTION: Final = {
     "number, or megamoe.numerics = 'lossy'",
     Reason.ONE_KV_HEAD: "have fewer ranks in the group, or more KV heads",
     Reason.NOT_DIVISIBLE: "set megamoe.attention_chunks to a divisor of the KV heads of a rank",
-    Reason.NO_PROJECTION: "make q, k or v by a linear layer right before it is sent",
-    Reason.NO_OUTPUT: "apply the output's linear layer to the result right after it is back",
-    Reason.MIXES_HEADS: "treat heads apart between projection and exchange, as a norm per head "
-    "does",
-    Reason.MADE_LATE: "make the weight before the attention",
 }
 _DISPATCH_AND_WIRE: Final = {
     Reason.ROWS_MAY_DIFFER: "choose experts by topk inside the graph, so that every token has k "

@@ -35,14 +35,6 @@ class Bound(enum.Enum):
         "a product may round a row by how many are multiplied at once, and with it outputs and "
         "all gradients in the last bits"
     )
-    QKV = (
-        "q, k and v projected by groups of heads: gradients of what the groups share are summed "
-        "over them, off by at most chunks * eps / 2 of the sum of their magnitudes"
-    )
-    OUT = (
-        "output projection summed over groups of heads: off by at most chunks * eps / 2 of the "
-        "sum of their magnitudes"
-    )
     HEADS = (
         "last bits may differ by group: of torch's kernel for these sizes, layouts, masks and "
         "backends, or of the gradient of what no exchange brings"

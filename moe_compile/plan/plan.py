@@ -101,10 +101,6 @@ class AttentionPlan:
     """Of the exchanges around it; "" where it is no region."""
     num_chunks: int = 1
     """Groups of heads it runs in."""
-    projects_qkv: bool = False
-    """Whether the projections of q, k and v run by groups too."""
-    projects_out: bool = False
-    """Whether the output projection does."""
     unproven: str = ""
     """As of `ExpertsPlan`."""
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
-from moe_compile.attention.head_split import HeadSplit
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
@@ -170,10 +169,8 @@ class PlannedAttention:
 
     found: FoundAttention
     plan: AttentionPlan
-    split: HeadSplit | None = None
-    """What is cut in groups, where it is split."""
     left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`attention_chunks` or `attention_split` -> why it is not otherwise."""
+    """`attention_chunks` -> why it is not otherwise."""
     decision: Decision | None = None
     remarks: tuple[str, ...] = ()
     """What groups of heads may change; () where no bit changes."""
@@ -181,15 +178,15 @@ class PlannedAttention:
     @property
     def is_rewritten(self) -> bool:
         """Whether it runs in groups of heads."""
-        return self.split is not None
+        return self.plan.num_chunks > 1
 
     def as_written(self, why: Reason) -> PlannedAttention:
         """Return the same left as the model wrote it."""
-        if self.split is None:
+        if not self.is_rewritten:
             return self
         left = {"attention_chunks": Verdict(candidate=self.found.region.name, reason=why)}
         plan = AttentionPlan(group=self.plan.group, unproven=self.plan.unproven)
-        return replace(self, plan=plan, split=None, left={**self.left, **left}, remarks=())
+        return replace(self, plan=plan, left={**self.left, **left}, remarks=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,11 +31,6 @@ LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others it is the reason."""
 
 BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
-LEFT: Final = {
-    "projections of q, k and v": "projections of q, k and v whole",
-    "output projection": "output projection whole",
-}
-"""What of attention is left as it is -> what to say of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,11 +130,7 @@ def attention_report(one: PlannedAttention) -> AttentionReport:
         num_chunks=one.plan.num_chunks,
         verdict=why.why if why else CHUNKED,
         decision=decision_figures(one.decision),
-        remarks=(
-            *decision_remarks(one.decision),
-            *one.remarks,
-            *(f"{LEFT[what]}: {left.why}" for what, left in one.left.items() if what in LEFT),
-        ),
+        remarks=(*decision_remarks(one.decision), *one.remarks),
         to_do=changes_for(left.reason for left in one.left.values()),
     )
 

@@ -7,10 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
-from moe_compile.attention.head_split import HeadSplit, split_projections
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.journal.entries import Verdict, judged
@@ -41,45 +38,17 @@ def _region(
     config = state.config
     decision = decide_attention(region, config, state.hardware, layers.around(region))
     num_groups, reason = plan_head_groups(config, region, decision)
-    split, left = None, dict[str, Verdict]()
-    if reason is None:
-        which = config.attention_split
-        split = split_projections(
-            region, qkv=which in ("qkv", "both"), out=which in ("out", "both")
-        )
-        for what, why, detail in split.kept_whole:
-            verdict = Verdict(
-                candidate=f"{what} of {region.name}", reason=why, detail=detail, where=found.where
-            )
-            left[what] = judged(config, "attention_split", verdict)
-    else:
+    left = dict[str, Verdict]()
+    if reason is not None:
         verdict = Verdict(candidate=region.name, reason=reason, where=found.where)
         left["attention_chunks"] = judged(config, "attention_chunks", verdict)
     return PlannedAttention(
         found=found,
-        plan=AttentionPlan(
-            group=region.group,
-            num_chunks=num_groups,
-            projects_qkv=split is not None and bool(split.projections),
-            projects_out=split is not None and split.output is not None,
-        ),
-        split=split,
+        plan=AttentionPlan(group=region.group, num_chunks=num_groups),
         left=left,
         decision=decision,
-        remarks=tuple(_bounds(region, split, num_groups)),
+        remarks=(Bound.HEADS.value,) if region.may_round(num_groups) else (),
     )
-
-
-def _bounds(region: AttentionRegion, split: HeadSplit | None, num_groups: int) -> Iterator[str]:
-    """Return what groups of heads may change."""
-    if split is None:
-        return
-    if region.may_round(num_groups):
-        yield Bound.HEADS.value
-    if split.projections:
-        yield Bound.QKV.value
-    if split.output is not None:
-        yield Bound.OUT.value
 
 
 def _no_region(

@@ -1,7 +1,6 @@
 """Attention regions are found by what moves; what only looks like one is left with a reason."""
 
 import inspect
-import operator
 import re
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from moe_compile.attention import detect_attention, head_inputs, head_proof
 from moe_compile.attention.detect_attention import find_attention
-from moe_compile.attention.head_split import split_projections
 from moe_compile.journal.reasons import Reason
 from tests import attention_layers as layers
 from tests import attention_variants as variants
@@ -79,27 +77,3 @@ def test_every_reason_has_a_program():
     files = (detect_attention, head_inputs, head_proof)
     said = re.findall(r"Reason\.([A-Z_]+)", "".join(map(inspect.getsource, files)))
     assert {Reason[name] for name in said} == set(REFUSED.values())
-
-
-def test_what_holds_no_heads_is_computed_once_for_all_groups(fake_ranks):
-    layer = layers.SharedKeyAttention(16, 8, 8, 8, fake_ranks)
-    (gm,) = dynamo_graphs(layer, torch.randn(4, 6, 16))
-    ((region,), _) = find_attention(gm.graph)
-    split = split_projections(region, qkv=True, out=False)
-    assert len(split.projections) == 2, "the latent and the shared key are made by a third"
-    per_group = [n for n in split.path if n.target in ("mul", operator.mul)]
-    assert not per_group, "the rotation of the shared key"
-
-
-def test_projections_are_followed_through_arguments_given_by_name(fake_ranks):
-    (region,), _ = find(variants.NamedArguments, fake_ranks)
-    split = split_projections(region, qkv=True, out=True)
-    assert not split.kept_whole
-    assert len(split.projections) == 2
-
-
-def test_no_projection_is_cut_above_a_view_as_another_type(fake_ranks):
-    """It was followed as a view, replayed as a reshape, and a gradient flowed through it."""
-    (region,), _ = find(variants.ProjectedAsIntegers, fake_ranks)
-    split = split_projections(region, qkv=True, out=False)
-    assert [linear.node.name for linear in split.projections] == ["linear"], "that of k and v"

@@ -11,7 +11,6 @@ from tests.attention_layers import (
     HeadMask,
     HeadMixing,
     LateNorm,
-    NormOverHeads,
     SplitAttention,
 )
 from tests.attention_refusals import LearnedMask
@@ -94,11 +93,3 @@ def test_attention_that_is_no_region_does_not_raise(fake_ranks, style):
 def test_kv_heads_that_cannot_be_divided_do_not_raise(fake_ranks, kv_heads, groups):
     gm, inputs = attention_graph(SplitAttention, fake_ranks, kv_heads)
     assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_chunks": groups}))
-
-
-def test_a_projection_that_is_asked_to_be_split_and_stays_whole_raises(fake_ranks):
-    gm, inputs = attention_graph(NormOverHeads, fake_ranks)
-    with pytest.raises(RegionRefused, match=r"attention_split asks .* mixes heads \(`rms_norm` at"):
-        megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "qkv"})
-    gm, inputs = attention_graph(NormOverHeads, fake_ranks)
-    assert callable(megamoe(gm, inputs, options={**SPLIT, "megamoe.attention_split": "out"}))

@@ -7,9 +7,8 @@ import torch
 from rich.console import Console
 
 from moe_compile.backend import rewrite
-from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.query import is_launch, tensor_of
+from moe_compile.graph.query import is_launch
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.report.explain import print_report
@@ -23,7 +22,6 @@ from tests.attention_layers import (
 from tests.attention_refusals import LocalKeys
 from tests.attention_variants import ROUNDED_BY_GROUP, FlashOff, UnevenRows
 from tests.capture import dynamo_graphs
-from tests.projection_refusals import REFUSED
 from tests.slow_parameters import slow_but
 
 ROUNDED = [LatentAttention, LocalKeys, NormedAttention, *ROUNDED_BY_GROUP]
@@ -91,40 +89,10 @@ def test_a_head_is_alone_in_a_batch_of_one_only_where_a_number_asks_for_it(
         assert found.num_chunks == 1
 
 
-@pytest.mark.parametrize(
-    ("style", "whole"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", "")
-)
-def test_a_projection_that_cannot_be_cut_is_whole_and_the_region_is_not(fake_ranks, style, whole):
-    gm, compilation = compiled(style, fake_ranks, attention_chunks=2, attention_split="both")
-    (found,) = compilation.attention
-    assert (found.num_chunks, found.verdict) == (2, "chunked")
-    said = tuple(remark.partition(" (")[0] for remark in found.remarks if "whole: " in remark)
-    assert said == whole
-    assert sum(map(is_launch, gm.graph.nodes)) == 8
-
-
-def saved_bytes(group, **options):
-    """Return what the forward graph hands to the backward one, but for graph inputs."""
-    x = torch.randn(4, 6, 16, requires_grad=True)
-    (gm,) = dynamo_graphs(SplitAttention(16, 24, 8, 8, group), x)
-    state, _ = rewrite(gm, MegaMoEConfig(hardware="cpu", **options))
-    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-    forward, _ = trace_both(gm, inputs, state)
-    (output,) = forward.graph.find_nodes(op="output")
-    values = [tensor_of(n) for n in output.all_input_nodes if n.op != "placeholder"]
-    return sum(v.numel() * v.element_size() for v in values)
-
-
-def test_cut_weights_are_not_kept_for_the_backward_pass(fake_ranks):
-    """They are copies: under FSDP every layer's would be held at once."""
-    whole = saved_bytes(fake_ranks, attention_chunks=2)
-    assert saved_bytes(fake_ranks, attention_chunks=2, attention_split="both") == whole
-
-
 def test_the_report_shows_what_became_of_every_attention(fake_ranks):
     report = ProcessReport()
     for style, options in (
-        (SplitAttention, {"attention_chunks": 2, "attention_split": "out"}),
+        (SplitAttention, {"attention_chunks": 2}),
         (TensorParallel, {"attention_chunks": 2}),
     ):
         report.add(compiled(style, fake_ranks, **options)[1], "", "cpu")
@@ -132,5 +100,5 @@ def test_the_report_shows_what_became_of_every_attention(fake_ranks):
     print_report(report.as_dict(), console)
     text = " ".join(console.export_text().split())
     place = r"attention_layers\.py:\d+"
-    assert re.search(place + " 2 12 4 2 chunked output projection summed over groups", text)
+    assert re.search(place + " 2 12 4 2 chunked", text)
     assert re.search(place + " - - - - its heads are sharded by tensor parallelism", text)

@@ -94,6 +94,7 @@ def test_schedules_of_two_parts_that_each_read_are_near_the_least_time():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_schedules_of_three_hundred_graphs_are_near_the_least_time(two_ranks):
     check(two_ranks, 300, 1)
 
