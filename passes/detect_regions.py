@@ -25,14 +25,11 @@ from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.launch_order import mark_region
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
-from moe_compile.picking.detect_picking import PickingFound, find_picking_regions
-from moe_compile.picking.picking_regions import PickingRegion
 from moe_compile.plan.planned import (
     Findings,
     FoundAttention,
     FoundCapacity,
     FoundExperts,
-    FoundPicking,
 )
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
@@ -59,19 +56,14 @@ class DetectRegions(GraphPass):
         taken = {launch for region in attention for launch in region.launches}
         first = len(regions) + sum(other.is_region for other in others)
         even = find_capacity_regions(graph, taken, first)
-        first += len(even.regions) + len(even.refused)
-        asked = state.config.chunk_by == "tokens" and state.config.chunks != 1
-        picking = find_picking_regions(graph, others, first) if asked else PickingFound()
-        matched = {*even.exchanges, *picking.gathers, *(launch.name for launch in taken)}
+        matched = {*even.exchanges, *(launch.name for launch in taken)}
         state.found = Findings(
             experts=tuple(_experts(region, state.config) for region in regions),
             attention=(*map(_attention, attention), *map(_attention, without)),
             capacity=tuple(map(_capacity, even.regions)),
-            picking=tuple(map(_picking, picking.regions)),
             others=(
                 *(other for other in others if other.candidate not in matched),
                 *even.refused,
-                *picking.refused,
                 *_inside_functions(graph),
             ),
         )
@@ -87,7 +79,6 @@ class DetectRegions(GraphPass):
             applied=(
                 *_names(regions),
                 *_names(even.regions),
-                *_names(picking.regions),
                 *_names(attention),
             ),
             skipped=(
@@ -105,9 +96,7 @@ def _inside_functions(graph: fx.Graph) -> Iterator[Refused]:
             yield Refused(candidate=node.name, reason=found.reason, detail=found.because)
 
 
-def _names(
-    regions: Iterable[MoERegion | AttentionRegion | CapacityRegion | PickingRegion],
-) -> list[str]:
+def _names(regions: Iterable[MoERegion | AttentionRegion | CapacityRegion]) -> list[str]:
     return [region.name for region in regions]
 
 
@@ -139,10 +128,6 @@ def _experts(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
 
 def _capacity(region: CapacityRegion) -> FoundCapacity:
     return FoundCapacity(region=region, where=source_place(region.dispatch))
-
-
-def _picking(region: PickingRegion) -> FoundPicking:
-    return FoundPicking(region=region, where=source_place(region.gather))
 
 
 def _attention(region: AttentionRegion | AttentionRefused) -> FoundAttention:

@@ -22,7 +22,6 @@ from passes.fuse_token_sums import FuseTokenSums
 from passes.planned.attention import plan_attention
 from passes.planned.capacity import plan_capacity
 from passes.planned.experts import plan_experts
-from passes.planned.picking import plan_picking
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PlanRegions(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Fill `state.experts`, `state.capacity`, `state.picking` and `state.attention`."""
+        """Fill `state.experts`, `state.capacity` and `state.attention`."""
         layers = Layers(
             graph,
             state.found.regions,
@@ -44,7 +43,6 @@ class PlanRegions(GraphPass):
         state.experts, state.dead = plan_experts(graph, state, layers)
         state.attention = plan_attention(state, layers)
         state.capacity = plan_capacity(state, layers)
-        state.picking = plan_picking(state)
         state.launches = {
             one.found.region.name: {
                 "dispatch": (one.found.region.dispatch,),

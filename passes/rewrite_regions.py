@@ -26,7 +26,7 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
 from moe_compile.graph.open_sorts import make_stable
 from moe_compile.journal.entries import PassReport
-from moe_compile.plan.planned import PlannedCapacity, PlannedExperts, PlannedPicking
+from moe_compile.plan.planned import PlannedCapacity, PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import RowProof
 from passes.contract import Fact, GraphPass
@@ -37,7 +37,6 @@ from passes.replay.head_groups import emit_head_groups
 from passes.replay.hops import Cut
 from passes.replay.host_reads import forget_bindings
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
-from passes.replay.token_slices import emit_token_slices
 
 
 @dataclass(frozen=True)
@@ -58,33 +57,27 @@ class RewriteRegions(GraphPass):
             if isinstance(one.found.region, AttentionRegion) and one.is_rewritten
         ]
         capacity = [one for one in state.capacity if one.is_rewritten]
-        picking = [one for one in state.picking if one.is_rewritten]
         place = {node: i for i, node in enumerate(graph.nodes)}
         bodies = [sorted({*region.body}, key=place.__getitem__) for region, _ in attention]
         bodies += [list(one.found.region.body) for one in capacity]
         finish = [_emit_experts(one, dependence, state) for one in experts]
         finish += [_emit_attention(*one) for one in attention]
         finish += [_emit_capacity(one) for one in capacity]
-        finish += [_emit_picking(one) for one in picking]
         for replace_and_move in finish:
             replace_and_move()
-        dead = {*state.dead, *(node for one in picking for node in one.found.region.dead)}
-        erase_dead(dependence.in_order(dead))
+        erase_dead(dependence.in_order(state.dead))
         for body in bodies:
             erase_unused(body)
         forget_bindings(graph)
-        groups = {one.plan.group for one in experts if one.plan.gathers}
-        groups |= {one.plan.group for one in picking}
-        state.gathered_groups.update(groups)
+        state.gathered_groups.update(one.plan.group for one in experts if one.plan.gathers)
         return PassReport(
             pass_name=self.name,
             applied=(
                 *(one.found.region.name for one in experts),
                 *(one.found.region.name for one in capacity),
-                *(one.found.region.name for one in picking),
                 *(region.name for region, _ in attention),
             ),
-            measures={"num_bulk_host_reads": len(experts) + len(picking)},
+            measures={"num_bulk_host_reads": len(experts)},
         )
 
 
@@ -146,13 +139,6 @@ def _emit_capacity(one: PlannedCapacity) -> Callable[[], None]:
     bounds = chunk_bounds(region.num_local_experts, one.plan.num_chunks)
     result = emit_capacity_chunks(region, bounds)
     return lambda: replace_uses({region.result: result})
-
-
-def _emit_picking(one: PlannedPicking) -> Callable[[], None]:
-    """Emit experts that pick rows in slices of tokens; return what puts them in their place."""
-    region = one.found.region
-    slices = emit_token_slices(region, one.plan.num_chunks)
-    return lambda: replace_uses({region.result: slices.result})
 
 
 def _emit_attention(region: AttentionRegion, num_groups: int) -> Callable[[], None]:

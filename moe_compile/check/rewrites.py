@@ -30,7 +30,6 @@ from moe_compile.testing.programs.grammar import (
     Attention,
     Capacity,
     Experts,
-    Picking,
     Program,
 )
 from moe_compile.testing.programs.legal import legal
@@ -89,9 +88,6 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     "recompute: the model's": replace(CHECKPOINTED, rewrite=Rewrite.MODEL_RECOMPUTE),
     "dispatch in eight bits": replace(ONE, rewrite=Rewrite.FP8),
     "tokens gathered": replace(ONE, tokens=EVEN, rewrite=Rewrite.GATHERED),
-    "tokens gathered by the layer": Program(
-        layers=(Picking(local=4, top_k=2),), tokens=EVEN, dtype="float64", rewrite=Rewrite.TOKENS
-    ),
     "attention by heads": Program(layers=(Attention(),), tokens=EVEN),
     "two parts of the batch": replace(LOOPED, tokens=EVEN, rewrite=Rewrite.PARTS),
     "three parts of the batch": replace(LOOPED, tokens=((9, 9),), rewrite=Rewrite.THREE_PARTS),

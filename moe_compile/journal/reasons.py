@@ -149,12 +149,8 @@ class Reason(enum.Enum):
         Kind.NOT_POSSIBLE,
     )
     TOKENS_GATHERED = (
-        "it gathers the tokens of all ranks for experts to pick theirs: slices of tokens split "
-        "that, where chunk_by = tokens asks for them",
-        Kind.NOT_POSSIBLE,
-    )
-    PICKED_OTHERWISE = (
-        "experts pick theirs of the gathered tokens of all ranks in a form that is not followed",
+        "it gathers the tokens of all ranks for experts to pick theirs: no exchange of rows is "
+        "there to split",
         Kind.NOT_POSSIBLE,
     )
     ONE_EXPERT = "one local expert: nothing to split by", Kind.NOT_POSSIBLE

@@ -114,12 +114,8 @@ _EXPERTS: Final = {
     "are for layers with a capacity",
     Reason.OUTER_HOP: "nothing: the inner hop is what runs in chunks; for one exchange over both, "
     "dispatch over one group of all ranks",
-    Reason.TOKENS_GATHERED: "set megamoe.chunk_by = 'tokens', or send rows to their experts and "
-    "back by all-to-alls, their sizes from an exchange of counts; nothing if every rank has a part "
-    "of all experts",
-    Reason.PICKED_OTHERWISE: "let every expert pick its rows by tokens[index], and add what it "
-    "makes of them to zeros by the same index, a mask or as long as a search or a number of the "
-    "host says; or send rows to their experts and back by all-to-alls",
+    Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls, their sizes from "
+    "an exchange of counts; nothing if every rank has a part of all experts",
     Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
     Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
     Reason.EXPERTS_NAMED: "compute all experts by grouped products whose groups are padded alike, "

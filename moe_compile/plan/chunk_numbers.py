@@ -30,11 +30,6 @@ class Bound(enum.Enum):
         "chunks * eps / 2 of the sum of their magnitudes; in four and eight bytes, whose products "
         "a CPU rounds by their number of rows, outputs and all gradients may round otherwise"
     )
-    BY_SLICES = (
-        "slices of tokens: weight gradients are sums over the rows of all slices, in their order; "
-        "a product may round a row by how many are multiplied at once, and with it outputs and "
-        "all gradients in the last bits"
-    )
     HEADS = (
         "last bits may differ by group: of torch's kernel for these sizes, layouts, masks and "
         "backends, or of the gradient of what no exchange brings"
@@ -65,12 +60,6 @@ def plan_num_chunks(
         return 1, Reason.ONE_EXPERT
     clamped = num_chunks < asked and config.chunks != "auto"
     return num_chunks, Reason.CLAMPED if clamped else None
-
-
-def plan_slices(config: MegaMoEConfig, num_tokens: int) -> tuple[int, Reason | None]:
-    """Return the slices for tokens that a model gathers, and a reason unless as asked."""
-    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
-    return (asked, None) if num_tokens % asked == 0 else (1, Reason.UNEVEN_SLICES)
 
 
 def plan_token_slices(

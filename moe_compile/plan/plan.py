@@ -80,20 +80,6 @@ class CapacityPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PickingPlan:
-    """How experts run that pick rows of gathered tokens. The defaults are as they were written."""
-
-    group: str
-    """Name of the process group of both collectives."""
-    num_ranks: int
-    num_local_experts: int
-    num_chunks: int = 1
-    """Slices of tokens it runs in."""
-    num_tokens: int = 0
-    """Tokens of each rank: the model gathers as many of all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
     """How an attention operator runs. The defaults are as it was written."""
 
@@ -123,7 +109,6 @@ class Plan:
     experts: tuple[ExpertsPlan, ...] = ()
     attention: tuple[AttentionPlan, ...] = ()
     capacity: tuple[CapacityPlan, ...] = ()
-    picking: tuple[PickingPlan, ...] = ()
     rewrites: tuple[RewritePlan, ...] = ()
 
     def value(self, number_of_group: Mapping[str, int]) -> dict[str, Any]:
@@ -137,7 +122,6 @@ class Plan:
                 ("experts", self.experts),
                 ("attention", self.attention),
                 ("capacity", self.capacity),
-                ("picking", self.picking),
             )
         }
         return regions | {"rewrites": [asdict(one) for one in self.rewrites]}

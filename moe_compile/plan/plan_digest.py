@@ -65,9 +65,9 @@ def plan_digest(
 def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str]]) -> set[str]:
     """Return the process groups on which a rewritten program may launch anything but as written.
 
-    Those of exchanges, which are chunked, reordered or saved, and of gathered tokens; and those
-    whose collectives may pass one another, or have their gradients sent otherwise. A rewrite that
-    is no region's may have moved any of them.
+    Those of exchanges, which are chunked, reordered or saved; and those whose collectives may pass
+    one another, or have their gradients sent otherwise. A rewrite that is no region's may have
+    moved any of them.
     """
     if state.config.gradient_wire != "same" or state.has_outside_rewrites:
         return set(collectives)
@@ -75,7 +75,5 @@ def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str
     return {
         group
         for group, launched in collectives.items()
-        if any("all_to_all" in one for one in launched)
-        or group in state.gathered_groups
-        or (may_pass and len(launched) > 1)
+        if any("all_to_all" in one for one in launched) or (may_pass and len(launched) > 1)
     }

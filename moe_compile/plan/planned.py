@@ -16,12 +16,11 @@ from moe_compile.attention.attention_regions import AttentionRefused, AttentionR
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.picking.picking_regions import PickingRegion
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
-from moe_compile.plan.plan import AttentionPlan, CapacityPlan, ExpertsPlan, PickingPlan
+from moe_compile.plan.plan import AttentionPlan, CapacityPlan, ExpertsPlan
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm
@@ -63,28 +62,18 @@ class FoundCapacity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundPicking:
-    """Experts that pick rows of tokens which the model gathers."""
-
-    region: PickingRegion
-    where: str
-    """The user's line that gathers: `file.py:line in function`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
     """What detection found in one Dynamo graph."""
 
     experts: tuple[FoundExperts, ...] = ()
     attention: tuple[FoundAttention, ...] = ()
     capacity: tuple[FoundCapacity, ...] = ()
-    picking: tuple[FoundPicking, ...] = ()
     others: tuple[Refused, ...] = ()
     """Exchanges of no region, and regions that were matched and then refused."""
 
     @property
     def regions(self) -> tuple[MoERegion | AttentionRegion | CapacityRegion, ...]:
-        """Return all regions that are priced, of experts and of attention."""
+        """Return all regions, of experts and of attention."""
         attention = (one.region for one in self.attention)
         found = tuple(one for one in attention if isinstance(one, AttentionRegion))
         capacity = (one.region for one in self.capacity)
@@ -207,29 +196,6 @@ class PlannedCapacity:
         return self.plan.num_chunks > 1
 
     def as_written(self, why: Reason) -> PlannedCapacity:
-        """Return the same left as the model wrote it."""
-        if not self.is_rewritten:
-            return self
-        left = {"chunks": Verdict(candidate=self.found.region.name, reason=why)}
-        plan = replace(self.plan, num_chunks=1)
-        return replace(self, plan=plan, left={**self.left, **left})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedPicking:
-    """Experts that pick rows of gathered tokens, with their plan and what led to it."""
-
-    found: FoundPicking
-    plan: PickingPlan
-    left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`chunks` -> why it is not otherwise."""
-
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether it runs in slices of tokens."""
-        return self.plan.num_chunks > 1
-
-    def as_written(self, why: Reason) -> PlannedPicking:
         """Return the same left as the model wrote it."""
         if not self.is_rewritten:
             return self

@@ -23,7 +23,6 @@ from moe_compile.plan.planned import (
     PlannedAttention,
     PlannedCapacity,
     PlannedExperts,
-    PlannedPicking,
 )
 
 
@@ -44,8 +43,6 @@ class CompileState:
     """One per attention operator of the Dynamo graph at hand."""
     capacity: tuple[PlannedCapacity, ...] = ()
     """One per region of experts with a capacity of the Dynamo graph at hand."""
-    picking: tuple[PlannedPicking, ...] = ()
-    """One per region of the Dynamo graph at hand whose experts pick rows of gathered tokens."""
     dead: tuple[fx.Node, ...] = ()
     """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
@@ -98,8 +95,7 @@ class CompileState:
     def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
         """Forget the Dynamo graph before; `name` is that of the next."""
         self.graph_name, self.is_recomputed = name, is_recomputed
-        self.found, self.experts, self.attention = Findings(), (), ()
-        self.capacity, self.picking = (), ()
+        self.found, self.experts, self.attention, self.capacity = Findings(), (), (), ()
         self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
 
     def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
@@ -118,7 +114,6 @@ class CompileState:
             self.experts = tuple(one.as_written(why) for one in self.experts)
             self.attention = tuple(one.as_written(why) for one in self.attention)
             self.capacity = tuple(one.as_written(why) for one in self.capacity)
-            self.picking = tuple(one.as_written(why) for one in self.picking)
         if "quantize_exchanges" in passes:
             self.experts = tuple(one.unquantised() for one in self.experts)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
@@ -136,11 +131,9 @@ class CompileState:
         return asked if isinstance(asked, int) else 1
 
     @property
-    def regions(
-        self,
-    ) -> tuple[PlannedExperts | PlannedAttention | PlannedCapacity | PlannedPicking, ...]:
+    def regions(self) -> tuple[PlannedExperts | PlannedAttention | PlannedCapacity, ...]:
         """Return all that is planned of the Dynamo graph at hand."""
-        return (*self.experts, *self.attention, *self.capacity, *self.picking)
+        return (*self.experts, *self.attention, *self.capacity)
 
     @property
     def plan(self) -> Plan:
@@ -149,6 +142,5 @@ class CompileState:
             experts=tuple(one.plan for one in self.experts),
             attention=tuple(one.plan for one in self.attention),
             capacity=tuple(one.plan for one in self.capacity),
-            picking=tuple(one.plan for one in self.picking),
             rewrites=self.rewrites,
         )

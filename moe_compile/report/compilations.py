@@ -21,7 +21,6 @@ from moe_compile.report.graph_breaks import (
     graph_break,
     warning_of,
 )
-from moe_compile.report.picking import picking_report
 from moe_compile.report.region_reports import (
     AttentionReport,
     RegionReport,
@@ -66,7 +65,6 @@ class Compilation:
         """Take over what the Dynamo-level passes did to one graph."""
         self.regions += [region_report(one, state.config.dispatch) for one in state.experts]
         self.regions += [capacity_report(one) for one in state.capacity]
-        self.regions += [picking_report(one) for one in state.picking]
         self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
         self.unmatched += unmatched(state.found.others, _places(state))
         self.attention += [attention_report(one) for one in state.attention]

@@ -23,7 +23,6 @@ from moe_compile.report.region_reports import (
 NAMES: Final = {
     "counts": "dispatch and combine",
     "capacity": "dispatch and combine by capacity",
-    "gather": "gather and sums of tokens",
 }
 """What says how many rows an expert gets -> what the two collectives of a region are."""
 FRAME: Final = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\w+)')

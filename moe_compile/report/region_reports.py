@@ -48,8 +48,7 @@ class RegionReport:
     verdict: str
     """`chunked`, `all-gathered` or `dispatched in two hops`, or why none of these."""
     sized_by: str = "counts"
-    """What says how many rows an expert gets: `counts`, a `capacity` in equal parts, or what it
-    picks of a `gather` of tokens."""
+    """What says how many rows an expert gets: `counts`, or a `capacity` in equal parts."""
     remedy: str = ""
     """What to change where the experts are not proven to run in chunks; "" else."""
     dispatch: str = "all_to_all"

@@ -23,7 +23,6 @@ TELLING: Final = (
     Reason.COUNTS_NOT_COUNTED,
     Reason.UNEVEN_EXPERTS,
     Reason.TOKENS_GATHERED,
-    Reason.PICKED_OTHERWISE,
     Reason.EVEN_SPLITS,
     Reason.INTEGER_PAYLOAD,
 )

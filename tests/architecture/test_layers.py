@@ -24,7 +24,6 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.attention", "moe_compile.proof"),
     ("moe_compile.capacity",),
     ("moe_compile.batch",),
-    ("moe_compile.picking",),
     ("moe_compile.cost",),
     ("moe_compile.schedule",),
     ("moe_compile.simulator",),

@@ -13,7 +13,6 @@ from tests.gathering_layers import Gathering
 from tests.layers import GroupedExperts, LoopExperts, SharedAndBias
 from tests.legacy_layers import Bincount, DeepSpeed, RepeatedLabels, Unique, WherePerExpert
 from tests.loop_layers import Masked, MaskedSum, SlicesAssigned, WhereAndAdd
-from tests.picking_layers import Searched
 from tests.slow_parameters import slow_but
 
 ROUTED = (
@@ -28,7 +27,6 @@ OTHERS = {
     SplitAttention: ((32, 4, 4, 8), (2, 8, 32)),
     HeadMixing: ((32, 4, 4, 8), (2, 8, 32)),
     Gathering: ((16, 32, 2), (32, 16)),
-    Searched: ((16, 32, 2, 2), (32, 16)),
 }
 """The layer -> sizes it is made with, and those of its input."""
 

@@ -13,7 +13,6 @@ from moe_compile.testing.programs import (
     choices,
     exchange_choices,
     loop_choices,
-    picking_choices,
     sender_choices,
 )
 from moe_compile.testing.programs.campaign import UNMENDED, drawn_programs
@@ -43,8 +42,6 @@ from moe_compile.testing.programs.grammar import (
 )
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.picking_choices import Otherwise
-from moe_compile.testing.programs.picking_strategy import PICKS_LEFT_WHOLE
 from moe_compile.testing.programs.record import covered
 from moe_compile.testing.programs.run import Findings, run
 from moe_compile.testing.programs.shrink import simplest
@@ -245,14 +242,11 @@ def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     assert not judgement.failed
 
 
-MIXED = (*Mixing, *Otherwise)
-
-
 @pytest.mark.slow
 def test_what_is_said_to_leave_a_layer_whole_does(judge):
     said = {
         f"{type(c).__name__.lower()}: {c.name.lower()}"
-        for c in (*LEAVES_WHOLE, *SLOTS_LEFT_WHOLE - {*Act}, *PICKS_LEFT_WHOLE, *MIXED)
+        for c in (*LEAVES_WHOLE, *SLOTS_LEFT_WHOLE - {*Act}, *Mixing)
     }
     found = [p for p in sweep() if features(p) & said]
     assert set().union(*map(features, found)) >= said
@@ -264,9 +258,7 @@ def test_a_pass_that_failed_is_a_failure():
     assert judgement_of([found, found]).failed
 
 
-CHOICES = (
-    capacity_choices, choices, exchange_choices, loop_choices, picking_choices, sender_choices,
-)  # fmt: skip
+CHOICES = (capacity_choices, choices, exchange_choices, loop_choices, sender_choices)
 
 
 @pytest.mark.slow
@@ -291,7 +283,7 @@ def test_programs_are_python_and_a_function_of_the_seed():
         compile(source_of(program), "program.py", "exec")
 
 
-LACKING = [Act.GELU, Within.NORM, Order.SEGMENTS, Extra.GATED, Otherwise.FLIP, Decoy.MEAN]
+LACKING = [Act.GELU, Within.NORM, Order.SEGMENTS, Extra.GATED, Decoy.MEAN]
 
 
 def test_a_campaign_runs_what_the_record_lacks(tmp_path):

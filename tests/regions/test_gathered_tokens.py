@@ -62,16 +62,17 @@ def test_a_warning_names_the_line_and_the_remedy(fake_ranks, caplog):
     assert REMEDIES[Reason.TOKENS_GATHERED] in warning
 
 
-def run_case(rank):
+def run_case(rank, chunk_by):
     torch._dynamo.reset()
     own = torch.Generator().manual_seed(rank)
     x, gradient = (torch.randn(32, WIDTH, generator=own) for _ in range(2))
     return differing_tensors(
         lambda: Gathering(WIDTH, HIDDEN, LOCAL, dist.group.WORLD),
         [(x, gradient)],
-        {"megamoe.chunks": 2},
+        {"megamoe.chunks": 2, "megamoe.chunk_by": chunk_by},
     )
 
 
-def test_they_are_left_as_they_are(two_ranks):
-    assert two_ranks.run(run_case) == [[], []]
+@pytest.mark.parametrize("chunk_by", ["experts", "tokens"])
+def test_they_are_left_as_they_are(two_ranks, chunk_by):
+    assert two_ranks.run(run_case, chunk_by) == [[], []]

@@ -21,7 +21,6 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_CAPACITY,
     CHOICES_OF_EXPERTS,
-    CHOICES_OF_PICKING,
     READ_IN,
     Experts,
     Layer,
@@ -47,9 +46,7 @@ def choices() -> list[enum.Enum]:
     of_programs = (
         Heads, Within, Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite,
     )  # fmt: skip
-    kinds: tuple[type[enum.Enum], ...] = (
-        CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + CHOICES_OF_PICKING + of_programs
-    )
+    kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + of_programs
     return [member for kind in kinds for member in kind]
 
 

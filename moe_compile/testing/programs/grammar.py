@@ -41,15 +41,6 @@ from moe_compile.testing.programs.choices import (
 )
 from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
-from moe_compile.testing.programs.picking_choices import (
-    Add,
-    Also,
-    Otherwise,
-    Routed,
-    Search,
-    Take,
-    Weigh,
-)
 from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 
 NUM_RANKS: Final = 2
@@ -97,8 +88,6 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Decoy: "decoys",
     Extra: "extras",
     Mixing: "mixing",
-    Also: "also",
-    Otherwise: "otherwise",
     Loss: "losses",
 }
 """Kinds of which a layer may have several members, by the field that holds them."""
@@ -132,10 +121,6 @@ CHOICES_OF_EXPERTS: Final[tuple[type[enum.Enum], ...]] = (
 )  # fmt: skip
 
 CHOICES_OF_CAPACITY: Final[tuple[type[enum.Enum], ...]] = (Room, Fill, Sent, Across, Extra, Mixing)
-
-CHOICES_OF_PICKING: Final[tuple[type[enum.Enum], ...]] = (
-    Routed, Search, Take, Weigh, Add, Also, Otherwise,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,28 +186,7 @@ class Capacity:
     mixing: frozenset[Mixing] = frozenset()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Picking:
-    """One MoE layer that gathers tokens itself; experts pick theirs, sums are reduced.
-
-    A program of such layers has whole numbers alone: whatever order sums are taken in, and however
-    many rows a product has, nothing rounds.
-    """
-
-    local: int = 2
-    """Experts of a rank."""
-    top_k: int = 1
-    routed: Routed = Routed.BESIDE
-    search: Search = Search.WHERE
-    take: Take = Take.INDEX
-    weigh: Weigh = Weigh.BEHIND
-    add: Add = Add.IN_PLACE
-    act: Act = Act.RELU
-    also: frozenset[Also] = frozenset()
-    otherwise: frozenset[Otherwise] = frozenset()
-
-
-Layer = Experts | Attention | OwnAttention | Capacity | Picking
+Layer = Experts | Attention | OwnAttention | Capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,11 +219,6 @@ class Program:
         return len(self.tokens[0])
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all its numbers are whole: its layers gather their tokens themselves."""
-        return all(isinstance(layer, Picking) for layer in self.layers)
-
-    @property
     def is_called_in_parts(self) -> bool:
         """Whether the parts of one checkpointed call are added up before those of another."""
         is_shared = self.sharing is Sharing.WEIGHTS and self.wrapping is Wrapping.CHECKPOINT
@@ -285,8 +244,8 @@ def ends_smaller(tokens: tuple[tuple[int, ...], ...]) -> bool:
     return max(tokens[-1]) < min(tokens[0]) and len({*tokens[-1]}) == 1
 
 
-LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity, Picking)
-Part = TypeVar("Part", Program, Experts, Attention, OwnAttention, Capacity, Picking, Layer)
+LayerOfExperts = TypeVar("LayerOfExperts", Experts, Capacity)
+Part = TypeVar("Part", Program, Experts, Attention, OwnAttention, Capacity, Layer)
 
 
 def changed(part: Part, name: str, value: Any) -> Part:
@@ -301,8 +260,6 @@ def with_choice(layer: LayerOfExperts, choice: enum.Enum) -> LayerOfExperts:
         layer = replace(layer, style=STYLE_OF.get(kind, layer.style))
         layer = replace(layer, style=OF_STYLE.get(choice, layer.style))
         layer = replace(layer, order=Order.PIECES) if choice is Back.PIECES else layer
-    if choice is Also.ANEW:
-        layer = changed(layer, "search", Search.OFFSETS)
     if kind in SEVERAL:
         return changed(layer, SEVERAL[kind], frozenset({choice}))
     return changed(layer, kind.__name__.lower(), choice)

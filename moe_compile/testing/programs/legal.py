@@ -41,12 +41,10 @@ from moe_compile.testing.programs.grammar import (
     Experts,
     Layer,
     OwnAttention,
-    Picking,
     Program,
     changed,
     ends_smaller,
 )
-from moe_compile.testing.programs.picking_choices import Add, Also, Search, Take
 from moe_compile.testing.programs.sender_choices import Padding, Unsort
 from moe_compile.testing.programs.sender_text import BY_TOKEN
 from moe_compile.testing.programs.text import BOUNDS, FLAT_BOUNDS
@@ -85,9 +83,6 @@ SAVE_ROWS: Final = frozenset(
 )  # fmt: skip
 """What autograd keeps routed rows for, which must not be written then."""
 
-OF_ONE_EXPERT: Final = frozenset({Also.BIAS, Also.LINEAR, Also.BATCH_OF_ONE})
-"""What grouped products do not have."""
-
 COUNTS_LAST: Final = frozenset({Tally.COMPARE, Tally.HISTC, Tally.BINCOUNT_CUT})
 """Ways to count that leave out an expert behind the last."""
 
@@ -115,7 +110,7 @@ def legal(program: Program) -> Program:
         program = replace(program, sharing=Sharing.NOTHING)
     may_round = program.rewrite in BOUNDS or program.rewrite in FLAT_BOUNDS
     may_round = may_round or program.is_called_in_parts
-    if may_round and not program.is_whole:  # an update would carry it into the next step
+    if may_round:  # an update would carry it into the next step
         program = replace(program, tokens=program.tokens[:1])
     if _may_rewrite(program):
         return program
@@ -214,12 +209,10 @@ def _may_rewrite(program: Program) -> bool:
         weights = (isinstance(a, Experts) and a.unsort is Unsort.EINSUM for a in program.layers)
         return all(len({*step}) == 1 for step in program.tokens) and not any(weights)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
-    return program.rewrite not in ROUNDING or alone or program.is_whole
+    return program.rewrite not in ROUNDING or alone
 
 
 def _legal_layer(layer: Layer, banned: set[Reader | Detail], width: int) -> Layer:
-    if isinstance(layer, Picking):
-        return _legal_picking(layer)
     if isinstance(layer, OwnAttention) and layer.within is Within.HEADS and width % 2:
         return OwnAttention()
     if not isinstance(layer, Experts):
@@ -272,13 +265,3 @@ def _legal_capacity(layer: Capacity) -> Capacity:
         top_k=min(layer.top_k, 2 * layer.local),
         extras=layer.extras - {Extra.EXPANDED} if in_loops else layer.extras,
     )
-
-
-def _legal_picking(layer: Picking) -> Picking:
-    """Return `layer` less what a mask does not index, or products of all experts do not take."""
-    also = layer.also - OF_ONE_EXPERT if layer.search is Search.GROUPED else layer.also
-    if layer.search is Search.MASK:
-        take = Take.INDEX if layer.take is Take.SELECT else layer.take
-        layer = replace(layer, take=take, add=Add.INDEXED)
-    also -= {Also.ANEW} if layer.search not in (Search.OFFSETS, Search.GROUPED) else set()
-    return replace(layer, top_k=min(layer.top_k, 2 * layer.local), also=also)

@@ -46,7 +46,6 @@ from moe_compile.testing.programs.grammar import (
 )
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
-from moe_compile.testing.programs.picking_strategy import programs_that_gather
 from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 
 SEARCHING: Final = (Style.SEARCHED, Style.SEARCHED, Style.RUNS)
@@ -276,9 +275,8 @@ def _readers(kind: list[Reader]) -> st.SearchStrategy[frozenset[Reader]]:
 PROGRAMS_OF: Final = {
     "experts": _programs_of_experts(),
     "capacity": _programs_with_capacity(),
-    "picking": programs_that_gather(),
 }
 """Programs by what their layers are: of experts found by counts, attention beside them perhaps; of
-experts with a capacity; of experts that pick rows of tokens which the model gathers."""
+experts with a capacity."""
 
-KINDS: Final = ("experts",) * 14 + ("capacity",) * 4 + ("picking",) * 3
+KINDS: Final = ("experts",) * 14 + ("capacity",) * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
@@ -23,18 +22,15 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_CAPACITY,
     CHOICES_OF_EXPERTS,
-    CHOICES_OF_PICKING,
     Attention,
     Capacity,
     Experts,
     OwnAttention,
-    Picking,
     Program,
     changed,
     with_choice,
 )
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.picking_choices import Search
 from moe_compile.testing.programs.sender_choices import Padding
 
 WIDE_CAPACITY: Final = Capacity(top_k=2, room=Room.SIXTEEN)
@@ -72,22 +68,8 @@ def _all() -> Iterator[Program]:
     for kind in CHOICES_OF_CAPACITY:
         layers = (with_choice(Capacity(top_k=2), choice) for choice in kind)
         yield from (replace(slots, layers=(layer,)) for layer in layers)
-    gathers = Program(
-        layers=(Picking(top_k=2),), tokens=((4, 4),), dtype="float64", rewrite=Rewrite.TOKENS
-    )
-    yield gathers
-    for kind in CHOICES_OF_PICKING:
-        yield from (
-            replace(gathers, layers=(with_choice(Picking(top_k=2), choice),), dtype=_dtype(choice))
-            for choice in kind
-        )
     padded = replace(plain, layers=(with_choice(layer, Padding.SENT),))
     yield replace(padded, poison=Poison.PADDING)
     yield replace(plain, tokens=((5, 5), (5, 5), (1, 1)), running=Running.IF_ANY)
     for kind in (Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite):
         yield from (changed(plain, kind.__name__.lower(), choice) for choice in kind)
-
-
-def _dtype(choice: enum.Enum) -> str:
-    """Return the type of a program of this choice: grouped products have one."""
-    return "bfloat16" if choice is Search.GROUPED else "float64"

@@ -34,12 +34,10 @@ from moe_compile.testing.programs.grammar import (
     Experts,
     Layer,
     OwnAttention,
-    Picking,
     Program,
 )
 from moe_compile.testing.programs.layer_text import layer_class
 from moe_compile.testing.programs.model_text import model_class
-from moe_compile.testing.programs.picking_text import OF_KNOWN_LENGTH, PARTS, picking_class
 from moe_compile.testing.programs.program_options import options_of
 from moe_compile.testing.programs.sequence_text import own_attention_class
 
@@ -50,11 +48,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
-    all_gather_tensor_autograd,
     all_reduce,
     all_to_all_single,
     all_to_all_single_autograd,
-    reduce_scatter_tensor_autograd,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -67,12 +63,6 @@ PARAMETER: Final = """\
 def parameter(generator, *shape):
     scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.5
     drawn = torch.randn(*shape, generator=generator, device="cpu") * scale
-    return nn.Parameter(drawn.to(torch.get_default_device(), DTYPE))
-"""
-
-WHOLE_PARAMETER: Final = """\
-def parameter(generator, *shape):
-    drawn = torch.randint(-1, 2, shape, generator=generator, device="cpu")
     return nn.Parameter(drawn.to(torch.get_default_device(), DTYPE))
 """
 
@@ -147,10 +137,9 @@ BOUND_OF_HEADS: Final = 0.05
 
 def source_of(program: Program) -> str:
     """Return the whole text of `program`."""
-    parameter = WHOLE_PARAMETER if program.is_whole else PARAMETER
-    blocks = [HEAD, _settings(program), parameter]
+    blocks = [HEAD, _settings(program), PARAMETER]
     layers = list(program.layers)
-    if any(isinstance(layer, Experts | Capacity | Picking) for layer in layers):
+    if any(isinstance(layer, Experts | Capacity) for layer in layers):
         favour = FAVOUR[program.routing].replace("{ranks}", str(program.num_ranks))
         blocks.append(f"def favour(experts):\n    {favour}\n")
     written = "\n\n\n".join(_in_groups(program, i) for i in range(len(layers))) + "\n"
@@ -158,9 +147,7 @@ def source_of(program: Program) -> str:
         for before, after in (("(", ", got, sent"), ("([", ", probs]")):
             rows = f"{before}rounded(routed, type(self).__name__){after}"
             written = written.replace(f"{before}routed{after}", rows)
-    for name, block in (
-        *EXCHANGES, *PARTS, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)
-    ):  # fmt: skip
+    for name, block in (*EXCHANGES, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)):
         blocks += [block] if name in written else []
     model = "\n".join(model_class(program)) + "\n"
     if needed := [name for name in ("own_group", "second_group") if f"{name}()" in written + model]:
@@ -177,8 +164,7 @@ def _settings(program: Program) -> str:
         bound = max(bound, BOUND_OF_LOSSES)
     if program.is_called_in_parts:
         bound = max(bound, BOUND_OF_CALLS)
-    bound = 0.0 if program.is_whole else bound
-    flat = 0.0 if program.is_whole else FLAT_BOUNDS.get(program.rewrite, 0.0)
+    flat = FLAT_BOUNDS.get(program.rewrite, 0.0)
     rows = max(sum(step) for step in program.tokens)
     top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
     raises = any(
@@ -197,7 +183,6 @@ def _settings(program: Program) -> str:
         f"BOUND = {bound}  # of the error, relative",
         *([f"FLAT_BOUND = {flat}  # where rows come in one hop"] if flat else []),
         f"MIRRORED = {_is_mirrored(program)}  # one process, the other ranks its mirror images",
-        f"WHOLE = {program.is_whole}  # numbers, and parameters keep theirs",
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
@@ -233,8 +218,6 @@ def _is_mirrored(program: Program) -> bool:
     """
     if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD:
         return False
-    if any(isinstance(a, Picking) for a in program.layers):
-        return False
     if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
         return False
     return all(len({*step}) == 1 for step in program.tokens)
@@ -243,10 +226,7 @@ def _is_mirrored(program: Program) -> bool:
 def _has_unknown_lengths(program: Program) -> bool:
     """Whether a layer makes tensors whose length its data says, before it says what that is."""
     layers = [layer for layer in program.layers if isinstance(layer, Experts)]
-    found = [layer.search for layer in program.layers if isinstance(layer, Picking)]
-    return any(search not in OF_KNOWN_LENGTH for search in found) or any(
-        a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers
-    )
+    return any(a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers)
 
 
 def _in_groups(program: Program, number: int) -> str:
@@ -270,8 +250,6 @@ def _class(layer: Layer, number: int) -> list[str]:
         return layer_class(layer, number)
     if isinstance(layer, Capacity):
         return capacity_class(layer, number)
-    if isinstance(layer, Picking):
-        return picking_class(layer, number)
     if isinstance(layer, OwnAttention):
         return own_attention_class(layer, number)
     return attention_class(layer, number)

@@ -38,7 +38,6 @@ from moe_compile.testing.programs.features import choices, feature, features
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_CAPACITY,
     CHOICES_OF_EXPERTS,
-    CHOICES_OF_PICKING,
     GROUPED_PRODUCTS,
     PARTED,
     SEVERAL,
@@ -48,16 +47,12 @@ from moe_compile.testing.programs.grammar import (
     Layer,
     LayerOfExperts,
     OwnAttention,
-    Picking,
     Program,
     changed,
     with_choice,
 )
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.loop_choices import Cut, Find, Put
-from moe_compile.testing.programs.picking_choices import Otherwise, Search
-from moe_compile.testing.programs.picking_strategy import FORMATS as FORMATS_OF_PICKING
-from moe_compile.testing.programs.picking_strategy import GROUPED_FORMATS, PICKS_LEFT_WHOLE
 from moe_compile.testing.programs.sender_choices import Loss, Unsort, Weighing
 from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE
 
@@ -107,8 +102,6 @@ class _Wanted:
             program = self._in_parts(first)
         elif type(first) in CHOICES_OF_CAPACITY:
             program = self._with_capacity(first)
-        elif type(first) in CHOICES_OF_PICKING:
-            program = self._picking(first)
         else:
             program = self._of_experts(first)
         for choice in (first, *self.some(AROUND, self.random.randrange(2))):
@@ -157,17 +150,6 @@ class _Wanted:
         tokens = self.random.choice([((5, 5),), ((6, 6),), ((4, 4), (4, 4))])
         return Program(layers=layers, tokens=tokens, dtype=dtype, width=width, hidden=hidden)
 
-    def _picking(self, first: enum.Enum) -> Program:
-        layers = self._layers(Picking(top_k=2), first, CHOICES_OF_PICKING)
-        grouped = any(isinstance(a, Picking) and a.search is Search.GROUPED for a in layers)
-        formats = GROUPED_FORMATS if grouped else FORMATS_OF_PICKING
-        dtype, width, hidden = self.random.choice(formats)
-        number = 6 * self.random.choice([1, 2])  # slices of two and of three are even
-        return Program(
-            layers=layers, tokens=((number, number),), dtype=dtype, width=width, hidden=hidden,
-            rewrite=Rewrite.TOKENS,
-        )  # fmt: skip
-
     def _layers(
         self, plain: LayerOfExperts, first: enum.Enum, kinds: Collection[type[enum.Enum]]
     ) -> tuple[Layer, ...]:
@@ -195,8 +177,8 @@ def wanted_programs(seed: int, covered: Coverage) -> Iterator[Program]:
 
 
 def _leaves_whole(choice: enum.Enum) -> bool:
-    whole = LEAVES_WHOLE | SLOTS_LEFT_WHOLE | PICKS_LEFT_WHOLE
-    return choice in whole or isinstance(choice, Decoy | Mixing | Otherwise)
+    whole = LEAVES_WHOLE | SLOTS_LEFT_WHOLE
+    return choice in whole or isinstance(choice, Decoy | Mixing)
 
 
 def _with_choices(layer: LayerOfExperts, chosen: list[enum.Enum]) -> LayerOfExperts:

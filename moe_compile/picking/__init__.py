@@ -1,1 +1,0 @@
-"""Experts that pick their rows from tokens which the model itself gathers."""
