@@ -19,7 +19,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.hardware.profile import load_profile, read_profile
 from moe_compile.hardware.sourced_file import dump_sourced, put_number
-from moe_compile.report.cluster_tables import new_console
+from moe_compile.simulator.cluster_tables import new_console
 
 ROWS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Rows per expert at which curves are measured."""

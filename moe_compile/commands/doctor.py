@@ -17,8 +17,8 @@ from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.hardware.detect import NO_GPU, profile_of_chip
 from moe_compile.hardware.devices import Device, Machine, read_machine
 from moe_compile.hardware.profile import load_profile
-from moe_compile.report.cluster_tables import new_console
 from moe_compile.simulator.advice import Choice, find_choices, find_findings
+from moe_compile.simulator.cluster_tables import new_console
 
 
 def add_doctor(commands: Any) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
-from moe_compile.report import cluster_tables as tables
-from moe_compile.report.cluster_timeline import LEGEND, chrome_trace
 from moe_compile.simulator import checks
+from moe_compile.simulator import cluster_tables as tables
+from moe_compile.simulator.cluster_timeline import LEGEND, chrome_trace
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.layer_time import time_layer
 from moe_compile.simulator.layouts import check_layouts
@@ -219,7 +219,7 @@ def _named(schedule: str) -> str:
 def _picture() -> Any:
     """Import what draws: matplotlib is not installed with megamoe."""
     try:
-        return importlib.import_module("moe_compile.report.cluster_picture")
+        return importlib.import_module("moe_compile.simulator.cluster_picture")
     except ModuleNotFoundError:
         raise InvalidConfig(
             "a picture needs matplotlib; pip install matplotlib, or write a .json trace"

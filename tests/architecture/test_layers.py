@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from moe_compile.source_hash import SOURCES as HASHED
+
 ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = (  # left to right; longest prefix wins
     (
@@ -26,7 +28,6 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.batch",),
     ("moe_compile.cost",),
     ("moe_compile.schedule",),
-    ("moe_compile.simulator",),
     ("moe_compile.plan",),
     ("passes",),
     ("moe_compile.report",),
@@ -51,11 +52,13 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.backend",
         "moe_compile.explanation",
     ),
+    ("moe_compile.simulator",),
     ("moe_compile.testing",),
     ("moe_compile.check",),
     ("torchtitan_integration",),
     ("moe_compile.commands", "moe_compile.cli"),
 )
+RECIPE = ROOT / "torchtitan_integration"
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 SOURCES = [
     path
@@ -92,6 +95,18 @@ def test_imports_point_left(path):
     for name in imports(path):
         if theirs := room(name):
             assert RANK[theirs] <= RANK[mine], f"{mine} must not import {theirs}"
+
+
+def test_what_no_hash_of_the_sources_has_is_imported_by_nothing_that_compiles():
+    """An edit of the fuzzer or the simulator leaves what users have compiled in their caches."""
+    beside = [p for p in SOURCES if p not in HASHED and not p.is_relative_to(RECIPE)]
+    rooms = {f"moe_compile.{p.relative_to(ROOT).parts[1].removesuffix('.py')}" for p in beside}
+    assert rooms == {
+        f"moe_compile.{r}" for r in ("check", "cli", "commands", "simulator", "testing")
+    }
+    for path in {*SOURCES} & {*HASHED}:
+        read = [n for n in imports(path) if any(f"{n}.".startswith(f"{r}.") for r in rooms)]
+        assert not read, path
 
 
 def test_benchmarks_are_imported_by_themselves_and_by_their_tests_alone():

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-from moe_compile.report.cluster_timeline import (
+from moe_compile.simulator.cluster_timeline import (
     BACKWARD,
     EXCHANGES,
     FORWARD,
