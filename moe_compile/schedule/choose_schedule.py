@@ -9,7 +9,7 @@ Contract
 
 Pseudo-code
     schedule by every policy, and within the memory if that forbids the fastest: with what is left
-    run in the graph's own order, or in one that holds little
+    run in the graph's own order, or in one that holds little, as far as that has room itself
     the fastest that memory allows, on the link assumed and a slower one
     launch as early as what is sent is there, unless that is slower or memory forbids it
 """
@@ -123,6 +123,10 @@ def _scheduled_in_room(
 ) -> Iterator[Candidate]:
     ways = [(known, True), (known, False)]
     lean = lean_order(problem, liveness)
+    if liveness.peak_bytes(lean) > allowed_bytes:
+        place = {node: i for i, node in enumerate(lean)}
+        as_lean = Policy(key=lambda _, node: (float(place[node]),))
+        lean = list_schedule(problem, as_lean, MemoryRoom(liveness, known, allowed_bytes))
     if liveness.peak_bytes(lean) <= allowed_bytes:
         ways.append((lean, True))
     for policy, (order, looks_ahead) in itertools.product(POLICIES, ways):
