@@ -12,7 +12,6 @@ from typing import Final
 from moe_compile.testing.programs.attention_text import attention_class, may_round
 from moe_compile.testing.programs.capacity_text import capacity_class
 from moe_compile.testing.programs.choices import (
-    Backward,
     Groups,
     Poison,
     Reader,
@@ -253,8 +252,3 @@ def _class(layer: Layer, number: int) -> list[str]:
     if isinstance(layer, OwnAttention):
         return own_attention_class(layer, number)
     return attention_class(layer, number)
-
-
-def is_trained(program: Program) -> bool:
-    """Whether `program` asks for gradients."""
-    return program.backward is not Backward.NONE
