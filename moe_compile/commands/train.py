@@ -53,8 +53,8 @@ def add_train(commands: Any) -> None:
         epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
         "--megamoe.chunks 4. The report is written into the job's folder, or as megamoe.report "
         f"says. Recipes: {', '.join(recipes())}.",
-        usage="megamoe train [-h] [--verbose] [--nproc N | --dry-run [--world N]] CONFIG "
-        "[--section.key value ...]",
+        usage="megamoe train [-h] [--verbose] [--nproc N | --dry-run [--world N] [--compare]] "
+        "CONFIG [--section.key value ...]",
         allow_abbrev=False,
     )
     train.add_argument(
@@ -84,6 +84,12 @@ def add_train(commands: Any) -> None:
         type=_ranks,
         help="ranks of the machine a dry run is for; default: the product of the TOML's degrees",
     )
+    train.add_argument(
+        "--compare",
+        action="store_true",
+        help='in a dry run: show what "auto" would choose for each value of megamoe.numerics '
+        "too, in two to three times as long",
+    )
 
 
 def train(known: argparse.Namespace, overrides: list[str]) -> int:
@@ -96,13 +102,15 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
         raise InvalidConfig(
             f"--world is of --dry-run; to start another number of ranks write --nproc {known.world}"
         )
+    if known.compare and not known.dry_run:
+        raise InvalidConfig("--compare is of --dry-run; write both, or neither to train")
     job = read_job(find_job(known.config), overrides)
     check_torchtitan()
     ranks = checked_ranks(job, known.world or known.nproc, is_run=not known.dry_run)
     for note in notes_on(job):
         _say(f"note: {note}")
     if known.dry_run:
-        return _dry_run(job, ranks)
+        return _dry_run(job, ranks, compares=known.compare)
     return _train(job, ranks, overrides, verbose=known.verbose)
 
 
@@ -116,10 +124,10 @@ def _say(text: str) -> None:
     print(f"megamoe: {text}", file=sys.stderr, flush=True)  # noqa: T201  (the user's terminal)
 
 
-def _dry_run(job: JobFile, world: int) -> int:
+def _dry_run(job: JobFile, world: int, *, compares: bool) -> int:
     importlib.import_module("torchtitan_integration.cpu_launcher").prepare_torch()
     entry = importlib.import_module("torchtitan_integration.dry_run.run")  # after the work-arounds
-    entry.dry_run(job, world)
+    entry.dry_run(job, world, compares=compares)
     return 0
 
 

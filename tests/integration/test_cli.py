@@ -350,6 +350,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--dry-run", "--world", "3"], "write --world 2"),
         (["--dry-run", "--nproc", "2"], "write --world 2"),
         (["--world", "2"], "write --nproc 2"),
+        (["--compare"], "--compare is of --dry-run"),
         (["--training.steps", "-5"], "training.steps is -5; write 1 or more"),
         (["--training.global_batch_size", "-2"], "write 1 or more, or -1"),
         (["--training.global_batch_size", "24"], "write a multiple of 16"),
@@ -393,12 +394,12 @@ def test_wrong_files_are_named_before_a_process_starts(checked, text, message):
 def test_all_that_is_wrong_with_a_job_is_said_at_once(checked):
     """One thing was said in each try."""
     text = RIGHT.replace("[training]", "[training]\nsteps = -1\nlocl = 3")
-    text += '[megamoe]\nchunks = 0\ncodgen = "fx"\nnumerics = "rough"\nattention_split = "qkv"\n'
+    text += '[megamoe]\nchunks = 0\ncodgen = "fx"\nnumerics = "rough"\nattention_chunks = 0\n'
     said = checked(text, "--training.step", "5", "--compile.enable", "true", "--nproc", "3")
     first, *faults = said.splitlines()
     assert first.endswith("9 things are wrong:") and len(faults) == 9
     for fault in (
-        "'codgen'", "megamoe.chunks is 0", "megamoe.numerics is 'rough'", "megamoe.attention_split",
+        "'codgen'", "megamoe.chunks is 0", "megamoe.numerics is 'rough'", "megamoe.attention_chunks",
         "training.steps is -1", "no key 'training.locl'", "no flag '--training.step'",
         "--compile.enable takes no value", "write --nproc 2",
     ):  # fmt: skip

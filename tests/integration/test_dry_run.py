@@ -53,8 +53,10 @@ def run_here(rank, arguments):
 
 
 def arguments_of(world, settings):
+    asked = ["--compare"] * settings.pop("compares", False)
+    asked += ["--world", str(world)] if world else []
     flags = flags_of({name.replace("__", "."): value for name, value in settings.items()})
-    return ["train", str(CONFIG), "--dry-run", *(["--world", str(world)] if world else []), *flags]
+    return ["train", str(CONFIG), "--dry-run", *asked, *flags]
 
 
 @pytest.fixture
@@ -101,14 +103,17 @@ def test_the_model_is_traced_though_the_loss_alone_is_to_be_compiled(dry_run):
 @pytest.mark.slow
 def test_the_exposed_share_is_of_the_block_with_nothing_hidden(dry_run):
     """In so small a block the host launches for longer than is sent: chunks win nothing."""
-    forward, both, least = shares(dry_run(megamoe__hardware="h100"))
+    output = dry_run(megamoe__hardware="h100")
+    forward, both, least = shares(output)
     assert 0.0 <= least <= both <= 1.1 and forward <= 1.0
+    assert not re.findall(CHOICE, output, re.MULTILINE)
+    assert "each value of megamoe.numerics is printed with --compare" in " ".join(output.split())
     assert "exposed share" not in dry_run(megamoe__chunks=1, megamoe__schedule=False)
 
 
 @pytest.mark.slow
 def test_what_each_value_of_numerics_would_choose_is_beside_what_was_asked(dry_run):
-    output = dry_run(megamoe__hardware="h100", megamoe__dispatch_wire="fp8")
+    output = dry_run(compares=True, megamoe__hardware="h100", megamoe__dispatch_wire="fp8")
     rows = {row[0]: row for row in re.findall(CHOICE, output, re.MULTILINE)}
     assert list(rows) == ["as asked", "exact", "bounded", "lossy"]
     assert cells(output, "NCCL, all-to-all") == [f"{3.28e9 / 7 / 2**30:.2f}"]
@@ -278,6 +283,7 @@ def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
     Two of eight experts: a token needs one node, unless they are on both.
     """
     output = dry_run(
+        compares=True,
         world=4,
         **{DEGREE("data_parallel_shard"): 2, DEGREE("tensor_parallel"): 2},
         **{DEGREE("expert_parallel"): 4, "megamoe.nodes": "exact", "megamoe.node_ranks": 2},
@@ -307,7 +313,7 @@ def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
 @pytest.mark.slow
 def test_chunks_by_load_are_named_in_the_table_of_choices_where_they_are_not_even(dry_run):
     """Asked for by name; "auto" has even ones, since no skew of the routing is stated."""
-    output = dry_run(megamoe__chunks=2, megamoe__chunk_edges="load")
+    output = dry_run(compares=True, megamoe__chunks=2, megamoe__chunk_edges="load")
     rows = {row[0]: row[1] for row in re.findall(CHOICE, output, re.MULTILINE)}
     assert rows["as asked"].startswith("2 chunks, edges by load, ")
     assert "load" not in rows["exact"]

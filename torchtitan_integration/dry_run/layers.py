@@ -82,7 +82,7 @@ class Traced:
     """Phase -> exposed time of the block with `NOTHING_HIDDEN`."""
     choices: list[Choice] = field(default_factory=list)
     """Of a block with regions: as asked, then what "auto" chooses for each value of `numerics`.
-    None of a graph that has the same blocks as a larger one."""
+    None where these are not asked for, and of a graph that has the same blocks as a larger one."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
 
@@ -97,11 +97,17 @@ class Traced:
 
 
 def trace_layers(
-    rank: FakeRank, graphs: Mapping[str, Collection[str]], held: int, say: Callable[[str], None]
+    rank: FakeRank,
+    graphs: Mapping[str, Collection[str]],
+    held: int,
+    say: Callable[[str], None],
+    *,
+    compares: bool,
 ) -> list[Traced]:
     """Trace one graph of each kind; `held` is what parameters, gradients and optimizer take.
 
-    `graphs` has the names of each one's blocks. `say` is told what is traced next.
+    `graphs` has the names of each one's blocks. `say` is told what is traced next. Where it
+    `compares`, graphs with regions are traced as "auto" would have them for other `numerics` too.
     """
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
@@ -109,14 +115,14 @@ def trace_layers(
     job = copy.deepcopy(rank.job)
     job.compile.enable = True
     found: list[Traced] = []
-    smaller = smaller_kinds(rank, graphs)
+    alone = smaller_kinds(rank, graphs) if compares else {*graphs}
     for kind, names in graphs.items():
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any], kind: str = kind) -> Any:
             def said(what: str) -> None:
                 say(f"{kind}: {what}")
 
-            found.append(_trace(gm, inputs, options, rank, said, has_choices=kind not in smaller))
+            found.append(_trace(gm, inputs, options, rank, said, has_choices=kind not in alone))
             raise EndOfTrace
 
         say(f"{kind}: capture")

@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from typing import Final
 
 from rich.console import Console
 
@@ -26,10 +27,16 @@ from torchtitan_integration.dry_run.tables import new_console, print_layers, pri
 from torchtitan_integration.dry_run.world import FakeRank, fake_rank
 from torchtitan_integration.job_file import JobFile, first_ranks_of_stages, uses_megamoe
 
+COMPARE: Final = (
+    'What "auto" would choose for each value of megamoe.numerics is printed with --compare, which '
+    "takes two to three times as long."
+)
 
-def dry_run(file: JobFile, world: int) -> None:
+
+def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
     """Print regions, chunks, collectives and memory of a job on `world` ranks.
 
+    Where it `compares`, also what "auto" would choose for each value of `numerics`.
     Raises InvalidConfig when the recipe, or torchtitan, does not have the layout.
     """
     if not uses_megamoe(file):
@@ -55,8 +62,10 @@ def dry_run(file: JobFile, world: int) -> None:
         Console(stderr=True).status("tracing") as status,
     ):
         held = states["rank 0"].held + states["rank 0"].exchange_buffers
-        traced = trace_layers(rank, graphs, held, status.update)
+        traced = trace_layers(rank, graphs, held, status.update, compares=compares)
     print_layers(traced, console)
+    if not compares and any(layer.unhidden_us for layer in traced):
+        console.print(COMPARE, highlight=False)
     stages = [add_activations(name, state, traced) for name, state in states.items()]
     print_memory(shown := first_most_last(stages), console)
     if len(stages) > 1:
