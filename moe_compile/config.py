@@ -232,11 +232,15 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 def check_name(name: str, *, where: str, known: tuple[str, ...] = OPTION_NAMES) -> None:
     """Raise InvalidConfig unless `name` is a documented option; `where` says who wrote it."""
-    if name in known:
-        return
+    if name not in known:
+        raise InvalidConfig(no_option(name, where=where, known=known))
+
+
+def no_option(name: str, *, where: str, known: tuple[str, ...] = OPTION_NAMES) -> str:
+    """Return what to write in place of an option that there is not."""
     if name in RETIRED:
-        raise InvalidConfig(f"{where}: megamoe has no option {name!r} any more; {RETIRED[name]}")
-    raise InvalidConfig(f"{where}: megamoe has no option {name!r}.{nearest(name, known)}")
+        return f"{where}: megamoe has no option {name!r} any more; {RETIRED[name]}"
+    return f"{where}: megamoe has no option {name!r}.{nearest(name, known)}"
 
 
 def from_sources(

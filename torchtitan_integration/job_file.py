@@ -21,8 +21,9 @@ from moe_compile.config import (
     TABLE_ONLY,
     MegaMoEConfig,
     from_sources,
+    no_option,
 )
-from moe_compile.errors import InvalidConfig, nearest
+from moe_compile.errors import InvalidConfig
 from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
 from torchtitan_integration.layout_rules import check_layout
 
@@ -136,8 +137,9 @@ def option_faults(job: JobFile) -> Iterator[str]:
     table = dict(job.content.get(BACKEND, {}))
     unknown = [name for name in table if name not in KNOWN]
     flags = list(_overridden(job))
-    yield from (_unknown(name, "[megamoe]") for name in unknown)
-    yield from (_unknown(n, f"--megamoe.{n}") for n in flags if n not in KNOWN)
+    yield from (no_option(name, where="[megamoe]", known=KNOWN) for name in unknown)
+    unknown = [name for name in flags if name not in KNOWN]
+    yield from (no_option(n, where=f"--megamoe.{n}", known=KNOWN) for n in unknown)
     values: dict[str, Any] = {k: v for k, v in table.items() if k in KNOWN and k not in flags}
     environment = dict(os.environ)
     for name in flags:
@@ -171,10 +173,6 @@ def _why_not(table: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     except InvalidConfig as error:
         return str(error)
     return ""
-
-
-def _unknown(name: str, where: str) -> str:
-    return f"{where}: megamoe has no option {name!r}.{nearest(name, KNOWN)}"
 
 
 def names_in_list(said: Any) -> list[str]:

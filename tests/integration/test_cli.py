@@ -351,6 +351,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--dry-run", "--nproc", "2"], "write --world 2"),
         (["--world", "2"], "write --nproc 2"),
         (["--compare"], "--compare is of --dry-run"),
+        (["--megamoe.attention_split", "qkv"], "'attention_split' any more; leave it out"),
         (["--training.steps", "-5"], "training.steps is -5; write 1 or more"),
         (["--training.global_batch_size", "-2"], "write 1 or more, or -1"),
         (["--training.global_batch_size", "24"], "write a multiple of 16"),
@@ -399,8 +400,8 @@ def test_all_that_is_wrong_with_a_job_is_said_at_once(checked):
     first, *faults = said.splitlines()
     assert first.endswith("9 things are wrong:") and len(faults) == 9
     for fault in (
-        "'codgen'", "megamoe.chunks is 0", "megamoe.numerics is 'rough'", "megamoe.attention_chunks",
-        "training.steps is -1", "no key 'training.locl'", "no flag '--training.step'",
+        "'codgen'", "megamoe.chunks is 0", "megamoe.numerics is 'rough'",
+        "megamoe.attention_chunks", "training.steps is -1", "no key 'training.locl'", "no flag '--training.step'",
         "--compile.enable takes no value", "write --nproc 2",
     ):  # fmt: skip
         assert sum(fault in line for line in faults) == 1, fault
