@@ -401,8 +401,8 @@ def test_all_that_is_wrong_with_a_job_is_said_at_once(checked):
     assert first.endswith("9 things are wrong:") and len(faults) == 9
     for fault in (
         "'codgen'", "megamoe.chunks is 0", "megamoe.numerics is 'rough'",
-        "megamoe.attention_chunks", "training.steps is -1", "no key 'training.locl'", "no flag '--training.step'",
-        "--compile.enable takes no value", "write --nproc 2",
+        "megamoe.attention_chunks", "training.steps is -1", "no key 'training.locl'",
+        "no flag '--training.step'", "--compile.enable takes no value", "write --nproc 2",
     ):  # fmt: skip
         assert sum(fault in line for line in faults) == 1, fault
 
