@@ -16,20 +16,23 @@ BESIDE: Final = tuple(
     f"moe_compile/{room}" for room in ("check/", "cli.py", "commands/", "simulator/", "testing/")
 )
 """What nothing that compiles imports."""
-SOURCES: Final = tuple(
+EVERY_SOURCE: Final = tuple(
     path
     for folder in ("moe_compile", "passes")
     for pattern in ("*.py", "*.toml")
     for path in sorted((ROOT / folder).rglob(pattern))
-    if not path.relative_to(ROOT).as_posix().startswith(BESIDE)
 )
+SOURCES: Final = tuple(
+    path for path in EVERY_SOURCE if not path.relative_to(ROOT).as_posix().startswith(BESIDE)
+)
+"""What compiles."""
 
 
 @functools.cache
-def hash_of_sources() -> str:
+def hash_of_sources(paths: tuple[Path, ...] = SOURCES) -> str:
     """Hash names and contents, not where they are installed: machines may share a cache."""
     digest = hashlib.sha256()
-    for path in SOURCES:
+    for path in paths:
         digest.update(str(path.relative_to(ROOT)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from moe_compile.check.sections import (
     run_sections,
 )
 from moe_compile.report.command import recorded_command
-from moe_compile.source_hash import hash_of_sources
+from moe_compile.source_hash import EVERY_SOURCE, hash_of_sources
 
 WIDTH: Final = 150
 ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -42,7 +42,7 @@ def main() -> int:
         "command": recorded_command("benchmarks.gpu", sys.argv[1:]),
         "device": arguments.device,
         "machine": describe_gpu_machine(arguments.device),
-        "sources": hash_of_sources(),
+        "sources": hash_of_sources(EVERY_SOURCE),
         "sections": {},
     }
     if not arguments.again:

@@ -20,7 +20,7 @@ from benchmarks.node.summary import print_summary
 from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.report.command import recorded_command
-from moe_compile.source_hash import hash_of_sources
+from moe_compile.source_hash import EVERY_SOURCE, hash_of_sources
 
 WIDTH: Final = 150
 LEAST_RANKS: Final = 2
@@ -41,7 +41,7 @@ def main() -> int:
         "device": arguments.device,
         "ranks": ranks.num_ranks,
         "machine": describe_gpu_machine(arguments.device),
-        "sources": hash_of_sources(),
+        "sources": hash_of_sources(EVERY_SOURCE),
         "sections": {},
     }
     if not arguments.again:
