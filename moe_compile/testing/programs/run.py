@@ -72,7 +72,7 @@ class LayersInParts(NamedTuple):
 BREAKS: Final = ("graph_break()", "async_op=True")
 """What ends a graph between layers."""
 
-Backend = str | LayersInParts | InParts
+Backend = str | Callable[..., Any] | LayersInParts | InParts
 """Of `torch.compile`, or "eager"; layers that run in parts, eagerly; or steps that do."""
 
 SUMMED_BY_HOST: Final = re.compile(
@@ -135,17 +135,13 @@ def _compare_module(
 ) -> Findings:
     torch._dynamo.reset()
     began, known = time.process_time(), len(REPORT.compilations)
-    num_nodes = getattr(module, "NODES", 0)
-    if module.MIRRORED:
-        become_mirrored(getattr(module, "RANKS", 2), _table_of(module) if num_nodes else None)
-    if num_nodes:
-        register_nodes(num_nodes)
+    start_ranks(module)
     found = Findings(raises=module.RAISES)
-    expected, found.eager_error = _steps(module, rank, reference)
+    expected, found.eager_error = steps(module, rank, reference)
     if found.eager_error and not (module.MIRRORED or module.RAISES):
         return found  # other ranks may still wait for this one in their eager step
     torch._dynamo.reset()  # a reference that is compiled marks code as seen: megamoe starts afresh
-    actual, found.compiled_error = _steps(module, rank, backend)
+    actual, found.compiled_error = steps(module, rank, backend)
     for compilation in REPORT.compilations[known:]:
         _note(found, compilation, module)
     bound = module.BOUND if IN_TWO_HOPS in found.verdicts else _bound_without_hops(module)
@@ -157,6 +153,15 @@ def _compare_module(
         found.differences.append(f"{len(actual)} steps ran, eagerly {len(expected)}")
     found.cpu_s = time.process_time() - began
     return found
+
+
+def start_ranks(module: ModuleType) -> None:
+    """Make the groups of the program's ranks, and the nodes that they stand on."""
+    num_nodes = getattr(module, "NODES", 0)
+    if module.MIRRORED:
+        become_mirrored(getattr(module, "RANKS", 2), _table_of(module) if num_nodes else None)
+    if num_nodes:
+        register_nodes(num_nodes)
 
 
 def _on_a_rank(module: ModuleType, differences: list[str]) -> bool:
@@ -200,11 +205,11 @@ def _other_results(
     """Yield what else would be right, in the same order on every rank."""
     if hasattr(module, "PARTS"):
         for steps in _steps_in_parts(module):
-            yield _steps(module, rank, InParts(steps))[0]
+            yield steps(module, rank, InParts(steps))[0]
         yield from _pieces_in_parts(module, rank, text)
     for rounding in _roundings(module, text):
         module.__dict__.update(rounding)
-        yield _steps(module, rank, reference)[0]
+        yield steps(module, rank, reference)[0]
 
 
 def _steps_in_parts(module: ModuleType) -> Iterator[frozenset[int]]:
@@ -233,7 +238,7 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
         compiled += layers_in_a_row(program)
     for names in compiled if module.BACKWARD in ("once", "twice", "evaluated", "none") else ():
         for per in sorted({module.POSITIONS, 1}):
-            done, error = _steps(module, rank, LayersInParts(names, per))
+            done, error = steps(module, rank, LayersInParts(names, per))
             if not error:
                 yield done
 
@@ -258,13 +263,13 @@ def _classes(text: str) -> dict[str, str]:
     return {node.name: ast.get_source_segment(text, node) or "" for node in found}
 
 
-def _steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named], str]:
+def steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named], str]:
     """Return what every step computed, and the error that ended them, "" for none."""
     if backend == IN_PIECES:
         with dynamo_config.patch(capture_scalar_outputs=False):
-            return _steps(module, rank, "aot_eager")
+            return steps(module, rank, "aot_eager")
     if backend == SUMMED_BY_TORCH:
-        return _steps(_summed_by_torch(module), rank, "aot_eager")
+        return steps(_summed_by_torch(module), rank, "aot_eager")
     torch.manual_seed(module.SEED + rank)
     program = module.Program()
     function = _compiled(module, program, backend)
