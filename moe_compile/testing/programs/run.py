@@ -204,8 +204,8 @@ def _other_results(
 ) -> Iterator[list[Named]]:
     """Yield what else would be right, in the same order on every rank."""
     if hasattr(module, "PARTS"):
-        for steps in _steps_in_parts(module):
-            yield steps(module, rank, InParts(steps))[0]
+        for divided in _steps_in_parts(module):
+            yield steps(module, rank, InParts(divided))[0]
         yield from _pieces_in_parts(module, rank, text)
     for rounding in _roundings(module, text):
         module.__dict__.update(rounding)
