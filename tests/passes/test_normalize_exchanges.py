@@ -9,7 +9,7 @@ from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.query import called_name, is_launch, overload_name, tensor_of, waits_on
-from passes.normalize.filled_memory import ELSEWHERE
+from passes.normalize_exchanges import ELSEWHERE
 from tests.capture import dynamo_graphs
 
 C10D = torch.ops._c10d_functional

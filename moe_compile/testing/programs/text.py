@@ -72,7 +72,7 @@ FAVOUR: Final = {
 }
 
 ROUNDED: Final = """\
-from moe_compile.ops.quantize import pack_rows, unpack_rows
+from moe_compile.ops.quantized_rows import pack_rows, unpack_rows
 
 ROUNDED_LAYERS = ()  # whose rows are rounded as those that travel in eight bits
 ROUNDED_MODES = (True, False)  # where they are: with gradients, without
