@@ -1,6 +1,7 @@
 """Dynamo graphs of small programs, as a backend sees them."""
 
 import contextlib
+import itertools
 
 import torch
 from torch import fx
@@ -37,6 +38,31 @@ def dynamo_graphs(program, *inputs):
         torch.compile(program, backend=keep, fullgraph=True)(*inputs)
     (gm,) = captured
     return list(normalized(gm))
+
+
+def same_program(graph, expected):
+    """Return "" where two graphs are one program but for names, else where they part."""
+    names = [{}, {}]
+    lines = [
+        [_plain(node, known) for node in g.nodes] for g, known in zip((graph, expected), names)
+    ]
+    pairs = itertools.zip_longest(*lines, fillvalue="(nothing)")
+    return next((f"line {i}: {a}, expected: {b}" for i, (a, b) in enumerate(pairs) if a != b), "")
+
+
+def _plain(node, names):
+    """Return the node as text, in which every node is a number."""
+    names[node] = f"%{len(names)}"
+    target = node.target if node.op != "placeholder" else ""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+    return f"{names[node]} = {node.op} {target} {args} {kwargs}"
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self):
+        return str(self)
 
 
 def normalized(gm):
