@@ -42,20 +42,18 @@ def dynamo_graphs(program, *inputs):
 
 def same_program(graph, expected):
     """Return "" where two graphs are one program but for names, else where they part."""
-    names = [{}, {}]
-    lines = [
-        [_plain(node, known) for node in g.nodes] for g, known in zip((graph, expected), names)
-    ]
-    pairs = itertools.zip_longest(*lines, fillvalue="(nothing)")
+    pairs = itertools.zip_longest(*map(_plain, (graph, expected)), fillvalue="(nothing)")
     return next((f"line {i}: {a}, expected: {b}" for i, (a, b) in enumerate(pairs) if a != b), "")
 
 
-def _plain(node, names):
-    """Return the node as text, in which every node is a number."""
-    names[node] = f"%{len(names)}"
-    target = node.target if node.op != "placeholder" else ""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
-    return f"{names[node]} = {node.op} {target} {args} {kwargs}"
+def _plain(graph):
+    """Yield the nodes as text, in which every node is a number."""
+    names = {}
+    for node in graph.nodes:
+        names[node] = _Name(f"%{len(names)}")
+        target = node.target if node.op != "placeholder" else ""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+        yield f"{names[node]} = {node.op} {target} {args} {kwargs}"
 
 
 class _Name(str):
