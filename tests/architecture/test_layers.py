@@ -33,7 +33,6 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.report",),
     (
         "moe_compile.cache_marks",
-        "moe_compile.dropped_before",
         "moe_compile.failed_compilation",
         "moe_compile.second_backward",
         "moe_compile.inductor_settings",
