@@ -30,17 +30,17 @@ from functorch.compile import (
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from moe_compile.cache_marks import cache_marks
 from moe_compile.cost.aot_trace import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.failed_compilation import forget_unfinished_symbols
 from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
-from moe_compile.inductor_settings import settings_of_ours, switched_off
 from moe_compile.journal.entries import Dropped
 from moe_compile.plan.state import CompileState
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
+from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
+from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
 
@@ -209,7 +209,7 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
     """
     if not patches.get(FUSIONS, getattr(inductor_config, FUSIONS)):
         note_receivers(gm.graph)
-    return cache_marks(patches)
+    return cacheable_functions(patches)
 
 
 def _settings(state: CompileState) -> dict[str, object]:

@@ -17,8 +17,8 @@ from typing import Any, Final
 from moe_compile.cost.layer_program import LayerProgram
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.traced_work import TracedWork, trace_work
-from moe_compile.kept_files import keep, kept_path
 from moe_compile.source_hash import hash_of_sources
+from moe_compile.torch_quirks.cache_files import keep, kept_path
 
 _KNOWN: Final[dict[str, tuple[TracedWork, ...]]] = {}
 """By the text of a program; a process compiles few distinct layers."""
