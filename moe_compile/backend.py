@@ -9,8 +9,8 @@ Contract
     torch's configuration is changed only inside our own compilations, with two exceptions: at
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
     graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
-    `moe_compile.recompile_limit`. Also at import, grouped products are made known to torch's flop
-    counter, and callbacks around compilations to Dynamo (`torch_quirks.untraced_reads`).
+    `torch_quirks.recompile_limit`. Also at import, grouped products are made known to torch's flop
+    counter, and callbacks around compilations to Dynamo (`torch_quirks.untraceable_guards`).
 
 What the option `strict` raises for: what was meant and asked for, and could not be proven.
 One rule for every pass: a verdict with the option that asked for it, and a reason that says it
@@ -58,14 +58,14 @@ from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_dig
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
 from moe_compile.read_options import read_options
-from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
-from moe_compile.torch_quirks.frame_space import with_frame_space
-from moe_compile.torch_quirks.host_read_fallback import eager_where_a_value_is_needed
-from moe_compile.torch_quirks.untraced_reads import fall_back
-from moe_compile.torch_quirks.wrong_reads import refuse_wrong_reads
+from moe_compile.torch_quirks.python311_frames import with_frame_space
+from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
+from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
+from moe_compile.torch_quirks.unbacked_shapes import eager_where_a_value_is_needed
+from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
@@ -76,7 +76,7 @@ FORMS: Final = NormalizeExchanges.name
 torch._dynamo.config.capture_scalar_outputs = True
 IMPORTING_THREAD: Final = threading.get_ident()
 count_grouped_products()
-fall_back()
+install_eager_fallback()
 
 
 @with_frame_space
@@ -94,9 +94,9 @@ def megamoe(
     could not be transformed.
     """
     _capture_host_reads()
-    fall_back()
+    install_eager_fallback()
     config, patches = read_options(mode, options)
-    refuse_wrong_reads(gm.graph)
+    refuse_wrong_constants(gm.graph)
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)

@@ -167,6 +167,8 @@ def check_order(level: Level) -> None:
 def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassReport | Dropped]:
     """Run one level's enabled passes in order on `graph`; return what became of each.
 
+    A pass that failed on this graph in an earlier attempt has its place in the journal already.
+
     Raises what a failing pass raised when `state.config.strict`, and what a check found.
     """
     results: list[PassReport | Dropped] = []
@@ -174,6 +176,8 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
     known = level.given
     _show(graph, state, f"before_{level.passes[0].name}")
     for p in level.passes:
+        if f"{p.name} {state.graph_name}" in state.dropped:
+            continue
         if p.name in state.config.disable_passes:
             result = Dropped(p.name, Reason.DISABLED)
         elif missing := p.requires - known:

@@ -22,7 +22,7 @@ from xdist.scheduler import LoadFileScheduling
 from moe_compile.report.graph_breaks import forget_frames
 from moe_compile.testing.mirrored_rank import MirroredGroup, become_mirrored
 from moe_compile.testing.rank_pool import RankPool, collect_seldom, forget_compiled
-from moe_compile.torch_quirks.frame_space import with_frame_space
+from moe_compile.torch_quirks.python311_frames import with_frame_space
 
 LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
 """What takes longest first, so that no worker has much of it left when the other is done."""

@@ -42,9 +42,9 @@ from moe_compile.cost.row_gathers import reads_pieces
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import row_gather
-from moe_compile.kept_files import keep, kept_path
 from moe_compile.regions.fused_sums import FusedSums
 from moe_compile.source_hash import hash_of_sources
+from moe_compile.torch_quirks.cache_files import keep, kept_path
 
 LOG: Final = logging.getLogger(__name__)
 

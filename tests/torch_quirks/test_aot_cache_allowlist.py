@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 
-from moe_compile import cache_marks
 from moe_compile.backend import megamoe
+from moe_compile.torch_quirks.aot_cache_allowlist import SETTING, cacheable_functions
 from tests.attention_layers import NormedAttention
 from tests.block_layers import SerialBlock, block_input
 from tests.capture import dynamo_graphs
@@ -51,7 +51,7 @@ def handed_over(module, x, options):
 def refused(graph, settings):
     """Return why the cache refuses a graph, by node."""
     why = {}
-    with inductor_config.patch({k: v for k, v in settings.items() if k == cache_marks.SETTING}):
+    with inductor_config.patch({k: v for k, v in settings.items() if k == SETTING}):
         for node in graph.nodes:
             try:
                 autograd_cache.check_node_safe(node)
@@ -108,10 +108,10 @@ def test_a_block_is_taken_and_so_is_attention_under_a_choice_of_kernels(fake_ran
 
 def test_the_users_marks_stay():
     own = {"some.function": "3"}
-    with inductor_config.patch({cache_marks.SETTING: own}):
-        assert cache_marks.cache_marks({})[cache_marks.SETTING].items() >= own.items()
-    asked = {cache_marks.SETTING: own}
-    assert cache_marks.cache_marks(asked)[cache_marks.SETTING].items() >= own.items()
+    with inductor_config.patch({SETTING: own}):
+        assert cacheable_functions({})[SETTING].items() >= own.items()
+    asked = {SETTING: own}
+    assert cacheable_functions(asked)[SETTING].items() >= own.items()
 
 
 def test_a_graph_without_a_region_is_left_as_it_came(fake_ranks):
@@ -121,4 +121,4 @@ def test_a_graph_without_a_region_is_left_as_it_came(fake_ranks):
 def test_one_that_reads_the_host_keeps_what_it_saved(fake_ranks):
     """A second backward needs it; nothing else of the graph is ours."""
     _, settings = handed_over(lambda x: x * sum(x.tolist()), torch.arange(3), {})
-    assert settings.keys() == {"post_grad_custom_pre_pass", cache_marks.SETTING}
+    assert settings.keys() == {"post_grad_custom_pre_pass", SETTING}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_compile.torch_quirks.wrong_reads import refuse_wrong_reads
+from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
 from tests.slow_parameters import slow_but
 
 
@@ -39,7 +39,7 @@ def test_a_constant_by_a_symbol_that_is_not_read_stays_in_its_graph():
     graphs, program = [], Scaled()
 
     def count(gm, example_inputs):
-        refuse_wrong_reads(gm.graph)
+        refuse_wrong_constants(gm.graph)
         graphs.append(gm)
         return gm
 

@@ -7,7 +7,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.testing.rank_pool import forget_compiled
-from moe_compile.torch_quirks import untraced_reads
+from moe_compile.torch_quirks import untraceable_guards
 from tests.this_torch import ends_graphs_at_lists
 
 FX = {"megamoe.codegen": "fx"}
@@ -61,7 +61,7 @@ cases = pytest.mark.parametrize(
 
 
 def told(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == untraced_reads.LOG.name]
+    return [r.getMessage() for r in caplog.records if r.name == untraceable_guards.LOG.name]
 
 
 def test_the_function_runs_eagerly_and_others_are_compiled(caplog):
@@ -77,7 +77,7 @@ def test_the_function_runs_eagerly_and_others_are_compiled(caplog):
     assert not torch._dynamo.config.suppress_errors
     if not ends_graphs_at_lists():
         (line,) = set(told(caplog))
-        assert "test_untraced_reads.py" in line
+        assert "test_untraceable_guards.py" in line
         assert "order.tolist()" in line
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from moe_compile.torch_quirks.host_read_fallback import eager_where_a_value_is_needed
+from moe_compile.torch_quirks.unbacked_shapes import eager_where_a_value_is_needed
 from tests.slow_parameters import slow_but
 
 

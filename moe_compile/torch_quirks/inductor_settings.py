@@ -1,5 +1,7 @@
 """Inductor's settings while it compiles a graph that our passes work on: what is off, and why.
 
+No fault, settings: each is off for the compilation at hand alone.
+
 Contract
     Only settings that this torch has are named; torch's version is never read.
     Where nothing of ours runs on a graph, Inductor compiles it with the settings it has.

@@ -1,18 +1,23 @@
 """Code that Dynamo cannot trace with host reads in graphs runs eagerly, and what it calls does not.
 
-Contract
+Fault
     megamoe has Dynamo keep host reads in graphs (`capture_scalar_outputs`). Some uses of a number
-    that was read then end the trace, before any backend is asked, and no graph: a list that is
-    indexed by it. Without that setting Dynamo ends the graph at the read. Up to torch 2.14 this is
-    `GuardOnDataDependentSymNode`, an error; where it leaves a trace, torch is told to run that
-    function eagerly (`suppress_errors`), until the next compilation begins. Torch 2.15 makes a
-    `UserError` of it and runs the function eagerly by itself, without a word. Functions that it
-    calls are compiled either way, and a warning names the line.
+    that was read need its value for a guard: a list that is indexed by it. They end the trace,
+    before any backend is asked, where Dynamo without that setting ends the graph at the read.
+Seen in
+    torch 2.13, up to 2.14: `GuardOnDataDependentSymNode`, an error. Torch 2.15 makes a `UserError`
+    of it and runs the function eagerly by itself, without a word.
+Noticed by
+    `test_a_list_indexed_by_a_number_that_is_read_is_an_error` in test_still_there.py.
+Contract
+    Where the error leaves a trace, torch is told to run that function eagerly (`suppress_errors`),
+    until the next compilation begins. Functions that it calls are compiled, with either torch, and
+    a warning names the line.
     Errors of backends and of programs are raised as ever. So is this one, by any torch, where there
     are ranks and the function was compiled before, with other shapes: this rank would run it
     eagerly beside ranks that run it rewritten. And under `fullgraph=True`, which allows no eager
     code.
-    `torch._dynamo.reset()` forgets callbacks: `fall_back` is called again for every graph.
+    `torch._dynamo.reset()` forgets callbacks: `install_eager_fallback` is called for every graph.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _suppressed: list[bool] = []
 """One entry while torch suppresses errors for us."""
 
 
-def fall_back() -> None:
+def install_eager_fallback() -> None:
     """Have functions run eagerly that cannot be traced, from the next compilation on."""
     handler = torch._dynamo.callback_handler
     if _at_start not in handler.start_callbacks:

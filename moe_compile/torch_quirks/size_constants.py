@@ -1,11 +1,17 @@
 """Programs of which torch reads a wrong value while it traces: traced again with fixed sizes.
 
+Fault
+    `torch.tensor(4.0) * (tokens / 2)` with a symbol for the tokens has, while torch traces, the
+    value that stands in for any symbol, not a number: `int()` of what is made of it is that at run
+    time too, by every backend. With host reads in graphs (`capture_scalar_outputs`) nothing ends
+    the graph at the read.
+Seen in
+    torch 2.13.
+Noticed by
+    `test_a_number_of_a_symbol_is_its_stand_in` in test_still_there.py.
 Contract
-    `torch.tensor(4.0) * (tokens / 2)` with a symbol for the tokens has, while torch 2.13 traces,
-    the value that stands in for any symbol, not a number: `int()` of what is made of it is that at
-    run time too, by every backend. With host reads in graphs (`capture_scalar_outputs`) nothing
-    ends the graph at the read. A graph is taken for one of these if it holds such a tensor that is
-    an integer, as a capacity is, or that nothing reads: it was made for a read.
+    A graph is taken for one of these if it holds such a tensor that is an integer, as a capacity
+    is, or that nothing reads: it was made for a read.
     Such a graph is traced again with the sizes at hand in place of symbols, by Dynamo's own restart
     and with `automatic_dynamic_shapes` off until this compilation ends. Ranks whose sizes did not
     change go on with what they have: both are rewritten by one plan, or ranks notice.
@@ -35,7 +41,7 @@ _fixed: list[bool] = []
 """One entry while torch takes sizes as numbers for us."""
 
 
-def refuse_wrong_reads(graph: fx.Graph) -> None:
+def refuse_wrong_constants(graph: fx.Graph) -> None:
     """Have Dynamo trace anew, or run eagerly, a graph that may hold a wrong number of a size."""
     node = _first_wrong(graph)
     if node is None:

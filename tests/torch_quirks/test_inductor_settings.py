@@ -7,8 +7,8 @@ import torch
 import torch._inductor.config as inductor_config
 
 from moe_compile.backend import megamoe
-from moe_compile.inductor_settings import REORDERINGS, settings_of_ours, switched_off
 from moe_compile.report.process_report import REPORT
+from moe_compile.torch_quirks.inductor_settings import REORDERINGS, settings_of_ours, switched_off
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 

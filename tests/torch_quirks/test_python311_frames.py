@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from moe_compile.torch_quirks.frame_space import with_frame_space
+from moe_compile.torch_quirks.python311_frames import with_frame_space
 
 CALLS = 300
 DEPTHS = range(400)

@@ -1,5 +1,8 @@
 """Files of ours beside Inductor's caches, which a later process finds as it finds compiled code.
 
+No fault: torch has no public place in its caches for what others keep, so the folder is found by
+torch._inductor.runtime.cache_dir_utils.cache_dir.
+
 Contract
     Nothing is kept where Inductor keeps nothing. A file is written whole or not at all, and what
     cannot be written, on a full or read-only disk, is not there later.

@@ -1,10 +1,15 @@
 """A rank that Dynamo stops compiling must not run eagerly beside ranks that run rewritten code.
 
+No fault, a limit: Dynamo compiles one piece of code `torch._dynamo.config.recompile_limit` times at
+most, and runs it eagerly for whatever else comes, as other numbers of tokens with `dynamic=False`.
+Only this rank knows, and its exchanges would meet others, of chunks. Dynamo asks for the limit
+before it calls callbacks or a backend, so that it cannot be told of one piece of code alone.
+
+Noticed by
+    `test_beyond_its_limit_dynamo_runs_code_eagerly` in test_still_there.py.
 Contract
-    Dynamo compiles one piece of code `torch._dynamo.config.recompile_limit` times at most, and runs
-    it eagerly for whatever else comes, as other numbers of tokens with `dynamic=False`. Only this
-    rank knows, and its exchanges would meet others, of chunks. From the last compilation that is
-    allowed on, `fail_on_recompile_limit_hit` is set: what would run eagerly is an error.
+    From the last compilation of rewritten code that is allowed on, `fail_on_recompile_limit_hit` is
+    set for the process: what would run eagerly is an error.
 """
 
 from __future__ import annotations
