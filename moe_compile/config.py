@@ -97,7 +97,9 @@ class MegaMoEConfig:
     combine_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the combine, with the same values."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
-    """What "auto" may choose from. "exact": what changes no bit. "bounded": also sums in another
+    """What "auto" may choose from. "exact": the same operators on the same rows in the same order.
+    Where a kernel's result for a row depends on where the row lies, last bits may differ: on CPUs
+    that is so for rows that do not fill vectors (docs/numerics.md). "bounded": also sums in another
     order, by a bound that the report states. "lossy": everything. An option that names what it
     wants is obeyed whatever `numerics` says, but for chunks of experts that share a parameter or
     sort rows by a sort that is not stable: they need "bounded" (docs/limits.md). With "bounded"

@@ -19,7 +19,8 @@ from moe_compile.plan.decide import decide_capacity
 from moe_compile.plan.plan import CapacityPlan
 from moe_compile.plan.planned import FoundCapacity, PlannedCapacity
 from moe_compile.plan.state import CompileState
-from passes.replay.capacity_rounding import why_rounds
+from moe_compile.proof.kernel_bits import bits
+from passes.replay.capacity_trial import Trial, try_chunks
 from passes.replay.masked_replay import chunk_bounds
 
 AS_MANY_ROWS: Final = "by its capacity every expert has as many rows"
@@ -37,15 +38,17 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
     details = {"chunk_edges": AS_MANY_ROWS}
     if config.chunk_by == "tokens":
         num_chunks, reason = 1, Reason.BY_CAPACITY
+    tried = Trial()
     if num_chunks > 1:
-        rounds = why_rounds(region, chunk_bounds(region.num_local_experts, num_chunks))
-        if rounds:
-            num_chunks, reason = 1, Reason.ROUNDED_BY_POSITION
-            details["chunks"] = rounds
+        tried = try_chunks(region, chunk_bounds(region.num_local_experts, num_chunks))
+        if tried.refused:
+            num_chunks, reason, details["chunks"] = 1, Reason.UNKNOWN_OPERATOR, tried.refused
+        elif tried.last_bits and bits().refuses:
+            num_chunks, reason, details["chunks"] = 1, Reason.MAY_ROUND, tried.last_bits
     left = {name: Reason.BY_CAPACITY for name in _others_asked(config)}
     left |= {"chunks": reason} if reason is not None else {}
     left |= {"chunk_edges": Reason.ALREADY_DONE} if config.chunk_edges != "even" else {}
-    unproven = reason.name if reason is Reason.ROUNDED_BY_POSITION else ""
+    unproven = reason.name if reason in (Reason.UNKNOWN_OPERATOR, Reason.MAY_ROUND) else ""
     return PlannedCapacity(
         found=found,
         plan=CapacityPlan(
@@ -70,6 +73,7 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
         },
         decision=decision,
         not_priced=layer.not_traced if decision is None else "",
+        last_bits=tried.last_bits,
     )
 
 
