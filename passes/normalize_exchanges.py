@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.fx as fx
@@ -45,6 +45,8 @@ from passes.normalize.filled_memory import find_fills, read_sources, write_elsew
 from passes.normalize.function_exchanges import Unknown, exchanges_of, replace_function
 from passes.normalize.known_lengths import note_known_lengths
 
+VISIBLE: Final = "its launch and its wait stand in the graph"
+
 
 @dataclass(frozen=True)
 class NormalizeExchanges(GraphPass):
@@ -63,7 +65,8 @@ class NormalizeExchanges(GraphPass):
         placed = {launch: _arguments_in_place(launch) for launch in launches}
         for launch in launches:
             if not overload_name(launch).startswith("_c10d_functional_autograd::"):
-                skipped.append(Verdict(candidate=launch.name, reason=Reason.ALREADY_DONE))
+                done = Verdict(candidate=launch.name, reason=Reason.ALREADY_DONE, detail=VISIBLE)
+                skipped.append(done)
             elif (hiding := _hides_wait(launch)) is None:
                 skipped.append(Verdict(candidate=launch.name, reason=Reason.UNKNOWN_FORM))
             else:
