@@ -72,6 +72,8 @@ from passes.contract import Fact, GraphPass
 from passes.normalize.body_values import HAND_ON, MAKE_MEMORY, alike
 from passes.normalize.function_exchanges import Unknown, exchanges_of, replace_function
 
+VISIBLE: Final = "its launch and its wait stand in the graph"
+
 
 @dataclass(frozen=True)
 class NormalizeExchanges(GraphPass):
@@ -90,7 +92,8 @@ class NormalizeExchanges(GraphPass):
         placed = {launch: _arguments_in_place(launch) for launch in launches}
         for launch in launches:
             if not overload_name(launch).startswith("_c10d_functional_autograd::"):
-                skipped.append(Verdict(candidate=launch.name, reason=Reason.ALREADY_DONE))
+                done = Verdict(candidate=launch.name, reason=Reason.ALREADY_DONE, detail=VISIBLE)
+                skipped.append(done)
             elif (hiding := _hides_wait(launch)) is None:
                 skipped.append(Verdict(candidate=launch.name, reason=Reason.UNKNOWN_FORM))
             else:

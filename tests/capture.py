@@ -76,7 +76,7 @@ def carried_out(results, option):
     reports = {r.pass_name: r for r in results}
     plan, rewrite = reports["plan_regions"], reports["rewrite_regions"]
     skipped = tuple(v for v in plan.skipped if v.option == option)
-    left = {v.candidate for v in skipped if v.reason is not Reason.CLAMPED}
+    left = {v.candidate for v in skipped if v.reason is not Reason.FEW_EXPERTS}
     applied = tuple(name for name in rewrite.applied if name not in left)
     return PassReport(pass_name="", applied=applied, skipped=skipped, measures=rewrite.measures)
 

@@ -15,6 +15,7 @@ from tests.capture import dynamo_graphs
 
 PAGE = Path(__file__).parents[1] / "docs" / "reasons.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DETAIL = re.compile(r"^\| (?!detail)([^|]+) \|", re.MULTILINE)
 SAID_BY = re.compile(r"`(\w+)`, by `(\w+)`(?: on `(\w+)`)?\.")
 TEXT = PAGE.read_text()
 
@@ -28,6 +29,8 @@ class Section:
     kind: str
     pass_name: str
     option: str
+    details: tuple[str, ...]
+    """What its table has of what the reason is given for."""
     layers: tuple[str, str]
     """What all programs begin with, then those of its chapter."""
     program: str
@@ -62,6 +65,7 @@ def read_sections():
             kind=kind,
             pass_name=pass_name,
             option=option or "",
+            details=tuple(DETAIL.findall(TEXT, head.end(), end)),
             layers=(everywhere, layers),
             program=program,
         )

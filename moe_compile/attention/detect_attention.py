@@ -37,6 +37,7 @@ from moe_compile.attention.head_proof import (
     check_heads_stay,
     check_meanwhile,
     find_heads,
+    no_region,
     track,
 )
 from moe_compile.attention.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
@@ -56,7 +57,10 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.proof.kernel_bits import bits
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-TENSOR_PARALLEL: Final = Reason.TENSOR_PARALLEL
+TENSOR_PARALLEL: Final = (
+    "its heads are sharded by tensor parallelism: gathered before, reduced after"
+)
+COMPUTES: Final = "an operator between the exchange and attention is no movement of data"
 
 
 def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[AttentionRefused]]:
@@ -173,26 +177,26 @@ def _check_shape(
         raise _no_exchange(core, operands)
     launches = [n for found in entering for n in found] + [n for n in outward if is_launch(n)]
     if any(len(found) > 1 for found in entering):
-        raise Refuse(Reason.SEVERAL_EXCHANGES)
+        raise no_region("an operand is exchanged more than once")
     for operand, found in zip(operands, entering, strict=True):
         if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
-            raise Refuse(Reason.COMPUTED_BETWEEN, operator_at(operand))
+            raise no_region(f"{COMPUTES}: {operator_at(operand)}")
     if not outward:
-        raise Refuse(Reason.NO_EXCHANGE_BACK)
+        raise no_region("no even exchange of its result alone, by movement of data only, follows")
     if not all(is_even_exchange(n) for n in launches):
-        raise Refuse(Reason.UNEVEN)
+        raise no_region("an exchange around it is not even")
     if len({group_name(n) for n in launches}) > 1:
-        raise Refuse(Reason.GROUPS_DIFFER)
+        raise no_region("its exchanges are over different groups")
 
 
 def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
     if is_tensor_parallel(core):
-        return Refuse(TENSOR_PARALLEL)
+        return no_region(TENSOR_PARALLEL)
     above = [n for operand in operands for n in nearest_launches(operand, up=True)]
     below = nearest_launches(core, up=False)
     if any(is_even_exchange(n) for n in above) and any(is_even_exchange(n) for n in below):
-        return Refuse(Reason.COMPUTED_BETWEEN, operator_at(operands[0]))
-    return Refuse(Reason.NO_EXCHANGE)
+        return no_region(f"{COMPUTES}: {operator_at(operands[0])}")
+    return no_region("no exchange is around it")
 
 
 def _check_arithmetic(core: fx.Node) -> None:

@@ -135,6 +135,8 @@ class Refused:
     detail: str = ""
     is_region: bool = False
     """Whether a dispatch, its combine and its counts were matched."""
+    is_candidate: bool = True
+    """Whether it is an all-to-all, or gathers tokens for experts."""
 
     def __str__(self) -> str:
         """Return `candidate: reason (detail)`."""

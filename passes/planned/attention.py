@@ -39,10 +39,12 @@ def _region(
 ) -> PlannedAttention:
     config = state.config
     decision = decide_attention(region, config, state.hardware, layers.around(region))
-    num_groups, reason = plan_head_groups(config, region, decision)
+    num_groups, why = plan_head_groups(config, region, decision)
     left = dict[str, Verdict]()
-    if reason is not None:
-        verdict = Verdict(candidate=region.name, reason=reason, where=found.where)
+    if why is not None:
+        verdict = Verdict(
+            candidate=region.name, reason=why.reason, detail=why.detail, where=found.where
+        )
         left["attention_chunks"] = judged(config, "attention_chunks", verdict)
     return PlannedAttention(
         found=found,

@@ -90,7 +90,7 @@ def test_what_it_cannot_do_is_told(fake_ranks, asked):
     (one,) = planned.capacity
     clamped = "chunk_by" not in asked
     assert one.plan.num_chunks == (LOCAL if clamped else 1)
-    reason = Reason.CLAMPED if clamped else Reason.BY_CAPACITY
+    reason = Reason.FEW_EXPERTS if clamped else Reason.BY_CAPACITY
     assert one.left["chunks"].reason is reason
 
 

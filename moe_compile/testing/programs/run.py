@@ -217,8 +217,8 @@ def _note(found: Findings, compilation: Compilation, module: ModuleType) -> None
     verdicts += [a.verdict for a in compilation.attention]
     found.verdicts += [*verdicts, *compilation.left_alone]
     found.dropped += compilation.dropped
-    reports = (*compilation.regions, *compilation.attention)
-    remarks = (remark for report in reports for remark in report.remarks)
+    remarks = [remark for report in compilation.regions for remark in report.remarks]
+    remarks += [remark for report in compilation.attention for remark in report.remarks]
     found.may_differ |= any(remark.startswith(LAST_BITS) for remark in remarks)
     if hasattr(module, "PARTS"):
         found.num_rewritten += any("split_batch: applied" in s for s in compilation.rewrites)
