@@ -16,26 +16,39 @@ Pseudo-code
         what depends on the batch has it, in one dimension, or is of a region
         nothing mixes its indices
         what leaves the graph has it, or is made of counts alone
+
+What compiled code takes for granted of a batch whose size is a symbol.
+Each part of such a batch has two indices or more, by a guard: of a size that may be one the
+tracer asks whether it is, and takes the answer for granted, so that code would be for one size
+of the batch after all. A batch that is smaller is compiled for its size alone.
+A size that the program marks as dynamic becomes no constant, and one that it bounds gets no
+guard: torch makes errors of these. Raises Refuse instead.
+All of this follows from the size that this rank has. A graph that runs in parts has the same
+plan for any of them, and one that is refused another: ranks compare them.
+
+Integers that the host reads of counts, and which add up over parts as the counts do.
+Each part's experts need its own integers on the host, so that those of the whole, which a model
+keeps or returns, are their sums: the host reads nothing for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, statically_known_true
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, holds
 from moe_compile.attention.head_proof import Refuse
+from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
-from moe_compile.batch.batch_size import settle_size
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_terms import loss_arguments, terms_of
 from moe_compile.batch.batch_tracking import candidates, follow_graph, inside
-from moe_compile.batch.host_sums import reads_that_add_up
 from moe_compile.batch.sharded_rules import is_about_ranks, keeps_indices
 from moe_compile.batch.sorted_factors import check_factors
 from moe_compile.batch.token_shares import check_share, find_share
@@ -46,6 +59,7 @@ from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
 from moe_compile.graph.query import (
     called_name,
+    expression_of,
     has_gradient,
     is_assertion,
     is_launch,
@@ -55,6 +69,7 @@ from moe_compile.graph.query import (
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
+from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.regions.replayable import memory_of
@@ -355,3 +370,61 @@ class _Proof:
         is_read = any(user.op != "output" and user not in touching for user in node.users)
         counts = any(counts_values(known, value, one, self.dependence) for one in chosen)
         return is_outside and not is_read and counts
+
+
+def settle_size(size: Any, num_parts: int) -> bool:
+    """Return whether `size` is what it was: False where it is a constant from now on.
+
+    Raises Refuse where there are not enough indices for parts of it.
+    """
+    least = 2 * num_parts
+    if not isinstance(size, torch.SymInt) or statically_known_true(size >= least):
+        return True
+    marks = list(_marks_of(size))
+    if any(isinstance(mark, StrictMinMaxConstraint) for mark in marks):
+        raise Refuse(Reason.BATCH_TOO_SMALL, f"a bound below {least} for {num_parts} parts")
+    if size >= least:
+        return True
+    if marks:
+        raise Refuse(Reason.BATCH_TOO_SMALL, f"a size marked as dynamic, below {least}")
+    int(size)  # a guard: the tracer puts the number in the place of the symbol
+    return False
+
+
+def _marks_of(size: torch.SymInt) -> Iterator[Any]:
+    """Yield what the program says of the dimensions of inputs that have this size."""
+    tracked = getattr(size.node.shape_env, "tracked_fakes", None) or ()
+    for one in tracked:
+        if not isinstance(one.fake, torch.Tensor):
+            continue
+        said = getattr(one.symbolic_context, "constraint_sizes", None) or ()
+        for own, mark in zip(one.fake.shape, said, strict=False):
+            symbols = getattr(expression_of(own), "free_symbols", frozenset[Any]())
+            is_its = bool(symbols & expression_of(size).free_symbols)
+            if is_its and mark is not None and not mark.warn_only:
+                yield mark
+
+
+ADDS_UP: Final = frozenset(
+    {
+        "contiguous", "cpu", "detach", "flatten", "getitem", "item", "reshape", "select", "squeeze",
+        "sum", "to", "unsqueeze", "view",
+    }
+)  # fmt: skip
+"""What of a sum is the sum of what it makes of the terms."""
+WIDE: Final = (torch.int32, torch.int64)
+
+
+def reads_that_add_up(nodes: Iterable[fx.Node], sums: Collection[fx.Node]) -> set[fx.Node]:
+    """Return those of `nodes` by which the host reads what adds up, of one of `sums`."""
+    return {node for node in nodes if is_host_read(node) and _adds_up(node, sums)}
+
+
+def _adds_up(node: fx.Node, sums: Collection[fx.Node]) -> bool:
+    while node not in sums:
+        tensor, sources = tensor_of(node), node.all_input_nodes
+        is_wide = tensor is None or tensor.dtype in WIDE
+        if not is_wide or operator_name(node) not in ADDS_UP or len(sources) != 1:
+            return False
+        (node,) = sources
+    return True

@@ -5,7 +5,7 @@ Contract
     spoken of: sequence, heads, parts of a batch and rows of a table travel by even exchanges too.
     It is meant to be of one where weights of its own stand against an index of what was received,
     in a batched product or in products one by one, and an even exchange back follows. Where sizes
-    are symbols that is told by its form alone (unknown_sizes.py).
+    are symbols that is told by its form alone.
     The answer is a function of the graph's structure, the same on every rank.
 
 Pseudo-code
@@ -13,25 +13,51 @@ Pseudo-code
         follow factors through all that stands between them, noting products with weights
         experts = a factor that weights share, or whose indices have weights of their own
         prove that experts stay apart, from what is sent to what comes back
+
+Whether experts with a capacity stand between exchanges whose sizes are symbols.
+Says only that they were meant: factors are followed where sizes are numbers. Experts have
+weights by index, in a batched product, or each part of what is joined has weights of its own,
+all of one shape, as those of a loop over experts.
+
+Prove that experts stay apart from what is sent to them to what they send back.
+Raises Refuse or Lost where the proof fails; the graph is not edited.
+What a chunk computes of its experts, forward and backward, is then what the whole region
+computes of them, but for how kernels round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds
-from moe_compile.attention.head_proof import Refuse
-from moe_compile.attention.head_tracking import is_even_exchange
+from moe_compile.attention.head_inputs import read_from_outside
+from moe_compile.attention.head_proof import REFUSALS, Refuse, check_escapes
+from moe_compile.attention.head_rules import operator_name
+from moe_compile.attention.head_tracking import is_even_exchange, move_name
+from moe_compile.attention.move_arguments import joined
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.capacity.expert_proof import prove
 from moe_compile.capacity.expert_rules import follow
 from moe_compile.capacity.expert_tracking import ExpertTracker
-from moe_compile.capacity.unknown_sizes import are_experts_of_unknown_size, is_weight
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.query import group_name, is_integer, is_launch, operator_at, waits_on
+from moe_compile.graph.gradient_order import find_later_reader
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.query import (
+    group_name,
+    has_gradient,
+    is_integer,
+    is_launch,
+    operator_at,
+    output_splits,
+    tensor_of,
+    value_of,
+    waits_on,
+)
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused
 
@@ -156,3 +182,190 @@ def _picked_for_weights(tracker: ExpertTracker) -> Iterator[Factor]:
         own = {i for found in by_weight.values() for i in found if len(found) == 1}
         if len(own) > 1:
             yield factor
+
+
+BATCHED: Final = frozenset({"einsum", "matmul", "bmm", "baddbmm"})
+PRODUCTS: Final = BATCHED | {"mm", "linear", "addmm"}
+OF_ALL: Final = 3
+"""Dimensions of weights of all experts."""
+
+Weights = frozenset[fx.Node]
+
+
+def are_experts_of_unknown_size(body: Sequence[fx.Node]) -> bool:
+    """Whether `body`, in graph order, has a size that is no number, and weights of experts."""
+    sizes = [s for n in body for t in _tensors(value_of(n)) for s in t.shape]
+    if all(isinstance(size, int) for size in sizes):
+        return False
+    above: dict[fx.Node, Weights] = {}
+    for node in body:
+        name = operator_name(node) or move_name(node)
+        own = _weights(node) if name in PRODUCTS else frozenset()
+        if name in BATCHED and any(len(_shape(weight)) >= OF_ALL for weight in own):
+            return True
+        if name in ("cat", "stack") and _have_their_own([above.get(p) for p in joined(node)]):
+            return True
+        above[node] = own.union(*(above.get(i, frozenset()) for i in node.all_input_nodes))
+    return False
+
+
+def is_weight(operand: fx.Node) -> bool:
+    """Whether `operand` is made of parameters alone."""
+    todo, seen = [operand], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    given = [n for n in seen if not n.all_input_nodes]
+    return all(n.op == "get_attr" or isinstance(value_of(n), torch.nn.Parameter) for n in given)
+
+
+def _weights(product: fx.Node) -> Weights:
+    return frozenset(i for i in product.all_input_nodes if len(_shape(i)) > 1 and is_weight(i))
+
+
+def _have_their_own(parts: Sequence[Weights | None]) -> bool:
+    """Whether each of several parts is made by weights that no other is, all of the same shapes."""
+    known = [part for part in parts if part]
+    if len(known) < len(parts) or len(parts) < 2:
+        return False
+    own = [part - frozenset().union(*(p for p in known if p is not part)) for part in known]
+    shapes = {tuple(sorted(map(str, map(_shape, weights)))) for weights in own}
+    return all(own) and len(shapes) == 1
+
+
+def _shape(node: fx.Node) -> tuple[object, ...]:
+    tensor = tensor_of(node)
+    return () if tensor is None else tuple(tensor.shape)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+WHOLE: Final = -1
+"""Instead of an index: a value has all experts, in one dimension."""
+
+
+def prove(
+    name: str,
+    tracker: ExpertTracker,
+    candidates: Sequence[Factor],
+    body: Sequence[fx.Node],
+    dependence: Dependence,
+) -> CapacityRegion:
+    """Return the region of `body`, which `tracker` followed; raise where it is not proven."""
+    dispatch, result = body[0], body[-1]
+    launches = [node for node in body if is_launch(node)]
+    if len(launches) > 2:
+        raise Refuse(Reason.COMMUNICATES, operator_at(launches[1]))
+    combine = launches[-1]
+    rows = dispatch.all_input_nodes[0]
+    experts = _travelling(tracker, candidates, rows, dispatch, combine, result)
+    expert_of = _experts_of_values(tracker, experts, body)
+    for node, dim in tracker.closed:
+        if holds(dim, experts):
+            raise Refuse(Reason.ROWS_MIXED, operator_at(node))
+    region = CapacityRegion(
+        name=name,
+        rows=rows,
+        dispatch=dispatch,
+        combine=combine,
+        result=result,
+        body=tuple(body),
+        cut=tuple(_inputs_to_cut(tracker, experts, expert_of, body, dependence)),
+        tracker=tracker,
+        experts=experts,
+        expert_of={node: index for node, index in expert_of.items() if index != WHOLE},
+        group=group_name(dispatch),
+        num_ranks=len(output_splits(dispatch)),
+    )
+    check_escapes(body[:-1], body)
+    _check_gradients(region, expert_of)
+    legality = Legality(dependence, result.graph)
+    if (obstacle := legality.obstacle(body[:-1], result)) is not None:
+        raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
+    return region
+
+
+def _travelling(
+    tracker: ExpertTracker,
+    candidates: Sequence[Factor],
+    rows: fx.Node,
+    dispatch: fx.Node,
+    combine: fx.Node,
+    result: fx.Node,
+) -> Factor:
+    """Return the candidate that is in what is sent and in what comes back, beside the rank."""
+    if flat(tracker.sent[combine]) != flat([tracker.source[dispatch]]):
+        raise Lost(
+            f"{operator_at(combine)} does not send back what {operator_at(dispatch)} brought"
+        )
+    for experts in candidates:
+        places = [_num_places(tracker, node, experts) for node in (rows, result)]
+        by_rank = any(holds(tracker.sent[launch], experts) for launch in (dispatch, combine))
+        if flat([experts]) == [experts] and places == [1, 1] and not by_rank:
+            return experts
+    raise Lost("the index of the experts is not in what is sent and in what comes back")
+
+
+def _num_places(tracker: ExpertTracker, node: fx.Node, experts: Factor) -> int:
+    """Return in how many dimensions `node` has the index of experts; raises inside a join."""
+    factors = [factor for dim in tracker.dims(node) for factor in dim]
+    if any(f is not experts and holds([f], experts) for f in factors):
+        raise Lost(f"{operator_at(node)} joins several experts with something else")
+    return factors.count(experts)
+
+
+def _experts_of_values(
+    tracker: ExpertTracker, experts: Factor, body: Sequence[fx.Node]
+) -> dict[fx.Node, int]:
+    """Return which expert each value is of, `WHOLE` where all are in it."""
+    found: dict[fx.Node, int] = {}
+    for node in body:
+        places, index = _num_places(tracker, node, experts), tracker.picks(node).get(experts)
+        if places + (index is not None) != 1:
+            raise Refuse(Reason.ROWS_MIXED, operator_at(node))
+        found[node] = WHOLE if index is None else index
+    return found
+
+
+def _inputs_to_cut(
+    tracker: ExpertTracker,
+    experts: Factor,
+    expert_of: dict[fx.Node, int],
+    body: Sequence[fx.Node],
+    dependence: Dependence,
+) -> list[fx.Node]:
+    """Return what has the index of experts of what `body` reads from outside.
+
+    Refuses what experts share and has a gradient: chunks would add that up in another order.
+    """
+    found = []
+    for source, by in read_from_outside(body).items():
+        if _num_places(tracker, source, experts) == 0:
+            indices = {expert_of[reader] for reader in by}
+            if has_gradient(source) and (len(indices) > 1 or WHOLE in indices):
+                raise Refuse(Reason.SHARED_PARAMETER, operator_at(source))
+            continue
+        if _num_places(tracker, source, experts) > 1:
+            raise Lost(f"{operator_at(source)} has experts in several dimensions")
+        if (other := find_later_reader(by, source, dependence)) is not None:
+            raise Refuse(
+                Reason.GRADIENT_ORDER, f"{operator_at(source)} is read by {operator_at(other)} too"
+            )
+        found.append(source)
+    return found
+
+
+def _check_gradients(region: CapacityRegion, expert_of: Mapping[fx.Node, int]) -> None:
+    """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
+    if has_gradient(region.dispatch):
+        lost = next((node for node in region.body if not has_gradient(node)), None)
+        if lost is not None:
+            raise Refuse(Reason.NO_GRADIENT, operator_at(lost))
+    for node in region.body:
+        parts = [i for i in node.all_input_nodes if expert_of.get(i, WHOLE) != WHOLE]
+        if expert_of[node] == WHOLE and len({*map(has_gradient, parts)}) > 1:
+            raise Refuse(Reason.NO_GRADIENT, operator_at(node))

@@ -7,6 +7,10 @@ Contract
     out would be uninitialised memory, which no working program reads, or when the index was seen
     to choose each row once, of as many as there are: samples of counts say so.
     An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
+
+Reads and writes at the places of whole runs of rows, as a search for an expert finds them.
+A run is read or written whole. Where others were not written, nothing is said of them but what
+was known before.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import torch
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof import place_rules
 from moe_compile.proof.indexing import INDEX_TYPES, Indexing, index_of, indexing
 from moe_compile.proof.operator_call import Call
+from moe_compile.proof.order_rules import places_of
 from moe_compile.proof.spread_rules import entries
+from moe_compile.regions.filled_orders import at_places, order_along, put
 from moe_compile.regions.row_domain import (
     Fixed,
     Groups,
@@ -26,6 +31,7 @@ from moe_compile.regions.row_domain import (
     Order,
     Outside,
     Permutation,
+    Places,
     Rows,
     Segment,
     Selected,
@@ -45,8 +51,8 @@ def gather(call: Call) -> Value | list[Value] | None:
         _refuse_mask(call)
         return None
     base, index = call.value(form.base), index_of(call, form)
-    if (places := place_rules.places_named(form, index)) is not None:
-        return place_rules.gather(call, form, base, places)
+    if (places := places_named(form, index)) is not None:
+        return gather_places(call, form, base, places)
     if form.index.dtype is torch.bool:
         _refuse_mask(call)
         return None
@@ -177,8 +183,8 @@ def scatter(call: Call) -> Value | list[Value] | None:
 
 def _scatter_rows(call: Call, form: Indexing, base: Value, source: Value, index: Value) -> Value:
     assert form.source is not None
-    if (places := place_rules.places_named(form, index)) is not None:
-        return place_rules.scatter(call, form, places)
+    if (places := places_named(form, index)) is not None:
+        return scatter_places(call, form, places)
     if not isinstance(base, Fixed) or not base.is_uniform or not isinstance(source, Rows):
         raise call.unknown()
     same_form = source.dim == form.dim and form.source.dim() == form.base.dim()
@@ -229,3 +235,45 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
         raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
     call.facts.note_all_rows(selected, length(order))
     return selected.parent
+
+
+def places_named(form: Indexing, index: Value) -> Places | None:
+    """Return the places that `index` names, as indices or as a mask; None of another index."""
+    if form.index.dtype is torch.bool:
+        return places_of(index) if isinstance(index, Labels) else None
+    return index if isinstance(index, Places) else None
+
+
+def gather_places(call: Call, form: Indexing, base: Value, places: Places) -> Value | None:
+    """Return rows, labels, a constant or an index read at the places of some runs."""
+    call.known.searches = True
+    before = order_along(base, form.dim, call.shape(form.base)[form.dim])
+    if before is not None:
+        order = at_places(before, places)
+        if order is None:
+            raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+        return Rows(form.dim, order)
+    if isinstance(base, Labels) and base.order == places.source:
+        return Labels(places.target, tuple(base.values[i] for i in places.kept))
+    if isinstance(base, Rows | Outside):
+        reason = Reason.VALUE_FROM_COUNTS if isinstance(base, Rows) else Reason.ROWS_FROM_OUTSIDE
+        raise Unproven(reason, call.name)
+    return None
+
+
+def scatter_places(call: Call, form: Indexing, places: Places) -> Value:
+    """Return what `form.base` holds once its source was written at `places`, or added there."""
+    assert form.source is not None
+    call.known.searches = True
+    if form.source.dim() != form.base.dim():
+        raise call.unknown()
+    base, source = (
+        order_along(call.value(tensor), form.dim, call.shape(tensor)[form.dim])
+        for tensor in (form.base, form.source)
+    )
+    if base is None or source is None:
+        raise call.unknown()
+    after = put(base, places, source, adds=form.adds)
+    if after is None:
+        raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+    return Rows(form.dim, after)

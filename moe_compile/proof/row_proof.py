@@ -16,11 +16,26 @@ Pseudo-code
     for each operator: the value of its outputs follows from those of its inputs, or refuse
     the combine must send the rows back in the order received
     what was taken for granted of indices must hold on sampled counts
+
+Functions whose backward is written by hand (`torch.autograd.Function`): what it may do to rows.
+The backward is followed as the forward is. Given a gradient for every row of a result, it must
+make a gradient for every row of an argument from that row alone. A gradient of a tensor from
+outside the region must be made of rows of one expert.
+
+Operators that read rows of one expert alone: whatever they do, a chunk does the same.
+A chunk of whole experts has all rows of each of its experts, in the order received, and what
+reads nothing else is computed from the same numbers. It must not run in chunks without the
+expert: of no rows it may make what is not a number, or a gradient that is not zero. Chunks of
+tokens have a part of an expert's rows: they need rows that are independent.
+
+Whether the sizes of a tensor agree with what the proof takes it for.
+A size that the tracer gave a symbol of its own is named by what the proof knows.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any, Final
 
 import torch
 import torch.fx as fx
@@ -37,14 +52,11 @@ from moe_compile.graph.query import (
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
-from moe_compile.proof.hand_written import check_gradient, gradient_of
 from moe_compile.proof.kept_proofs import keep_proof, kept_proof
 from moe_compile.proof.kernel_bits import bits
-from moe_compile.proof.one_expert import of_one_expert
-from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
+from moe_compile.proof.operator_call import SYMBOLIC, Call, Knowledge, functional, written_tensors
 from moe_compile.proof.region_form import form_of
 from moe_compile.proof.row_rules import apply
-from moe_compile.proof.row_sizes import checked
 from moe_compile.proof.row_trace import UNTRACEABLE, trace_body
 from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
 from moe_compile.proof.trace_steps import (
@@ -60,18 +72,24 @@ from moe_compile.proof.trace_steps import (
 )
 from moe_compile.proof.written_parts import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
-from moe_compile.regions.outside_reads import Reads
+from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Formulas,
+    Labels,
     OfExpert,
     Opaque,
+    Order,
     Outside,
+    Permutation,
+    Places,
     Rows,
     Unproven,
     Value,
+    Wide,
+    length,
     reads_outside,
 )
 
@@ -300,3 +318,131 @@ def _refused(region: MoERegion, node: fx.Node, why: Unproven) -> Refused:
     return Refused(
         candidate=region.name, reason=why.reason, detail=" | ".join(where), is_region=True
     )
+
+
+def gradient_of(known: Knowledge, step: GradientOf) -> Value:
+    """Return what the gradient of a result is: of its rows, row by row."""
+    result = known.value(step.result)
+    if not isinstance(result, Rows | OfExpert):
+        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)}: a result without rows")
+    return result
+
+
+def check_gradient(known: Knowledge, step: GradientMade) -> None:
+    """Raise Unproven where a chunk would make another gradient of an argument."""
+    argument, gradient = known.value(step.argument), known.value(step.tensor)
+    if isinstance(argument, Outside):
+        if not any(map(is_differentiable, argument.nodes)):
+            return
+        if not isinstance(gradient, OfExpert):
+            raise Unproven(Reason.SHARED_PARAMETER, f"{operator_at(step.node)}, in its backward")
+        known.whole.setdefault(step.node, set()).add(gradient.expert)
+        known.reads.add(argument, None, gradient.expert)
+    elif isinstance(argument, Rows | OfExpert):
+        is_constant = isinstance(gradient, Fixed) and gradient.is_uniform
+        if gradient != argument and not is_constant:
+            raise Unproven(Reason.ROWS_MIXED, f"{operator_at(step.node)}, in its backward")
+
+
+ANY_ROWS: Final = frozenset(
+    {
+        Reason.ROWS_MIXED,
+        Reason.UNKNOWN_OPERATOR,
+        Reason.VALUE_FROM_COUNTS,
+        Reason.SIZE_FROM_COUNTS,
+        Reason.ROWS_FROM_OUTSIDE,
+    }
+)
+"""What need not be proven of an operator that reads one expert's rows."""
+
+
+def of_one_expert(call: Call, unproven: Unproven) -> list[Value]:
+    """Return what `call`, of which no rule says more, makes; raise `unproven` where it mixes."""
+    values = [call.value(t) for t in call.inputs]
+    expert = _the_expert(call, values)
+    if expert is None or unproven.reason not in ANY_ROWS or not _reads_only(call, values, expert):
+        raise unproven
+    for value in values:
+        if isinstance(value, Outside):
+            call.known.reads.add(value, None, expert)
+    call.known.whole.setdefault(call.node, set()).add(expert)
+    orders = {length(v.order): v.order for v in values if isinstance(v, Rows)}
+    return [_result(call, tensor, orders, expert, unproven) for tensor in call.outputs]
+
+
+def _the_expert(call: Call, values: list[Value]) -> int | None:
+    found: set[int | None] = {v.expert for v in values if isinstance(v, OfExpert)}
+    found |= {call.facts.is_rows_of_one(v.order) for v in values if isinstance(v, Rows)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _reads_only(call: Call, values: list[Value], expert: int) -> bool:
+    """Whether numbers and sizes that the operator reads follow from the expert's counts alone."""
+    numbers = [call.facts.formula(a) for a in call.leaves if isinstance(a, SYMBOLIC)]
+    for value in values:
+        if isinstance(value, Formulas):
+            numbers += value.cells
+        elif not isinstance(value, Rows | OfExpert | Outside | Fixed):
+            return False
+    return all(call.facts.experts_of(number) <= {expert} for number in numbers)
+
+
+def _result(
+    call: Call,
+    tensor: torch.Tensor,
+    orders: dict[object, Order],
+    expert: int,
+    unproven: Unproven,
+) -> Value:
+    shape = call.shape(tensor)
+    if any(not call.facts.experts_of(size) <= {expert} for size in shape):
+        raise unproven
+    along = [
+        dim for dim, size in enumerate(shape) if call.facts.depends_on_counts(tensor.shape[dim])
+    ]
+    if len(along) == 1 and shape[along[0]] in orders:
+        return Rows(along[0], orders[shape[along[0]]])
+    return OfExpert(expert)
+
+
+def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
+    """Return `value` when the sizes agree with it: all known, one of them that of the order."""
+    if isinstance(value, Rows):
+        others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
+        if any(facts.depends_on_counts(other) for other in others):
+            raise Unproven(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
+        if value.dim == 0 and is_channels_last(tensor):
+            raise Unproven(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
+    sized = _sized(tensor, value)
+    if sized is None:
+        return value
+    size, order = sized
+    if facts.is_unknown(size):
+        facts.read_on_host(size, length(order))
+    if facts.formula(size) != length(order):
+        raise Unproven(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
+    return value
+
+
+def is_channels_last(rows: torch.Tensor) -> bool:
+    """Whether torch may find `rows`, outermost, to be laid out with the channels last.
+
+    It does not where there is no row, and so lays out what it makes of them in another way.
+    """
+    if rows.dim() not in (4, 5):
+        return False
+    channels, stride = rows.shape[1], rows.stride()
+    return bool(channels != 1 and stride[-1] >= stride[1] * channels)
+
+
+def _sized(tensor: torch.Tensor, value: Value) -> tuple[Any, Order] | None:
+    """Return the size that is the number of rows of an order, and the order; None without one."""
+    if isinstance(value, Wide):
+        return _sized(tensor, value.index)
+    if isinstance(value, Rows):
+        return tensor.shape[value.dim], value.order
+    if isinstance(value, Labels):
+        return tensor.shape[0], value.order
+    if isinstance(value, Permutation):
+        return tensor.shape[0], value.source
+    return (tensor.shape[0], value.target) if isinstance(value, Places) else None

@@ -9,10 +9,18 @@ Contract
 
 Products are of rows of one expert only, padded at most by its own count: a chunk has all of them,
 so their number is the same.
+
+What is made of tensors from outside a region alone: of which of them, and of which entry.
+An entry is told only where it was taken from a tensor as the region was given it.
+
+The arguments that the rules of the row proof look at, by operator.
+A call that gives any other argument a value other than its default is refused: what is not
+looked at may change which rows meet, or how a gradient is summed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -24,13 +32,11 @@ from moe_compile.proof import (
     grouped_rules,
     index_rules,
     order_rules,
-    outside_rules,
     spread_rules,
     view_rules,
 )
 from moe_compile.proof.indexing import WRITES
 from moe_compile.proof.operator_call import Call, Rule, dim_of
-from moe_compile.proof.understood_arguments import check_arguments
 from moe_compile.regions.filled_orders import all_met
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
@@ -227,7 +233,7 @@ def apply(call: Call) -> Value | list[Value]:
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
         given = [v for v in values if isinstance(v, Outside)]
-        return outside_rules.from_outside(call, given) if given else constant_rules.fixed(call)
+        return from_outside(call, given) if given else constant_rules.fixed(call)
     check_arguments(call)
     result = _indexed(call)
     if result is None:
@@ -258,3 +264,98 @@ def _on_rows(call: Call) -> Value | list[Value]:
     if call.is_pointwise:
         return pointwise(call)
     raise call.unknown()
+
+
+def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:
+    """Return what an operator makes of tensors from outside and constants."""
+    nodes = frozenset(node for value in given for node in value.nodes)
+    counted = call.reads_counts() or call.is_sized_by_counts()
+    if counted and call.name != "expand":
+        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+    entries = _entries(call) if [value.is_given for value in given] == [True] else None
+    if entries is not None:
+        return [Outside(nodes, part=entry) for entry in entries]
+    parts = {value.part for value in given}
+    return Outside(nodes, part=parts.pop() if len(parts) == 1 else None)
+
+
+def _entries(call: Call) -> list[int] | None:
+    """Return which entry along dim 0 each result is; None where it is not one."""
+    tensor = call.inputs[0]
+    if call.name not in ("select", "unbind") or dim_of(call.argument("dim", 0), tensor.dim()):
+        return None
+    size, index = tensor.shape[0], call.argument("index")
+    if call.name == "unbind":
+        return [*range(len(call.outputs))]
+    known = type(index) is int and isinstance(size, int)
+    return [index % size] if known else None
+
+
+WITHIN_ROWS: Final = frozenset(
+    {
+        "self", "input", "dim", "keepdim", "dtype", "correction", "unbiased", "half_to_float",
+        "ord", "p", "k", "largest", "sorted", "descending", "stable",
+    }
+)  # fmt: skip
+"""Of reductions, scans and sorts: what they do is theirs, along which dimensions is looked at."""
+
+UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
+    "view": frozenset({"self", "size"}),
+    "_unsafe_view": frozenset({"self", "size"}),
+    "reshape": frozenset({"self", "shape"}),
+    "_reshape_alias": frozenset({"self", "size", "stride"}),
+    "permute": frozenset({"self", "dims"}),
+    "transpose": frozenset({"self", "dim0", "dim1"}),
+    "t": frozenset({"self"}),
+    "unsqueeze": frozenset({"self", "dim"}),
+    "expand": frozenset({"self", "size"}),
+    "squeeze": frozenset({"self", "dim"}),
+    "select": frozenset({"self", "dim", "index"}),
+    "unbind": frozenset({"self", "dim"}),
+    "slice": frozenset({"self", "dim", "start", "end", "step"}),
+    "split": frozenset({"self", "split_size", "dim"}),
+    "split_with_sizes": frozenset({"self", "split_sizes", "dim"}),
+    "cat": frozenset({"tensors", "dim"}),
+    "stack": frozenset({"tensors", "dim"}),
+    "constant_pad_nd": frozenset({"self", "pad", "value"}),
+    "native_layer_norm": frozenset({"input", "normalized_shape", "weight", "bias", "eps"}),
+    "_fused_rms_norm": frozenset({"input", "normalized_shape", "weight", "eps"}),
+    "mm": frozenset({"self", "mat2"}),
+    "addmm": frozenset({"self", "mat1", "mat2"}),
+    "bmm": frozenset({"self", "mat2"}),
+    "_grouped_mm": frozenset({"self", "mat2", "offs", "out_dtype"}),
+    "index": frozenset({"self", "indices"}),
+    "index_select": frozenset({"self", "dim", "index"}),
+    "gather": frozenset({"self", "dim", "index"}),
+    "embedding": frozenset({"weight", "indices"}),
+    "index_put": frozenset({"self", "indices", "values", "accumulate"}),
+    "_unsafe_index_put": frozenset({"self", "indices", "values", "accumulate"}),
+    "index_copy": frozenset({"self", "dim", "index", "source"}),
+    "index_add": frozenset({"self", "dim", "index", "source"}),
+    "scatter": frozenset({"self", "dim", "index", "src"}),
+    "scatter_add": frozenset({"self", "dim", "index", "src"}),
+    "repeat_interleave": frozenset({"repeats", "output_size"}),
+    "nonzero": frozenset({"self"}),
+    "histc": frozenset({"self", "bins", "min", "max"}),
+    **dict.fromkeys(
+        (
+            "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
+            "var_mean", "prod", "any", "all", "logsumexp", "linalg_vector_norm", "norm",
+            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "glu",
+        ),
+        WITHIN_ROWS,
+    ),
+}  # fmt: skip
+
+
+def check_arguments(call: Call) -> None:
+    """Raise Unproven where an argument that no rule looks at has another value than its default."""
+    understood = UNDERSTOOD.get(call.name)
+    if understood is None:
+        return
+    for declared in call.func._schema.arguments:
+        if declared.name not in understood:
+            given, default = call.argument(declared.name), declared.default_value
+            # types first: a size known only at run time has no value to compare
+            if (type(given), given) != (type(default), default):
+                raise Unproven(Reason.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")

@@ -7,19 +7,42 @@ Contract
 Pseudo-code
     for each all-to-all with split sizes known only at run time (a dispatch):
         combine = the first all-to-all below it, same group, the two split lists swapped
-        beside them: what is split alike and travels with the rows (payloads.py)
+        beside them: what is split alike and travels with the rows
         count exchange = the nearest exchange of integers above the split sizes
         body = what depends on counts or a dispatch, and a combine depends on
+
+Find experts whose tokens the model itself gathers, and whose sums it reduces: no all-to-all.
+Found is an all-gather with a reduce-scatter of as many rows below it over the same group where
+rows are moved twice between them by an index that is chosen by values, as a router chooses
+experts: picked for the experts, and put back. A dense layer between the two, as of sequence
+parallelism, moves no row by such an index, and gathers of parameters no reduce-scatter follows.
+Experts that communicate between the two are not spoken of.
+The answer is a function of the graph's structure, the same on every rank.
+
+Which exchanges of a graph carry the rows of one region: several tensors may go, or come back.
+Tensors that an all-to-all splits by the same two lists have as many entries along dim 0, one
+per row, and entry i of each goes where row i goes: what is said of the places of rows holds
+for all of them, whatever they hold.
+
+Worked example: tokens and their probabilities are sent, `[R, D]` and `[R]`, both split by
+(received, sent); results come back, `[R, D]`, split by (sent, received).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
+import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import (
+    called_name,
+    expression_of,
     group_name,
     has_dynamic_splits,
     input_splits,
@@ -27,16 +50,16 @@ from moe_compile.graph.query import (
     is_all_to_all,
     is_integer,
     is_launch,
+    is_reduce_scatter,
     number_of,
     operator_at,
     output_splits,
     source_place,
     tensor_of,
+    value_of,
     waits_on,
 )
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.gathered_tokens import reduce_scatter_of
-from moe_compile.regions.payloads import Payloads, find_payloads, is_combine_of
 from moe_compile.regions.regions import MoERegion, Refused, exchanges
 from moe_compile.regions.replayable import check_surroundings
 from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
@@ -195,3 +218,159 @@ def _around_others(
     first, last = match.payloads.main, match.payloads.combines[-1]
     detail = f"{hops} between {operator_at(first)} and {operator_at(last)}"
     return replace(refused, reason=Reason.OUTER_HOP, detail=detail)
+
+
+BY_INDEX: Final = frozenset(
+    {
+        "getitem", "setitem", "index_select", "gather", "take_along_dim", "index_add", "index_copy",
+        "index_put", "scatter", "scatter_add", "scatter_reduce",
+    }
+)  # fmt: skip
+"""Operators, written in place or not, that move rows by an index."""
+
+MADE: Final = ("zeros", "ones", "empty", "full", "arange", "rand")
+"""What names of operators have that read no value of a tensor that they are given."""
+
+PICKED_AND_PUT_BACK: Final = 2
+
+
+def reduce_scatter_of(
+    gather: fx.Node, launches: Collection[fx.Node], dependence: Dependence
+) -> fx.Node | None:
+    """Return the reduce-scatter of what experts make of the tokens that `gather` brings, or None.
+
+    `launches` are those of the graph, in its order.
+    """
+    waits = waits_on(gather)
+    tokens = tensor_of(waits[-1]) if waits else None
+    if not is_all_gather(gather) or tokens is None or not tokens.is_floating_point():
+        return None
+    below = dependence.below([gather]) - {gather}
+    back = next((n for n in launches if n in below and is_reduce_scatter(n)), None)
+    sums = tensor_of(back.all_input_nodes[0]) if back is not None else None
+    if back is None or sums is None or group_name(back) != group_name(gather):
+        return None
+    between = (below & dependence.above([back])) - {back}
+    if any(is_launch(node) for node in between) or not _as_many_rows(tokens, sums):
+        return None
+    moves = [node for node in between if _moves_rows(node, between)]
+    return back if len(moves) >= PICKED_AND_PUT_BACK else None
+
+
+def _as_many_rows(tokens: torch.Tensor, sums: torch.Tensor) -> bool:
+    rows = [expression_of(t.shape[0]) if t.dim() else None for t in (tokens, sums)]
+    return rows[0] is not None and rows[0] == rows[1]
+
+
+def _moves_rows(node: fx.Node, between: Collection[fx.Node]) -> bool:
+    """Whether rows made of the gathered tokens are moved by an index that values chose."""
+    if called_name(node).rstrip("_") not in BY_INDEX:
+        return False
+    moved = [n for n in _read(node) if not _is_index(n)]
+    indices = [n for n in _read(node) if _is_index(n)]
+    return any(n in between for n in moved) and any(map(_is_chosen, indices))
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if tensor_of(n) is not None]
+
+
+def _is_index(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return is_integer(node) or (tensor is not None and tensor.dtype is torch.bool)
+
+
+def _is_chosen(index: fx.Node) -> bool:
+    """Whether `index` depends on values of floating-point numbers, as by `topk` or a comparison."""
+    todo, seen = [index], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or any(name in called_name(node) for name in MADE):
+            continue
+        seen.add(node)
+        tensors = [n for n in node.all_input_nodes if list(_tensors(n))]
+        if any(t.is_floating_point() for n in tensors for t in _tensors(n)):
+            return True
+        todo += tensors
+    return False
+
+
+def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
+    leaves = pytree.tree_leaves(value_of(node))
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """The exchanges of one region, each tuple in graph order."""
+
+    dispatches: tuple[fx.Node, ...]
+    combines: tuple[fx.Node, ...]
+
+    @property
+    def main(self) -> fx.Node:
+        """The dispatch of the rows: the one that sends most bytes a row, integers aside."""
+        rows = [launch for launch in self.dispatches if not is_integer(launch)]
+        return max(rows or self.dispatches, key=_row_bytes)  # of equal ones the first
+
+
+def find_payloads(
+    dispatch: fx.Node,
+    combine: fx.Node,
+    launches: Iterable[fx.Node],
+    used: Collection[fx.Node],
+    dependence: Dependence,
+) -> Payloads:
+    """Return `dispatch`, `combine`, and what travels beside them.
+
+    That is what is split alike and needed for what comes back, and what comes back of what was
+    sent; nothing that needs what came back. `used` are of other regions.
+    """
+    free = [n for n in launches if is_all_to_all(n) and n not in used]
+    alike = [n for n in free if n is dispatch or _is_same_exchange(dispatch, n)]
+    swapped = [n for n in free if n is combine or is_combine_of(dispatch, n)]
+    there, back = {dispatch}, {combine}
+    while True:
+        below, above = dependence.below(there), dependence.above(back)
+        after = dependence.below({user for launch in back for user in launch.users})
+        new_there = {n for n in alike if n in above and n not in after} - there - back
+        new_back = {n for n in swapped if n in below and n not in after} - there - back
+        if not new_there and not new_back:
+            break
+        there |= new_there
+        back |= new_back
+    return Payloads(tuple(dependence.in_order(there)), tuple(dependence.in_order(back)))
+
+
+def is_combine_of(dispatch: fx.Node, other: fx.Node) -> bool:
+    """Whether `other` sends what `dispatch` received back to where it came from, by its splits."""
+    return (
+        other is not dispatch
+        and is_all_to_all(other)
+        and group_name(other) == group_name(dispatch)
+        and _same_sizes(output_splits(other), input_splits(dispatch))
+        and _same_sizes(input_splits(other), output_splits(dispatch))
+    )
+
+
+def _is_same_exchange(dispatch: fx.Node, other: fx.Node) -> bool:
+    return (
+        group_name(other) == group_name(dispatch)
+        and _same_sizes(output_splits(other), output_splits(dispatch))
+        and _same_sizes(input_splits(other), input_splits(dispatch))
+    )
+
+
+def _same_sizes(left: list[object], right: list[object]) -> bool:
+    return len(left) == len(right) and all(
+        expression_of(a) == expression_of(b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _row_bytes(launch: fx.Node) -> int:
+    (payload, *_) = launch.all_input_nodes
+    tensor = tensor_of(payload)
+    widths = () if tensor is None else tensor.shape[1:]
+    if tensor is None or any(isinstance(width, torch.SymInt) for width in widths):
+        return 0
+    return math.prod(widths) * tensor.element_size()

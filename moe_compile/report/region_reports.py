@@ -2,6 +2,9 @@
 
 Contract
     Plain data: names, numbers, reasons. No graph node outlives its compilation through it.
+
+What became of a region's dispatch, in words: gathered tokens or exchanged rows, and why.
+Every figure comes from static facts of the region; bytes are per token and direction.
 """
 
 from __future__ import annotations
@@ -10,15 +13,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import torch
+
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.graph.query import source_place
 from moe_compile.journal.entries import Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
+from moe_compile.ops.wire_format import BLOCK
 from moe_compile.plan.chunk_numbers import Bound, last_bits_remark
+from moe_compile.plan.dispatch_rules import (
+    EXACT_ADDENDS,
+    MEASURED_SHARE,
+    DispatchCosts,
+    Rounding,
+)
+from moe_compile.plan.hop_prices import HopPrices
+from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import PlannedAttention, PlannedExperts
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
-from moe_compile.report.dispatch import dispatch_figures, dispatch_remarks, node_remarks
 
 AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
 DOES_NOT_COMPILE: Final = "run as written: what the passes made of it does not compile"
@@ -218,3 +232,149 @@ def _reorders(where: str) -> str:
 def _wire(one: PlannedExperts, name: str) -> str:
     now, before = one.row_bytes[name], one.found.row_bytes[name]
     return f"{name} in {one.plan.wire(name)}: {now} of {before} bytes per row ({now / before:.3f})"
+
+
+def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
+    """Return what to say of the dispatch of one region for which the option says `asked`."""
+    if asked == "all_to_all":
+        return []
+    said = []
+    if (left := one.left.get("dispatch")) is not None:
+        said.append(f"not all-gathered: {left.why}")
+    if one.costs is not None:
+        said += _costs(one.costs)
+    return said + (_gathered(one) if one.plan.gathers else [])
+
+
+def node_remarks(one: PlannedExperts) -> list[str]:
+    """Return what to say of the two hops of one region, or of why it has none."""
+    prices = _prices(one.hop_prices) if one.hop_prices is not None else []
+    if not one.plan.is_divided:
+        left = one.left.get("nodes")
+        if left is None or left.reason is Reason.NOT_ASKED:
+            return prices
+        return [f"not in two hops: {left.why}", *prices]
+    nodes, ranks = one.plan.num_nodes, one.plan.num_ranks
+    where = f"{nodes} nodes of {ranks // nodes} ranks: "
+    prices = _parts(one) + prices
+    if (rounding := one.node_rounding) is not None:
+        return [
+            f"{where}in dispatch and combine, forward and backward, a token crosses to a node once",
+            *_sums_on_nodes(rounding),
+            *_messages(one),
+            *prices,
+        ]
+    messages = _messages(one)
+    return [
+        f"{where}in the dispatch, and in the gradient of the combine, a token crosses to a node "
+        f"once; what is summed goes as written{'' if messages else ', and no bit changes'}",
+        *messages,
+        *prices,
+    ]
+
+
+def _messages(one: PlannedExperts) -> list[str]:
+    """Return what rows of eight bits are in two hops, beside those of the flat exchange."""
+    form, plan = one.divided, one.plan
+    if form is None or plan.dispatch_wire == plan.combine_wire == "same":
+        return []
+    said = "in eight bits a row is packed once, and handed on inside the node as it came"
+    weighted, products = form.found.weighted, []
+    if plan.dispatch_wire != "same" and "dispatch" in weighted:
+        products.append("tokens, not their weighted rows")
+    if plan.combine_wire == "fp8" and "combine" in weighted:
+        products.append("gradients of sums, not of weighted rows")
+    if products:
+        return [f"{said}: packed are {', and '.join(products)}, by the same bound but other bits"]
+    return [f"{said}: what the flat exchange in eight bits brings, bit for bit"]
+
+
+def _parts(one: PlannedExperts) -> list[str]:
+    """Return what of the two hops goes in parts."""
+    num, slices = one.plan.num_chunks, one.plan.hop_slices
+    if one.plan.by_tokens:
+        num, slices = 1, num
+    said = []
+    if slices > 1:
+        said = [f"hop 1 in {slices} slices of tokens, hop 2 of each once it is there; experts wait"]
+    return said + [f"hop 2, experts and the way home in {num} chunks of experts"] * (num > 1)
+
+
+def _prices(prices: HopPrices) -> list[str]:
+    words = {"off": "flat", "exact": "in two hops", "rounded": "with sums on the nodes"}
+    rows = ", ".join(f"{words[n]} {prices.shape.rows_between(n):.2f}" for n in words)
+    said = [f"rows of a token from node to node, forward and backward: {rows}"]
+    if prices.us:
+        times = ", ".join(f"{words[n]} {us / 1e3:.2f} ms" for n, us in prices.us.items())
+        said.append(f"predicted in one chunk, one hop after the other: {times}")
+    return said
+
+
+def _sums_on_nodes(rounding: NodeRounding) -> list[str]:
+    wide = "float64" if rounding.dtype is torch.float64 else "float32"
+    said = (
+        f"sums of {rounding.num_addends} per token are made on the nodes, in {wide}, and at home: "
+        f"off by at most {rounding.bound:.3g} times the sum of their magnitudes, three roundings "
+        f"to {str(rounding.dtype).removeprefix('torch.')} and {rounding.num_addends + 2} in {wide}"
+    )
+    packed = (
+        f"sums of {' and '.join(rounding.in_eight_bits)} have terms that travel in eight bits, as "
+        f"do the sums of nodes: off by at most {rounding.bound_in_eight_bits:.3g} times the sum of "
+        f"their magnitudes and {rounding.bound_of_blocks:.3g} times the sum of the largest "
+        f"magnitudes of their {BLOCK} columns"
+    )
+    return [said, *([packed] if rounding.in_eight_bits else []), *_gradients(rounding)]
+
+
+def dispatch_figures(one: PlannedExperts) -> dict[str, float]:
+    """Return bytes either way, as numbers; empty where they are not known."""
+    costs = one.costs
+    if costs is None:
+        return {}
+    return {
+        "rows_per_token": costs.rows_per_token,
+        "all_to_all_bytes": costs.all_to_all_bytes,
+        "all_gather_bytes": costs.all_gather_bytes,
+    }
+
+
+def _costs(costs: DispatchCosts) -> list[str]:
+    words = {True: "all-gather", False: "all-to-all"}
+    return [
+        f"bytes per token and direction: all-gather {costs.all_gather_bytes:.0f}, "
+        f"all-to-all {costs.all_to_all_bytes:.0f}",
+        f"k = {costs.rows_per_token:g}, n = {costs.num_ranks}: "
+        f"k > n says {words[costs.by_volume]}, "
+        f"k > {MEASURED_SHARE} n says {words[costs.by_measurement]}",
+    ]
+
+
+def _gathered(one: PlannedExperts) -> list[str]:
+    return [] if one.rounding is None else _equality(one.rounding)
+
+
+def _equality(rounding: Rounding) -> list[str]:
+    if rounding.bound_eps is None:
+        sums = "sums per token round in another order: how many rows a token has is not proven"
+    elif rounding.bound_eps:
+        sums = (
+            f"sums of {rounding.num_addends} per token round otherwise: off by at most "
+            f"{rounding.bound_eps} eps times the sum of their magnitudes"
+        )
+    else:
+        most = "one product" if rounding.is_weighted else f"at most {EXACT_ADDENDS} addends"
+        kept = "no bit changes" if rounding.is_bitwise else "no bit of a sum changes"
+        sums = f"{kept}: sums per token have {most}"
+    return [sums, *_gradients(rounding)]
+
+
+def _gradients(rounding: Rounding | NodeRounding) -> list[str]:
+    if rounding.gradient_bound_eps == 0:
+        return []
+    said = "gradients of the weights of rows are added up in another order"
+    if rounding.gradient_bound_eps is None:
+        return [said]
+    return [
+        f"{said}: off by at most {rounding.gradient_bound_eps} eps times the sum of the "
+        "magnitudes of their products"
+    ]

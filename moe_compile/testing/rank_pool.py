@@ -16,6 +16,9 @@ What a first compilation needs takes a process seconds, so one process does it o
 (`warm_start.py`), and every rank is a copy of that one, megamoe's backend loaded; a rank has the
 environment that its pool's owner had when the rank started. With an accelerator each rank does it
 for itself: a copy of a process that has looked for devices cannot use them.
+
+How long processes have done nothing, by the CPU time they use: what tells a hang from slowness.
+Where the system does not tell a process's CPU time, nothing is taken to have been done.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -41,7 +44,6 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
-from moe_compile.testing.idleness import Idleness
 from moe_compile.testing.joining import be_deterministic, join
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
@@ -326,3 +328,41 @@ def forget_compiled() -> None:
         for name in [n for n in vars(module) if n.startswith("__compiled_fn_")]:
             delattr(module, name)
     gc.collect()
+
+
+SAMPLE_S: Final = 0.5
+BUSY: Final = 0.1
+"""Of one core between two samples; a gloo group's threads, which look for messages, use less."""
+
+
+class Idleness:
+    """Watches processes from now on."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        """Watch the processes `pids` together."""
+        self._pids = pids
+        self._sampled = self._busy_at = time.monotonic()
+        self._used_s = self._cpu_s()
+
+    def seconds(self) -> float:
+        """Return for how long all of them together have used less than a tenth of a core."""
+        now = time.monotonic()
+        if now - self._sampled >= SAMPLE_S:
+            used_s = self._cpu_s()
+            if used_s - self._used_s >= BUSY * (now - self._sampled):
+                self._busy_at = now
+            self._sampled, self._used_s = now, used_s
+        return now - self._busy_at
+
+    def _cpu_s(self) -> float:
+        return sum(map(_cpu_s, self._pids))
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process and of the children that it has waited for."""
+    try:
+        _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
+    except OSError:  # it has ended, or this is not Linux
+        return 0.0
+    ticks = sum(map(int, fields.split()[11:15]))  # utime, stime, cutime, cstime: proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")

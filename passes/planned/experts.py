@@ -9,12 +9,22 @@ Pseudo-code
     for each that is not gathered: are its rows to come in two hops? else its number of chunks
     all that are to be rewritten together: what stays around them, or a refusal
     for each: the wires of its two exchanges
+
+Refuse regions whose chunks would compute otherwise, or miss exchanges, once it is known which.
+Of regions whose rows are exchanged flat, in several chunks; others are left as decided.
+
+Grouped products for which the host waits on this GPU: said once, and no number by "auto".
+Follows from the program and the kind of GPU. Ranks with other GPUs may decide otherwise; they
+then run the program as it is written, as for any difference between plans.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch.fx as fx
 
@@ -23,7 +33,8 @@ from moe_compile.cost.layers import Layers
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.modes import modes
-from moe_compile.graph.query import known_rows
+from moe_compile.graph.query import called_name, known_rows, tensor_of
+from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
@@ -42,7 +53,6 @@ from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
-from passes.planned.chunk_checks import check_chunks
 from passes.planned.chunk_edges import decide_edges
 from passes.planned.dividing import dividing
 from passes.planned.draft import Draft
@@ -53,16 +63,18 @@ from passes.planned.gathering import (
     gathering,
     may_be_priced,
 )
-from passes.planned.hop_parts import plan_hop_parts
 from passes.planned.hopping import (
     Forms,
     chosen_form,
     hop_forms,
     hopping_of,
+    plan_hop_parts,
     shape_of_hops,
 )
-from passes.planned.waiting_products import products_wait
+from passes.planned.whole_experts import find_mixing
 from passes.planned.wires import never_packed, plan_wires
+from passes.replay.gradient_paths import chunk_without_gradient
+from passes.replay.masked_replay import experts_of_chunks
 
 
 def plan_experts(
@@ -297,3 +309,47 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
         for option, one in why.items()
         if one is not None
     }
+
+
+def check_chunks(draft: Draft, dependence: Dependence) -> None:
+    """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
+    is_flat = draft.gathered is None and draft.divided is None
+    if isinstance(draft.proof, Refused) or draft.num_chunks == 1 or not is_flat:
+        return
+    region, proof, by_tokens = draft.region, draft.proof, draft.by_tokens
+    num, by_load = draft.num_chunks, draft.by_load
+    bounds = experts_of_chunks(region, num, by_tokens=by_tokens, by_load=by_load)
+    mixing = find_mixing(region, proof, bounds, by_tokens=by_tokens)
+    if mixing is not None:
+        draft.refuse(mixing)
+        return
+    chunk = chunk_without_gradient(region, proof, bounds, dependence)
+    if chunk is not None:
+        detail = f"chunk {chunk} of {num}"
+        draft.refuse(
+            Refused(candidate=region.name, reason=Reason.NO_GRADIENT, detail=detail, is_region=True)
+        )
+
+
+LOG: Final = logging.getLogger(__name__)
+GROUPED: Final = frozenset({"_grouped_mm", "grouped_mm"})
+
+
+def products_wait(region: MoERegion) -> bool:
+    """Whether the experts of `region` have a product for which the host waits; then says so."""
+    products = [node for node in region.row_side if called_name(node) in GROUPED]
+    values = [value for node in products if (value := tensor_of(node)) is not None]
+    if not any(waits_in_products(value.device) for value in values):
+        return False
+    _warn()
+    return True
+
+
+@functools.cache
+def _warn() -> None:
+    LOG.warning(
+        "megamoe: torch has no kernel of grouped products (torch._grouped_mm) for this GPU: for "
+        "each the host waits for the device and copies offsets from it, so that less is launched "
+        "ahead, and less hidden, than predicted. To do: compute experts one after another on "
+        "rows.split(sizes), as torchtitan's use_grouped_mm = False does"
+    )

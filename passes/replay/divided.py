@@ -20,24 +20,34 @@ Pseudo-code
     the region's body on those of each chunk -> home, without a gradient -> the model's own sum
                               or, if it rounds, changed as at home -> back, summed after each hop
     that sum, its gradient sent in two hops and changed as the model's would be
+
+Emit the way home of rows that came in two hops: summed on the node, then at home.
+A token's rows cross from a node as one, in the type of its sum or, as rows inside the node, in
+eight bits. Orders and types are those of
+`moe_compile.ops.hop_sums`; each collective is a node of its own.
+
+Send what the model multiplies its rows by, where rows go in two hops: a number for each row.
+They go flat and at once, and so do their gradients home, where sums are made on the nodes; else
+they get none here: the model's own use gives it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import C10D, input_splits, output_splits, waits_on
-from moe_compile.ops.hop_rows import HOP_SIZES
-from moe_compile.ops.hop_sums import TOKENS_RECEIVED
+from moe_compile.graph.query import C10D, input_splits, output_splits, tensor_of, waits_on
+from moe_compile.ops.hop_rows import BACK_ROWS, CHUNK_ROWS, HOP_SIZES
+from moe_compile.ops.hop_sums import PLACES_OF, TOKENS_RECEIVED
 from moe_compile.ops.permute import PERMUTE_ROWS
+from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
 from moe_compile.ops.two_hops import ROWS_RECEIVED, SUMMED_AT_HOME
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
@@ -45,7 +55,6 @@ from moe_compile.regions.token_regions import DividedForm
 from passes.replay.changed_rows import changed_rows, weighted_rows, weights_of_rows
 from passes.replay.chunk_axis import ChunkAxis, split_by_experts
 from passes.replay.chunk_reads import ChunkReads, read_chunks
-from passes.replay.hop_sums import emit_sums, emit_way_home
 from passes.replay.hops import (
     Cut,
     Hops,
@@ -55,14 +64,16 @@ from passes.replay.hops import (
     emit_arrival,
     emit_hops,
     exchange_table,
+    launched,
     split_rows,
+    total_of,
 )
 from passes.replay.masked_replay import emit_results
 from passes.replay.prune import prune_other_experts
 from passes.replay.replayed import Replay, emit_rest
 from passes.replay.row_order import assert_all_are_sent, emit_row_order
 from passes.replay.row_wire import RowWire, as_rows, as_sent, gradient_wire
-from passes.replay.sent_factors import FactorExchange, Factors, Way
+from passes.replay.sizes import extent
 from passes.replay.weight_slices import slice_to_chunk, split_weights
 
 
@@ -273,3 +284,120 @@ def _whole_way(emit: Emitter, region: MoERegion, replays: Sequence[Replay]) -> W
         for of_chunks in zip(*ways, strict=True)
     ]
     return both[0], both[1]
+
+
+@dataclass(frozen=True, slots=True)
+class WayHome:
+    """The integers of the way home."""
+
+    back: list[fx.Node]
+    """Rows of each chunk in the order in which they came."""
+    on_node: list[fx.Node]
+    """Places of each row of hop 1, of each slice, among those that come back to its place on the
+    node."""
+    at_home: fx.Node
+    """Places of each token among those that come home."""
+
+
+def emit_way_home(
+    emit: Emitter, form: DividedForm, table: Table, hops: Hops, num_rows: list[fx.Node]
+) -> WayHome:
+    """Emit the integers of the way home."""
+    region, nodes, k = form.region, form.nodes, form.found.rows_per_token
+    assert k is not None
+    most = min(k, nodes.num_local * region.num_local_experts)
+    places = []
+    for near, slot, got in zip(hops.near, hops.on_node, hops.sizes.far_got, strict=True):
+        places.append(emit.call(PLACES_OF, near, slot, total_of(emit, got), most))
+    num_tokens = extent(emit, form.found.tokens, 0)
+    return WayHome(
+        [emit.call(BACK_ROWS, *given) for given in zip(table.received, num_rows, strict=True)],
+        places,
+        emit.call(PLACES_OF, hops.far, hops.at_home, num_tokens, min(k, nodes.num_nodes)),
+    )
+
+
+def emit_sums(
+    emit: Emitter, form: DividedForm, rows: list[fx.Node], home: WayHome, hops: Hops
+) -> tuple[tuple[fx.Node, ...], fx.Node]:
+    """Emit the sums per token of `rows`, of each chunk, added to what the model adds them to.
+
+    Return the launches, and the sums in the type that the model's have, rounded to it once. A node
+    adds up the rows of a slice once those of all chunks are there, by expert.
+    """
+    sums, nodes, sizes = form.found.sums, form.nodes, hops.sizes
+    total, wire = tensor_of(sums.total), RowWire.of(form.combine_wire, sums.total)
+    assert total is not None
+    inside: list[list[fx.Node]] = []
+    for chunk, (part, order) in enumerate(zip(rows, home.back, strict=True)):
+        sent = as_sent(emit, part, order, wire)
+        got = [of_slice[chunk] for of_slice in sizes.near_sent]
+        splits = [of_slice[chunk] for of_slice in sizes.near_got]
+        inside.append(launched(emit, sent, got, splits, nodes.node))
+    across: list[fx.Node] = []
+    for of_slice, places in enumerate(home.on_node):
+        came = [emit.call(C10D.wait_tensor, launches[of_slice]) for launches in inside]
+        rows_here = [as_rows(emit, one, None, wire) for one in came]
+        sums_here = emit.call(SUM_OF_PLACES, rows_here, places, total.dtype)
+        rows_of_nodes = as_sent(emit, sums_here, None, wire)
+        got, splits = [sizes.far_sent[of_slice]], [sizes.far_got[of_slice]]
+        across += launched(emit, rows_of_nodes, got, splits, nodes.cross)
+    waits = [emit.call(C10D.wait_tensor, launch) for launch in across]
+    rows_home = [as_rows(emit, one, None, wire) for one in waits]
+    dtype = total.dtype if sums.base is None else wide_type(total.dtype)
+    made = emit.call(SUM_OF_PLACES, rows_home, home.at_home, dtype)
+    if sums.base is not None:
+        made = emit.method("to", emit.method("add", made, sums.base), total.dtype)
+    launches = (*(launch for of_chunk in inside for launch in of_chunk), *across)
+    return launches, made
+
+
+Way: TypeAlias = tuple[list[Any], list[Any]]
+"""Rows that an exchange receives from each rank, and sends to each."""
+Factors: TypeAlias = list[dict[fx.Node, fx.Node]]
+"""Of each chunk: a factor of the model's rows -> that of the chunk's rows."""
+
+
+@dataclass(slots=True)
+class FactorExchange:
+    """The way of a region's factors."""
+
+    form: DividedForm
+    cut: Cut
+    table: Table
+    received: list[fx.Node]
+    """Rows of each chunk."""
+    way: Way
+    """Of the flat exchange of all chunks."""
+    _by_chunk: tuple[fx.Node, fx.Node] | None = None
+
+    def send(self, emit: Emitter, factors: Mapping[fx.Node, fx.Node]) -> Factors:
+        """Emit, for the rows of each chunk, what the model has for its rows, each by its name."""
+        way = (*self.way, self.form.region.group)
+        launches = {
+            name: emit.call(C10D.all_to_all_single, emit.method("detach", factor), *way)
+            for name, factor in factors.items()
+        }
+        came = {name: emit.call(C10D.wait_tensor, launch) for name, launch in launches.items()}
+        if self.form.rounds:
+            came = {
+                name: emit.call(ROWS_RECEIVED, came[name], factor, *way, False)
+                for name, factor in factors.items()
+            }
+        if len(self.cut.chunks) == 1:
+            return [came]
+        found: Factors = [{} for _ in self.cut.chunks]
+        for name, numbers in came.items():
+            moved = emit.call(PERMUTE_ROWS, numbers, *self._order(emit))
+            for own, part in zip(found, split_rows(emit, moved, self.received), strict=True):
+                own[name] = part
+        return found
+
+    def _order(self, emit: Emitter) -> tuple[fx.Node, fx.Node]:
+        """Return in which order flat rows lie by chunk, emitted once, and the inverse."""
+        if self._by_chunk is None:
+            num_rows = emit.call(torch.sym_sum, self.received)
+            both = emit.call(CHUNK_ROWS, self.table.whole, list(self.cut.edges), num_rows)
+            order, inverse = (emit.call(operator.getitem, both, i) for i in range(2))
+            self._by_chunk = order, inverse
+        return self._by_chunk

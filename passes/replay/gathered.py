@@ -11,27 +11,31 @@ Pseudo-code
     per slice: this rank's rows = the tokens they name, by sender, then expert
                the region's body on those rows and counts
                their sums per token of every rank -> reduce-scatter: this rank's tokens
+
+One slice of a region that runs on gathered tokens: its rows, its experts, its sums.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import C10D
+from moe_compile.graph.query import C10D, tensor_of
+from moe_compile.ops.gathered_rows import LOCAL_ROWS
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import GatheredForm
-from passes.replay.gathered_routing import Routing, emit_gather, emit_routing
-from passes.replay.gathered_slice import Slice, SliceWriter
+from passes.replay.changed_rows import changed_rows, weights_of_rows
+from passes.replay.gathered_routing import Routing, emit_factor, emit_gather, emit_routing
 from passes.replay.host_reads import BulkRead
-from passes.replay.replayed import Replay, emit_until_reads, needed_for
-from passes.replay.sizes import extent
+from passes.replay.replayed import Replay, emit_rest, emit_until_reads, needed_for
+from passes.replay.sizes import Size, extent, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +130,121 @@ def _joined(emit: Emitter, form: GatheredForm, reduces: list[fx.Node]) -> fx.Nod
     if form.found.sums.base is not None:
         result = emit.call(operator.add, form.found.sums.base, result)
     return result
+
+
+@dataclass(slots=True)
+class Slice:
+    """One slice of the tokens."""
+
+    number: int
+    tokens: fx.Node
+    """Its tokens of all ranks, `[ranks * T, D]`."""
+    replay: Replay
+    num_rows: Size = 0
+    """Rows that this rank has."""
+    source: fx.Node | None = None
+    """Number of each row among the rows of all ranks."""
+    target: fx.Node | None = None
+    """Number of each row's token among the tokens of all ranks."""
+    factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Factor per row of the model -> that of this rank's rows."""
+
+
+class SliceWriter:
+    """Emits the parts of slices, through an emitter that moves down the graph."""
+
+    def __init__(self, emit: Emitter, form: GatheredForm, routing: Routing, rank: int) -> None:
+        """Write what `form` says of the rows that `routing` tells, for one rank of the group."""
+        self.emit, self._form, self._routing = emit, form, routing
+        self._region, self._found = form.region, form.found
+        self._first = rank * self._region.num_local_experts
+
+    def begin(self, number: int, launch: fx.Node) -> Slice:
+        """Emit what a slice has before the host has read anything."""
+        tokens = self.emit.call(C10D.wait_tensor, launch)
+        part = Slice(number, tokens, Replay(range(self._region.num_local_experts), {}))
+        part.replay.env[self._region.received_counts] = self.received(self._routing.counts[number])
+        return part
+
+    def set_num_rows(self, part: Slice, num_rows: Size) -> None:
+        """Note how many rows the slice has, wherever the experts read it."""
+        part.num_rows = num_rows
+        part.replay.env.update(dict.fromkeys(self._form.needs.num_rows, num_rows))
+
+    def _num_tokens(self) -> Size:
+        size = extent(self.emit, self._found.tokens, 0)
+        return size // self._form.num_slices if isinstance(size, int) else size
+
+    def received(self, counts: fx.Node) -> fx.Node:
+        """Emit `[ranks, experts]` counts in the form in which the region receives its own."""
+        tensor = tensor_of(self._region.received_counts)
+        assert tensor is not None
+        if tensor.numel() == self._region.num_ranks * self._region.num_local_experts:
+            counts = self.mine(counts)  # otherwise the region has everyone's
+        shaped = self.emit.method("reshape", counts, list(tensor.shape))
+        return self.emit.method("to", shaped, tensor.dtype)
+
+    def mine(self, counts: fx.Node) -> fx.Node:
+        """Emit the counts of this rank's experts, `[ranks, local experts]`."""
+        experts = slice(self._first, self._first + self._region.num_local_experts)
+        return self.emit.call(operator.getitem, counts, (slice(None), experts))
+
+    def place_rows(self, part: Slice) -> None:
+        """Emit which rows the slice has, and of which tokens."""
+        emit, routing, local = self.emit, self._routing, self._region.num_local_experts
+        counts = routing.counts[part.number]
+        sizes = (part.num_rows, routing.num_rows)
+        part.source = emit.call(LOCAL_ROWS, counts, self._first, local, *sizes)
+        of_sender = emit.method("reshape", routing.tokens[part.number], -1)
+        token = emit.call(operator.getitem, of_sender, part.source)
+        sender = emit.call(operator.floordiv, part.source, routing.num_rows)
+        ahead = emit.call(operator.mul, sender, self._num_tokens())
+        part.target = emit.call(operator.add, token, ahead)
+
+    def gather_factors(self, slices: list[Slice], readers: Iterable[fx.Node]) -> None:
+        """Emit, for this rank's rows, each factor that `readers` read, once for all its readers."""
+        read = [i for node in readers for i in node.all_input_nodes if i in self._found.factors]
+        for factor in dict.fromkeys(read):
+            if factor in slices[0].factors:
+                continue
+            self._gather(slices, factor, factor)
+
+    def gather_weights(self, slices: list[Slice]) -> None:
+        """Emit, for this rank's rows, the weights of a weighted sum, which stand by token."""
+        sums = self._found.sums
+        if sums.weights is None:
+            return
+        self._gather(slices, sums.weights, weights_of_rows(self.emit, sums))
+
+    def _gather(self, slices: list[Slice], name: fx.Node, factor: fx.Node) -> None:
+        everyone = emit_factor(self.emit, self._region, self._routing, factor)
+        for part, own in zip(slices, everyone, strict=True):
+            part.factors[name] = self.emit.call(operator.getitem, own, part.source)
+
+    def run_experts(self, part: Slice) -> None:
+        """Emit the rows of the slice, and the region's body on them."""
+        rows = self.emit.call(operator.getitem, part.tokens, part.target)
+        before = self._found.before
+        rows = changed_rows(self.emit, self._found.gather, rows, before, part.factors)
+        env = part.replay.env
+        env.update(dict.fromkeys(self._form.needs.received, rows))
+        emit_rest(self.emit, self._form.needs.nodes, part.replay)
+
+    def launch_sums(self, part: Slice) -> fx.Node:
+        """Emit the sums per token of all ranks, and launch what adds them up over ranks."""
+        emit, region, found = self.emit, self._region, self._found
+        sent = region.combine.all_input_nodes[0]
+        rows = part.replay.env.get(sent, sent)
+        rows = changed_rows(emit, region.result, rows, found.after, part.factors)
+        if (weights := found.sums.weights) is not None:
+            wide = tensor_of(weights)
+            assert wide is not None
+            rows = emit.method("to", rows, wide.dtype)
+            rows = emit.call(operator.mul, rows, part.factors[weights])
+        all_tokens = times(emit, self._num_tokens(), region.num_ranks)
+        zeros = emit.method("new_zeros", rows, (all_tokens, extent(emit, found.sums.total, 1)))
+        sums = emit.method("index_add", zeros, 0, part.target, rows)
+        total = tensor_of(found.sums.total)
+        assert total is not None
+        sums = emit.method("to", sums, total.dtype)
+        return emit.call(C10D.reduce_scatter_tensor, sums, "sum", region.num_ranks, region.group)

@@ -12,26 +12,31 @@ A region is f(rows, counts). The same nodes run once per chunk on the chunk's ro
 chunk's part of the counts; a correct region is right for any counts, so nothing need be known
 about the experts. Exchanging counts and taking parts of them commute (chunk_axis.py), so the one
 count exchange serves all chunks. Which experts a chunk has may follow from the counts of all ranks
-(load_edges.py): the host reads how many beside the sizes, and weights are split by that.
+(chunk_axis.py): the host reads how many beside the sizes, and weights are split by that.
+
+Emit nodes under the autocast that they run under where they stand.
+A copy runs under the autocast of its original; neighbours under the same one share it. What is
+not copied runs under the modes of the place where it is emitted.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.modes import entered_since, modes
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
-from passes.replay.autocast import AutocastEmitter
 from passes.replay.chunk_axis import ChunkAxis, split_by_experts, split_by_load, split_by_tokens
 from passes.replay.chunk_reads import read_chunks
 from passes.replay.prune import prune_other_experts
@@ -162,3 +167,38 @@ def experts_of_chunks(
     if by_tokens or by_load:
         return [range(region.num_local_experts)] * num_chunks
     return chunk_bounds(region.num_local_experts, num_chunks)
+
+
+class AutocastEmitter(Emitter):
+    """Appends nodes before `anchor`, copies under autocast as their originals."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        """Read the modes of the nodes that stand in the graph now: copied are these."""
+        super().__init__(anchor)
+        self._modes = modes(anchor.graph)
+        self._open: list[tuple[fx.Node, fx.Node]] = []
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a call of a function or operator."""
+        self._switch(())
+        return super().call(target, *args, **kwargs)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a call of the tensor method `name`; the tensor is the first argument."""
+        self._switch(())
+        return super().method(name, *args, **kwargs)
+
+    def copy(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        """Emit `node` again, under its autocast, reading `env[input]` where env has the input."""
+        self._switch(entered_since(self._modes[node], self._modes[self.anchor]) or ())
+        return super().copy(node, env)
+
+    def _switch(self, wanted: tuple[fx.Node, ...]) -> None:
+        """Leave and enter autocast until what `wanted` entered is in force, and nothing else."""
+        if tuple(entered for entered, _ in self._open) == wanted:
+            return
+        while self._open:
+            _, ours = self._open.pop()
+            super().call(torch.amp.autocast_mode._exit_autocast, ours)
+        for switch in wanted:
+            self._open.append((switch, super().copy(switch, {})))

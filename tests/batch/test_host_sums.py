@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from moe_compile.batch.host_sums import reads_that_add_up
+from moe_compile.batch.batch_proof import reads_that_add_up
 
 
 def read_of(counts, steps):

@@ -5,7 +5,7 @@ import torch
 
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
-from moe_compile.report.unmatched import unmatched
+from moe_compile.report.compilations import unmatched
 from passes.detect_regions import DetectRegions
 from tests.attention_layers import LateNorm, SplitAttention
 from tests.capacity_layers import (

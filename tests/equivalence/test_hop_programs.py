@@ -12,9 +12,8 @@ from moe_compile.testing.programs.exchange_choices import Counts, Splits
 from moe_compile.testing.programs.grammar import HOPPING, Capacity, Experts, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.program_options import options_of
 from moe_compile.testing.programs.run import run
-from moe_compile.testing.programs.text import source_of
+from moe_compile.testing.programs.text import options_of, source_of
 from tests.slow_parameters import slow_but
 
 TOKENS = (4, 0, 1, 4)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moe_compile.report.command import recorded_command
-from moe_compile.testing.machine import describe_machine
+from moe_compile.testing.programs.record import describe_machine
 from tests.mutants.sandbox import copy_repository
 
 
@@ -123,7 +123,7 @@ DEFECTS: Final = (
         "a dimension other than the rows' may depend on counts",
         (
             Change(
-                "moe_compile/proof/row_sizes.py",
+                "moe_compile/proof/row_proof.py",
                 "if any(facts.depends_on_counts(other) for other in others):",
                 "if False:",
             ),
@@ -207,7 +207,7 @@ DEFECTS: Final = (
         "rows of one expert may stand in any order",
         (
             Change(
-                "moe_compile/proof/sampled_rows.py",
+                "moe_compile/proof/sampled_counts.py",
                 "if len(premise.experts) == 1 and not torch.equal(chosen[: len(found)], whole):",
                 "if False:",
             ),

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_compile.report.command import recorded_command
-from moe_compile.testing.machine import describe_machine
+from moe_compile.testing.programs.record import describe_machine
 from tests.mutants.draw import Mutant
 from tests.mutants.equivalent import EQUIVALENT, HARMLESS, Key
 from tests.mutants.sandbox import Outcome

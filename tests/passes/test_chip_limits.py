@@ -15,7 +15,7 @@ from moe_compile.hardware import chip_limits
 from moe_compile.journal.reasons import Reason
 from passes.detect_regions import DetectRegions
 from passes.plan_regions import PlanRegions
-from passes.planned import waiting_products
+from passes.planned import experts
 from passes.zero_empty_groups import GROUPED, ZeroEmptyGroups
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
@@ -29,11 +29,11 @@ def on_gpu(monkeypatch):
     """Have graphs compiled for the processor as for a GPU of some compute capability."""
 
     def use(capability):
-        waiting_products._warn.cache_clear()
+        experts._warn.cache_clear()
         monkeypatch.setattr(chip_limits, "capability_of", lambda device: capability)
 
     yield use
-    waiting_products._warn.cache_clear()
+    experts._warn.cache_clear()
 
 
 def planned(fake_ranks, link_gb_per_s=None, **options):
@@ -71,7 +71,7 @@ def test_products_the_host_waits_for_are_said_once_and_left_whole(
     fake_ranks, on_gpu, caplog, capability
 ):
     on_gpu(capability)
-    with caplog.at_level(logging.WARNING, waiting_products.__name__):
+    with caplog.at_level(logging.WARNING, experts.__name__):
         for _ in range(2):
             one = planned(fake_ranks)
             assert (one.plan.num_chunks, one.left["chunks"].reason) == (1, Reason.PRODUCTS_WAIT)
@@ -83,7 +83,7 @@ def test_products_the_host_waits_for_are_said_once_and_left_whole(
 def test_where_torch_has_a_kernel_nothing_is_said(fake_ranks, on_gpu, caplog):
     on_gpu(BLACKWELL)
     assert planned(fake_ranks).plan.num_chunks == 2
-    said = [r for r in caplog.records if r.name == waiting_products.__name__]
+    said = [r for r in caplog.records if r.name == experts.__name__]
     assert not said
 
 

@@ -10,7 +10,7 @@ from moe_compile.graph.query import is_launch, is_wait
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.chunk_numbers import LAST_BITS
 from moe_compile.proof.kernel_bits import KernelBits, bits_by
-from moe_compile.report.exchanges import exchanges_of
+from moe_compile.report.process_report import exchanges_of
 from passes.pipeline import DYNAMO, run_level
 from tests.capacity_layers import DeepSpeed, GShardEinsum, NarrowExperts, Tutel
 from tests.capture import dynamo_graphs, state

@@ -11,7 +11,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.proof.count_run import Unevaluable
 from moe_compile.proof.count_samples import draw_samples, large_samples
 from moe_compile.proof.operator_call import Claim
-from moe_compile.proof.sampled_rows import SampledRows
+from moe_compile.proof.sampled_counts import SampledRows
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.regions import RowProof
 from moe_compile.regions.row_domain import Labels, Opaque, Segment, Selected

@@ -11,7 +11,7 @@ from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.report.unmatched import unmatched
+from moe_compile.report.compilations import unmatched
 from moe_compile.testing.equivalence import differing_tensors
 from tests.capture import dynamo_graphs
 from tests.gathering_layers import DECOYS, STYLES, AroundExchanges, Gathering

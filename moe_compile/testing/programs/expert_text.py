@@ -1,14 +1,25 @@
-"""The experts of a generated layer as Python source: their order, their products, the way back."""
+"""The experts of a generated layer as Python source: their order, their products, the way back.
+
+Loops over experts that cut rows where others' begin: found by a search, or by offsets.
+
+Names the lines may use: rows `[R, D]` received, ids `[R]` (the expert of each), runs (rows of each
+rank for each expert, as integers), and the method `expert(x, e)`.
+
+How a generated layer sorts received rows by expert and back, as Python source.
+
+Names the lines may use: rows `[R, D]` received, flat (received counts), runs (rows of each rank for
+each expert, as integers), ids `[R]` (the expert of each row), out (results, sorted). They define
+perm, and label, which is ids sorted by it.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.testing.programs.choices import Decoy, Detail, Order, Style
-from moe_compile.testing.programs.expert_lines import ACTS, DECOYS, ROWS
+from moe_compile.testing.programs.choices import Back, Decoy, Detail, Order, Style
+from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS, ROWS
 from moe_compile.testing.programs.grammar import Experts
-from moe_compile.testing.programs.loop_text import loop_by_offsets, searched_loop
-from moe_compile.testing.programs.order_text import back_lines, labels, order_lines, sorted_rows
+from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 
 LOOPS: Final = frozenset(
     {Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.STACKED}
@@ -250,4 +261,150 @@ def _batched(layer: Experts, flip: str, *, bias: bool) -> list[str]:
         f"padded = padded.index_copy(0, place, {sorted_rows(layer)}).view({e}, CAPACITY, -1)",
         *_batch_products(layer, flip, bias=bias),
         f"out = out.view({e} * CAPACITY, -1)[place]",
+    ]
+
+
+FINDS: Final = {
+    Find.WHERE: "i = torch.where(ids == e)[0]",
+    Find.NONZERO: "i = (ids == e).nonzero().squeeze(-1)",
+    Find.MASK: "i = ids == e",
+    Find.ONE_HOT: "i = torch.where(hot[e])[0]",
+    Find.BETWEEN: "i = ((ids > e - 1) & (ids < e + 1)).nonzero(as_tuple=True)[0]",
+}
+PUTS: Final = {
+    Put.INDEX_ADD: "out.index_add_(0, i, y)",
+    Put.ASSIGN: "out[i] = y",
+    Put.ADDED: "out[i] += y",
+    Put.INDEX_PUT: "out = torch.index_put(out, (i,), y)",
+    Put.SCATTER_ADD: "out.scatter_add_(0, i[:, None].expand(-1, out.shape[1]), y)",
+}
+BY_INDICES: Final = (Put.INDEX_ADD, Put.SCATTER_ADD)
+"""Ways back that take no mask."""
+CUTS: Final = {
+    Cut.SLICES: ["out[a:b] = self.expert(rows[a:b], e)"],
+    Cut.NARROWED: [
+        "y = self.expert(rows.narrow(0, a, b - a), e)",
+        "out.narrow(0, a, b - a).copy_(y)",
+    ],
+    Cut.LISTED: ["done.append(self.expert(rows[a:b], e))"],
+}
+
+
+def searched_loop(layer: Experts) -> list[str]:
+    """Return the loop that finds the rows of each expert, once `ids` are known."""
+    e, find = layer.local, FINDS[layer.find]
+    if layer.put in BY_INDICES and layer.find is Find.MASK:
+        find = f"{find}.nonzero()[:, 0]".replace("ids == e", "(ids == e)")
+    hot = [f"hot = F.one_hot(ids, {e}).T"] if layer.find is Find.ONE_HOT else []
+    new = "empty_like" if layer.put is Put.ASSIGN else "zeros_like"
+    return [
+        *hot,
+        f"out = torch.{new}(rows)",
+        f"for e in range({e}):",
+        f"    {find}",
+        "    y = self.expert(rows[i], e)",
+        f"    {PUTS[layer.put]}",
+        "return out",
+    ]
+
+
+def loop_by_offsets(layer: Experts) -> list[str]:
+    """Return the loop over what each rank sent for each expert."""
+    e = layer.local
+    if layer.cut is Cut.TENSOR_SPLIT:
+        return [
+            f"ends = [sum(runs[:i + 1]) for i in range({layer.ranks * e - 1})]",
+            "parts = torch.tensor_split(rows, ends)",
+            f"return torch.cat([self.expert(x, i % {e}) for i, x in enumerate(parts)])",
+        ]
+    new = "empty_like" if layer.cut is Cut.NARROWED else "zeros_like"
+    first = "done = []" if layer.cut is Cut.LISTED else f"out = torch.{new}(rows)"
+    return [
+        first,
+        "b = 0",
+        f"for i in range({layer.ranks * e}):",
+        f"    e, a, b = i % {e}, b, b + runs[i]",
+        *(f"    {line}" for line in CUTS[layer.cut]),
+        "return torch.cat(done)" if layer.cut is Cut.LISTED else "return out",
+    ]
+
+
+def labels(layer: Experts) -> list[str]:
+    """Return what defines `ids`, the expert of each received row."""
+    if layer.order in (Order.SEARCH, Order.MISMATCHED):
+        places = "torch.arange(rows.shape[0])"
+        return [
+            f"ids = torch.searchsorted(flat.cumsum(0), {places}, right=True) % {layer.local}",
+        ]
+    numbers = f"torch.arange({layer.local}).repeat({layer.ranks})"
+    return [f"ids = {numbers}.repeat_interleave(flat, output_size=rows.shape[0])"]
+
+
+def order_lines(layer: Experts) -> list[str]:
+    """Return what defines `perm` and, sorted by it, `label`."""
+    made = labels(layer)
+    if layer.order is Order.SORT:
+        return [*made, "label, perm = torch.sort(ids, stable=True)"]
+    if layer.order is Order.PIECES:
+        return [*made, *_pieces(layer), "label = ids[perm]"]
+    if layer.order is Order.SEGMENTS:
+        return [*made, *_segments(layer), "label = ids[perm]"]
+    if layer.order is Order.PLACES:
+        return [*made, *_places(layer), "label = ids[perm]"]
+    places = "torch.arange(rows.shape[0])"
+    perm = {
+        Order.UNSTABLE: "torch.argsort(ids)",
+        Order.DESCENDING: "torch.argsort(ids, descending=True, stable=True)",
+        Order.MISMATCHED: "torch.argsort(ids, descending=True, stable=True)",
+        Order.PLACE_AMONG_ALL: f"torch.argsort(ids * 3 + {places} % 3, stable=True)",
+        Order.KEY: f"torch.argsort(ids * rows.shape[0] + {places}, stable=True)",
+    }.get(layer.order, "torch.argsort(ids, stable=True)")
+    return [*made, f"perm = {perm}", "label = ids[perm]"]
+
+
+def sorted_rows(layer: Experts) -> str:
+    """Return the rows by expert."""
+    if Detail.WIDE in layer.details:
+        return "torch.gather(rows, 0, perm[:, None].expand(-1, rows.shape[1]))"
+    if layer.order is Order.PIECES:
+        return "torch.cat([torch.split(rows, runs)[i] for i in by_expert])"
+    return "rows[perm]"
+
+
+def back_lines(layer: Experts) -> list[str]:
+    """Return what puts the results `out`, which are sorted, in the order received."""
+    if layer.back is not Back.PIECES:
+        return BACKS[layer.back]
+    sizes = "[runs[i] for i in by_expert]"
+    return [
+        f"parts = torch.split(out, {sizes})",
+        "return torch.cat([parts[by_expert.index(i)] for i in range(len(parts))])",
+    ]
+
+
+def _pieces(layer: Experts) -> list[str]:
+    numbers = [e + r * layer.local for e in range(layer.local) for r in range(layer.ranks)]
+    return [
+        f"by_expert = {numbers}",
+        "places = torch.split(torch.arange(rows.shape[0]), runs)",
+        "perm = torch.cat([places[i] for i in by_expert])",
+    ]
+
+
+def _segments(layer: Experts) -> list[str]:
+    return [
+        f"starts = (flat.cumsum(0) - flat).view({layer.ranks}, -1).t().reshape(-1)",
+        f"lengths = flat.view({layer.ranks}, -1).t().reshape(-1)",
+        f"run = torch.arange({layer.ranks * layer.local})",
+        "run = run.repeat_interleave(lengths, output_size=rows.shape[0])",
+        "perm = starts[run] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]",
+    ]
+
+
+def _places(layer: Experts) -> list[str]:
+    return [
+        f"hot = (ids[:, None] == torch.arange({layer.local})).long()",
+        "first = hot.sum(0).cumsum(0) - hot.sum(0)",
+        "place = first[ids] + (hot.cumsum(0) * hot).sum(1) - 1",
+        "perm = torch.zeros_like(place).index_copy(0, place, torch.arange(ids.shape[0]))",
     ]

@@ -2,6 +2,8 @@
 
 Contract
     A run replaces an earlier one of the same seed and commit; the file is replaced whole.
+
+What this machine is, for the head of recorded results.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +21,6 @@ import torch
 
 from moe_compile.hardware.measure import cpu_name
 from moe_compile.report.command import recorded_command
-from moe_compile.testing.machine import revision
 from moe_compile.testing.programs.coverage import Coverage
 
 
@@ -69,3 +71,26 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
             for name in sorted(coverage.tried)
         },
     }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return hardware and versions, for the head of the results."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megamoe": revision(),
+    }
+
+
+def revision() -> str:
+    """Return the commit these sources are at, `-dirty` when they differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()

@@ -2,12 +2,17 @@
 
 Contract
     `source_of` is a function of the program alone; equal programs have equal text.
+
+What a generated program asks of megamoe: the options it is compiled with.
+
+The model of a generated program as Python source: its layers, called one after another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from moe_compile.testing.programs.attention_text import attention_class
 from moe_compile.testing.programs.capacity_text import capacity_class
@@ -19,10 +24,13 @@ from moe_compile.testing.programs.choices import (
     Rewrite,
     Routing,
     Running,
+    Sharing,
     Style,
+    Wrapping,
 )
 from moe_compile.testing.programs.exchange_choices import Tally
 from moe_compile.testing.programs.exchange_text import EXCHANGES
+from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import (
     HOPPING,
     IN_EIGHT_BITS,
@@ -37,8 +45,6 @@ from moe_compile.testing.programs.grammar import (
     Program,
 )
 from moe_compile.testing.programs.layer_text import layer_class
-from moe_compile.testing.programs.model_text import model_class
-from moe_compile.testing.programs.program_options import options_of
 from moe_compile.testing.programs.sequence_text import own_attention_class
 
 HEAD: Final = """\
@@ -253,3 +259,94 @@ def _class(layer: Layer, number: int) -> list[str]:
     if isinstance(layer, OwnAttention):
         return own_attention_class(layer, number)
     return attention_class(layer, number)
+
+
+GATHERED: Final = {"megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True}
+
+REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
+    Rewrite.CHUNKS: {},
+    Rewrite.UNSCHEDULED: {"megamoe.schedule": False},
+    Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
+    Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
+    Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
+    Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
+    Rewrite.BY_LOAD: {"megamoe.chunk_edges": "load"},
+    Rewrite.GATHERED: GATHERED,
+    Rewrite.HOPS: {"megamoe.nodes": "exact"},
+    Rewrite.HOP_SLICES: {"megamoe.nodes": "exact", "megamoe.chunk_by": "tokens"},
+    Rewrite.HOPS_FP8: {"megamoe.nodes": "exact", "megamoe.dispatch_wire": "fp8"},
+    Rewrite.NODE_SUMS: {"megamoe.nodes": "rounded"},
+    Rewrite.SUM_SLICES: {"megamoe.nodes": "rounded", "megamoe.chunk_by": "tokens"},
+    Rewrite.HOP_BOTH: {"megamoe.nodes": "exact", "megamoe.hop_slices": 2},
+    Rewrite.SUM_BOTH: {"megamoe.nodes": "rounded", "megamoe.hop_slices": 2},
+    **{rewrite: {"megamoe.batch_parts": parts} for rewrite, parts in PARTED.items()},
+}
+
+
+def options_of(program: Program) -> dict[str, Any]:
+    """Return the options of `torch.compile` that `program` is compiled with."""
+    extra = REWRITES[program.rewrite]
+    heads = any(isinstance(layer, Attention) for layer in program.layers)
+    groups = {"megamoe.attention_chunks": 2} if heads else {}
+    return {"megamoe.chunks": program.chunks, **groups, **extra}
+
+
+def model_class(program: Program) -> list[str]:
+    """Return the source of class `Program`, whose layers are `Layer0`, `Layer1`, ..."""
+    made = [f"self.layer{i} = Layer{i}()" for i in range(len(program.layers))]
+    calls: list[str] = []
+    if program.groups is Groups.OWN_SUM:
+        made += ["self.own = own_group()"]
+        calls += ['extra.append(wait_tensor(all_reduce(x.detach() * 1.0, "sum", self.own)))']
+    if program.running is Running.IF_ANY:
+        made += ['self.register_buffer("images", torch.zeros(3, dtype=torch.bool))']
+    constructor = ["def __init__(self):", *indented(["super().__init__()", *made])]
+    if program.sharing is Sharing.INSIDE:
+        calls += _one_inside(program)
+    else:
+        for i, layer in enumerate(program.layers):
+            call = _call(program, i, layer)
+            is_optional = program.running is Running.IF_ANY and i == 0
+            calls += ["if self.images.any():", *indented(call)] if is_optional else call
+    if program.sharing is Sharing.WEIGHTS:
+        calls += _call(program, 0, program.layers[0])
+    if program.sharing is Sharing.ROUTING:
+        calls += ["", *_call(program, 0, program.layers[0], routing="routing")]
+    body = ["extra = []", *_around(program, calls), "return x, extra"]
+    forward = ["def forward(self, x):", *indented(body)]
+    return ["class Program(nn.Module):", *indented([*constructor, "", *forward])]
+
+
+def _one_inside(program: Program) -> list[str]:
+    """Return calls of all layers between routing and rows of the first, or of that one again."""
+    inside = list(enumerate(program.layers))[1:] or [(0, program.layers[0])]
+    calls = ["routing = self.layer0.route(x)"]
+    for i, layer in inside:
+        calls += [*_call(program, i, layer), "x = x * (1 + routing[4][0] * 0.125)"]
+    return [*calls, *_call(program, 0, program.layers[0], routing="routing")]
+
+
+def _call(program: Program, i: int, layer: Layer, routing: str = "") -> list[str]:
+    before: list[str] = []
+    if not isinstance(layer, Experts):
+        call = f"self.layer{i}"
+    elif i == 0 and (routing or program.sharing is Sharing.ROUTING):
+        before = [] if routing else ["routing = self.layer0.route(x)"]
+        call = "lambda x: self.layer0(x, routing)"
+    else:
+        call = f"lambda x: self.layer{i}(x, self.layer{i}.route(x))"
+    if program.wrapping is Wrapping.CHECKPOINT:
+        line = f"y, more = checkpoint({call}, x, use_reentrant=False)"
+    else:
+        line = f"y, more = {call.removeprefix('lambda x: ')}" + ("" if "lambda" in call else "(x)")
+    residual = "x + y" if program.wrapping is Wrapping.RESIDUAL else "y"
+    return [*before, line, "extra += more", f"x = {residual}"]
+
+
+def _around(program: Program, calls: list[str]) -> list[str]:
+    if program.wrapping is Wrapping.AUTOCAST:
+        return ["with torch.autocast(x.device.type, dtype=torch.bfloat16):", *indented(calls)]
+    if program.wrapping is Wrapping.NO_GRAD_HALF:
+        kept = ["kept = x", "with torch.no_grad():", *indented(calls), "x = kept + x * 0.125"]
+        return [*kept, *calls]
+    return calls
