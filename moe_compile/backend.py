@@ -12,6 +12,11 @@ Contract
     `torch_quirks.recompile_limit`. docs/limits.md says what they change for other programs. Also at
     import, grouped products are made known to torch's flop counter, and callbacks around
     compilations to Dynamo (`torch_quirks.untraceable_guards`).
+
+What the option `strict` raises for: what was meant and asked for, and could not be proven.
+One rule for every pass: a verdict with the option that asked for it, and a reason that says it
+is meant and not proven. Nothing is raised for what is no region, for what is done already, or
+for what does not pay: the reasons say which they are.
 """
 
 from __future__ import annotations
@@ -36,8 +41,8 @@ from moe_compile.codegen import (
     plan_of,
     settings_switched_off,
 )
-from moe_compile.config import MegaMoEConfig
-from moe_compile.errors import InvalidConfig
+from moe_compile.config import OFF, MegaMoEConfig
+from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
@@ -45,8 +50,8 @@ from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.journal.entries import Dropped, PassReport
-from moe_compile.journal.remedies import with_change
+from moe_compile.journal.entries import Dropped, Journal, PassReport
+from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.nothing_rewritten import WATCH
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.parts_by_price import decide_parts
@@ -57,7 +62,6 @@ from moe_compile.read_options import read_options
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
-from moe_compile.strict import refuse_unmet
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
@@ -280,3 +284,18 @@ def _log(compilation: Compilation) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     LOG.warning("%s", text)
+
+
+def refuse_unmet(journal: Journal, where: str) -> None:
+    """Raise RegionRefused for the first verdict of what an option asked for and did not get.
+
+    `where` is the place in the user's source that is compiled, for verdicts without their own.
+    """
+    unmet = next((verdict for verdict in journal.verdicts() if verdict.is_unmet), None)
+    if unmet is not None:
+        option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
+        raise RegionRefused(
+            f"{unmet.where or where}: {option} asks for what is not done to {unmet}. "
+            f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run it "
+            "as it is"
+        )

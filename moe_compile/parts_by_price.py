@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch.fx as fx
@@ -28,6 +29,7 @@ from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import has_static_inputs, is_all_to_all
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
+from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.choose_parts import PartsDecision, TriedProgram, choose_parts
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted
@@ -56,8 +58,7 @@ def decide_parts(
         return PartsDecision(chunks=config.chunks, left=first)
     if not programs.is_divided(NUMBERS[0]):
         return None
-    if (reason := _not_priced(gm.graph, config)) is not None:
-        left = Verdict(candidate=BATCH, reason=reason, option="batch_parts")
+    if (left := _not_priced(gm.graph, config)) is not None:
         return PartsDecision(chunks=config.chunks, left=left)
     return _by_price(programs, config)
 
@@ -66,11 +67,12 @@ def _has_all_to_all(graph: fx.Graph) -> bool:
     return any(map(is_all_to_all, graph.nodes))
 
 
-def _not_priced(graph: fx.Graph, config: MegaMoEConfig) -> Reason | None:
+def _not_priced(graph: fx.Graph, config: MegaMoEConfig) -> Verdict | None:
+    left = partial(Verdict, candidate=BATCH, option="batch_parts")
     if not config.allows("bounded"):
-        return Reason.ROUNDS
+        return left(reason=Reason.ROUNDS, detail=allowed_by("bounded"))
     is_static = config.equal_tokens and has_static_inputs(graph)
-    return None if is_static else Reason.NO_PRICE
+    return None if is_static else left(reason=Reason.NO_PRICE)
 
 
 def _by_price(programs: _Programs, config: MegaMoEConfig) -> PartsDecision:

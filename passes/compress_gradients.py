@@ -82,8 +82,8 @@ class CompressGradients(GraphPass):
         gradients = _gradients(graph)
         for launch in [node for node in graph.nodes if is_reduce_scatter(node)]:
             seen = _match(launch, state, gradients)
-            if isinstance(seen, Reason):
-                skipped.append(Verdict(candidate=launch.name, reason=seen))
+            if isinstance(seen, Verdict):
+                skipped.append(seen)
             else:
                 found.append(seen)
         names = tuple(reduction.launch.name for reduction in found)
@@ -101,7 +101,7 @@ class CompressGradients(GraphPass):
 
 def _match(
     launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]
-) -> GradientReduction | Reason:
+) -> GradientReduction | Verdict:
     if left := _not_asked(launch, state, gradients) or _not_a_sum(launch):
         return left
     (source,) = launch.all_input_nodes
@@ -119,34 +119,46 @@ def _match(
 
 def _not_asked(
     launch: fx.Node, state: CompileState, gradients: Collection[fx.Node]
-) -> Reason | None:
+) -> Verdict | None:
     if state.config.gradient_wire == "same":
-        return Reason.NOT_ASKED
+        return _left(launch, Reason.NOT_ASKED)
     if not state.is_backward:
-        return Reason.FORWARD
+        return _other(launch, "it is in a forward graph")
     if launch not in gradients:
-        return Reason.RECOMPUTED
+        return _other(launch, "the forward pass computes it, and it is computed once more")
     if launch.target is not C10D.reduce_scatter_tensor.default:
-        return Reason.COALESCED
-    return Reason.MAY_BE_ACTIVATION if group_name(launch) in state.gathered_groups else None
+        return _left(launch, Reason.COALESCED)
+    if group_name(launch) in state.gathered_groups:
+        return _other(launch, "its group gathers tokens: it may be a gradient of these")
+    return None
 
 
-def _not_a_sum(launch: fx.Node) -> Reason | None:
+def _not_a_sum(launch: fx.Node) -> Verdict | None:
     given = _arguments(launch)
     whole = tensor_of(given["input"])
     if whole is None or whole.dtype is not torch.float32:
-        return Reason.DTYPE
+        return _other(launch, "it does not reduce float32")
     if given["reduce_op"] not in SUMMED:
-        return Reason.OPERATION
+        return _other(launch, "it neither sums nor averages")
     if given["group_size"] == 1:
-        return Reason.ONE_RANK
+        return _left(launch, Reason.NO_FEWER_BYTES, "a group of one rank sends nothing")
     if not all(isinstance(size, int) for size in whole.shape):
-        return Reason.SIZE
+        return _left(launch, Reason.SIZE)
     if whole.shape[0] % given["group_size"]:
-        return Reason.SIZE
+        return _left(launch, Reason.SIZE)
     if len(launch.users) != 1 or not is_wait(next(iter(launch.users))):
-        return Reason.READERS
-    return None if _is_returned(waits_on(launch)) else Reason.ACTIVATION
+        return _left(launch, Reason.READERS)
+    if not _is_returned(waits_on(launch)):
+        return _other(launch, "the graph computes with its result")
+    return None
+
+
+def _left(launch: fx.Node, reason: Reason, detail: str = "") -> Verdict:
+    return Verdict(candidate=launch.name, reason=reason, detail=detail)
+
+
+def _other(launch: fx.Node, detail: str) -> Verdict:
+    return _left(launch, Reason.NO_PARAMETER_GRADIENT, detail)
 
 
 def _arguments(launch: fx.Node) -> dict[str, Any]:

@@ -43,6 +43,8 @@ from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 SIZE: Final = torch.ops.aten.sym_size.int
+NO_GATHER: Final = "no gather that nothing else reads makes its rows"
+NO_PERMUTATION: Final = "something else than one gather of all its rows reads them"
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class FoldRowMoves(GraphPass):
         unpacks = [(n, _permuted(n)) for n in graph.nodes if n.target is UNPACK_DEQUANTIZE]
         applied = tuple(n.name for n, found in (*packs, *unpacks) if found)
         skipped = tuple(
-            Verdict(candidate=n.name, reason=reason)
-            for nodes, reason in ((packs, Reason.NOT_GATHERED), (unpacks, Reason.NOT_PERMUTED))
+            Verdict(candidate=n.name, reason=Reason.NO_ROW_MOVE, detail=detail)
+            for nodes, detail in ((packs, NO_GATHER), (unpacks, NO_PERMUTATION))
             for n, found in nodes
             if not found
         )

@@ -53,26 +53,24 @@ class LowerRowOps(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Write out every operator that Inductor can fuse."""
         nodes = [n for n in graph.nodes if n.target in WRITTEN_OUT]
-        left = {n: _left(n, state) for n in nodes}
-        chosen = [n for n in nodes if left[n] is None]
+        left = {n: verdict for n in nodes if (verdict := _left(n, state)) is not None}
+        chosen = [n for n in nodes if n not in left]
         names = tuple(n.name for n in chosen)
         for node in chosen:
             _write_out(node)
-        return PassReport(
-            pass_name=self.name,
-            applied=names,
-            skipped=tuple(
-                Verdict(candidate=n.name, reason=reason) for n, reason in left.items() if reason
-            ),
-        )
+        return PassReport(pass_name=self.name, applied=names, skipped=tuple(left.values()))
 
 
-def _left(node: fx.Node, state: CompileState) -> Reason | None:
+def _left(node: fx.Node, state: CompileState) -> Verdict | None:
     if state.config.codegen == "fx":
-        return Reason.RUN_AS_IT_IS
+        detail = "codegen = 'fx' runs operators one by one"
+        return Verdict(candidate=node.name, reason=Reason.NOT_ASKED, detail=detail)
     value = tensor_of(node)
     assert value is not None
-    return Reason.HAS_KERNEL if has_kernel(value.device) else None
+    if not has_kernel(value.device):
+        return None
+    detail = "one kernel of ours runs it"
+    return Verdict(candidate=node.name, reason=Reason.ALREADY_DONE, detail=detail)
 
 
 def _write_out(node: fx.Node) -> None:

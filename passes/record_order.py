@@ -36,7 +36,8 @@ class RecordOrder(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Emit the call before the first node that computes."""
         if not any(is_launch(node) for node in graph.nodes):
-            nothing = Verdict(candidate="graph", reason=Reason.NO_COLLECTIVE)
+            detail = "the graph launches no collective"
+            nothing = Verdict(candidate="graph", reason=Reason.ALREADY_DONE, detail=detail)
             return PassReport(pass_name=self.name, skipped=(nothing,))
         text = json.dumps(_record(graph, state), sort_keys=True)
         _emit(graph, text)

@@ -29,6 +29,7 @@ from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import has_static_inputs
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
+from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
@@ -105,7 +106,8 @@ class Rewrite(GraphPass, Generic[Proposal]):
     ) -> tuple[Verdict | None, dict[str, float]]:
         """Return what speaks against the proposals, and the times predicted without and with."""
         if not state.config.allows(self.numerics):
-            return _not_allowed(self.numerics), {}
+            detail = allowed_by(self.numerics)
+            return Verdict(candidate="", reason=Reason.ROUNDS, detail=detail), {}
         if state.predict is None or not _can_price(graph, state):
             return None, {}
         assert graph.owning_module is not None
@@ -127,13 +129,6 @@ def _said(proposal: Hashable) -> str:
     if " at 0x" in (text := repr(proposal)):
         raise ContractViolation(f"{text} says where it lies in memory, which differs by rank")
     return text
-
-
-def _not_allowed(numerics: str) -> Verdict:
-    if numerics == "bounded":
-        return Verdict(candidate="", reason=Reason.ROUNDS)
-    detail = f"allow it by megamoe.numerics = {numerics!r}"
-    return Verdict(candidate="", reason=Reason.NOT_ASKED, detail=detail)
 
 
 def _can_price(graph: fx.Graph, state: CompileState) -> bool:

@@ -23,7 +23,7 @@ what other ranks wait for, or launch it later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -47,6 +47,8 @@ from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 RECOMPUTED: Final = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+NOT_READ_BACKWARD: Final = "nothing in the backward pass is computed from it"
+NOT_CHECKPOINTED: Final = "it is in no checkpointed function, and saved anyway"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class SaveExchanges(GraphPass):
         forward = [n for n in nodes if not _is_backward(n)]
         asked, is_promised = state.config.recompute, state.config.equal_tokens
         if asked == "model" and is_promised:
-            return _all_left(self.name, forward, Reason.MODEL_POLICY)
+            skipped = _left(forward, Reason.NOT_ASKED, "recompute is 'model'")
+            return PassReport(pass_name=self.name, skipped=skipped)
         between = _between_blocks(graph)
         needed = _needed_backward(graph, frozenset(nodes), between)
         checkpointed = [n for n in forward if "recompute" in n.meta and n in needed]
@@ -78,8 +81,8 @@ class SaveExchanges(GraphPass):
             node.meta["recompute"] = policy
         others = [n for n in forward if "recompute" not in n.meta]
         left = (
-            *_all_left(self.name, useless, Reason.NOT_READ_BACKWARD).skipped,
-            *_all_left(self.name, others, Reason.NOT_CHECKPOINTED).skipped,
+            *_left(useless, Reason.ALREADY_DONE, NOT_READ_BACKWARD),
+            *_left(others, Reason.ALREADY_DONE, NOT_CHECKPOINTED),
         )
         return PassReport(
             pass_name=self.name,
@@ -170,6 +173,5 @@ def _is_received(node: fx.Node, gathered_groups: Container[str]) -> bool:
     return is_wait(node) and _is_exchange(node.all_input_nodes[0], gathered_groups)
 
 
-def _all_left(name: str, nodes: list[fx.Node], reason: Reason) -> PassReport:
-    skipped = tuple(Verdict(candidate=n.name, reason=reason) for n in nodes)
-    return PassReport(pass_name=name, skipped=skipped)
+def _left(nodes: Iterable[fx.Node], reason: Reason, detail: str) -> tuple[Verdict, ...]:
+    return tuple(Verdict(candidate=n.name, reason=reason, detail=detail) for n in nodes)

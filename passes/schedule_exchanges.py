@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch.fx as fx
 
@@ -37,6 +37,8 @@ from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
 from passes.contract import Fact, GraphPass
+
+HIDDEN: Final = "as much compute as is useful already runs between launch and wait"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _verdicts(
         if before[launch] != after[launch]:
             applied.append(node.name)
         elif after[launch]:
-            skipped.append(_skipped(node, Reason.ALREADY_HIDDEN))
+            skipped.append(_skipped(node, Reason.ALREADY_DONE, HIDDEN))
         elif choice.is_capped:
             skipped.append(_skipped(node, Reason.MEMORY_CAP))
         else:
@@ -107,8 +109,8 @@ def _verdicts(
     return tuple(applied), tuple(skipped)
 
 
-def _skipped(launch: fx.Node, reason: Reason) -> Verdict:
-    return Verdict(candidate=launch.name, reason=reason)
+def _skipped(launch: fx.Node, reason: Reason, detail: str = "") -> Verdict:
+    return Verdict(candidate=launch.name, reason=reason, detail=detail)
 
 
 def _overlapped(problem: ScheduleProblem, order: Sequence[int]) -> dict[int, frozenset[int]]:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from moe_compile.attention.detect_attention import COMPUTES, TENSOR_PARALLEL
 from moe_compile.journal.reasons import Reason
 from tests import attention_layers as layers
 from tests.attention_layers import FusedAttention, SplitAttention, swap, to_heads, to_positions
@@ -222,31 +223,35 @@ class Padded(SplitAttention):
         return self.output(to_positions(o, self.group)[..., : self.d])
 
 
+NO_REGION = Reason.NOT_BETWEEN_EXCHANGES
+NOTHING_BACK = "no even exchange of its result alone, by movement of data only, follows"
+
+# style -> its reason, and what its detail begins with
 REFUSED = {
-    layers.BatchExchange: Reason.NOT_HEADS,
-    layers.HeadMixing: Reason.NO_EXCHANGE_BACK,
-    layers.LateNorm: Reason.COMPUTED_BETWEEN,
-    layers.HeadMask: Reason.VARIES_BY_HEAD,
-    layers.Dropout: Reason.RANDOM,
-    layers.ReadOutside: Reason.NO_EXCHANGE_BACK,
-    layers.LocalAttention: Reason.NO_EXCHANGE,
-    layers.TensorParallel: Reason.TENSOR_PARALLEL,
-    TwiceExchanged: Reason.SEVERAL_EXCHANGES,
-    TwoGroups: Reason.GROUPS_DIFFER,
-    UnevenBack: Reason.UNEVEN,
-    Interleaved: Reason.NOT_SEQUENCE,
-    BackByBatch: Reason.NOT_BACK,
-    Flattened: Reason.HEADS_LOST,
-    ReadInside: Reason.ESCAPES,
-    WrittenMask: Reason.MUTATED_MEANWHILE,
-    Autocast: Reason.STATE_CHANGES,
-    ReadMeanwhile: Reason.GRADIENT_ORDER,
-    SentTwice: Reason.GRADIENT_ORDER,
-    LearnedMask: Reason.GRADIENT_BESIDE,
-    LearnedSlopes: Reason.GRADIENT_BESIDE,
-    SharedPart: Reason.GRADIENT_BESIDE,
-    AsIntegers: Reason.COMPUTED_BETWEEN,
-    SentAsIntegers: Reason.COMPUTED_BETWEEN,
-    RepeatedPart: Reason.HEADS_LOST,
-    Padded: Reason.HEADS_LOST,
+    layers.BatchExchange: (NO_REGION, "the exchange before it does not send heads away"),
+    layers.HeadMixing: (NO_REGION, NOTHING_BACK),
+    layers.LateNorm: (NO_REGION, COMPUTES),
+    layers.HeadMask: (Reason.VARIES_BY_HEAD, ""),
+    layers.Dropout: (Reason.RANDOM, ""),
+    layers.ReadOutside: (NO_REGION, NOTHING_BACK),
+    layers.LocalAttention: (NO_REGION, "no exchange is around it"),
+    layers.TensorParallel: (NO_REGION, TENSOR_PARALLEL),
+    TwiceExchanged: (NO_REGION, "an operand is exchanged more than once"),
+    TwoGroups: (NO_REGION, "its exchanges are over different groups"),
+    UnevenBack: (NO_REGION, "an exchange around it is not even"),
+    Interleaved: (NO_REGION, "the exchange before it does not gather the sequence"),
+    BackByBatch: (NO_REGION, "the exchange back does not split the sequence that was gathered"),
+    Flattened: (Reason.HEADS_LOST, ""),
+    ReadInside: (Reason.ESCAPES, ""),
+    WrittenMask: (Reason.MUTATED_MEANWHILE, ""),
+    Autocast: (Reason.STATE_CHANGES, ""),
+    ReadMeanwhile: (Reason.GRADIENT_ORDER, ""),
+    SentTwice: (Reason.GRADIENT_ORDER, ""),
+    LearnedMask: (Reason.GRADIENT_BESIDE, ""),
+    LearnedSlopes: (Reason.GRADIENT_BESIDE, ""),
+    SharedPart: (Reason.GRADIENT_BESIDE, ""),
+    AsIntegers: (NO_REGION, COMPUTES),
+    SentAsIntegers: (NO_REGION, COMPUTES),
+    RepeatedPart: (Reason.HEADS_LOST, ""),
+    Padded: (Reason.HEADS_LOST, ""),
 }

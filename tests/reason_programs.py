@@ -9,11 +9,13 @@ import torch
 from moe_compile.backend import rewrite
 from moe_compile.codegen import EVERY_LEVEL, trace_graphs
 from moe_compile.config import MegaMoEConfig
+from moe_compile.proof.kernel_bits import KernelBits, bits_by
 from passes.pipeline import DYNAMO
 from tests.capture import dynamo_graphs
 
 PAGE = Path(__file__).parents[1] / "docs" / "reasons.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DETAIL = re.compile(r"^\| (?!detail)([^|]+) \|", re.MULTILINE)
 SAID_BY = re.compile(r"`(\w+)`, by `(\w+)`(?: on `(\w+)`)?\.")
 TEXT = PAGE.read_text()
 
@@ -27,6 +29,8 @@ class Section:
     kind: str
     pass_name: str
     option: str
+    details: tuple[str, ...]
+    """What its table has of what the reason is given for."""
     layers: tuple[str, str]
     """What all programs begin with, then those of its chapter."""
     program: str
@@ -61,6 +65,7 @@ def read_sections():
             kind=kind,
             pass_name=pass_name,
             option=option or "",
+            details=tuple(DETAIL.findall(TEXT, head.end(), end)),
             layers=(everywhere, layers),
             program=program,
         )
@@ -81,7 +86,8 @@ def verdicts(name):
     options = names.get("options", {"megamoe.chunks": 2})
     options = {key.removeprefix("megamoe."): value for key, value in options.items()}
     gm, *_ = dynamo_graphs(names["program"], x)
-    state, compilation = rewrite(gm, MegaMoEConfig(**{"hardware": "cpu", **options}))
+    with bits_by(KernelBits()):  # as users have it
+        state, compilation = rewrite(gm, MegaMoEConfig(**{"hardware": "cpu", **options}))
     if section.is_traced:
         inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         trace_graphs(gm, inputs, state, EVERY_LEVEL)

@@ -1,7 +1,9 @@
 """`docs/reasons.md` has every reason, says what reports say, and its programs give the reasons."""
 
+import ast
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,32 @@ def test_a_section_without_a_program_names_the_test_that_has_its_reason(name):
     assert f"Reason.{name}" in (PAGE.parents[1] / "tests" / test).read_text()
 
 
+def test_the_details_of_a_section_are_what_is_said():
+    said = re.compile("|".join(texts_of_the_product()))
+    details = {detail for section in SECTIONS.values() for detail in section.details}
+    assert len(details) > 30
+    assert {detail for detail in details if not said.fullmatch(detail)} == set()
+
+
+def texts_of_the_product():
+    """Yield a pattern for each string of the files that give reasons."""
+    for folder in ("moe_compile", "passes"):
+        for path in Path(PAGE.parents[1], folder).rglob("*.py"):
+            source = path.read_text()
+            if "Reason." in source:
+                yield from filter(None, map(pattern_of, ast.walk(ast.parse(source))))
+
+
+def pattern_of(node):
+    """Return a pattern of a text with several words; values in it may be anything."""
+    parts = getattr(node, "values", [node] if isinstance(node, ast.Constant) else [])
+    texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+    fixed = "".join(text for text in texts if isinstance(text, str))
+    return fixed.count(" ") > 1 and "".join(
+        re.escape(text) if isinstance(text, str) else r"\S+( \S+){0,3}" for text in texts
+    )
+
+
 def test_an_order_is_not_held_where_torch_lacks_the_means(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._inductor.fx_passes.control_dependencies", None)
     (verdict,) = PinOrder().run(fx.Graph(), state()).skipped
@@ -69,4 +97,5 @@ def test_an_operator_with_a_kernel_is_not_written_out(monkeypatch):
     node = graph.call_function(next(iter(REFERENCES)))
     node.meta["val"] = torch.empty(1)
     (verdict,) = LowerRowOps().run(graph, state()).skipped
-    assert verdict.reason is Reason.HAS_KERNEL
+    assert verdict.reason is Reason.ALREADY_DONE
+    assert verdict.detail == "one kernel of ours runs it"

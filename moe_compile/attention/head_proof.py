@@ -51,6 +51,11 @@ class Refuse(Exception):
         self.reason, self.detail = reason, detail
 
 
+def no_region(detail: str) -> Refuse:
+    """Return that attention is no region, for what `detail` says of the exchanges around it."""
+    return Refuse(Reason.NOT_BETWEEN_EXCHANGES, detail)
+
+
 def track(tracker: Tracker, moved: Sequence[fx.Node], local: Sequence[fx.Node]) -> None:
     """Follow factors through `moved`, in graph order, from what it reads; begin at `local` too."""
     for node in moved:
@@ -80,15 +85,16 @@ def find_heads(
     heads = tracker.dims(query)[-3]
     first = sources[0]
     if first is None or not _sends_heads(tracker, first, heads):
-        raise Refuse(Reason.NOT_HEADS)
+        raise no_region("the exchange before it does not send heads away")
     for operand, source in zip(operands, sources, strict=True):
         if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
-            raise Refuse(Reason.NOT_SEQUENCE, operator_at(operand))
+            said = "the exchange before it does not gather the sequence"
+            raise no_region(f"{said}: {operator_at(operand)}")
     tracker.result_of_attention(core, query, value)
     track(tracker, outward, ())
     back = next(n for n in outward if is_launch(n))
     if flat(tracker.sent[back]) != flat([tracker.source[first]]):
-        raise Refuse(Reason.NOT_BACK)
+        raise no_region("the exchange back does not split the sequence that was gathered")
     kv_heads = tracker.dims(key)[-3]
     head = kv_heads[0] if kv_heads else None
     if head is not None and not any(head in dim for dim in tracker.dims(outward[-1])):

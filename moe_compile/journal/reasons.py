@@ -27,18 +27,18 @@ class Reason(enum.Enum):
 
     # options
     NOT_ASKED = "the options leave it off", Kind.NOT_ASKED
-    ONE_CHUNK = "one chunk asked for", Kind.NOT_ASKED
-    MODEL_POLICY = "the option recompute leaves it to the model", Kind.NOT_ASKED
-    RUN_AS_IT_IS = "codegen = 'fx' runs operators one by one", Kind.NOT_ASKED
+    ROUNDS = "its results would round otherwise", Kind.NOT_ASKED
+    NO_PRICE = (
+        "auto has no times to go by: sizes are not static, or equal_tokens is not promised",
+        Kind.NOT_ASKED,
+    )
 
     # price
     BY_PRICE = (
         "it is predicted to be slower, or faster by less than the prediction may be off",
         Kind.NO_GAIN,
     )
-    FEW_ROWS_PER_TOKEN = "all-to-all moves less: k is at most 0.75 n", Kind.NO_GAIN
-    NARROW = "a row would not get shorter", Kind.NO_GAIN
-    ONE_RANK = "a group of one rank sends nothing", Kind.NO_GAIN
+    NO_FEWER_BYTES = "it would send no fewer bytes", Kind.NO_GAIN
     PRODUCTS_WAIT = (
         "torch has no kernel of grouped products for this GPU: for each the host waits and reads "
         "the offsets, more often in chunks",
@@ -46,12 +46,7 @@ class Reason(enum.Enum):
     )
 
     # done, or nothing to do
-    ALREADY_DONE = "already in the wanted form", Kind.DONE
-    ALREADY_HIDDEN = "as much compute as is useful already runs between launch and wait", Kind.DONE
-    NOT_CHECKPOINTED = "not inside a checkpointed function: saved anyway", Kind.DONE
-    NOT_READ_BACKWARD = "nothing in the backward pass is computed from it", Kind.DONE
-    HAS_KERNEL = "a kernel of ours runs it", Kind.DONE
-    NO_COLLECTIVE = "it launches no collective", Kind.NOT_MEANT
+    ALREADY_DONE = "nothing is left to do", Kind.DONE
 
     # parts of the batch
     NO_BATCH = "no dimension of its inputs divides all of it, experts included", Kind.UNPROVEN
@@ -66,8 +61,7 @@ class Reason(enum.Enum):
         "its split sizes are static, and no experts with weights of their own follow",
         Kind.NOT_MEANT,
     )
-    INTEGER_PAYLOAD = "it carries integers, not rows of activations", Kind.NOT_MEANT
-    NOT_ALL_TO_ALL = "not an all-to-all", Kind.NOT_MEANT
+    NO_ROWS = "it is no all-to-all of rows of activations", Kind.NOT_MEANT
     NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
     NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)
 
@@ -93,10 +87,6 @@ class Reason(enum.Enum):
     )
     SIZE_FROM_COUNTS = (
         "a dimension that does not hold the rows is as long as the counts say",
-        Kind.UNPROVEN,
-    )
-    ROUNDED_BY_POSITION = (
-        "a CPU rounds an operator by where an element or a row lies in memory",
         Kind.UNPROVEN,
     )
     UNSTABLE_SORT = (
@@ -153,9 +143,7 @@ class Reason(enum.Enum):
         "there to split",
         Kind.NOT_POSSIBLE,
     )
-    ONE_EXPERT = "one local expert: nothing to split by", Kind.NOT_POSSIBLE
-    CLAMPED = "more chunks asked for than there are local experts", Kind.NOT_POSSIBLE
-
+    FEW_EXPERTS = "more chunks are asked for than there are local experts", Kind.NOT_POSSIBLE
     EXPERTS_NAMED = (
         "its experts are written out one by one, or their groups are padded unlike: which of them "
         "a chunk has must be known when compiling",
@@ -177,25 +165,10 @@ class Reason(enum.Enum):
     ESCAPES = "a value inside it is read outside it", Kind.UNPROVEN
 
     # attention
-    NO_EXCHANGE = "no exchange around it", Kind.NOT_MEANT
-    TENSOR_PARALLEL = (
-        "its heads are sharded by tensor parallelism: gathered before, reduced after",
+    NOT_BETWEEN_EXCHANGES = (
+        "it is not between an exchange of heads for positions and the exchange back",
         Kind.NOT_MEANT,
     )
-    COMPUTED_BETWEEN = (
-        "an operator between the exchange and attention is no movement of data",
-        Kind.NOT_MEANT,
-    )
-    SEVERAL_EXCHANGES = "an operand is exchanged more than once", Kind.NOT_MEANT
-    GROUPS_DIFFER = "its exchanges are over different groups", Kind.NOT_MEANT
-    UNEVEN = "an exchange around it is not even", Kind.NOT_MEANT
-    NOT_HEADS = "the exchange does not send heads away", Kind.NOT_MEANT
-    NOT_SEQUENCE = "the exchange does not gather the sequence", Kind.NOT_MEANT
-    NO_EXCHANGE_BACK = (
-        "no even exchange of its result alone, by movement of data only, follows",
-        Kind.NOT_MEANT,
-    )
-    NOT_BACK = "the exchange back does not split the sequence that was gathered", Kind.NOT_MEANT
     HEADS_LOST = "the index of the heads cannot be followed", Kind.UNPROVEN
     VARIES_BY_HEAD = "its mask varies by head", Kind.UNPROVEN
     GRADIENT_BESIDE = (
@@ -204,12 +177,11 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     MAY_ROUND = (
-        "torch's kernel or the gradient of what no exchange brings may round otherwise by group: "
-        "ask for a number, or allow it by megamoe.numerics = 'lossy'",
+        "last bits may differ where it runs in parts: "
+        "ask for a number of them, or allow it by megamoe.numerics = 'lossy'",
         Kind.NO_GAIN,
     )
-    ONE_KV_HEAD = "one local KV head: nothing to split by", Kind.NOT_POSSIBLE
-    NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads", Kind.NOT_POSSIBLE
+    FEW_KV_HEADS = "the local KV heads do not divide into equal groups", Kind.NOT_POSSIBLE
 
     # all-gather dispatch
     ROWS_MAY_DIFFER = (
@@ -237,44 +209,15 @@ class Reason(enum.Enum):
     NOT_BY_ROW = "rows meet something other than one factor per row", Kind.UNPROVEN
     WRITTEN = ("a tensor that is to be read later or elsewhere is written in place", Kind.UNPROVEN)
     SENT_SIZES = "the experts read how many rows this rank sends", Kind.UNPROVEN
-    LOSSY = (
-        "auto has no times to go by, and sums per token or their gradients would round otherwise",
-        Kind.NOT_ASKED,
-    )
-    ROUNDS = (
-        "its sums would round otherwise, by a known bound: allow it by megamoe.numerics = "
-        "'bounded'",
-        Kind.NOT_ASKED,
-    )
-    UNBOUNDED = (
-        "how many rows a token has is not proven: no bound of how its sums round is known",
-        Kind.NOT_ASKED,
-    )
-    QUANTISED = "eight bits are asked for, in which an all-gather sends nothing", Kind.NOT_ASKED
-    GATHERED_WHOLE = (
-        "all-gathered whole: chunks of experts would repeat the reduce-scatter; "
-        "chunk_by = tokens splits it",
-        Kind.NOT_POSSIBLE,
-    )
-    UNEVEN_SLICES = (
-        "all-gathered whole: the tokens of a rank are not known to split evenly in that many "
-        "slices",
-        Kind.NOT_POSSIBLE,
-    )
+    GATHERED = "its tokens are all-gathered", Kind.NOT_POSSIBLE
 
     # dispatch in two hops
     NO_NODE_GROUPS = "which of its ranks share a node is not registered", Kind.UNPROVEN
-    NO_PRICE = (
-        "auto has no times to go by: sizes are not static, or equal_tokens is not promised",
-        Kind.NOT_ASKED,
-    )
-    ONE_NODE = "all its ranks are on one node: no token crosses the network", Kind.NO_GAIN
     CHOSEN_TWICE = "a token is not proven to choose an expert once at most", Kind.UNPROVEN
     TENSOR_FLOAT = (
         "a batched product weights its rows, and TF32 would round the weights",
         Kind.UNPROVEN,
     )
-    GATHERED = "its tokens are all-gathered: each crosses to every rank", Kind.NOT_POSSIBLE
     TWO_HOPS = (
         "dispatched in two hops: by torch's collectives, in parts only where their number is given "
         "or has a price, in chunks of as many experts each",
@@ -305,22 +248,13 @@ class Reason(enum.Enum):
     )
 
     # gradients of parameters
-    FORWARD = "in a forward graph: no gradient", Kind.NOT_MEANT
-    RECOMPUTED = "of what the forward computes, once more: no gradient", Kind.NOT_MEANT
+    NO_PARAMETER_GRADIENT = "it is no float32 sum of a parameter's gradient", Kind.NOT_MEANT
     COALESCED = "several tensors in one launch, or into a given output", Kind.NOT_POSSIBLE
-    DTYPE = "it does not reduce float32", Kind.NOT_MEANT
-    OPERATION = "it neither sums nor averages", Kind.NOT_MEANT
     SIZE = "a size is symbolic, or the ranks do not divide dim 0", Kind.NOT_POSSIBLE
     READERS = "its result is not read by one wait alone", Kind.NOT_POSSIBLE
-    MAY_BE_ACTIVATION = (
-        "over a group whose tokens are gathered: it may be a gradient of these",
-        Kind.NOT_MEANT,
-    )
-    ACTIVATION = "the graph computes with its result: the gradient of an activation", Kind.NOT_MEANT
 
     # rows moved once
-    NOT_GATHERED = "no gather of whole rows, read by it alone, makes its rows", Kind.NOT_MEANT
-    NOT_PERMUTED = "no gather of whole rows is all that reads its rows", Kind.NOT_MEANT
+    NO_ROW_MOVE = "no gather of whole rows is there for its kernel to do as well", Kind.NOT_MEANT
 
     # integers of the host
     READ_ALONE = "the host takes it by itself, not with others of one vector", Kind.NOT_MEANT

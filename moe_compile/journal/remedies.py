@@ -25,21 +25,15 @@ ACTED_ON: Final = frozenset({Kind.UNPROVEN, Kind.NOT_POSSIBLE})
 
 _OPTIONS_AND_PRICE: Final = {
     Reason.NOT_ASKED: f"{NOTHING}: set the option that the report names if it is wanted",
-    Reason.ONE_CHUNK: f"{NOTHING}: set the option to a larger number, or to 'auto'",
-    Reason.MODEL_POLICY: f"{NOTHING}: set megamoe.recompute = 'save_exchanges' to save exchanges",
-    Reason.RUN_AS_IT_IS: f"{NOTHING}: megamoe.codegen = 'inductor' generates code for it",
+    Reason.ROUNDS: f"{NOTHING}, unless results may round otherwise: set the option that the detail "
+    "names",
+    Reason.NO_PRICE: "set the option by name, as megamoe.nodes = 'exact', or "
+    "megamoe.equal_tokens = true if in every step all ranks have the same number of tokens",
     Reason.BY_PRICE: f"{NOTHING}: an option set to a value by name is not judged by price",
-    Reason.FEW_ROWS_PER_TOKEN: f"{NOTHING}: megamoe.dispatch = 'all_gather' gathers all the same",
-    Reason.NARROW: f"{NOTHING}: with its scale so short a row takes no fewer bytes",
-    Reason.ONE_RANK: f"{NOTHING}: no byte leaves the rank",
+    Reason.NO_FEWER_BYTES: f"{NOTHING}: no more bytes travel as it is",
+    Reason.ALREADY_DONE: f"{NOTHING}: the pass would add nothing",
     Reason.PRODUCTS_WAIT: f"{NOTHING}: a loop over experts reads sizes once for all (torchtitan's "
     "use_grouped_mm = False), and a number of chunks by name is obeyed",
-    Reason.ALREADY_DONE: f"{NOTHING}: it has the form that passes read",
-    Reason.ALREADY_HIDDEN: f"{NOTHING}: more compute beside it would hide no more of it",
-    Reason.NOT_CHECKPOINTED: f"{NOTHING}: what is not checkpointed is not computed again",
-    Reason.NOT_READ_BACKWARD: f"{NOTHING}: it is neither kept nor computed again",
-    Reason.HAS_KERNEL: f"{NOTHING}: one kernel does what would be written out",
-    Reason.NO_COLLECTIVE: f"{NOTHING}: there is no order for ranks to compare",
 }
 _BATCH: Final = {
     Reason.NO_BATCH: "give the compiled function whole sequences, [batch, sequence, width], and "
@@ -72,8 +66,7 @@ _EXCHANGES: Final = {
     f"even all-to-all over the same group, {SAME_GRAPH}",
     Reason.SPLIT_OTHERWISE: "send one entry along dim 0 for each row, by the same two split lists "
     "as the rows",
-    Reason.INTEGER_PAYLOAD: "nothing if nothing but integers is to be exchanged here",
-    Reason.NOT_ALL_TO_ALL: f"{NOTHING}: gathers and reductions are scheduled, not chunked",
+    Reason.NO_ROWS: f"{NOTHING}: it moves no rows to experts",
 }
 _EXPERTS: Final = {
     Reason.ROWS_MIXED: "compute each row from its own values and its expert's weights alone; what "
@@ -86,8 +79,6 @@ _EXPERTS: Final = {
     "the dispatch or after the combine; or set megamoe.numerics = 'bounded' where the reason says "
     "that this allows it",
     Reason.SIZE_FROM_COUNTS: "let only the dimension of the rows depend on the counts",
-    Reason.ROUNDED_BY_POSITION: "make rows contiguous, outermost, and as wide as whole blocks of "
-    "128 bytes; only what is computed on a CPU is refused for this",
     Reason.UNSTABLE_SORT: "write stable=True; or set megamoe.numerics = 'bounded' where the reason "
     "says that this allows it",
     Reason.PREMISE_FALSE: "make the index and the group sizes agree for all counts: rows of one "
@@ -116,8 +107,8 @@ _EXPERTS: Final = {
     "dispatch over one group of all ranks",
     Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls, their sizes from "
     "an exchange of counts; nothing if every rank has a part of all experts",
-    Reason.ONE_EXPERT: "set megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
-    Reason.CLAMPED: "ask for at most as many chunks as a rank has experts",
+    Reason.FEW_EXPERTS: "ask for at most as many chunks as a rank has experts, set "
+    "megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
     Reason.EXPERTS_NAMED: "compute all experts by grouped products whose groups are padded alike, "
     "or leave megamoe.chunk_edges at 'even'",
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",
@@ -129,30 +120,16 @@ _EXPERTS: Final = {
     Reason.ESCAPES: "return it from behind the last exchange, or compute it again outside",
 }
 _ATTENTION: Final = {
-    Reason.NO_EXCHANGE: f"{NOTHING}: without exchanges around it there is nothing to overlap",
-    Reason.TENSOR_PARALLEL: f"{NOTHING}: it trades no heads for sequence",
-    Reason.COMPUTED_BETWEEN: f"{NOTHING}, unless groups of heads are wanted: compute it before the "
-    "exchange",
-    Reason.SEVERAL_EXCHANGES: f"{NOTHING}, unless groups of heads are wanted: exchange q, k and v "
-    "once each",
-    Reason.GROUPS_DIFFER: f"{NOTHING}, unless groups of heads are wanted: exchange all over one "
-    "process group",
-    Reason.UNEVEN: f"{NOTHING}, unless groups of heads are wanted: send every rank equal parts",
-    Reason.NOT_HEADS: f"{NOTHING}, unless groups of heads are wanted: send each rank its heads",
-    Reason.NOT_SEQUENCE: f"{NOTHING}, unless groups of heads are wanted: put what came from each "
-    "rank one after another in the sequence",
-    Reason.NO_EXCHANGE_BACK: f"{NOTHING}, unless groups of heads are wanted: exchange the result "
-    "itself, in equal parts, before it is computed with or read",
-    Reason.NOT_BACK: f"{NOTHING}, unless groups of heads are wanted: split the sequence among the "
-    "ranks it came from",
+    Reason.NOT_BETWEEN_EXCHANGES: f"{NOTHING}, unless groups of heads are wanted: exchange q, k, v "
+    "and the result once each, in equal parts over one process group, whole heads for positions",
     Reason.HEADS_LOST: "keep heads a dimension of their own, in one order, from the projections to "
     "the exchange back",
     Reason.VARIES_BY_HEAD: "use one mask for all heads",
     Reason.GRADIENT_BESIDE: "detach it, or let it travel by the exchange, head by head",
     Reason.MAY_ROUND: f"{NOTHING}, unless last bits may differ: set megamoe.attention_chunks to a "
     "number, or megamoe.numerics = 'lossy'",
-    Reason.ONE_KV_HEAD: "have fewer ranks in the group, or more KV heads",
-    Reason.NOT_DIVISIBLE: "set megamoe.attention_chunks to a divisor of the KV heads of a rank",
+    Reason.FEW_KV_HEADS: "set megamoe.attention_chunks to a divisor of the KV heads of a rank, or "
+    "have fewer ranks in the group, or more KV heads",
 }
 _DISPATCH_AND_WIRE: Final = {
     Reason.ROWS_MAY_DIFFER: "choose experts by topk inside the graph, so that every token has k "
@@ -170,24 +147,15 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.NOT_BY_ROW: "multiply a row by one number, its score, and by nothing else",
     Reason.WRITTEN: "write to a copy",
     Reason.SENT_SIZES: "let the experts read the counts received, not those sent",
-    Reason.LOSSY: f"{NOTHING}, unless sums may round otherwise: set megamoe.dispatch = "
-    "'all_gather'",
-    Reason.ROUNDS: f"{NOTHING}, unless sums may round otherwise: set megamoe.numerics = 'bounded'",
-    Reason.UNBOUNDED: f"{NOTHING}, unless sums may round otherwise: set megamoe.numerics = 'lossy'",
-    Reason.QUANTISED: f"{NOTHING}: leave the rows in their own format if gathers are wanted",
-    Reason.GATHERED_WHOLE: "set megamoe.chunk_by = 'tokens'",
-    Reason.UNEVEN_SLICES: "set megamoe.chunks to a divisor of the tokens of a rank, in graphs "
-    "whose sizes are known when compiling",
+    Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'; to split what is gathered, "
+    "megamoe.chunk_by = 'tokens', and megamoe.chunks to a divisor of the tokens of a rank, in "
+    "graphs whose sizes are known when compiling",
     Reason.NO_NODE_GROUPS: "call moe_compile.register_node_groups on all ranks of the group, "
     "where process groups are made",
-    Reason.NO_PRICE: "set the option by name, as megamoe.nodes = 'exact', or "
-    "megamoe.equal_tokens = true if in every step all ranks have the same number of tokens",
-    Reason.ONE_NODE: f"{NOTHING}: two hops save what goes between nodes",
     Reason.CHOSEN_TWICE: "choose experts by topk inside the graph, sort its indices, and count "
     "them there in a type that holds all numbers of rows, as int64",
     Reason.TENSOR_FLOAT: "multiply rows by their weights and add them up, or call "
     "torch.set_float32_matmul_precision('highest')",
-    Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'",
     Reason.TWO_HOPS: "set megamoe.nodes = 'off' for another transport, megamoe.chunks to a number "
     "for parts",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
@@ -197,17 +165,12 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.INTEGERS: "make integers of the rows before the dispatch or after the combine",
 }
 _GRADIENTS_AND_SCHEDULE: Final = {
-    Reason.FORWARD: f"{NOTHING}: only gradients are sent in half the bytes",
-    Reason.RECOMPUTED: f"{NOTHING}: only gradients are sent in half the bytes",
+    Reason.NO_PARAMETER_GRADIENT: f"{NOTHING}: only float32 sums of parameters' gradients are sent "
+    "in half the bytes",
     Reason.COALESCED: "reduce each gradient by a launch of its own",
-    Reason.DTYPE: f"{NOTHING}: other formats are not sent in fewer bytes",
-    Reason.OPERATION: f"{NOTHING}: only sums and means are taken of rounded numbers",
     Reason.SIZE: "compile with static sizes, and give gradients a dim 0 that the ranks divide",
     Reason.READERS: "wait for each reduction once",
-    Reason.MAY_BE_ACTIVATION: f"{NOTHING}: gradients of activations keep their format",
-    Reason.ACTIVATION: f"{NOTHING}: gradients of activations keep their format",
-    Reason.NOT_GATHERED: f"{NOTHING}: rows are sent as they stand",
-    Reason.NOT_PERMUTED: f"{NOTHING}: rows are read as they come",
+    Reason.NO_ROW_MOVE: f"{NOTHING}: rows are sent and read as they stand",
     Reason.READ_ALONE: "put the integers that Python needs in one vector, and take them by one "
     ".tolist()",
     Reason.NO_INDEPENDENT_COMPUTE: "compile more in one graph, or ask for more chunks: compute "
@@ -230,6 +193,12 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     **_GRADIENTS_AND_SCHEDULE,
 }
 """Reason -> what to change, as a clause without a full stop."""
+
+
+def allowed_by(numerics: str) -> str:
+    """Return which value of the option `numerics` allows what rounds otherwise, as a detail."""
+    bound = "by a known bound" if numerics == "bounded" else "by no known bound"
+    return f"{bound}: megamoe.numerics = {numerics!r} allows it"
 
 
 def to_do(reason: Reason) -> str:

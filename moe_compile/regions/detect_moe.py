@@ -86,9 +86,12 @@ def _match(
         detail = f"sums are reduced at {source_place(back) or back.name}"
         return Refused(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
     if not is_all_to_all(dispatch):
-        return Refused(candidate=dispatch.name, reason=Reason.NOT_ALL_TO_ALL)
+        detail = "a gather, a reduction or a broadcast"
+        return Refused(
+            candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_candidate=False
+        )
     if is_integer(dispatch):
-        return Refused(candidate=dispatch.name, reason=Reason.INTEGER_PAYLOAD)
+        return Refused(candidate=dispatch.name, reason=Reason.NO_ROWS, detail="it carries integers")
     if not has_dynamic_splits(dispatch):
         sizes = {*output_splits(dispatch), *input_splits(dispatch)}
         reason = Reason.EVEN_SPLITS if len(sizes) <= 1 else Reason.NO_COUNT_EXCHANGE

@@ -135,6 +135,8 @@ class Refused:
     detail: str = ""
     is_region: bool = False
     """Whether a dispatch, its combine and its counts were matched."""
+    is_candidate: bool = True
+    """Whether it is an all-to-all, or gathers tokens for experts."""
 
     def __str__(self) -> str:
         """Return `candidate: reason (detail)`."""
@@ -179,3 +181,6 @@ class RowProof:
     sampled: int = 0
     """Vectors of counts on which indices that could not be followed were evaluated and found to
     agree with the group sizes; 0 where the proof followed every index."""
+    last_bits: str = ""
+    """Why last bits of a row may depend on where the row lies in memory, "" where nothing says
+    so."""

@@ -139,7 +139,7 @@ class DividedForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFound:
-    """Why the gather and the sum of a region were not found, or must not be replaced."""
+    """Why a form of a region was not found, or is not taken."""
 
     reason: Reason
     detail: str = ""

@@ -24,7 +24,7 @@ TELLING: Final = (
     Reason.UNEVEN_EXPERTS,
     Reason.TOKENS_GATHERED,
     Reason.EVEN_SPLITS,
-    Reason.INTEGER_PAYLOAD,
+    Reason.NO_ROWS,
 )
 """The most telling reason first; all others after these."""
 
@@ -72,7 +72,7 @@ def unmatched(others: Iterable[Refused], places: Mapping[str, str]) -> list[Unma
             where=places.get(d.candidate, ""),
         )
         for d in others
-        if d.reason is not Reason.NOT_ALL_TO_ALL
+        if d.is_candidate
     ]
     rank = {reason: place for place, reason in enumerate(TELLING)}
     return sorted(found, key=lambda u: (not u.is_region, rank.get(u.reason, len(rank))))

@@ -40,6 +40,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
 from moe_compile.testing.idleness import Idleness
 from moe_compile.testing.joining import be_deterministic, join
 from moe_compile.torch_quirks.python311_frames import with_frame_space
@@ -256,6 +257,7 @@ def _serve(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    use_bits_of_environment()
     if at_start is not None:
         at_start()
     _join(rank, meeting)

@@ -13,7 +13,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
-from moe_compile.plan.chunk_numbers import plan_num_chunks
+from moe_compile.plan.chunk_numbers import ONE_CHUNK, plan_num_chunks
 from moe_compile.plan.decide_uneven import FlatExchange, decide_uneven
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import Refused, RowProof
@@ -69,20 +69,17 @@ def _by_price(draft: Draft, decision: Decision | None, config: MegaMoEConfig) ->
 
 def _why_even(draft: Draft) -> NotFound | None:
     """Return what stands against edges by load."""
-    reason = None
     if draft.gathered is not None:
-        reason = Reason.GATHERED
-    elif draft.divided is not None:
-        reason = Reason.TWO_HOPS
-    elif isinstance(draft.proof, Refused):
-        reason = Reason.NOT_PROVEN
-    elif draft.num_chunks == 1:
-        reason = draft.not_chunked or Reason.ONE_CHUNK
-    elif draft.num_chunks == draft.region.num_local_experts:
-        reason = Reason.ALREADY_DONE
-    elif _is_bound(draft.proof):
-        reason = Reason.EXPERTS_NAMED
-    return None if reason is None else NotFound(reason=reason)
+        return NotFound(reason=Reason.GATHERED, detail="no chunk has experts of its own")
+    if draft.divided is not None:
+        return NotFound(reason=Reason.TWO_HOPS)
+    if isinstance(draft.proof, Refused):
+        return NotFound(reason=Reason.NOT_PROVEN)
+    if draft.num_chunks == 1:
+        return draft.not_chunked or ONE_CHUNK
+    if draft.num_chunks == draft.region.num_local_experts:
+        return NotFound(reason=Reason.ALREADY_DONE, detail="each chunk is one expert")
+    return NotFound(reason=Reason.EXPERTS_NAMED) if _is_bound(draft.proof) else None
 
 
 def _is_bound(proof: RowProof) -> bool:

@@ -8,6 +8,8 @@ Contract
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.fx as fx
 
@@ -21,6 +23,11 @@ from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, NotFound, TokenRows
 from moe_compile.runtime.node_groups import node_groups_of
 from passes.planned.gathering import why_rounded
+
+ONE_NODE: Final = NotFound(
+    reason=Reason.NO_FEWER_BYTES,
+    detail="all its ranks are on one node, and no token crosses the network",
+)
 
 
 def divided_form(
@@ -37,7 +44,7 @@ def divided_form(
     region, proof = experts.region, experts.proof
     nodes = node_groups_of(region.group)
     if nodes is None or nodes.num_nodes == 1:
-        return NotFound(reason=Reason.NO_NODE_GROUPS if nodes is None else Reason.ONE_NODE)
+        return ONE_NODE if nodes is not None else NotFound(reason=Reason.NO_NODE_GROUPS)
     if isinstance(proof, Refused):
         return NotFound(reason=Reason.NOT_PROVEN, detail=proof.reason.value)
     if (rounded := why_rounded(proof)) is not None:

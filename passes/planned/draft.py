@@ -22,7 +22,7 @@ class Draft:
 
     found: FoundExperts
     proof: RowProof | Refused
-    never_packed: Mapping[str, Reason] = field(default_factory=dict)
+    never_packed: Mapping[str, NotFound] = field(default_factory=dict)
     """Of `dispatch` and `combine` those whose rows must keep their number format, and why."""
     gathered: GatheredForm | None = None
     not_gathered: NotFound | None = None
@@ -33,7 +33,7 @@ class Draft:
     """Whether chunks are of tokens, in place of experts."""
     num_slices: int = 1
     """Of hop 1, beside chunks of experts."""
-    not_chunked: Reason | None = None
+    not_chunked: NotFound | None = None
     by_load: bool = False
     """Whether edges of chunks follow from the rows that experts have."""
     even_edges: NotFound | None = None

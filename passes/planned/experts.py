@@ -113,16 +113,15 @@ def _decide_dispatch(
         how = _gathering(draft, form, regions, config, layer)
         draft.decision = _decided(draft, state, layer, how, hopping)
         refused = against(form, draft.decision, draft.costs, config)
-        form = NotFound(reason=refused) if refused else form
+        form = refused or form
     elif config.dispatch == "all_to_all":
         form = NotFound(reason=Reason.NOT_ASKED)
     if isinstance(form, NotFound):
         draft.not_gathered = form
         _decide_hops(draft, forms, hopping, state, layer)
         return
-    draft.not_divided = NotFound(
-        reason=Reason.GATHERED if config.nodes != "off" else Reason.NOT_ASKED
-    )
+    crossing = NotFound(reason=Reason.GATHERED, detail="each token crosses to every rank")
+    draft.not_divided = crossing if config.nodes != "off" else NotFound(reason=Reason.NOT_ASKED)
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
@@ -174,7 +173,7 @@ def _gathering(
 def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
     if products_wait(draft.region) and state.config.chunks == "auto":
-        draft.num_chunks, draft.not_chunked = 1, Reason.PRODUCTS_WAIT
+        draft.num_chunks, draft.not_chunked = 1, NotFound(reason=Reason.PRODUCTS_WAIT)
         return
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
         draft.decision = _decided(draft, state, layer)
@@ -287,7 +286,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     if isinstance(draft.proof, Refused):
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:
-        why["chunks"] = NotFound(reason=draft.not_chunked)
+        why["chunks"] = draft.not_chunked
     name, where = draft.region.name, draft.found.where
     return {
         option: judged(

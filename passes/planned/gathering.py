@@ -7,10 +7,12 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import operator_at, waits_on
 from moe_compile.journal.reasons import Reason
+from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
@@ -20,6 +22,11 @@ from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
+
+EIGHT_BITS: Final = "eight bits are asked for, in which an all-gather sends nothing"
+NOT_COUNTED: Final = "; how many rows a token has is not proven"
+NO_TIMES: Final = "auto has no times to go by: megamoe.dispatch = 'all_gather' gathers all the same"
+FEW_ROWS: Final = "k is at most 0.75 n: an all-to-all moves less"
 
 
 def gathered_form(
@@ -103,17 +110,21 @@ def against(
     decision: Decision | None,
     costs: DispatchCosts | None,
     config: MegaMoEConfig,
-) -> Reason | None:
+) -> NotFound | None:
     """Return what speaks against gathering tokens that could be gathered."""
     if config.dispatch != "auto":
-        return None if config.dispatch == "all_gather" else Reason.NOT_ASKED
+        return None if config.dispatch == "all_gather" else NotFound(reason=Reason.NOT_ASKED)
     if quantises_rows(config):
-        return Reason.QUANTISED
+        return NotFound(reason=Reason.NOT_ASKED, detail=EIGHT_BITS)
     rounding = rounding_of(form.found)
     if decision is not None:
         if not config.allows(rounding.numerics):
-            return Reason.UNBOUNDED if rounding.numerics == "lossy" else Reason.ROUNDS
-        return None if decision.gathers else Reason.BY_PRICE
+            of_sums = NOT_COUNTED if rounding.numerics == "lossy" else ""
+            detail = allowed_by(rounding.numerics) + of_sums
+            return NotFound(reason=Reason.ROUNDS, detail=detail)
+        return None if decision.gathers else NotFound(reason=Reason.BY_PRICE)
     if not rounding.is_bitwise:
-        return Reason.LOSSY
-    return None if costs is not None and costs.by_measurement else Reason.FEW_ROWS_PER_TOKEN
+        return NotFound(reason=Reason.ROUNDS, detail=NO_TIMES)
+    if costs is not None and costs.by_measurement:
+        return None
+    return NotFound(reason=Reason.NO_FEWER_BYTES, detail=FEW_ROWS)

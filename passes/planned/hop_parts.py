@@ -17,6 +17,7 @@ from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import Refused
+from moe_compile.regions.token_regions import NotFound
 from passes.planned.whole_experts import find_mixing
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
@@ -29,7 +30,7 @@ class HopParts(NamedTuple):
     """Chunks of experts, or slices of tokens where `chunk_by` says so."""
     num_slices: int
     """Slices of tokens that hop 1 goes in beside chunks of experts."""
-    reason: Reason | None
+    why: NotFound | None
     """Why chunks are not as asked."""
 
 
@@ -44,14 +45,14 @@ def plan_hop_parts(
     if config.hop_slices != "auto":
         num_slices = int(config.hop_slices)
     if config.chunks == "auto" and (chosen is None or config.chunk_by == "tokens"):
-        return HopParts(1, num_slices, Reason.TWO_HOPS)
+        return HopParts(1, num_slices, NotFound(reason=Reason.TWO_HOPS))
     region, proof = experts.region, experts.proof
-    num_chunks, reason = plan_num_chunks(config, region, decision)
+    num_chunks, why = plan_num_chunks(config, region, decision)
     if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
-        return HopParts(num_chunks, num_slices, reason)
+        return HopParts(num_chunks, num_slices, why)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
     if find_mixing(region, proof, bounds, by_tokens=False) is not None:
-        return HopParts(1, num_slices, Reason.ROWS_MIXED)
+        return HopParts(1, num_slices, NotFound(reason=Reason.ROWS_MIXED))
     if chunk_without_gradient(region, proof, bounds, dependence) is not None:
-        return HopParts(1, num_slices, Reason.NO_GRADIENT)
-    return HopParts(num_chunks, num_slices, reason)
+        return HopParts(1, num_slices, NotFound(reason=Reason.NO_GRADIENT))
+    return HopParts(num_chunks, num_slices, why)

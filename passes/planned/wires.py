@@ -24,9 +24,13 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.token_regions import NotFound
 from passes.planned.draft import Draft
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
+NOT_ASKED: Final = NotFound(reason=Reason.NOT_ASKED)
+NO_PASS: Final = NotFound(reason=Reason.DISABLED)
+"""Of rows that could be packed, where the pass that packs them is disabled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +46,14 @@ class Wire:
 
 def never_packed(
     found: FoundExperts, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
-) -> dict[str, Reason]:
+) -> dict[str, NotFound]:
     """Return which of `dispatch` and `combine` must keep their number format, and why.
 
     `in_force` is the mode of each node of the graph.
     """
     against = {name: _against(found, name, in_force) for name in ("dispatch", "combine")}
     if "quantize_exchanges" in config.disable_passes:  # what no pass does is not to be priced
-        against = {name: why or Reason.DISABLED for name, why in against.items()}
+        against = {name: why or NO_PASS for name, why in against.items()}
     return {name: why for name, why in against.items() if why is not None}
 
 
@@ -59,10 +63,15 @@ def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
     for name in ("dispatch", "combine"):
         option = config.dispatch_wire if name == "dispatch" else config.combine_wire
         wire = _wire_asked(name, option, draft)
-        refused = _why_not(draft, name) if wire in QUANTIZED else Reason.NOT_ASKED
+        refused = _why_not(draft, name) if wire in QUANTIZED else NOT_ASKED
         if refused is not None:
             candidate = f"{name} of {found.region.name}"
-            verdict = Verdict(candidate=candidate, reason=refused, where=found.where)
+            verdict = Verdict(
+                candidate=candidate,
+                reason=refused.reason,
+                detail=refused.detail,
+                where=found.where,
+            )
             left = judged(config, f"{name}_wire", verdict)
             wires[name] = Wire(name="same", row_bytes=found.row_bytes[name], left=left)
         else:
@@ -72,14 +81,14 @@ def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
     return wires
 
 
-def _why_not(draft: Draft, name: str) -> Reason | None:
+def _why_not(draft: Draft, name: str) -> NotFound | None:
     """Return what stands against eight bits, for the way in which a region is dispatched."""
     if draft.gathered is not None:
-        return Reason.SUMS_TRAVEL
-    reason = draft.never_packed.get(name)
-    if reason is Reason.DISABLED and draft.divided is None:
+        return NotFound(reason=Reason.SUMS_TRAVEL)
+    why = draft.never_packed.get(name)
+    if why is NO_PASS and draft.divided is None:
         return None  # a plan says so until it is taken in that no pass does it
-    return reason
+    return why
 
 
 def _wire_asked(name: str, option: str, draft: Draft) -> str:
@@ -94,21 +103,22 @@ def _wire_asked(name: str, option: str, draft: Draft) -> str:
     return chosen.dispatch_wire if name == "dispatch" else chosen.combine_wire
 
 
-def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -> Reason | None:
+def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -> NotFound | None:
     """Return why the rows of an exchange must not be rounded, or would not be shorter."""
     rows = found.rows[name]
     if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
-        return Reason.NOT_A_MATRIX
+        return NotFound(reason=Reason.NOT_A_MATRIX)
     width: Any = rows.shape[1]
     if isinstance(width, torch.SymInt):
-        return Reason.NOT_A_MATRIX
+        return NotFound(reason=Reason.NOT_A_MATRIX)
     if row_bytes(width) >= found.row_bytes[name]:
-        return Reason.NARROW
+        return NotFound(reason=Reason.NO_FEWER_BYTES, detail="a row is no shorter with its scale")
     if not packs_rows(rows.device):
-        return Reason.NO_E4M3
+        return NotFound(reason=Reason.NO_E4M3)
     region = found.region
     launch = region.dispatch if name == "dispatch" else region.combine
-    return _needs_its_rows(launch, found, in_force)
+    reason = _needs_its_rows(launch, found, in_force)
+    return None if reason is None else NotFound(reason=reason)
 
 
 def _needs_its_rows(

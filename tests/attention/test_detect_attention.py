@@ -13,6 +13,7 @@ from tests import attention_layers as layers
 from tests import attention_variants as variants
 from tests.attention_refusals import REFUSED
 from tests.capture import dynamo_graphs
+from tests.reason_programs import SECTIONS
 from tests.slow_parameters import one_per_reason, slow_but
 
 
@@ -57,7 +58,8 @@ def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
 def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style):
     regions, (refused,) = find(style, fake_ranks)
     assert not regions
-    assert refused.reason is REFUSED[style]
+    reason, begins = REFUSED[style]
+    assert refused.reason is reason and refused.detail.startswith(begins)
 
 
 def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):
@@ -76,4 +78,10 @@ def test_every_reason_has_a_program():
     """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
     files = (detect_attention, head_inputs, head_proof)
     said = re.findall(r"Reason\.([A-Z_]+)", "".join(map(inspect.getsource, files)))
-    assert {Reason[name] for name in said} == set(REFUSED.values())
+    assert {Reason[name] for name in said} == {reason for reason, _ in REFUSED.values()}
+
+
+def test_every_detail_of_attention_that_is_no_region_has_a_program():
+    reason = Reason.NOT_BETWEEN_EXCHANGES
+    details = SECTIONS[reason.name].details
+    assert sorted(details) == sorted({said for why, said in REFUSED.values() if why is reason})

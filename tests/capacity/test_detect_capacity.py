@@ -93,7 +93,7 @@ def test_what_else_has_sizes_of_run_time_is_not_said_to_be_a_dispatch(fake_ranks
 def test_other_even_exchanges_are_no_dispatch_and_not_said_to_be_one(fake_ranks, style):
     found, report = detected(style(WIDTH, fake_ranks), rows())
     assert found.capacity == ()
-    reasons = {Reason.EVEN_SPLITS, Reason.INTEGER_PAYLOAD}
+    reasons = {Reason.EVEN_SPLITS, Reason.NO_ROWS}
     assert found.others and all(left.reason in reasons for left in found.others)
     assert not any(left.is_dispatch for left in unmatched(found.others, {}))
     assert not any(verdict.is_unmet for verdict in report.skipped)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from moe_compile.backend import rewrite
+from moe_compile.backend import refuse_unmet, rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import OFF, MegaMoEConfig
 from moe_compile.errors import RegionRefused
@@ -14,8 +14,8 @@ from moe_compile.journal.entries import Journal, PassReport, Verdict
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
 from moe_compile.report.process_report import ProcessReport
-from moe_compile.strict import refuse_unmet
 from passes.pipeline import DYNAMO, JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD
+from passes.save_exchanges import NOT_CHECKPOINTED
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
@@ -44,7 +44,8 @@ def test_every_pass_of_every_level_reports_on_every_graph(fake_ranks):
 def test_a_verdict_after_the_dynamo_level_has_its_reason(fake_ranks):
     said = {(s["graph"], s["pass"]): s for s in traced(fake_ranks, chunks=2)[1]}
     left = said["joint", "save_exchanges"]["skipped"]
-    assert {one["reason"] for one in left} == {Reason.NOT_CHECKPOINTED.value}
+    assert {one["reason"] for one in left} == {Reason.ALREADY_DONE.value}
+    assert {one["detail"] for one in left} == {NOT_CHECKPOINTED}
     assert said["backward", "schedule_exchanges"]["measures"]["num_launches"] > 0
 
 

@@ -25,7 +25,7 @@ from tests.capture import dynamo_graphs
 from tests.slow_parameters import slow_but
 
 ROUNDED = [LatentAttention, LocalKeys, NormedAttention, *ROUNDED_BY_GROUP]
-NOT_DIVISIBLE = "attention_chunks does not divide the local KV heads"
+FEW = Reason.FEW_KV_HEADS.value
 
 
 def compiled(style, group, kv_heads=8, *, heads=24, batch=4, **options):
@@ -39,13 +39,13 @@ def compiled(style, group, kv_heads=8, *, heads=24, batch=4, **options):
 @pytest.mark.parametrize(
     ("asked", "kv_heads", "groups", "verdict"),
     [
-        (1, 8, 1, "one chunk asked for"),
+        (1, 8, 1, f"{Reason.NOT_ASKED.value} (one chunk is asked for)"),
         (4, 8, 4, "chunked"),
-        (4, 4, 1, NOT_DIVISIBLE),
-        (2, 2, 1, "one local KV head: nothing to split by"),
+        (4, 4, 1, f"{FEW} (2 heads for 4 groups)"),
+        (2, 2, 1, f"{FEW} (one local KV head)"),
         ("auto", 8, 2, "chunked"),
-        ("auto", 6, 1, NOT_DIVISIBLE),
-        ("auto", 2, 1, "one local KV head: nothing to split by"),
+        ("auto", 6, 1, f"{FEW} (3 heads for 2 groups)"),
+        ("auto", 2, 1, f"{FEW} (one local KV head)"),
     ],
 )
 def test_groups_are_what_the_option_and_the_heads_say(fake_ranks, asked, kv_heads, groups, verdict):
@@ -101,4 +101,5 @@ def test_the_report_shows_what_became_of_every_attention(fake_ranks):
     text = " ".join(console.export_text().split())
     place = r"attention_layers\.py:\d+"
     assert re.search(place + " 2 12 4 2 chunked", text)
-    assert re.search(place + " - - - - its heads are sharded by tensor parallelism", text)
+    left = f"{Reason.NOT_BETWEEN_EXCHANGES.value} \\(its heads are sharded by tensor parallelism"
+    assert re.search(f"{place} - - - - {left}", text)

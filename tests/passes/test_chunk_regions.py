@@ -226,11 +226,13 @@ def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
     before = str(gm.graph)
     report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=1)), "chunks")
     assert str(gm.graph) == before
-    assert [v.reason.value for v in report.skipped] == ["one chunk asked for"]
+    assert [v.why for v in report.skipped] == ["the options leave it off (one chunk is asked for)"]
 
 
 def test_more_chunks_than_experts_are_clamped_with_a_remark(fake_ranks):
     graph, report = chunked(layer(GroupedExperts, fake_ranks), 99)
+    (left,) = report.skipped
+    assert (left.reason, left.detail) == (Reason.FEW_EXPERTS, "4 experts for 99 chunks")
     assert report.applied == ("region 0",)
     assert len(launches(graph)) == 1 + 2 * 4
 

@@ -103,32 +103,43 @@ def over_replicas(gradient, op="sum"):
     return C10D.wait_tensor(C10D.all_reduce(gradient, op, dist.group.WORLD.group_name))
 
 
+FLOAT32 = "it does not reduce float32"
+SUMS = "it neither sums nor averages"
+RESULT = "the graph computes with its result"
+ONCE_MORE = "the forward pass computes it, and it is computed once more"
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (lambda x: reduce_scatter(x.bfloat16()), Reason.DTYPE),
-        (lambda x: reduce_scatter(x.double()), Reason.DTYPE),
-        (lambda x: reduce_scatter(x, "max"), Reason.OPERATION),
-        (alone, Reason.ONE_RANK),
+        (lambda x: reduce_scatter(x.bfloat16()), FLOAT32),
+        (lambda x: reduce_scatter(x.double()), FLOAT32),
+        (lambda x: reduce_scatter(x, "max"), SUMS),
+        (alone, Reason.NO_FEWER_BYTES),
         (lambda x: reduce_scatter(x[:3]), Reason.SIZE),
         (coalesced, Reason.COALESCED),
         (in_flight_and_awaited, Reason.READERS),
-        (lambda x: reduce_scatter(x) @ x.t(), Reason.ACTIVATION),
-        (lambda x: (reduce_scatter(x) * 2).sum(), Reason.ACTIVATION),
-        (lambda x: (reduce_scatter(x) * 1e6).floor() % 2, Reason.ACTIVATION),
-        (lambda x: squared(reduce_scatter(x)), Reason.ACTIVATION),
-        (lambda x: 2 / reduce_scatter(x), Reason.ACTIVATION),
-        (lambda x: reduce_scatter(x).to(torch.int32).float(), Reason.ACTIVATION),
-        (lambda x: reduce_scatter(x).view(torch.int32), Reason.ACTIVATION),
-        (lambda x: over_replicas(reduce_scatter(x), "max"), Reason.ACTIVATION),
-        (lambda x: reduce_scatter(torch.ones(4, 3)) + x[:2], Reason.RECOMPUTED),
+        (lambda x: reduce_scatter(x) @ x.t(), RESULT),
+        (lambda x: (reduce_scatter(x) * 2).sum(), RESULT),
+        (lambda x: (reduce_scatter(x) * 1e6).floor() % 2, RESULT),
+        (lambda x: squared(reduce_scatter(x)), RESULT),
+        (lambda x: 2 / reduce_scatter(x), RESULT),
+        (lambda x: reduce_scatter(x).to(torch.int32).float(), RESULT),
+        (lambda x: reduce_scatter(x).view(torch.int32), RESULT),
+        (lambda x: over_replicas(reduce_scatter(x), "max"), RESULT),
+        (lambda x: reduce_scatter(torch.ones(4, 3)) + x[:2], ONCE_MORE),
     ],
 )
 def test_what_is_no_sum_of_float32_gradients_stays(fake_ranks, program, reason):
     gm = traced(program, torch.ones(4, 3))
     before = str(gm.graph)
     report = compress(gm)
-    assert [left.reason for left in report.skipped] == [reason]
+    (left,) = report.skipped
+    if isinstance(reason, str):
+        assert left.reason is Reason.NO_PARAMETER_GRADIENT
+        assert left.detail == reason
+    else:
+        assert left.reason is reason
     assert (report.applied, report.measures, str(gm.graph)) == ((), {}, before)
 
 
@@ -138,7 +149,14 @@ def test_off_unless_asked_and_never_in_a_forward_graph(fake_ranks):
     assert [left.reason for left in compress(gm, off).skipped] == [Reason.NOT_ASKED]
     forward = asked()
     forward.is_backward = False
-    assert [left.reason for left in compress(gm, forward).skipped] == [Reason.FORWARD]
+    (left,) = compress(gm, forward).skipped
+    assert left.reason is Reason.NO_PARAMETER_GRADIENT
+    assert left.detail == "it is in a forward graph"
+    gathering = asked()
+    gathering.gathered_groups |= {fake_ranks.group_name}
+    (left,) = compress(gm, gathering).skipped
+    assert left.reason is Reason.NO_PARAMETER_GRADIENT
+    assert left.detail == "its group gathers tokens: it may be a gradient of these"
     assert compress(gm).changed
 
 

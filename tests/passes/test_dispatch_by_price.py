@@ -71,7 +71,9 @@ def test_auto_chooses_no_sums_that_round_otherwise_unless_numerics_allows_it(
 ):
     graph, plan, _ = run(fake_ranks, numerics="exact")
     assert any(map(is_all_to_all, graph.nodes))
-    assert plan.left["dispatch"].reason is Reason.ROUNDS and not plan.decision.gathers
+    left = plan.left["dispatch"]
+    assert left.reason is Reason.ROUNDS and not plan.decision.gathers
+    assert left.detail == "by a known bound: megamoe.numerics = 'bounded' allows it"
     assert any("gathered" in str(way.candidate) for way in plan.decision.advice)
     _, named, _ = run(fake_ranks, numerics="exact", dispatch="all_gather")
     assert named.plan.gathers and not named.rounding.is_bitwise
@@ -147,7 +149,9 @@ class TwiceTheFirst(Around):
 
 def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
     _, plan, _ = run(fake_ranks, style=TwiceTheFirst)
-    assert plan.left["dispatch"].reason is Reason.UNBOUNDED
+    left = plan.left["dispatch"]
+    assert left.reason is Reason.ROUNDS
+    assert left.detail.startswith("by no known bound: megamoe.numerics = 'lossy' allows it; how")
     assert not plan.decision.gathers
     _, asked, _ = run(fake_ranks, style=TwiceTheFirst, dispatch="all_gather")
     assert asked.plan.gathers and asked.rounding.bound_eps is None
@@ -155,7 +159,8 @@ def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
 
 def test_rows_asked_to_be_quantised_are_exchanged(fake_ranks):
     _, plan, _ = run(fake_ranks, dispatch_wire="fp8", strict=True)
-    assert plan.left["dispatch"].reason is Reason.QUANTISED
+    left = plan.left["dispatch"]
+    assert left.reason is Reason.NOT_ASKED and left.detail.startswith("eight bits are asked for")
     assert not plan.decision.gathers
 
 

@@ -508,7 +508,7 @@ def test_a_part_of_the_tokens_is_not_gathered(fake_nodes):
 def test_one_node_has_nothing_to_save(fake_nodes):
     try:
         seat(0, 1)
-        assert reason(layer(GroupedExperts, fake_nodes)) is Reason.ONE_NODE
+        assert reason(layer(GroupedExperts, fake_nodes)) is Reason.NO_FEWER_BYTES
     finally:
         seat(0, 2)
 

@@ -12,7 +12,6 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.row_moves import row_gather
-from moe_compile.journal.reasons import Reason
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK as PACK,
 )
@@ -22,7 +21,7 @@ from moe_compile.ops.quantized_rows import (
     UNPACK_DEQUANTIZE_PERMUTE,
 )
 from moe_compile.ops.row_sums import SUM_OF_PLACES
-from passes.fold_row_moves import FoldRowMoves
+from passes.fold_row_moves import NO_GATHER, NO_PERMUTATION, FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from tests.capture import CapturedError, state
 from tests.layers import STYLES, GatheredCounts, GroupedExperts, LoopExperts
@@ -142,7 +141,7 @@ SOME = torch.tensor([3, 1, 1])
 )
 def test_what_is_no_gather_of_whole_rows_for_the_pack_alone_stays(program, index):
     graph, report = folded(program, ROWS, index)
-    assert [v.reason for v in report.skipped] == [Reason.NOT_GATHERED]
+    assert [v.detail for v in report.skipped] == [NO_GATHER]
     assert all(len(n.args) == 1 for n in graph.nodes if n.target is PACK)
 
 
@@ -188,7 +187,7 @@ def test_unpacked_rows_joined_with_others_are_permuted_apart():
         return [torch.cat([UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16), x])[i]]
 
     _, report = folded(program, PACK(ROWS), ROWS, SOME)
-    assert [v.reason for v in report.skipped] == [Reason.NOT_PERMUTED]
+    assert [v.detail for v in report.skipped] == [NO_PERMUTATION]
 
 
 def test_unpacked_rows_joined_with_zeros_of_another_type_are_permuted_apart():
@@ -197,7 +196,7 @@ def test_unpacked_rows_joined_with_zeros_of_another_type_are_permuted_apart():
         return [torch.cat([rows, torch.zeros(1, WIDTH)])[i]]
 
     _, report = folded(program, PACK(ROWS), SOME)
-    assert [v.reason for v in report.skipped] == [Reason.NOT_PERMUTED]
+    assert [v.detail for v in report.skipped] == [NO_PERMUTATION]
 
 
 def test_unpacked_rows_with_a_second_reader_are_permuted_apart():
@@ -206,7 +205,7 @@ def test_unpacked_rows_with_a_second_reader_are_permuted_apart():
         return [rows[i], rows + 1]
 
     _, report = folded(program, PACK(ROWS), SOME)
-    assert [v.reason for v in report.skipped] == [Reason.NOT_PERMUTED]
+    assert [v.detail for v in report.skipped] == [NO_PERMUTATION]
 
 
 def both_graphs(layer, **options):

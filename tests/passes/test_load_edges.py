@@ -131,7 +131,7 @@ def test_a_region_runs_in_chunks_by_load_with_one_host_read(fake_ranks):
         (LoopExperts, torch.bfloat16, {"chunks": 2}, Reason.EXPERTS_NAMED),
         (LoopExperts, torch.float64, {"chunks": 2}, Reason.NOT_PROVEN),
         (GroupedExperts, torch.bfloat16, {"chunks": LOCAL}, Reason.ALREADY_DONE),
-        (GroupedExperts, torch.bfloat16, {"chunks": 1}, Reason.ONE_CHUNK),
+        (GroupedExperts, torch.bfloat16, {"chunks": 1}, Reason.NOT_ASKED),
         (
             GroupedExperts,
             torch.bfloat16,
@@ -166,7 +166,7 @@ def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunk
         ({}, Reason.BY_PRICE, "routing_skew is 0: experts are taken to be chosen evenly"),
         ({"routing_skew": 0.1}, Reason.BY_PRICE, ""),
         ({"routing_skew": 0.8, "equal_tokens": False}, Reason.NO_PRICE, ""),
-        ({"routing_skew": 0.8, "chunks": 1}, Reason.ONE_CHUNK, ""),
+        ({"routing_skew": 0.8, "chunks": 1}, Reason.NOT_ASKED, "one chunk is asked for"),
         ({"routing_skew": 0.8, "chunk_by": "tokens"}, Reason.BY_PRICE, "chunks are of tokens"),
     ],
     ids=str,

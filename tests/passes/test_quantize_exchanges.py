@@ -138,7 +138,7 @@ def test_a_row_that_would_not_get_shorter_is_no_reason_to_raise(fake_ranks):
 
     program = layer(Narrow, fake_ranks)
     gm, report = quantized(program, chunks=1, dispatch_wire="fp8", strict=True)
-    assert [v.reason for v in report.skipped] == [Reason.NARROW, Reason.NOT_ASKED]
+    assert [v.reason for v in report.skipped] == [Reason.NO_FEWER_BYTES, Reason.NOT_ASKED]
     assert not messages(gm.graph)
 
 

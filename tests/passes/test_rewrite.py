@@ -107,7 +107,7 @@ def test_what_is_proposed_is_done_joins_the_plan_and_makes_later_levels_run():
     [
         (Bounded(), "exact", Reason.ROUNDS),
         (Bounded(), "bounded", None),
-        (Lossy(), "bounded", Reason.NOT_ASKED),
+        (Lossy(), "bounded", Reason.ROUNDS),
         (Lossy(), "lossy", None),
     ],
 )
@@ -117,7 +117,9 @@ def test_what_the_option_does_not_allow_is_skipped(rewrite, allowed, reason):
         assert result.applied == (f"sin ({rewrite.numerics}: by 2)",)
         return
     assert not result.applied and not after.has_work
-    assert (result.skipped[-1].candidate, result.skipped[-1].reason) == ("sin", reason)
+    left = result.skipped[-1]
+    assert (left.candidate, left.reason) == ("sin", reason)
+    assert left.detail.endswith(f"megamoe.numerics = {rewrite.numerics!r} allows it")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from moe_compile.graph.query import is_launch
 from moe_compile.hardware import load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
-from passes.schedule_exchanges import ScheduleExchanges
+from passes.schedule_exchanges import HIDDEN, ScheduleExchanges
 from passes.verify_schedule import VerifySchedule
 from tests.scheduled_layers import (
     ChunkedMoE,
@@ -185,7 +185,7 @@ def sent_early(x, group):
 def test_an_exchange_already_hidden_is_left_alone(group):
     gm = traced(lambda x: sent_early(x, group), torch.randn(64, 64))
     report = schedule(gm.graph)
-    assert [v.reason for v in report.skipped] == [Reason.ALREADY_HIDDEN]
+    assert [(v.reason, v.detail) for v in report.skipped] == [(Reason.ALREADY_DONE, HIDDEN)]
 
 
 def test_an_exchange_stays_exposed_where_memory_forbids_more(group):

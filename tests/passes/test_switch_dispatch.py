@@ -271,7 +271,7 @@ def test_without_the_promise_of_equal_tokens_nothing_is_switched(fake_ranks):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "expected"), [(1, Reason.FEW_ROWS_PER_TOKEN), (2, None), (3, Reason.LOSSY)]
+    ("top_k", "expected"), [(1, Reason.NO_FEWER_BYTES), (2, None), (3, Reason.ROUNDS)]
 )
 def test_auto_without_static_sizes_follows_the_rule_and_changes_no_bit(fake_ranks, top_k, expected):
     """Of two ranks: 0.75 n is 1.5 rows per token. What cannot be priced alike is not priced."""
@@ -452,7 +452,7 @@ def test_what_these_are_made_of_is_switched(fake_ranks, style):
 def test_a_weighted_sum_of_two_rows_or_a_third_addend_is_lossy(fake_ranks):
     """Sizes are not static: there is no price that could speak for a way that rounds."""
     for style in (InOrderWeighted, OntoTokens):
-        assert reason(layer(style, fake_ranks), unsized(), dispatch="auto") is Reason.LOSSY
+        assert reason(layer(style, fake_ranks), unsized(), dispatch="auto") is Reason.ROUNDS
     _, report = switched(layer(InOrder, fake_ranks), unsized(), dispatch="auto")
     assert report.applied == ("region 0",)
 

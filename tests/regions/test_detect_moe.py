@@ -78,7 +78,7 @@ def test_an_exchange_of_embeddings_is_left_alone(fake_ranks):
     ids = torch.arange(32)
     regions, refused = find(program, ids, torch.tensor([16, 16]))
     assert regions == []
-    assert refused == [Reason.INTEGER_PAYLOAD] * 2 + [Reason.NO_COMBINE]
+    assert refused == [Reason.NO_ROWS] * 2 + [Reason.NO_COMBINE]
 
 
 def test_a_dispatch_whose_rows_never_come_back_is_left_alone(fake_ranks):
@@ -158,4 +158,4 @@ class ThirdExchange(GroupedExperts):
 def test_experts_that_communicate_are_refused(fake_ranks):
     layer = ThirdExchange(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
     regions, refused = find(layer, rows())
-    assert (regions, refused) == ([], [Reason.COMMUNICATES, Reason.NOT_ALL_TO_ALL])
+    assert (regions, refused) == ([], [Reason.COMMUNICATES, Reason.NO_ROWS])

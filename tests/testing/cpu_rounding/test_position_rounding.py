@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof.position_rounding import (
+from moe_compile.regions.regions import RowProof
+from moe_compile.testing.cpu_rounding.position_rounding import (
     ALIGNED_BYTES,
     ALIKE_IN_FLOAT,
     differs_by_position,
 )
-from moe_compile.regions.regions import RowProof
 from tests.layers import LoopExperts
 from tests.proof.verdicts import judge
 
@@ -30,7 +30,7 @@ def verdict_of(fake_ranks, hidden, dtype, activation=F.silu):
 def test_silu_in_rows_that_do_not_fill_vectors_is_refused(fake_ranks, hidden, dtype):
     """SiLU of the last elements differed in the last bit, and chunks end elsewhere."""
     verdict = verdict_of(fake_ranks, hidden, dtype)
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
 
 
 FITTING = {
@@ -50,7 +50,7 @@ def vector_norm(power):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_norm_of_another_power_is_refused(fake_ranks, dtype):
     verdict = verdict_of(fake_ranks, 32, dtype, vector_norm(2.5))
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
     assert isinstance(verdict_of(fake_ranks, 32, dtype, vector_norm(3)), RowProof)
 
 
@@ -66,7 +66,7 @@ def test_what_rounds_alike_in_every_row_is_proven(fake_ranks, case):
 def test_products_of_rows_that_begin_between_boundaries_are_refused(fake_ranks, hidden, dtype):
     """A gradient's product with weights had other last bits where its rows began elsewhere."""
     verdict = verdict_of(fake_ranks, hidden, dtype, F.relu)
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
     assert "rows" in verdict.detail and "elements apart" in verdict.detail
 
 
@@ -93,13 +93,13 @@ def products(x, gradient, weight):
 
 def test_gelu_in_bfloat16_rows_that_do_not_fill_vectors_is_refused(fake_ranks):
     verdict = verdict_of(fake_ranks, 24, torch.bfloat16, F.gelu)
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
 
 
 def test_a_variance_in_float64_is_refused(fake_ranks):
     """Of a single row it is computed by other code than of several."""
     verdict = verdict_of(fake_ranks, 32, torch.float64, lambda h: h - h.var(1, keepdim=True))
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
 
 
 def test_a_variance_in_bfloat16_is_proven(fake_ranks):
@@ -152,7 +152,7 @@ def with_body_on_all_rows(fake_ranks, body):
 def test_sums_that_run_over_several_rows_at_once_are_refused(fake_ranks, case):
     """Chunks have other last rows, which a CPU sums by other code: bits differed."""
     verdict = with_body_on_all_rows(fake_ranks, INNER[case])
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
 
 
 WITHIN_AN_EXPERT = (
@@ -176,7 +176,7 @@ def one_product_per_row(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_product_of_each_row_by_itself_is_refused(fake_ranks, dtype):
     verdict = with_body(fake_ranks, one_product_per_row, dtype)
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
     assert "bmm" in verdict.detail
     proven = with_body(fake_ranks, one_product_per_row, torch.bfloat16)
     assert isinstance(proven, RowProof), proven
@@ -202,7 +202,7 @@ def test_results_of_products_that_stand_in_longer_rows(fake_ranks, join, fits):
 
     x = torch.randn(32, 16, requires_grad=True)
     verdict = judge(Joined(16, 16, 8, 2, fake_ranks, torch.float32), x)
-    assert getattr(verdict, "reason", None) is (None if fits else Reason.ROUNDED_BY_POSITION)
+    assert getattr(verdict, "reason", None) is (None if fits else Reason.MAY_ROUND)
 
 
 def test_products_of_complex_numbers_are_refused(fake_ranks):
@@ -212,7 +212,7 @@ def test_products_of_complex_numbers_are_refused(fake_ranks):
 
     x = torch.randn(32, 16, dtype=torch.complex64, requires_grad=True)
     verdict = judge(Squared(16, 16, 8, 2, fake_ranks, torch.complex64), x)
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
     assert "complex" in verdict.detail
 
 
@@ -237,7 +237,7 @@ def test_threads_share_rows_at_whole_vectors_only(fake_ranks):
         wide = verdict_of(fake_ranks, 192, torch.float32)
     finally:
         torch.set_num_threads(1)
-    assert getattr(narrow, "reason", narrow) is Reason.ROUNDED_BY_POSITION, narrow
+    assert getattr(narrow, "reason", narrow) is Reason.MAY_ROUND, narrow
     assert isinstance(wide, RowProof), wide
 
 

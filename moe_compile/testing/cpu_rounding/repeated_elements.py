@@ -1,7 +1,7 @@
 """Rows in which one number stands several times: a CPU sums them by where the row stands.
 
 Contract
-    A rounding sum within rows is refused where its input, or the gradient that it sends back, may
+    A rounding sum within rows is told where its input, or the gradient that it sends back, may
     lie in memory as one number per row, repeated with stride 0: the loop of the sum then runs over
     rows, several at once in vectors, and over the last rows by other code
     (`vectorized_outer_sum` in ATen/native/cpu/SumKernel.cpp; seen in four bytes).
@@ -21,10 +21,9 @@ from typing import Final
 
 import torch
 
-from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import SAME_VALUES, Call
-from moe_compile.proof.position_rounding import on_cuda
-from moe_compile.regions.row_domain import Rows, Unproven, Value
+from moe_compile.regions.row_domain import Rows, Value
+from moe_compile.testing.cpu_rounding.position_rounding import on_cuda
 
 ADDITIONS: Final = frozenset({"add", "sub", "rsub"})
 LINEAR: Final = ADDITIONS | SAME_VALUES | {"neg", "mul", "div"}
@@ -70,12 +69,10 @@ class Repeated:
     gradients: set[int] = field(default_factory=set)
     """In gradients that go back through it, should a sum send one."""
 
-    def follow(self, call: Call, results: Sequence[Value]) -> None:
-        """Note what `call` makes of what it reads; raise Unproven where it sums such rows."""
+    def follow(self, call: Call, results: Sequence[Value]) -> str:
+        """Note what `call` makes of what it reads; return that it sums such rows, or ""."""
         marked = self.values | self.gradients
-        if call.name in SUMS and any(id(t) in marked and _rounds(t) for t in call.inputs):
-            detail = f"{call.name} of rows in which one number stands several times"
-            raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
+        sums = call.name in SUMS and any(id(t) in marked and _rounds(t) for t in call.inputs)
         for tensor, result in zip(call.outputs, results, strict=True):
             if isinstance(result, Rows):
                 whole = _elements(tensor, result)
@@ -83,6 +80,7 @@ class Repeated:
                     self.values.add(id(tensor))
                 if _gradients(call, whole, self.gradients):
                     self.gradients.add(id(tensor))
+        return f"{call.name} of rows in which one number stands several times" if sums else ""
 
 
 def _rounds(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,6 @@ begin between boundaries of 16 bytes (float32 with heads of 5 or 6, float64 with
 products of a head alone in a batch of one are split over threads; with several heads each thread
 has heads of its own. How many threads there are is not asked, as ranks may differ in it.
 
-On other devices kernels are chosen by other rules; there groups are taken to round otherwise where
-keys and values differ in head size, and only there.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
 
 from moe_compile.graph.modes import chooses_attention
-from moe_compile.graph.query import argument_of, called_name, has_gradient, tensor_of
+from moe_compile.graph.query import argument_of, called_name, tensor_of
 
 BOUNDARY: Final = 16
 """Bytes: products of rows that begin at its multiples round alike."""
@@ -45,10 +43,8 @@ def rounds_by_group(core: fx.Node, operands: Sequence[fx.Node], num_kv_heads: in
     kernel copies it (`flash_attention_backward_kernel_impl`).
     """
     tensors = [tensor for operand in operands if (tensor := tensor_of(operand)) is not None]
-    if len(tensors) < 3:
-        return True
-    if tensors[0].device.type != "cpu":
-        return tensors[1].shape[-1] != tensors[2].shape[-1]
+    if len(tensors) < 3 or tensors[0].device.type != "cpu":
+        return False
     if not is_fused(core, operands):
         return True
     if tensors[0].element_size() < 4:
@@ -60,16 +56,6 @@ def rounds_alone(operands: Sequence[fx.Node]) -> bool:
     """Whether a group of one query head may differ from the whole in the last bits."""
     query = tensor_of(operands[0])
     return query is None or (query.device.type == "cpu" and not is_known(query.shape[0] > 1))
-
-
-def has_local_gradient(operands: Sequence[fx.Node], sources: Sequence[fx.Node | None]) -> bool:
-    """Whether a gradient flows into an operand that no exchange brings.
-
-    Attention gives it a memory layout by how many heads there are, and sums over it round by that.
-    An exchange gives gradients one layout.
-    """
-    pairs = zip(operands, sources, strict=True)
-    return any(source is None and has_gradient(operand) for operand, source in pairs)
 
 
 def is_fused(core: fx.Node, operands: Sequence[fx.Node]) -> bool:

@@ -1,22 +1,22 @@
 """Operators that a CPU rounds by where an element stands, and rows in which it makes no difference.
 
 Contract
-    Where the checks pass, an element of a row is rounded alike whatever number of rows stand
-    before and behind it: forward, and in the backward of the operator.
+    Where the functions return "", an element of a row is rounded alike whatever number of rows
+    stand before and behind it: forward, and in the backward of the operator. Else they say what
+    may round otherwise.
 
 A CPU runs an elementwise operator over flat memory in blocks of two vectors, and the last elements
 of each thread's share one by one, by other code. For some operators the two differ in the last bit.
 They meet the same elements only where blocks and shares end where rows end. Some have other code
 for a tensor without gaps, and a single part of longer rows is one. On CUDA every element is
-computed by the same code, whole blocks or not: nothing is refused there.
+computed by the same code, whole blocks or not: nothing is said there.
 A CPU's matrix products of four and eight bytes add up in another order where a row begins at
 another distance from a 64-byte boundary of memory: rows must lie whole multiples of 64 bytes apart.
 Its products of one matrix per row add up in another order for a single row. Sums over a dimension
 in front of the rows run over several rows at once (sums within rows: repeated_elements.py).
 A GPU's library may choose another kernel where rows do not begin on 16 bytes; that is not checked,
 since torch's grouped products ask for such rows, and other products were not measured there.
-What differs is this machine's: ranks on different CPUs may decide differently, and are found when
-ranks compare their plans.
+What differs is this machine's.
 """
 
 from __future__ import annotations
@@ -28,13 +28,9 @@ from typing import Any, Final
 
 import torch
 
-from moe_compile.journal.reasons import Reason
+from moe_compile.proof.kernel_bits import BLOCK_BYTES
 from moe_compile.proof.operator_call import SAME_VALUES, SYMBOLIC, Call
-from moe_compile.regions.row_domain import Rows, Unproven
-
-BLOCK_BYTES: Final = 128
-"""Two vectors of AVX-512, the longest in use; blocks of shorter ones end where these do
-(`vectorized_loop` in ATen/native/cpu/Loops.h)."""
+from moe_compile.regions.row_domain import Rows
 
 ROUNDED_RIGHT: Final = SAME_VALUES | frozenset(
     {
@@ -88,24 +84,23 @@ def on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def check_rounding(call: Call) -> None:
-    """Raise Unproven where the number of rows may change a bit of an elementwise operator."""
+def elementwise(call: Call) -> str:
+    """Return where the number of rows may change a bit of an elementwise operator."""
     out, floats = call.outputs[0], _floats(call)
     if not rounds_by_position(call):
-        return
+        return ""
     if any(t.dtype.is_complex for t in floats):
-        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} of complex numbers")
+        return f"{call.name} of complex numbers"
     block = block_of(call)
     values = [(t, call.value(t)) for t in call.inputs]
     dims = {t.dim() - v.dim for t, v in values if isinstance(v, Rows)}
     tensors = [t for t, v in values if isinstance(v, Rows)] + call.outputs
     rows = [(t, t.dim() - from_right) for t in tensors for from_right in dims]
     if any(_extent(t, dim) % block for t, dim in rows):
-        detail = f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
-        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
+        return f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
     if call.name not in LIE_APART and any(t.stride()[dim] != _extent(t, dim) for t, dim in rows):
-        detail = f"{call.name} in {out.dtype}: rows that are parts of longer ones"
-        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
+        return f"{call.name} in {out.dtype}: rows that are parts of longer ones"
+    return ""
 
 
 def _floats(call: Call) -> list[torch.Tensor]:
@@ -136,73 +131,75 @@ def sums_by_place(tensor: torch.Tensor) -> bool:
     return number and not on_cuda(tensor)
 
 
-def is_channels_last(rows: torch.Tensor) -> bool:
-    """Whether torch may find `rows`, outermost, to be laid out with the channels last.
-
-    It does not where there is no row, and so lays out what it makes of them in another way.
-    """
-    if rows.dim() not in (4, 5):
-        return False
-    channels, stride = rows.shape[1], rows.stride()
-    return bool(channels != 1 and stride[-1] >= stride[1] * channels)
-
-
-def check_rounding_within(call: Call) -> None:
-    """Raise Unproven where a CPU computes the only row of a tensor by other code than several.
+def within_rows(call: Call) -> str:
+    """Return where a CPU computes the only row of a tensor by other code than several.
 
     So it does the gradient of norms of other powers than `NORMS`, which takes a power elementwise.
     """
     out = call.outputs[0]
     power = call.argument("ord", call.argument("p", 2)) if "norm" in call.name else 2
     if power not in NORMS and not on_cuda(out):
-        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} of power {power}")
+        return f"{call.name} of power {power}"
     if call.name in ALONE_OTHERWISE and not on_cuda(out) and out.element_size() > 2:
-        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}")
+        return f"{call.name} in {out.dtype}"
+    return ""
 
 
-def check_product_rounding(call: Call, rows: torch.Tensor, row_dim: int) -> None:
-    """Raise Unproven where the bits of a matrix product depend on where its rows begin.
+def product(call: Call, rows: torch.Tensor, row_dim: int) -> str:
+    """Return where the bits of a matrix product depend on where its rows begin.
 
-    Gradients lie as the result does, but where that is part of longer rows: see
-    `check_parts_rounding`.
+    Gradients lie as the result does, but where that is part of longer rows: see `parts`.
     """
     out = call.outputs[0]
     if on_cuda(out) or out.element_size() <= 2:
-        return
+        return ""
     for tensor, dim in ((rows, row_dim), (out, row_dim)):
         distance = tensor.stride()[dim]
         if not isinstance(distance, int) or distance * tensor.element_size() % ALIGNED_BYTES:
-            detail = (
+            return (
                 f"{call.name} in {tensor.dtype}: rows {distance} elements apart, which is no "
                 f"multiple of {ALIGNED_BYTES} bytes"
             )
-            raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
+    return ""
 
 
-def check_batch_rounding(call: Call) -> None:
-    """Raise Unproven where a product of each row by itself rounds by how many there are.
+def batch_product(call: Call) -> str:
+    """Return where a product of each row by itself rounds by how many there are.
 
     A CPU's library computes the only product of a batch by other code than one of several, and
     each by where it begins.
     """
     out = call.outputs[0]
-    if not on_cuda(out) and out.element_size() > 2:
-        raise Unproven(Reason.ROUNDED_BY_POSITION, f"{call.name} in {out.dtype}, row by row")
+    rounds = not on_cuda(out) and out.element_size() > 2
+    return f"{call.name} in {out.dtype}, row by row" if rounds else ""
 
 
-def check_parts_rounding(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> None:
-    """Raise Unproven where a product whose result stands inside longer rows rounds by position.
+def parts(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> str:
+    """Return where a product whose result stands inside longer rows rounds by position.
 
     Its gradient is that part of the longer rows' gradient: there too its rows must begin on
     boundaries of memory. `starts` are the places of the parts along dimension `part_dim`.
     """
     out = call.outputs[0]
     if on_cuda(out) or not out.dtype.is_floating_point or out.element_size() <= 2:
-        return
+        return ""
     distances = (out.stride()[row_dim], *(start * out.stride()[part_dim] for start in starts))
     if any(distance * out.element_size() % ALIGNED_BYTES for distance in distances):
-        detail = f"{call.name} in {out.dtype}: parts of rows of shape {list(out.shape)}"
-        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
+        return f"{call.name} in {out.dtype}: parts of rows of shape {list(out.shape)}"
+    return ""
+
+
+def rows_of_one_expert(call: Call) -> str:
+    """Return which rows of one expert lie as products round otherwise, whatever `call` is.
+
+    A chunk has them all, in the same order, and begins at another place in memory.
+    """
+    for tensor, value in ((t, call.value(t)) for t in call.inputs):
+        if isinstance(value, Rows) and not on_cuda(tensor) and tensor.element_size() > 2:
+            distance = tensor.stride()[value.dim]
+            if not isinstance(distance, int) or distance * tensor.element_size() % ALIGNED_BYTES:
+                return f"{call.name} in {tensor.dtype}: rows {distance} elements apart"
+    return ""
 
 
 def _extent(tensor: torch.Tensor, row_dim: int) -> int:
