@@ -9,8 +9,9 @@ Contract
     torch's configuration is changed only inside our own compilations, with two exceptions: at
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
     graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
-    `torch_quirks.recompile_limit`. Also at import, grouped products are made known to torch's flop
-    counter, and callbacks around compilations to Dynamo (`torch_quirks.untraceable_guards`).
+    `torch_quirks.recompile_limit`. docs/limits.md says what they change for other programs. Also at
+    import, grouped products are made known to torch's flop counter, and callbacks around
+    compilations to Dynamo (`torch_quirks.untraceable_guards`).
 
 What the option `strict` raises for: what was meant and asked for, and could not be proven.
 One rule for every pass: a verdict with the option that asked for it, and a reason that says it
