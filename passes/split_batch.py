@@ -19,7 +19,6 @@ from typing import ClassVar, Final
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Lost, holds
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.errors import ContractViolation
@@ -29,6 +28,7 @@ from moe_compile.graph.observation import fake_mode_of
 from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
 from moe_compile.graph.stored_values import store_values
 from moe_compile.journal.entries import PassReport, Verdict, judged
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
@@ -68,7 +68,7 @@ class SplitBatch(GraphPass):
             if split is None:
                 return PassReport(pass_name=self.name)
             _carry_out(graph, split, num_parts)
-        except Refuse as refused:
+        except Left as refused:
             return self._skipped(state, refused.reason, refused.detail)
         except Lost as refused:
             return self._skipped(state, Reason.BATCH_LOST, str(refused))
@@ -89,7 +89,7 @@ class SplitBatch(GraphPass):
 
 
 def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
-    """Have `graph` run in parts; raise Refuse, and leave it as it was, where a part cannot run."""
+    """Have `graph` run in parts; raise Left, and leave it as it was, where a part cannot run."""
     (output,) = graph.find_nodes(op="output")
     before = set(graph.nodes)
     numbers = split.tracker.numbers
@@ -99,7 +99,7 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
         _store_values([n for n in graph.nodes if n not in before], split, parts)
         _check_sizes(split, parts, shares)
         _check_told(split)
-    except (Refuse, Lost):
+    except (Left, Lost):
         erase_dead([n for n in graph.nodes if n not in before])
         raise
     for node in output.all_input_nodes:
@@ -119,11 +119,11 @@ def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> No
     try:
         store_values(new, fake, copies)
     except UNTRACEABLE as error:
-        raise Refuse(Reason.BATCH_LOST, f"a part does not run: {error}") from error
+        raise Left(Reason.BATCH_LOST, f"a part does not run: {error}") from error
 
 
 def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
-    """Raise Refuse where a value of a part is not as large as its share of the batch says."""
+    """Raise Left where a value of a part is not as large as its share of the batch says."""
     for env, share in zip(parts.envs, shares, strict=True):
         for node, copy in env.items():
             dims = split.tracker.dims(node) if node in split.tracker else []
@@ -133,17 +133,17 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             sizes = [expression_of(size) for size in tensor.shape]
             numbers = split.tracker.numbers
             if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
-                raise Refuse(
+                raise Left(
                     Reason.BATCH_LOST, f"{operator_at(node)} has other sizes in a part: {sizes}"
                 )
 
 
 def _check_told(split: BatchSplit) -> None:
-    """Raise Refuse where what stays needs a size that is read off what goes."""
+    """Raise Left where what stays needs a size that is read off what goes."""
     dead = {*split.dead}
     for node in split.told:
         if reader := next((user for user in node.users if user not in dead), None):
-            raise Refuse(
+            raise Left(
                 Reason.BATCH_LOST,
                 f"{operator_at(reader)} reads {operator_at(node)}, a size of the whole",
             )

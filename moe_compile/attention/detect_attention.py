@@ -32,7 +32,6 @@ from moe_compile.attention.attention_surroundings import (
 from moe_compile.attention.head_factors import Lost, size_of
 from moe_compile.attention.head_inputs import heads_read
 from moe_compile.attention.head_proof import (
-    Refuse,
     check_escapes,
     check_heads_stay,
     check_meanwhile,
@@ -53,6 +52,7 @@ from moe_compile.graph.query import (
     output_splits,
     tensor_of,
 )
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.kernel_bits import bits
 
@@ -73,7 +73,7 @@ def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[Attenti
         assert dependence is not None
         try:
             regions.append(_region(core, dependence))
-        except Refuse as e:
+        except Left as e:
             one = AttentionRefused(name=core.name, core=core, reason=e.reason, detail=e.detail)
             refused.append(one)
         except Lost as e:
@@ -189,7 +189,7 @@ def _check_shape(
         raise no_region("its exchanges are over different groups")
 
 
-def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Refuse:
+def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Left:
     if is_tensor_parallel(core):
         return no_region(TENSOR_PARALLEL)
     above = [n for operand in operands for n in nearest_launches(operand, up=True)]
@@ -204,6 +204,6 @@ def _check_arithmetic(core: fx.Node) -> None:
     if isinstance(mask, fx.Node):
         sizes = sizes_of(mask)
         if len(sizes) > 2 and sizes[-3] != 1:
-            raise Refuse(Reason.VARIES_BY_HEAD, operator_at(mask))
+            raise Left(Reason.VARIES_BY_HEAD, operator_at(mask))
     if dropout != 0.0:
-        raise Refuse(Reason.RANDOM)
+        raise Left(Reason.RANDOM)

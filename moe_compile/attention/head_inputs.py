@@ -19,12 +19,12 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, holds
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.attention.head_tracking import Tracker, is_form
 from moe_compile.attention.move_arguments import moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import has_gradient, is_launch, operator_at, value_of
 from moe_compile.graph.same_tensor import maker, readers
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 
 
@@ -50,9 +50,9 @@ def heads_read(
         terms = [reader for reader in by if has_gradient(source) and has_gradient(reader)]
         beside = not may_round and not all(map(is_launch, terms))
         if beside or (terms and not _all_hold(with_heads, head)):
-            raise Refuse(Reason.GRADIENT_BESIDE, operator_at(source))
+            raise Left(Reason.GRADIENT_BESIDE, operator_at(source))
         if len(terms) > 1 and not _added_up_alone(source, terms, dependence):
-            raise Refuse(Reason.GRADIENT_ORDER, operator_at(source))
+            raise Left(Reason.GRADIENT_ORDER, operator_at(source))
         if with_heads:
             found.append(source)
     return found

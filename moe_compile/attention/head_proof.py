@@ -1,7 +1,7 @@
 """Prove which factor is the index of heads, and that a region may be replayed where it stands.
 
 Contract
-    Raises Refuse or Lost where the proof fails; the graph is not edited.
+    Raises Left or Lost where the proof fails; the graph is not edited.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moe_compile.attention.move_arguments import argument, values_moved
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.legality import Hazard, Legality
 from moe_compile.graph.query import is_launch, operator_at
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 
 REFUSALS: Final = {
@@ -42,18 +43,9 @@ REFUSALS: Final = {
 REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 
 
-class Refuse(Exception):
-    """Attention is left as it is, for a reason."""
-
-    def __init__(self, reason: Reason, detail: str = "") -> None:
-        """Keep `reason`, and the node or value it speaks of in `detail`."""
-        super().__init__(reason.value)
-        self.reason, self.detail = reason, detail
-
-
-def no_region(detail: str) -> Refuse:
+def no_region(detail: str) -> Left:
     """Return that attention is no region, for what `detail` says of the exchanges around it."""
-    return Refuse(Reason.NOT_BETWEEN_EXCHANGES, detail)
+    return Left(Reason.NOT_BETWEEN_EXCHANGES, detail)
 
 
 def track(tracker: Tracker, moved: Sequence[fx.Node], local: Sequence[fx.Node]) -> None:
@@ -163,7 +155,7 @@ def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
     inside = set(body)
     for node in nodes:
         if any(user not in inside for user in node.users):
-            raise Refuse(Reason.ESCAPES, operator_at(node))
+            raise Left(Reason.ESCAPES, operator_at(node))
 
 
 def check_meanwhile(body: Collection[fx.Node], core: fx.Node, dependence: Dependence) -> None:
@@ -176,4 +168,4 @@ def check_meanwhile(body: Collection[fx.Node], core: fx.Node, dependence: Depend
     last = dependence.in_order(body)[-1]
     obstacle = obstacle or legality.written_meanwhile(body, last)
     if obstacle is not None:
-        raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
+        raise Left(REFUSALS[obstacle.hazard], str(obstacle))

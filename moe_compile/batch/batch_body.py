@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Factor, Lost, flat
-from moe_compile.attention.head_proof import REFUSALS, Refuse
+from moe_compile.attention.head_proof import REFUSALS
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
@@ -36,6 +36,7 @@ from moe_compile.graph.modes import (
     modes,
 )
 from moe_compile.graph.query import called_name, has_gradient, operator_at, tensor_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_index import TokenIndex
 
@@ -106,7 +107,7 @@ def body_of(
     obstacle = legality.obstacle(body, output, keeps_modes=True)
     obstacle = obstacle or legality.obstacle(found.kept, output)
     if obstacle is not None:
-        raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
+        raise Left(REFUSALS[obstacle.hazard], str(obstacle))
     read = {source for node in body for source in node.all_input_nodes}
     given = [node for node in found.cut if node in read - spread]
     anew = {n for n in given if maker_of(n) is not None or counts_places(n)}
@@ -192,7 +193,7 @@ def _segments(
     is_led = state.is_settled
     for node in _thrown_and(body, graph, state):
         if node in body and not is_led:
-            raise Refuse(Reason.STATE_CHANGES, operator_at(node))
+            raise Left(Reason.STATE_CHANGES, operator_at(node))
         is_begun |= node in body
         nodes.append(node)
         is_launched |= node in launches
@@ -205,7 +206,7 @@ def _segments(
             yield tuple(nodes)
             nodes, is_launched = [], False
     if not state.is_settled:
-        raise Refuse(Reason.STATE_CHANGES, operator_at(output))
+        raise Left(Reason.STATE_CHANGES, operator_at(output))
     yield tuple(nodes)
 
 
@@ -233,7 +234,7 @@ class _State:
         return self._grad_mode_now == self._grad_mode and not (self._num_entered or is_chosen)
 
     def throw(self, switch: fx.Node) -> None:
-        """Take in a switch; raise Refuse for one that is not thrown back by another."""
+        """Take in a switch; raise Left for one that is not thrown back by another."""
         if changes_grad_mode(switch):
             self._grad_mode_now = switch.args[0] if switch.args else None
         elif changes_autocast(switch):
@@ -241,7 +242,7 @@ class _State:
         elif chooses_attention(switch):
             self._num_chosen += 1
         else:
-            raise Refuse(Reason.STATE_CHANGES, operator_at(switch))
+            raise Left(Reason.STATE_CHANGES, operator_at(switch))
 
 
 def _read_alone(

@@ -1,7 +1,7 @@
 """Prove that a graph computes the parts of its batch apart: all of it, experts included.
 
 Contract
-    Raises Refuse or Lost where the proof fails; the graph is not edited.
+    Raises Left or Lost where the proof fails; the graph is not edited.
     A value has the index of the batch in one dimension, and each of its elements comes of the same
     index of the batch, or the value is of a MoE region and its routing. Of those it is known that a
     token's result comes of the token, its experts and its scores (`TokenRows`), whichever tokens
@@ -22,7 +22,7 @@ Each part of such a batch has two indices or more, by a guard: of a size that ma
 tracer asks whether it is, and takes the answer for granted, so that code would be for one size
 of the batch after all. A batch that is smaller is compiled for its size alone.
 A size that the program marks as dynamic becomes no constant, and one that it bounds gets no
-guard: torch makes errors of these. Raises Refuse instead.
+guard: torch makes errors of these. Raises Left instead.
 All of this follows from the size that this rank has. A graph that runs in parts has the same
 plan for any of them, and one that is refused another: ranks compare them.
 
@@ -42,7 +42,6 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, statically_known_true
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, holds
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
@@ -66,6 +65,7 @@ from moe_compile.graph.query import (
     operator_at,
     tensor_of,
 )
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -75,7 +75,6 @@ from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TOPK, TokenIndex, index_in_columns
-from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
 
 ADDS_TO: Final = frozenset({"add_", "__iadd__", "iadd"})
@@ -85,14 +84,14 @@ Proven = list[tuple[SplitRegion, RowProof]]
 def find_batch_split(graph: fx.Graph, num_parts: int) -> BatchSplit | None:
     """Return how `graph` runs on parts of its batch; None where it has no MoE region.
 
-    Raises Refuse or Lost where parts are not proven to compute what the whole does.
+    Raises Left or Lost where parts are not proven to compute what the whole does.
     """
     dependence = Dependence(graph)
     regions = _regions(graph, dependence)
     if not regions:
         with_capacity = find_capacity_regions(graph, (), 0)
         if with_capacity.exchanges:
-            raise Refuse(Reason.BATCH_CAPACITY, ", ".join(sorted(with_capacity.exchanges)))
+            raise Left(Reason.BATCH_CAPACITY, ", ".join(sorted(with_capacity.exchanges)))
         return None
     split = split_around(graph, dependence, regions, num_parts)
     is_settled = settle_size(split.tracker.numbers.size(split.size), num_parts)
@@ -104,23 +103,23 @@ def split_around(
 ) -> BatchSplit:
     """Return how `graph` runs on parts of its batch, whose regions these are, each with its proof.
 
-    Raises Refuse or Lost where parts are not proven to compute what the whole does.
+    Raises Left or Lost where parts are not proven to compute what the whole does.
     """
     tracker, lost = follow_graph(graph, [split for split, _ in regions], dependence)
     if unknown := next((n for n in graph.find_nodes(op="placeholder") if n in lost), None):
         raise Lost(lost[unknown])
-    why: Refuse | Lost | None = None
+    why: Left | Lost | None = None
     of_tokens = _outer_of_tokens(regions, tracker)
     for batch in candidates(graph, tracker):
         try:
             if batch.size < num_parts:
-                raise Refuse(Reason.BATCH_TOO_SMALL, f"{batch.size} for {num_parts} parts")
+                raise Left(Reason.BATCH_TOO_SMALL, f"{batch.size} for {num_parts} parts")
             return _Proof(graph, dependence, regions, tracker, lost, batch).split()
-        except (Refuse, Lost) as refused:
+        except (Left, Lost) as refused:
             why = refused if why is None or batch in of_tokens else why
     if _is_one_sequence(graph, tracker, of_tokens):
-        why = Refuse(Reason.BATCH_TOO_SMALL, f"1 for {num_parts} parts")
-    raise why or Refuse(Reason.NO_BATCH)
+        why = Left(Reason.BATCH_TOO_SMALL, f"1 for {num_parts} parts")
+    raise why or Left(Reason.NO_BATCH)
 
 
 def _outer_of_tokens(regions: Proven, tracker: ExpertTracker) -> list[Factor]:
@@ -140,18 +139,18 @@ def _is_one_sequence(graph: fx.Graph, tracker: ExpertTracker, of_tokens: list[Fa
 def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
     regions, others = find_moe_regions(graph)
     if unproven := next((other for other in others if other.is_region), None):
-        raise Refuse(unproven.reason, unproven.detail)
+        raise Left(unproven.reason, unproven.detail)
     found = []
     for region in regions:
         proof, rows = prove_rows_independent(region), find_token_rows(region, dependence)
         if isinstance(proof, Refused):
-            raise Refuse(proof.reason, proof.detail)
-        if isinstance(rows, NotFound):
-            raise Refuse(rows.reason, rows.detail)
+            raise Left(proof.reason, proof.detail)
+        if isinstance(rows, Left):
+            raise rows
         if rows.chosen is None or not rows.is_chosen_once:
             known = TokenIndex(frozenset().union(*dependence.writes.values()))
             cause = region.counts if rows.chosen is not None else known.not_chosen(rows.index)
-            raise Refuse(Reason.CHOSEN_TWICE, operator_at(cause))
+            raise Left(Reason.CHOSEN_TWICE, operator_at(cause))
         share = find_share(rows, dependence)
         found.append((SplitRegion(region=region, found=rows, share=share), proof))
     return found
@@ -178,7 +177,7 @@ class _Proof:
         self._check_routed(found)
         for split, _ in self.regions:
             if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
-                raise Refuse(Reason.NO_BATCH, operator_at(split.found.tokens))
+                raise Left(Reason.NO_BATCH, operator_at(split.found.tokens))
             check_factors(split, self.tracker)
             if split.share is not None:
                 given = {n for n in found.cut if n.op == "placeholder"}
@@ -249,14 +248,14 @@ class _Proof:
         for node in self.graph.find_nodes(op="placeholder"):
             is_parameter = isinstance(tensor_of(node), torch.nn.Parameter)
             if node in read and has_gradient(node) and node not in found.cut and not is_parameter:
-                raise Refuse(Reason.BATCH_MIXED, operator_at(node))
+                raise Left(Reason.BATCH_MIXED, operator_at(node))
 
     def _has_batch(self, node: fx.Node) -> bool:
         """Whether the index of the batch is in one dimension of `node`; raises in any other way."""
         if node not in self.tracker:
             return False
         if self.batch in self.tracker.picks(node):
-            raise Refuse(Reason.BATCH_MIXED, operator_at(node))
+            raise Left(Reason.BATCH_MIXED, operator_at(node))
         places = [dim for dim in self.tracker.dims(node) if holds(dim, self.batch)]
         if not places:
             return False
@@ -286,7 +285,7 @@ class _Proof:
         for node in self.dependence.in_order(filter(is_launch, found.nodes - known)):
             keeps = is_even_exchange(node) and self._travels_whole(node)
             if not (keeps or (node in found.apart and keeps_indices(node))):
-                raise Refuse(Reason.COMMUNICATES, operator_at(node))
+                raise Left(Reason.COMMUNICATES, operator_at(node))
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
         """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
@@ -307,10 +306,10 @@ class _Proof:
         """Whether each rank is sent something of every index of the batch, and all of these."""
         return not holds(self.tracker.sent.get(exchange, [self.batch]), self.batch)
 
-    def _refusal(self, node: fx.Node, found: Dependents) -> Refuse | Lost:
+    def _refusal(self, node: fx.Node, found: Dependents) -> Left | Lost:
         """Return why `node` is not computed by parts: because of itself, or of the first before."""
         if draws_random(node):
-            return Refuse(Reason.BATCH_RANDOM, operator_at(node))
+            return Left(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
             return Lost(f"{operator_at(node)} reads the batch for its type alone")
         chosen = [split.found.chosen for split, _ in self.regions]
@@ -320,7 +319,7 @@ class _Proof:
             why = self.lost.get(one)
             if why and any(n in found.apart or n in found.cut for n in one.all_input_nodes):
                 return Lost(why)
-        return Refuse(Reason.BATCH_MIXED, operator_at(node))
+        return Left(Reason.BATCH_MIXED, operator_at(node))
 
     def _is_host_side(self, node: fx.Node) -> bool:
         """Whether the node only leads to assertions that hold for each part by themselves."""
@@ -375,18 +374,18 @@ class _Proof:
 def settle_size(size: Any, num_parts: int) -> bool:
     """Return whether `size` is what it was: False where it is a constant from now on.
 
-    Raises Refuse where there are not enough indices for parts of it.
+    Raises Left where there are not enough indices for parts of it.
     """
     least = 2 * num_parts
     if not isinstance(size, torch.SymInt) or statically_known_true(size >= least):
         return True
     marks = list(_marks_of(size))
     if any(isinstance(mark, StrictMinMaxConstraint) for mark in marks):
-        raise Refuse(Reason.BATCH_TOO_SMALL, f"a bound below {least} for {num_parts} parts")
+        raise Left(Reason.BATCH_TOO_SMALL, f"a bound below {least} for {num_parts} parts")
     if size >= least:
         return True
     if marks:
-        raise Refuse(Reason.BATCH_TOO_SMALL, f"a size marked as dynamic, below {least}")
+        raise Left(Reason.BATCH_TOO_SMALL, f"a size marked as dynamic, below {least}")
     int(size)  # a guard: the tracer puts the number in the place of the symbol
     return False
 

@@ -1,7 +1,7 @@
 """Factors of rows: are they scores of the rows' own tokens.
 
 Contract
-    Raises Refuse unless each factor is proven to be, row by row, what a tensor has for the row's
+    Raises Left unless each factor is proven to be, row by row, what a tensor has for the row's
     token, or for its token and choice: the rows of a part then have the same factors.
 """
 
@@ -13,11 +13,11 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Factor, flat
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.query import argument_of, operator_at
 from moe_compile.graph.torch_calls import torch_name
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.row_chain import CASTS
 from moe_compile.regions.token_index import TokenIndex
@@ -29,7 +29,7 @@ TAKES: Final = ("index_select", "gather")
 
 
 def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
-    """Raise Refuse for a factor of the region's rows that is not of their tokens alone."""
+    """Raise Left for a factor of the region's rows that is not of their tokens alone."""
     found = split.found
     assert found.chosen is not None
     index, order = found.index, TokenIndex(frozenset()).order_of(found.index)
@@ -43,10 +43,10 @@ def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
     for factor in found.factors:
         taken = _taken(factor)
         if taken is None:
-            raise Refuse(Reason.BATCH_MIXED, operator_at(factor))
+            raise Left(Reason.BATCH_MIXED, operator_at(factor))
         source, by = taken
         if source not in tracker or flat(tracker.dims(source)[0]) != orders.get(by):
-            raise Refuse(Reason.BATCH_MIXED, operator_at(factor))
+            raise Left(Reason.BATCH_MIXED, operator_at(factor))
 
 
 def _taken(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:

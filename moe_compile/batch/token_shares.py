@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.attention.head_rules import CASTS
 from moe_compile.attention.head_tracking import is_movement
 from moe_compile.batch.batch_split import SplitRegion, TokenShare
@@ -28,6 +27,7 @@ from moe_compile.capacity.expert_tracking import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_launch, known_rows, operator_at
 from moe_compile.graph.torch_calls import torch_name
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import TokenRows
@@ -36,7 +36,7 @@ from moe_compile.regions.token_regions import TokenRows
 def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
     """Return the share of which a region has the rows, None where it has those of all tokens.
 
-    Raises Refuse where the rows are those of other tokens, or their sums are not added up over the
+    Raises Left where the rows are those of other tokens, or their sums are not added up over the
     ranks that have the others.
     """
     if found.part is None:
@@ -48,7 +48,7 @@ def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
             f"{operator_at(found.tokens)} is shared out, and its size is not known when compiling"
         )
     if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
-        raise Refuse(Reason.BATCH_MIXED, operator_at(found.index))
+        raise Left(Reason.BATCH_MIXED, operator_at(found.index))
     known, orders = TokenIndex(frozenset()), [found.sums.index] if found.sums.is_order else []
     orders += filter(None, map(known.order_of, (found.index, found.sums.index)))
     shifted = (node for node in map(known.origin, orders) if known.unshifted(node)[0] is not node)
@@ -84,20 +84,20 @@ def _is_slice(node: fx.Node, bounds: tuple[int, int, int], num_tokens: int) -> b
 def _summing_ranks(
     found: TokenRows, dependence: Dependence, size: int, number: int
 ) -> tuple[int, ...]:
-    """Return the ranks over which the sums of the rows are added up; raise Refuse without them."""
+    """Return the ranks over which the sums of the rows are added up; raise Left without them."""
     summing = set[tuple[int, ...]]()
     for node in dependence.below([found.sums.total], stops=_Summing()) - {found.sums.total}:
         if ranks := summed_over(node):
             summing.add(ranks)
         elif not _may_be_done_to_sums(node):
-            raise Refuse(Reason.BATCH_MIXED, f"{operator_at(node)} of some of the tokens")
+            raise Left(Reason.BATCH_MIXED, f"{operator_at(node)} of some of the tokens")
     for ranks in summing:
         if len(ranks) != size or ranks.index(dist.get_rank()) != number or len(summing) > 1:
-            raise Refuse(
+            raise Left(
                 Reason.BATCH_MIXED, f"{operator_at(found.index)} is no share of {len(ranks)}"
             )
     if not summing:
-        raise Refuse(Reason.BATCH_MIXED, f"{operator_at(found.sums.total)} of some of the tokens")
+        raise Left(Reason.BATCH_MIXED, f"{operator_at(found.sums.total)} of some of the tokens")
     return summing.pop()
 
 
@@ -148,7 +148,7 @@ def check_share(
             continue
         seen.add(node)
         if node in given or is_launch(node) or takes_own_part(node):
-            raise Refuse(
+            raise Left(
                 Reason.BATCH_MIXED, f"{operator_at(node)} may differ on ranks that share tokens"
             )
         todo += dependence.needs(node)

@@ -20,7 +20,7 @@ weights by index, in a batched product, or each part of what is joined has weigh
 all of one shape, as those of a loop over experts.
 
 Prove that experts stay apart from what is sent to them to what they send back.
-Raises Refuse or Lost where the proof fails; the graph is not edited.
+Raises Left or Lost where the proof fails; the graph is not edited.
 What a chunk computes of its experts, forward and backward, is then what the whole region
 computes of them, but for how kernels round.
 """
@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds
 from moe_compile.attention.head_inputs import read_from_outside
-from moe_compile.attention.head_proof import REFUSALS, Refuse, check_escapes
+from moe_compile.attention.head_proof import REFUSALS, check_escapes
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange, move_name
 from moe_compile.attention.move_arguments import joined
@@ -58,6 +58,7 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import Refused
 
@@ -132,7 +133,7 @@ def _region(
         return prove(name, tracker, experts, body, dependence) if experts else None
     except Lost as lost:
         why, detail = Reason.EXPERTS_LOST, str(lost)
-    except Refuse as refusal:
+    except Left as refusal:
         why, detail = refusal.reason, refusal.detail
     rows = dispatch.all_input_nodes[0]
     is_meant = any(holds(dim, one) for one in _experts(tracker) for dim in _dims(tracker, rows))
@@ -147,7 +148,7 @@ def _follow(tracker: ExpertTracker, body: list[fx.Node]) -> None:
     lost: Lost | None = None
     for node in body:
         if is_launch(node) and node is not body[0] and not is_even_exchange(node):
-            raise Refuse(Reason.COMMUNICATES, operator_at(node))
+            raise Left(Reason.COMMUNICATES, operator_at(node))
         try:
             follow(tracker, node)
         except Lost as error:  # what is written further down tells what was meant
@@ -259,14 +260,14 @@ def prove(
     dispatch, result = body[0], body[-1]
     launches = [node for node in body if is_launch(node)]
     if len(launches) > 2:
-        raise Refuse(Reason.COMMUNICATES, operator_at(launches[1]))
+        raise Left(Reason.COMMUNICATES, operator_at(launches[1]))
     combine = launches[-1]
     rows = dispatch.all_input_nodes[0]
     experts = _travelling(tracker, candidates, rows, dispatch, combine, result)
     expert_of = _experts_of_values(tracker, experts, body)
     for node, dim in tracker.closed:
         if holds(dim, experts):
-            raise Refuse(Reason.ROWS_MIXED, operator_at(node))
+            raise Left(Reason.ROWS_MIXED, operator_at(node))
     region = CapacityRegion(
         name=name,
         rows=rows,
@@ -285,7 +286,7 @@ def prove(
     _check_gradients(region, expert_of)
     legality = Legality(dependence, result.graph)
     if (obstacle := legality.obstacle(body[:-1], result)) is not None:
-        raise Refuse(REFUSALS[obstacle.hazard], str(obstacle))
+        raise Left(REFUSALS[obstacle.hazard], str(obstacle))
     return region
 
 
@@ -326,7 +327,7 @@ def _experts_of_values(
     for node in body:
         places, index = _num_places(tracker, node, experts), tracker.picks(node).get(experts)
         if places + (index is not None) != 1:
-            raise Refuse(Reason.ROWS_MIXED, operator_at(node))
+            raise Left(Reason.ROWS_MIXED, operator_at(node))
         found[node] = WHOLE if index is None else index
     return found
 
@@ -347,12 +348,12 @@ def _inputs_to_cut(
         if _num_places(tracker, source, experts) == 0:
             indices = {expert_of[reader] for reader in by}
             if has_gradient(source) and (len(indices) > 1 or WHOLE in indices):
-                raise Refuse(Reason.SHARED_PARAMETER, operator_at(source))
+                raise Left(Reason.SHARED_PARAMETER, operator_at(source))
             continue
         if _num_places(tracker, source, experts) > 1:
             raise Lost(f"{operator_at(source)} has experts in several dimensions")
         if (other := find_later_reader(by, source, dependence)) is not None:
-            raise Refuse(
+            raise Left(
                 Reason.GRADIENT_ORDER, f"{operator_at(source)} is read by {operator_at(other)} too"
             )
         found.append(source)
@@ -364,8 +365,8 @@ def _check_gradients(region: CapacityRegion, expert_of: Mapping[fx.Node, int]) -
     if has_gradient(region.dispatch):
         lost = next((node for node in region.body if not has_gradient(node)), None)
         if lost is not None:
-            raise Refuse(Reason.NO_GRADIENT, operator_at(lost))
+            raise Left(Reason.NO_GRADIENT, operator_at(lost))
     for node in region.body:
         parts = [i for i in node.all_input_nodes if expert_of.get(i, WHOLE) != WHOLE]
         if expert_of[node] == WHOLE and len({*map(has_gradient, parts)}) > 1:
-            raise Refuse(Reason.NO_GRADIENT, operator_at(node))
+            raise Left(Reason.NO_GRADIENT, operator_at(node))

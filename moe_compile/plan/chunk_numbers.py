@@ -13,15 +13,16 @@ from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import known_rows
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.token_regions import NotFound, TokenRows
+from moe_compile.regions.token_regions import TokenRows
 
 AUTO_CHUNKS: Final = 2
 """What "auto" asks for where nothing can be priced: one exchange always runs beside compute."""
-BY_PRICE: Final = NotFound(reason=Reason.BY_PRICE)
-ONE_CHUNK: Final = NotFound(reason=Reason.NOT_ASKED, detail="one chunk is asked for")
+BY_PRICE: Final = Left(Reason.BY_PRICE)
+ONE_CHUNK: Final = Left(Reason.NOT_ASKED, "one chunk is asked for")
 
 
 class Bound(enum.Enum):
@@ -49,7 +50,7 @@ def last_bits_remark(why: str) -> str:
 
 def plan_num_chunks(
     config: MegaMoEConfig, region: MoERegion | CapacityRegion, decision: Decision | None = None
-) -> tuple[int, NotFound | None]:
+) -> tuple[int, Left | None]:
     """Return the number of chunks for `region`, and a reason when it is not what was asked.
 
     "auto" is what the planner decided, where it could.
@@ -68,12 +69,12 @@ def plan_num_chunks(
     if num_experts >= asked:
         return asked, None
     detail = "one local expert" if num_experts == 1 else f"{num_experts} experts for {asked} chunks"
-    return num_experts, NotFound(reason=Reason.FEW_EXPERTS, detail=detail)
+    return num_experts, Left(Reason.FEW_EXPERTS, detail)
 
 
 def plan_token_slices(
     config: MegaMoEConfig, found: TokenRows, decision: Decision | None = None
-) -> tuple[int, NotFound | None]:
+) -> tuple[int, Left | None]:
     """Return the slices of tokens an all-gathered region runs in, and a reason unless as asked.
 
     "auto" is what the planner decided, where it could.
@@ -86,17 +87,17 @@ def plan_token_slices(
         return 1, ONE_CHUNK
     if config.chunk_by != "tokens":
         detail = "chunks of experts would gather and sum them again"
-        return 1, NotFound(reason=Reason.GATHERED, detail=detail)
+        return 1, Left(Reason.GATHERED, detail)
     num_tokens = known_rows(found.tokens)
     if not num_tokens or num_tokens % asked or found.rows_per_token is None:
         detail = f"those of a rank are not known to split evenly in {asked} slices"
-        return 1, NotFound(reason=Reason.GATHERED, detail=detail)
+        return 1, Left(Reason.GATHERED, detail)
     return asked, None
 
 
 def plan_head_groups(
     config: MegaMoEConfig, region: AttentionRegion, decision: Decision | None = None
-) -> tuple[int, NotFound | None]:
+) -> tuple[int, Left | None]:
     """Return the number of groups of heads for `region`, and why it is one; else None.
 
     "auto" changes no bit, and is what the planner decided; where it could not, two groups where
@@ -106,17 +107,17 @@ def plan_head_groups(
     if asked == 1:
         return 1, ONE_CHUNK
     if region.head is None:
-        return 1, NotFound(reason=Reason.FEW_KV_HEADS, detail="one local KV head")
+        return 1, Left(Reason.FEW_KV_HEADS, "one local KV head")
     must_keep = asked == "auto" and not config.allows("lossy")
     if must_keep and region.rounds:
-        return 1, NotFound(reason=Reason.MAY_ROUND)
+        return 1, Left(Reason.MAY_ROUND)
     if asked == "auto" and decision is not None:
         num_groups = decision.chosen.candidate.num_chunks
         return num_groups, BY_PRICE if num_groups == 1 else None
     num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
     if region.head.size % num_groups:
         detail = f"{region.head.size} heads for {num_groups} groups"
-        return 1, NotFound(reason=Reason.FEW_KV_HEADS, detail=detail)
+        return 1, Left(Reason.FEW_KV_HEADS, detail)
     if must_keep and region.may_round(num_groups):
-        return 1, NotFound(reason=Reason.MAY_ROUND)
+        return 1, Left(Reason.MAY_ROUND)
     return num_groups, None

@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import count_rules, order_rules
 from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
@@ -36,7 +37,6 @@ from moe_compile.regions.row_domain import (
     Outside,
     Permutation,
     Places,
-    Unproven,
     Value,
     Wide,
     reads_outside,
@@ -83,7 +83,7 @@ def from_counts(call: Call) -> Value | list[Value]:
             return followed
     outside = [v for v in values if isinstance(v, Outside)]
     if any(is_differentiable(node) for v in outside for node in v.nodes):
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     tainted = bool(outside) or any(map(reads_outside, values))
     return [Opaque(reads_outside=tainted) for _ in call.outputs]
 

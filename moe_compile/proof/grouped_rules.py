@@ -13,6 +13,7 @@ import sympy
 import torch.fx as fx
 
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call, Knowledge
 from moe_compile.regions.count_facts import Premise
@@ -24,7 +25,6 @@ from moe_compile.regions.row_domain import (
     Outside,
     Rows,
     Selected,
-    Unproven,
     Value,
     cut,
     is_padding,
@@ -38,13 +38,13 @@ def grouped_matmul(call: Call) -> Value:
     weight = call.argument("mat2")
     matrices, offs = call.value(weight), call.argument("offs")
     if not isinstance(rows, Rows) or rows.dim != 0 or isinstance(matrices, Rows):
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
     if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
         raise call.unknown()
     ends = call.value(offs)
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
-        raise Unproven(Reason.SHARED_PARAMETER, "offsets not followed to one group per expert")
+        raise Left(Reason.SHARED_PARAMETER, "offsets not followed to one group per expert")
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
     check_groups(call, rows.order, sizes)
     if call.facts.premises:
@@ -64,7 +64,7 @@ def grouped_matmul(call: Call) -> Value:
 
 def _note_reads(call: Call, matrices: Value) -> None:
     if isinstance(matrices, FROM_COUNTS):
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     for expert in range(call.facts.num_local_experts):
         if isinstance(matrices, Outside):
             call.known.reads.add(matrices, expert, expert)
@@ -78,7 +78,7 @@ def check_groups(call: Call, order: Order, sizes: Sequence[sympy.Expr]) -> None:
             own = call.facts.experts_of(size) == {expert}
             if not own or not call.facts.has_room_for(size, expert, chosen):
                 detail = f"group {expert} is not proven to hold the rows of expert {expert}"
-                raise Unproven(Reason.SHARED_PARAMETER, detail)
+                raise Left(Reason.SHARED_PARAMETER, detail)
             start = sympy.Add(*sizes[:expert])
             call.facts.premises.append(Premise(chosen, start, size, frozenset([expert])))
         call.facts.note_all_rows(chosen, length(order))
@@ -87,9 +87,9 @@ def check_groups(call: Call, order: Order, sizes: Sequence[sympy.Expr]) -> None:
     if pieces is None or any(
         call.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
     ):
-        raise Unproven(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
+        raise Left(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
     if not all(is_padding(segment) for segment in pieces[-1]):
-        raise Unproven(Reason.ROWS_MIXED, "rows behind the last group")
+        raise Left(Reason.ROWS_MIXED, "rows behind the last group")
 
 
 def why_not_sliceable(region: MoERegion, known: Knowledge, gemm: fx.Node) -> str | None:

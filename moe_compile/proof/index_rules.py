@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.indexing import INDEX_TYPES, Indexing, index_of, indexing
 from moe_compile.proof.operator_call import Call
@@ -35,7 +36,6 @@ from moe_compile.regions.row_domain import (
     Rows,
     Segment,
     Selected,
-    Unproven,
     Value,
     is_padding,
     join,
@@ -69,7 +69,7 @@ def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | 
     if isinstance(base, Outside):
         per_row = call.facts.depends_on_counts(form.index.shape[0])
         reason = Reason.ROWS_FROM_OUTSIDE if per_row else Reason.VALUE_FROM_COUNTS
-        raise Unproven(reason, call.name)
+        raise Left(reason, call.name)
     if isinstance(base, Fixed) and base.is_uniform and not base.is_uninitialised:
         return Fixed(is_uniform=True, is_zero=base.is_zero)  # whichever entries are read
     if isinstance(index, Permutation):
@@ -80,7 +80,7 @@ def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | 
 def _refuse_mask(call: Call) -> None:
     masks = [t for t in call.inputs[1:] if t.dtype is torch.bool]
     if masks and isinstance(call.value(call.inputs[0]), Rows):
-        raise Unproven(Reason.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
+        raise Left(Reason.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
 
 
 def _permuted(base: Value, index: Permutation) -> Value | None:
@@ -117,7 +117,7 @@ def _slots(call: Call, form: Indexing, index: Labels) -> list[int]:
         raise call.unknown()
     lowest = -size if form.wraps else 0
     if any(not lowest <= label < size for label in index.values):
-        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
+        raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
     return [label % size for label in index.values]
 
 
@@ -125,15 +125,15 @@ def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
     if form.dim != rows.dim:
         if isinstance(index, Fixed):
             return rows
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if isinstance(index, Permutation):
         if rows.order != index.source:
-            raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+            raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
         return Rows(rows.dim, index.target)
     if not isinstance(index, Opaque):
-        raise Unproven(Reason.ROWS_MIXED, call.name)
+        raise Left(Reason.ROWS_MIXED, call.name)
     if index.reads_outside:
-        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     return Rows(rows.dim, _select(call, form, rows.order, index))
 
 
@@ -145,14 +145,14 @@ def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
         undone = _undone(order, inverse_of) if length(order) == total else None
         if inverse_of.is_permutation:
             if undone is None:
-                raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
+                raise Left(Reason.ROWS_OUT_OF_ORDER, call.name)
             return undone
         # of padding an index may choose some twice and leave some out: what sorts it undoes nothing
         if undone is not None and length(undone) == total == length(call.facts.root):
             call.facts.note_all_rows(Selected(inverse_of, undone), total)
             return undone
     if index.is_permutation and length(order) != total:
-        raise Unproven(Reason.ROWS_MIXED, call.name)
+        raise Left(Reason.ROWS_MIXED, call.name)
     return (Segment(Selected(index, order), total, None),)
 
 
@@ -217,22 +217,22 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     if isinstance(index, Permutation):
         behind = rows - length(index.source)
         if order != index.target or not behind.is_nonnegative:
-            raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
+            raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
         return join([index.source, (padding(behind, unfilled=base.is_uninitialised),)])
     selected = order[0].rows if order else None
     if not isinstance(index, Opaque) or not isinstance(selected, Selected):
-        raise Unproven(Reason.ROWS_OUT_OF_ORDER, call.name)
+        raise Left(Reason.ROWS_OUT_OF_ORDER, call.name)
     if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
-        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
+        raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
     if length(order) != call.shape(form.index)[0]:
-        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
+        raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
     if index.is_permutation and len(order) == 1:
         return selected.parent
     padded = all(is_padding(s) for s in order[1:])
     rows_known = base.is_uninitialised or None not in call.facts.experts_of(length(order))
     may_add = not form.adds or (base.is_zero and len(order) == 1)
     if not may_add or not rows_known or not padded or index.is_permutation:
-        raise Unproven(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+        raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
     call.facts.note_all_rows(selected, length(order))
     return selected.parent
 
@@ -251,13 +251,13 @@ def gather_places(call: Call, form: Indexing, base: Value, places: Places) -> Va
     if before is not None:
         order = at_places(before, places)
         if order is None:
-            raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+            raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
         return Rows(form.dim, order)
     if isinstance(base, Labels) and base.order == places.source:
         return Labels(places.target, tuple(base.values[i] for i in places.kept))
     if isinstance(base, Rows | Outside):
         reason = Reason.VALUE_FROM_COUNTS if isinstance(base, Rows) else Reason.ROWS_FROM_OUTSIDE
-        raise Unproven(reason, call.name)
+        raise Left(reason, call.name)
     return None
 
 
@@ -275,5 +275,5 @@ def scatter_places(call: Call, form: Indexing, places: Places) -> Value:
         raise call.unknown()
     after = put(base, places, source, adds=form.adds)
     if after is None:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
     return Rows(form.dim, after)

@@ -18,18 +18,11 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import written_by_schema
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.outside_reads import Reads, is_differentiable
-from moe_compile.regions.row_domain import (
-    FROM_COUNTS,
-    Fixed,
-    Order,
-    Outside,
-    Unproven,
-    Value,
-    length,
-)
+from moe_compile.regions.row_domain import FROM_COUNTS, Fixed, Order, Outside, Value, length
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -101,10 +94,10 @@ class Knowledge:
         if id(tensor) in self._values:
             known = self._values[id(tensor)][1]
             if known is None:
-                raise Unproven(Reason.UNKNOWN_OPERATOR, "read after a write through another view")
+                raise Left(Reason.UNKNOWN_OPERATOR, "read after a write through another view")
             return known
         if isinstance(tensor, FakeTensor):
-            raise Unproven(Reason.UNKNOWN_OPERATOR, "a tensor of unknown origin")
+            raise Left(Reason.UNKNOWN_OPERATOR, "a tensor of unknown origin")
         return Fixed(values=tensor if is_small_integer(tensor) else None)
 
 
@@ -211,12 +204,12 @@ class Call:
         expert = self.facts.expert_of(order)
         if expert is not None and self.facts.experts_of(length(order)) - {expert}:
             detail = f"{self.name} rounds by the length of a padding that other experts' counts say"
-            raise Unproven(Reason.SHARED_PARAMETER, detail)
+            raise Left(Reason.SHARED_PARAMETER, detail)
         return expert
 
-    def unknown(self) -> Unproven:
+    def unknown(self) -> Left:
         """Return the refusal of an operator that no rule covers."""
-        return Unproven(Reason.UNKNOWN_OPERATOR, self.name)
+        return Left(Reason.UNKNOWN_OPERATOR, self.name)
 
 
 def written_tensors(

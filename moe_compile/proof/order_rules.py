@@ -10,6 +10,7 @@ Contract
 from __future__ import annotations
 
 from moe_compile.graph.open_sorts import is_open_sort
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call
 from moe_compile.proof.view_rules import slice_bounds
@@ -24,7 +25,6 @@ from moe_compile.regions.row_domain import (
     Places,
     Rows,
     Segment,
-    Unproven,
     Value,
     Wide,
     cut,
@@ -36,7 +36,7 @@ def sort(call: Call) -> list[Value]:
     """Return the values and the indices of a sort along the only dimension."""
     key = call.value(call.inputs[0])
     if isinstance(key, Rows):
-        raise Unproven(Reason.ROWS_MIXED, call.name)
+        raise Left(Reason.ROWS_MIXED, call.name)
     descending = bool(call.argument("descending", False))
     if call.is_sized_by_counts() and not _are_distinct(key):
         _check_stable(call)
@@ -57,7 +57,7 @@ def _check_stable(call: Call) -> None:
         call.known.reordered[call.node] = None
     elif not call.argument("stable", False):
         allowed = "megamoe.numerics = 'bounded' allows it" if is_open_sort(call.node) else ""
-        raise Unproven(Reason.UNSTABLE_SORT, allowed or call.name)
+        raise Left(Reason.UNSTABLE_SORT, allowed or call.name)
 
 
 def _are_distinct(key: Value) -> bool:

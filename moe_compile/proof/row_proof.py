@@ -49,6 +49,7 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
@@ -86,7 +87,6 @@ from moe_compile.regions.row_domain import (
     Permutation,
     Places,
     Rows,
-    Unproven,
     Value,
     Wide,
     length,
@@ -122,19 +122,19 @@ def _proven(region: MoERegion, *, may_round: bool) -> RowProof | Refused:
         try:
             proof.known.moment = moment
             proof.follow(step)
-        except Unproven as unproven:
+        except Left as unproven:
             return _refused(region, step.node, unproven)
         except UNTRACEABLE as error:
-            covered = Unproven(Reason.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
+            covered = Left(Reason.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
             return _refused(region, step.node, covered)
     found = proof.bits.found
     if found is not None and bits().refuses:
-        return _refused(region, found.node, Unproven(Reason.MAY_ROUND, found.detail))
+        return _refused(region, found.node, Left(Reason.MAY_ROUND, found.detail))
     try:
         proof.check_combine()
         proof.check_reordered()
         return proof.result(proof.check_premises(trace))
-    except Unproven as unproven:
+    except Left as unproven:
         return _refused(region, region.combine, unproven)
 
 
@@ -164,7 +164,7 @@ class _Proof:
         return Opaque()  # until a dispatch tells their order; nothing reads them before
 
     def follow(self, step: Step) -> None:
-        """Note what `step` makes known; raise Unproven where the proof ends."""
+        """Note what `step` makes known; raise Left where the proof ends."""
         if isinstance(step, Operator):
             self._operator(step)
         elif isinstance(step, Produced):
@@ -187,7 +187,7 @@ class _Proof:
     def _operator(self, step: Operator) -> None:
         func = functional(step.func)
         if torch.Tag.nondeterministic_seeded in step.func.tags and step.node in self.region.body:
-            raise Unproven(Reason.RANDOM, str(step.func))
+            raise Left(Reason.RANDOM, str(step.func))
         if func is None:
             self._written_by_custom(step)
             return
@@ -208,7 +208,7 @@ class _Proof:
     def _applied(self, call: Call) -> Value | list[Value]:
         try:
             return apply(call)
-        except Unproven as unproven:
+        except Left as unproven:
             found = of_one_expert(call, unproven)
             self.bits.follow_one_expert(call)
             return found
@@ -225,15 +225,15 @@ class _Proof:
     def _host_read(self, step: HostRead) -> None:
         value = self.known.value(step.tensor)
         if isinstance(value, Rows):
-            raise Unproven(Reason.HOST_READ_OF_ROWS)
+            raise Left(Reason.HOST_READ_OF_ROWS)
         if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
-            raise Unproven(Reason.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
+            raise Left(Reason.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
 
     def _written_by_custom(self, step: Operator) -> None:
         if step.func.namespace == "aten":  # may change the form of its input, not only values
-            raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.func))
+            raise Left(Reason.UNKNOWN_OPERATOR, str(step.func))
         call = Call(step.node, step.func, step.args, step.kwargs, step.out, self.known)
         for tensor in (*call.written, *call.outputs):
             self._not_followed(NotFollowed(step.node, tensor, tuple(call.inputs)))
@@ -241,22 +241,22 @@ class _Proof:
     def _not_followed(self, step: NotFollowed) -> None:
         values = [self.known.value(t) for t in step.inputs]
         if not all(isinstance(v, (*FROM_COUNTS, Fixed)) for v in values):
-            raise Unproven(Reason.UNKNOWN_OPERATOR, str(step.node.target))
+            raise Left(Reason.UNKNOWN_OPERATOR, str(step.node.target))
         tainted = any(map(reads_outside, values))
         self.known.forget_aliases(step.tensor)
         self.known.set(step.tensor, Opaque(reads_outside=tainted))
 
     def check_combine(self) -> None:
-        """Raise Unproven unless all rows sent back stand in the order received."""
+        """Raise Left unless all rows sent back stand in the order received."""
         for one in self.region.combined:
             if self.known.value(self.produced[one.launch]) != Rows(0, self.facts.root):
-                raise Unproven(Reason.ROWS_OUT_OF_ORDER, operator_at(one.launch))
+                raise Left(Reason.ROWS_OUT_OF_ORDER, operator_at(one.launch))
 
     def check_reordered(self) -> None:
-        """Raise Unproven where more than a sum may depend on an order that a sort leaves open."""
+        """Raise Left where more than a sum may depend on an order that a sort leaves open."""
         for node in self.known.whole if self.known.reordered else ():
             detail = f"{operator_at(node)} may read several rows of an expert"
-            raise Unproven(Reason.UNSTABLE_SORT, detail)
+            raise Left(Reason.UNSTABLE_SORT, detail)
 
     def check_premises(self, trace: Trace) -> int:
         """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
@@ -309,7 +309,7 @@ def _sizes_outside(region: MoERegion) -> list[object]:
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
-def _refused(region: MoERegion, node: fx.Node, why: Unproven) -> Refused:
+def _refused(region: MoERegion, node: fx.Node, why: Left) -> Refused:
     """Return the refusal, naming the operator and the user's line."""
     operator = operator_of(node)
     where = [f"{operator}: {why.detail}" if why.detail else operator]
@@ -324,24 +324,24 @@ def gradient_of(known: Knowledge, step: GradientOf) -> Value:
     """Return what the gradient of a result is: of its rows, row by row."""
     result = known.value(step.result)
     if not isinstance(result, Rows | OfExpert):
-        raise Unproven(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)}: a result without rows")
+        raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)}: a result without rows")
     return result
 
 
 def check_gradient(known: Knowledge, step: GradientMade) -> None:
-    """Raise Unproven where a chunk would make another gradient of an argument."""
+    """Raise Left where a chunk would make another gradient of an argument."""
     argument, gradient = known.value(step.argument), known.value(step.tensor)
     if isinstance(argument, Outside):
         if not any(map(is_differentiable, argument.nodes)):
             return
         if not isinstance(gradient, OfExpert):
-            raise Unproven(Reason.SHARED_PARAMETER, f"{operator_at(step.node)}, in its backward")
+            raise Left(Reason.SHARED_PARAMETER, f"{operator_at(step.node)}, in its backward")
         known.whole.setdefault(step.node, set()).add(gradient.expert)
         known.reads.add(argument, None, gradient.expert)
     elif isinstance(argument, Rows | OfExpert):
         is_constant = isinstance(gradient, Fixed) and gradient.is_uniform
         if gradient != argument and not is_constant:
-            raise Unproven(Reason.ROWS_MIXED, f"{operator_at(step.node)}, in its backward")
+            raise Left(Reason.ROWS_MIXED, f"{operator_at(step.node)}, in its backward")
 
 
 ANY_ROWS: Final = frozenset(
@@ -356,7 +356,7 @@ ANY_ROWS: Final = frozenset(
 """What need not be proven of an operator that reads one expert's rows."""
 
 
-def of_one_expert(call: Call, unproven: Unproven) -> list[Value]:
+def of_one_expert(call: Call, unproven: Left) -> list[Value]:
     """Return what `call`, of which no rule says more, makes; raise `unproven` where it mixes."""
     values = [call.value(t) for t in call.inputs]
     expert = _the_expert(call, values)
@@ -392,7 +392,7 @@ def _result(
     tensor: torch.Tensor,
     orders: dict[object, Order],
     expert: int,
-    unproven: Unproven,
+    unproven: Left,
 ) -> Value:
     shape = call.shape(tensor)
     if any(not call.facts.experts_of(size) <= {expert} for size in shape):
@@ -410,9 +410,9 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
     if isinstance(value, Rows):
         others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
         if any(facts.depends_on_counts(other) for other in others):
-            raise Unproven(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
+            raise Left(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
         if value.dim == 0 and is_channels_last(tensor):
-            raise Unproven(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
+            raise Left(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
     sized = _sized(tensor, value)
     if sized is None:
         return value
@@ -420,7 +420,7 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
     if facts.is_unknown(size):
         facts.read_on_host(size, length(order))
     if facts.formula(size) != length(order):
-        raise Unproven(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
+        raise Left(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
     return value
 
 

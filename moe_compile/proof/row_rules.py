@@ -25,6 +25,7 @@ from typing import Final
 
 import torch
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import (
     constant_rules,
@@ -48,7 +49,6 @@ from moe_compile.regions.row_domain import (
     Outside,
     Rows,
     Spread,
-    Unproven,
     Value,
     length,
 )
@@ -61,20 +61,20 @@ def pointwise(call: Call) -> Value:
     """Rows meet rows of the same order, their labels, constants, parameters of their one expert."""
     parts = [(t, _with_labels(call.value(t))) for t in call.inputs]
     if any(isinstance(v, FROM_COUNTS) for _, v in parts):
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if not any(isinstance(call.value(t), Rows) for t in call.inputs):
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     seats = {t.dim() - v.dim for t, v in parts if isinstance(v, Rows)}
     order = all_met(v.order for _, v in parts if isinstance(v, Rows))
     if len(seats) != 1 or order is None:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     (from_right,) = seats
     for tensor, value in parts:
         if isinstance(value, Fixed):
             _check_sizes(call, tensor, tensor.dim() - from_right, order)
         uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
         if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
-            raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+            raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
             call.note_read(value, None, order, is_summed=call.name in SUMMED)
     return Rows(call.outputs[0].dim() - from_right, order)
@@ -100,9 +100,9 @@ def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order)
     """Refuse a constant beside rows that is as long as a chunk's rows, or counts, are not."""
     for dim, size in enumerate(call.shape(constant)):
         if dim == row_dim and size not in (1, length(order)):
-            raise Unproven(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
+            raise Left(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
         if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
-            raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
+            raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
 
 
 def reduction(call: Call) -> Value | list[Value]:
@@ -114,7 +114,7 @@ def reduction(call: Call) -> Value | list[Value]:
     dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
     dims = [dim_of(d, tensor.dim()) for d in dims]
     if rows.dim in dims:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
     if any(not isinstance(call.value(t), Rows) for t in call.inputs):
         raise call.unknown()
     kept = call.outputs[0].dim() == tensor.dim()
@@ -127,7 +127,7 @@ def norm(call: Call) -> Value | list[Value]:
     tensor, rows = view_rules.the_rows(call)
     normalized = len(call.argument("normalized_shape", ()))
     if not normalized or rows.dim >= tensor.dim() - normalized:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
     for other in call.inputs[1:]:
         value = call.value(other)
         if isinstance(value, Outside):
@@ -145,16 +145,16 @@ def matmul(call: Call) -> Value:
         bias, left, right = left, call.argument("mat1"), right
     values = [call.value(left), call.value(right)]
     if all(isinstance(v, Rows) for v in values):
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
     side = 0 if isinstance(values[0], Rows) else 1
     rows, matrix = values[side], values[1 - side]
     if not isinstance(rows, Rows) or isinstance(matrix, FROM_COUNTS):
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if rows.dim != side:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
     if call.expert_of(rows.order) is None:
         detail = f"{call.name} over rows of several experts rounds by their number"
-        raise Unproven(Reason.SHARED_PARAMETER, detail)
+        raise Left(Reason.SHARED_PARAMETER, detail)
     if isinstance(matrix, Outside):
         call.note_read(matrix, None, rows.order)
     if bias is not None:
@@ -167,12 +167,12 @@ def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
     from_right = 2 - dim
     if isinstance(value, Rows):
         if value.order != rows.order or bias.dim() - value.dim != from_right:
-            raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+            raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
         return
     if isinstance(value, FROM_COUNTS):
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
-        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if isinstance(value, Outside):
         call.note_read(value, None, rows.order, is_summed=True)
 
@@ -222,12 +222,12 @@ ROW_RULES: Final[dict[str, Rule]] = {
 
 
 def apply(call: Call) -> Value | list[Value]:
-    """Return what `call` makes of what is known of its inputs; raise Unproven when not known."""
+    """Return what `call` makes of what is known of its inputs; raise Left when not known."""
     if call.name in constant_rules.FILLS:
         return constant_rules.fill(call)
     values = [call.value(t) for t in call.inputs]
     if any(isinstance(v, OfExpert) for v in values):
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of what was made of all rows of an expert")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of what was made of all rows of an expert")
     if any(isinstance(v, Spread) for v in values):
         return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)
@@ -258,7 +258,7 @@ def _indexed(call: Call) -> Value | list[Value] | None:
 def _on_rows(call: Call) -> Value | list[Value]:
     rule = ROW_RULES.get(call.name)
     if call.reads_counts() and call.name not in SIZED:
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if rule is not None:
         return rule(call)
     if call.is_pointwise:
@@ -271,7 +271,7 @@ def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:
     nodes = frozenset(node for value in given for node in value.nodes)
     counted = call.reads_counts() or call.is_sized_by_counts()
     if counted and call.name != "expand":
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     entries = _entries(call) if [value.is_given for value in given] == [True] else None
     if entries is not None:
         return [Outside(nodes, part=entry) for entry in entries]
@@ -349,7 +349,7 @@ UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
 
 
 def check_arguments(call: Call) -> None:
-    """Raise Unproven where an argument that no rule looks at has another value than its default."""
+    """Raise Left where an argument that no rule looks at has another value than its default."""
     understood = UNDERSTOOD.get(call.name)
     if understood is None:
         return
@@ -358,4 +358,4 @@ def check_arguments(call: Call) -> None:
             given, default = call.argument(declared.name), declared.default_value
             # types first: a size known only at run time has no value to compare
             if (type(given), given) != (type(default), default):
-                raise Unproven(Reason.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")
+                raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")

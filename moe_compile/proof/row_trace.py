@@ -31,6 +31,7 @@ from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
 from moe_compile.graph.observation import alike, call, running_on
 from moe_compile.graph.open_sorts import is_open_sort, stable_call
 from moe_compile.graph.query import is_launch, operator_at, tensor_of, value_of, waits_on
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constant_nodes
 from moe_compile.proof.trace_steps import (
@@ -45,7 +46,6 @@ from moe_compile.proof.trace_steps import (
     Trace,
 )
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.row_domain import Unproven
 
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 """What running a node on fake tensors may raise where this torch cannot trace it."""
@@ -104,7 +104,7 @@ class _Runner:
                 raise _Stopped(node, error.why) from error
             except UNTRACEABLE as error:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-                raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail)) from error
+                raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, detail)) from error
         for one in self.region.combined:
             self.recorder.steps.append(Produced(one.launch, self._value(one.sent)))
         self.recorder.node = None
@@ -122,7 +122,7 @@ class _Runner:
             made = self.env[node] = self._made(node)
             if (types := _types(made)) != (found := _types(value_of(node))) and found:
                 detail = f"traced with types {types}, found to be {found}"
-                raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, detail))
+                raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, detail))
             if isinstance(made, torch.Tensor):
                 steps.append(Produced(node, made))
 
@@ -135,7 +135,7 @@ class _Runner:
         """Take what a higher-order operator writes for anything computed from what it reads."""
         written = written_arguments(node)
         if not written or value_of(node) is not None:
-            raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, str(node.target)))
+            raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, str(node.target)))
         read = tuple((n, self._value(n)) for n in node.all_input_nodes)
         inputs = tuple(t for _, t in read if isinstance(t, torch.Tensor))
         for target in dict.fromkeys(written):
@@ -146,7 +146,7 @@ class _Runner:
             return self.env[node]
         value = value_of(node)
         if isinstance(value, torch.Tensor) or value is None:
-            raise _Stopped(node, Unproven(Reason.UNKNOWN_OPERATOR, "read before it was run"))
+            raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, "read before it was run"))
         return value
 
 
@@ -157,12 +157,12 @@ def _types(value: Any) -> list[torch.dtype]:
 class _Stopped(Exception):
     """Running stopped at `node`."""
 
-    def __init__(self, node: fx.Node, why: Unproven) -> None:
+    def __init__(self, node: fx.Node, why: Left) -> None:
         super().__init__(node.name)
         self.node, self.why = node, why
 
 
-def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[fx.Node, Unproven]:
+def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[fx.Node, Left]:
     """Return what runs between dispatch and combine, or the node where tracing stopped.
 
     `may_round`: sorts that leave the order of rows open are taken for stable ones.
@@ -174,7 +174,7 @@ def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[f
     body = [node for node in region.body if node not in after]
     for node in body:
         if is_launch(node) and node not in received:
-            return node, Unproven(Reason.COMMUNICATES)
+            return node, Left(Reason.COMMUNICATES)
     sources = [region.counts, region.received_counts, *received.values()]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
     made_stable = frozenset(filter(is_open_sort, body)) if may_round else frozenset()
@@ -204,7 +204,7 @@ class NotRun(Exception):
     def __init__(self, reason: Reason, detail: str = "") -> None:
         """Keep the refusal."""
         super().__init__(detail)
-        self.why = Unproven(reason, detail)
+        self.why = Left(reason, detail)
 
 
 def runs_graphs(node: fx.Node) -> bool:

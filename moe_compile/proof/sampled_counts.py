@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import is_assertion, operator_at, tensor_of, value_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.count_run import CountRun, OneRun, TooLarge, Unevaluable, number
 from moe_compile.proof.count_samples import (
@@ -53,7 +54,6 @@ from moe_compile.regions.row_domain import (
     Places,
     Segment,
     Selected,
-    Unproven,
     Wide,
     is_padding,
     is_selected,
@@ -75,7 +75,7 @@ def check_on_samples(
     claims: Iterable[Claim],
     premises: Iterable[Premise],
 ) -> int:
-    """Return on how many vectors of counts `premises` and `claims` hold; raise Unproven."""
+    """Return on how many vectors of counts `premises` and `claims` hold; raise Left."""
     premises, claims = tuple(dict.fromkeys(premises)), tuple(claims)
     indices = {i for p in premises for i in _indices((p.rows.parent, p.rows))}
     wanted = [claim.tensor for claim in claims if claim.value in indices]
@@ -98,10 +98,10 @@ def check_on_samples(
             continue
         except (Unevaluable, *FAILURES) as error:
             detail = f"{type(error).__name__}: {error}"[:200]
-            raise Unproven(Reason.PREMISE_UNCHECKED, detail) from error
+            raise Left(Reason.PREMISE_UNCHECKED, detail) from error
         except Differs as error:
             counts = [sample[segment.length] for segment in facts.root]
-            raise Unproven(Reason.PREMISE_FALSE, f"{error}, counts {counts}"[:200]) from error
+            raise Left(Reason.PREMISE_FALSE, f"{error}, counts {counts}"[:200]) from error
         num_checked += 1
     return num_checked
 
@@ -109,7 +109,7 @@ def check_on_samples(
 def check_single_experts(
     region: MoERegion, trace: Trace, facts: CountFacts, claims: Iterable[Claim]
 ) -> None:
-    """Raise Unproven where what is computed from counts fails for rows of one expert, or of none.
+    """Raise Left where what is computed from counts fails for rows of one expert, or of none.
 
     A chunk may have no others, though this rank's experts together have. Operators that are not
     torch's are tried where a premise needs them; values from outside the region are not there, and
@@ -125,10 +125,10 @@ def check_single_experts(
                     _check(region, run, sample, {}, (), one)
             host.on(one)
         except Differs as error:
-            raise Unproven(Reason.PREMISE_FALSE, str(error)) from error
+            raise Left(Reason.PREMISE_FALSE, str(error)) from error
         except FAILURES as error:
             detail = f"{type(error).__name__}: {error}"[:200]
-            raise Unproven(Reason.FAILS_WITHOUT_ROWS, detail) from error
+            raise Left(Reason.FAILS_WITHOUT_ROWS, detail) from error
 
 
 def _indices(given: Iterable[Order | Selected]) -> set[Opaque]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.grouped_rules import check_groups
 from moe_compile.proof.operator_call import SAME_VALUES, Call
@@ -23,7 +24,6 @@ from moe_compile.regions.row_domain import (
     Outside,
     Rows,
     Spread,
-    Unproven,
     Value,
     length,
 )
@@ -64,12 +64,12 @@ def with_spread(call: Call) -> Value:
     rows = [(t, v) for t, v in zip(call.inputs, values, strict=True) if isinstance(v, Rows)]
     spread = [(t, v) for t, v in zip(call.inputs, values, strict=True) if isinstance(v, Spread)]
     if not call.is_pointwise or len(values) != 2 or len(rows) != 1 or len(spread) != 1:
-        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     (tensor, row), (table, entry) = rows[0], spread[0]
     if row.dim != 0 or tensor.dim() != table.dim():
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     if call.shape(table)[0] != length(row.order):
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of other rows than were spread over")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of other rows than were spread over")
     check_groups(call, row.order, entry.sizes)
     for expert in range(len(entry.sizes)):
         call.known.reads.add(Outside(entry.nodes), expert, expert)

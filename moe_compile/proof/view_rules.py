@@ -16,6 +16,7 @@ import torch
 
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call, dim_of
 from moe_compile.regions.count_facts import CountFacts
@@ -24,7 +25,6 @@ from moe_compile.regions.row_domain import (
     Fixed,
     Order,
     Rows,
-    Unproven,
     Value,
     cut,
     is_selected,
@@ -134,13 +134,13 @@ def selected(call: Call) -> Value | list[Value]:
 
 def _not_rows(call: Call, rows: Rows, dim: int) -> None:
     if dim == rows.dim:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
 
 
 def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     pieces = cut(order, sizes)
     if pieces is None:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
     return pieces
 
 
@@ -150,7 +150,7 @@ def _kept(call: Call, order: Order, piece: Order) -> Order:
         is_part = is_selected(segment) and segment not in order
         if is_part and not call.facts.note_experts_of(segment):
             detail = f"{call.name} of rows in an order not followed, not where an expert's end"
-            raise Unproven(Reason.ROWS_MIXED, detail)
+            raise Left(Reason.ROWS_MIXED, detail)
     return piece
 
 
@@ -162,7 +162,7 @@ def sliced(call: Call) -> Value:
     total = length(rows.order)
     start, end = slice_bounds(call, total)
     if call.facts.formula(call.argument("step", 1)) != 1:
-        raise Unproven(Reason.ROWS_MIXED, "every n-th row")
+        raise Left(Reason.ROWS_MIXED, "every n-th row")
     if start == 0 and end == total:
         return rows
     _, kept, _ = _pieces(call, rows.order, [start, end - start])
@@ -179,7 +179,7 @@ def slice_bounds(call: Call, total: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]
 def _by_position(call: Call, rows: Rows) -> list[Value]:
     """Parts of each row, at positions that do not come from the counts."""
     if call.reads_counts():
-        raise Unproven(Reason.VALUE_FROM_COUNTS, call.name)
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     return [rows for _ in call.outputs]
 
 
@@ -197,11 +197,11 @@ def split(call: Call) -> Value | list[Value]:
         return _by_position(call, rows)
     sizes = call.argument("split_sizes")
     if sizes is None:
-        raise Unproven(Reason.ROWS_MIXED, "a split of the rows in equal parts")
+        raise Left(Reason.ROWS_MIXED, "a split of the rows in equal parts")
     formulas = [call.facts.formula(size) for size in sizes]
     *pieces, rest = _pieces(call, rows.order, formulas)
     if rest:
-        raise Unproven(Reason.ROWS_MIXED, "a split of the rows that leaves some out")
+        raise Left(Reason.ROWS_MIXED, "a split of the rows that leaves some out")
     return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
 
 
@@ -210,10 +210,10 @@ def joined(call: Call) -> Value:
     parts = [(t, call.value(t)) for t in call.inputs]
     dims = {v.dim for _, v in parts if isinstance(v, Rows)}
     if len(dims) != 1 or any(isinstance(v, FROM_COUNTS) for _, v in parts):
-        raise Unproven(Reason.VALUE_FROM_COUNTS if len(dims) == 1 else Reason.ROWS_MIXED, "cat")
+        raise Left(Reason.VALUE_FROM_COUNTS if len(dims) == 1 else Reason.ROWS_MIXED, "cat")
     (row_dim,) = dims
     if any(not isinstance(v, Rows | Fixed) for _, v in parts):
-        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
         return _side_by_side(call, parts, row_dim)
     in_graph = (tensor_of(node) for node in call.node.all_input_nodes)
@@ -231,7 +231,7 @@ def stacked(call: Call) -> Value:
     seats = {call.value(t) for t in call.inputs}
     rows = seats.pop() if len(seats) == 1 else None
     if not isinstance(rows, Rows):
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
     row_dim = rows.dim + (new <= rows.dim)
     return Rows(row_dim, rows.order)
@@ -253,12 +253,12 @@ def padded(call: Call) -> Value:
 def _side_by_side(call: Call, parts: list[tuple[torch.Tensor, Value]], row_dim: int) -> Value:
     orders = {v.order for _, v in parts if isinstance(v, Rows)}
     if len(orders) != 1:
-        raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     (order,) = orders
     constants = [(t, v) for t, v in parts if isinstance(v, Fixed)]
     if any(not v.is_uniform or call.shape(t)[row_dim] != length(order) for t, v in constants):
-        raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
+        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
     if any(call.facts.depends_on_counts(t.shape[dim]) for t in call.inputs):
-        raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
+        raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
     return Rows(row_dim, order)

@@ -15,8 +15,9 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Max
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.row_domain import Order, Segment, Selected, Unproven, is_padding
+from moe_compile.regions.row_domain import Order, Segment, Selected, is_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class CountFacts:
     def set_root(self, received: Sequence[Any], sent: Sequence[Any]) -> None:
         """Read the order of received rows off the split sizes of the dispatch.
 
-        Raises Unproven unless each rank's size is the sum of its counts, one per local expert.
+        Raises Left unless each rank's size is the sum of its counts, one per local expert.
         """
         runs = self._runs_per_rank(received, self.received)
         if any(self.formula(size) != 0 for size in sent):  # traced without a row, it sends none
@@ -177,7 +178,7 @@ class CountFacts:
             experts = [self._expert[c] for c in mine]
             whole = len(terms) == len(mine) and all(terms[c] == 1 for c in mine)
             if not whole or experts != list(range(self.num_local_experts)):
-                raise Unproven(Reason.NO_COUNT_EXCHANGE, f"rank {rank}: {size} rows")
+                raise Left(Reason.NO_COUNT_EXCHANGE, f"rank {rank}: {size} rows")
             found.append(mine)
         return found
 

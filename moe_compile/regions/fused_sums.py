@@ -17,12 +17,13 @@ from sympy import sympify
 
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.legality import Legality
-from moe_compile.graph.query import number_of, tensor_of
+from moe_compile.graph.query import number_of, operator_at, tensor_of
 from moe_compile.journal.entries import Verdict
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.row_sums import TOKEN_SUMS
-from moe_compile.regions.row_chain import NotByRow, num_rows, shape_of
+from moe_compile.regions.row_chain import num_rows, shape_of
 from moe_compile.regions.surroundings import REFUSALS
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import TokenSum
@@ -53,8 +54,8 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
     try:
         _, sums = find_token_sum(result, num_sent, legality.dependence)
         order, first = _order_and_first(sums, legality)
-    except NotByRow as stopped:
-        found = stopped.found
+    except Left as stopped:
+        found = stopped
         return Verdict(candidate="", reason=found.reason, detail=found.detail)
     permuted = sums.rows
     old, rows, inverse = sums.tail, [sums.rows], None
@@ -80,15 +81,15 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
 def _order_and_first(sums: TokenSum, legality: Legality) -> tuple[fx.Node, int | None]:
     """Return the order of the rows, and the first token that has `k`; None where all have.
 
-    Raises NotByRow unless tokens that have rows follow one another, and no other has any.
+    Raises Left unless tokens that have rows follow one another, and no other has any.
     """
     known = TokenIndex(frozenset().union(*legality.dependence.writes.values()))
     rows, num_terms = tensor_of(sums.rows), number_of(sums.num_slots)
     if not sums.is_order or num_terms is None:
-        raise NotByRow(Reason.NO_SLOTS, sums.total)
+        raise Left(Reason.NO_SLOTS, operator_at(sums.total))
     is_matrix = rows is not None and rows.dim() == 2 and type(rows.shape[1]) is int
     if not is_matrix or len(shape_of(sums.total)) != 2:
-        raise NotByRow(Reason.NO_SUM, sums.total)
+        raise Left(Reason.NO_SUM, operator_at(sums.total))
     is_whole = num_rows(sums.index) == sympify(sums.num_sums) * num_terms
     if is_whole and known.is_permutation(sums.index):
         return sums.index, None
@@ -96,7 +97,7 @@ def _order_and_first(sums: TokenSum, legality: Legality) -> tuple[fx.Node, int |
     numbers = number_of(shift), number_of(num_rows(order)), number_of(sums.num_sums)
     first = _first(*numbers, num_terms)
     if sums.needs_all or first is None or not known.is_permutation(order):
-        raise NotByRow(Reason.NO_SLOTS, sums.index)
+        raise Left(Reason.NO_SLOTS, operator_at(sums.index))
     return order, first
 
 

@@ -18,8 +18,9 @@ import torch.fx as fx
 
 from moe_compile.graph.query import is_leaf, operator_at, tensor_of
 from moe_compile.graph.same_tensor import origin
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.row_domain import Outside, Unproven
+from moe_compile.regions.row_domain import Outside
 
 
 @dataclass(slots=True)
@@ -50,10 +51,10 @@ class Reads:
             if expert is not None and not self._conflicts(node, index, expert):
                 self.expert_of[node, index] = expert
             elif not (is_summed and outside.is_given and _is_known_leaf(node)):
-                raise Unproven(Reason.SHARED_PARAMETER, operator_at(node))
+                raise Left(Reason.SHARED_PARAMETER, operator_at(node))
             elif not self.may_share:
                 detail = f"{operator_at(node)}: megamoe.numerics = 'bounded' allows it"
-                raise Unproven(Reason.SHARED_PARAMETER, detail)
+                raise Left(Reason.SHARED_PARAMETER, detail)
             else:
                 self.shared[node] = None
 

@@ -15,22 +15,13 @@ import torch.fx as fx
 
 from moe_compile.graph.effects import hands_on
 from moe_compile.graph.query import expression_of, operator_at, tensor_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.token_regions import NotFound
 
 CASTS: Final = frozenset(
     {"to", "type", "type_as", "float", "bfloat16", "half", "double", "contiguous"}
 )
 PRODUCTS: Final = (operator.mul, torch.mul, "mul")
-
-
-class NotByRow(Exception):
-    """The search of a chain ended; carries why."""
-
-    def __init__(self, reason: Reason, node: fx.Node) -> None:
-        """Keep `reason` and `node`."""
-        super().__init__(node.name)
-        self.found = NotFound(reason=reason, detail=operator_at(node))
 
 
 @dataclass(slots=True)
@@ -41,7 +32,7 @@ class RowChain:
     factors: list[fx.Node] = field(default_factory=list)
 
     def add(self, node: fx.Node, otherwise: Reason) -> fx.Node:
-        """Add a step; return the rows it reads. Raise NotByRow, for `otherwise` if unknown."""
+        """Add a step; return the rows it reads. Raise Left, for `otherwise` if unknown."""
         row, factors = _row_and_factors(node, otherwise)
         self.nodes.append(node)
         self.factors += factors
@@ -49,9 +40,9 @@ class RowChain:
 
 
 def only_reader(node: fx.Node) -> fx.Node:
-    """Return the one node that reads `node`; raise NotByRow where there are more or none."""
+    """Return the one node that reads `node`; raise Left where there are more or none."""
     if len(node.users) != 1:
-        raise NotByRow(Reason.ROWS_READ, node)
+        raise Left(Reason.ROWS_READ, operator_at(node))
     return next(iter(node.users))
 
 
@@ -78,10 +69,10 @@ def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx
     if (is_cast or hands_on(node)) and len(inputs) == 1:
         return inputs[0], []
     if node.target not in PRODUCTS or node.kwargs:
-        raise NotByRow(otherwise, node)
+        raise Left(otherwise, operator_at(node))
     if len(inputs) == 1 and node.args[0] is not node.args[1]:
         return inputs[0], []  # a number for all
     is_factor = [shape_of(i)[1:] == [1] for i in inputs]
     if len(inputs) == 2 and sum(is_factor) == 1:
         return inputs[is_factor.index(False)], [inputs[is_factor.index(True)]]
-    raise NotByRow(Reason.NOT_BY_ROW, node)
+    raise Left(Reason.NOT_BY_ROW, operator_at(node))

@@ -17,17 +17,6 @@ import sympy
 import torch
 import torch.fx as fx
 
-from moe_compile.journal.reasons import Reason
-
-
-class Unproven(Exception):
-    """The proof ends here. Names the reason; the prover adds the node."""
-
-    def __init__(self, reason: Reason, detail: str = "") -> None:
-        """Keep `reason` and `detail`."""
-        super().__init__(reason.value, detail)
-        self.reason, self.detail = reason, detail
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

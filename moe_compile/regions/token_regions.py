@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.journal.reasons import Reason
 from moe_compile.regions.body_needs import BodyNeeds
 from moe_compile.regions.regions import MoERegion
 from moe_compile.runtime.node_groups import NodeGroups
@@ -135,11 +134,3 @@ class DividedForm:
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     """Number format its rows travel in, as the options name it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NotFound:
-    """Why a form of a region was not found, or is not taken."""
-
-    reason: Reason
-    detail: str = ""

@@ -22,16 +22,10 @@ from moe_compile.graph.legality import Legality
 from moe_compile.graph.modes import changes_mode, chooses_attention
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.graph.torch_calls import arguments_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.row_chain import (
-    NotByRow,
-    RowChain,
-    num_rows,
-    only_reader,
-    shape_of,
-    type_of,
-)
+from moe_compile.regions.row_chain import RowChain, num_rows, only_reader, shape_of, type_of
 from moe_compile.regions.token_counts import counts_values, is_filled_first
 from moe_compile.regions.token_index import (
     TokenIndex,
@@ -39,19 +33,19 @@ from moe_compile.regions.token_index import (
     mean_rows_per_token,
     repeated_in_rows,
 )
-from moe_compile.regions.token_regions import NotFound, TokenRows
+from moe_compile.regions.token_regions import TokenRows
 from moe_compile.regions.token_sums import find_token_sum
 
 WHOLE_ROW: Final = slice(None, None, None)
 
 
-def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | NotFound:
+def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | Left:
     """Return where the rows of `region` come from and go to, or why a switch must not be made.
 
     `dependence` is of its graph.
     """
     found = read_token_rows(region, dependence)
-    if isinstance(found, NotFound):
+    if isinstance(found, Left):
         return found
     kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
@@ -59,26 +53,24 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | No
         if node is region.counts and is_filled_first(node, dependence):
             continue
         if writers := dependence.writers(node):
-            return NotFound(
-                reason=Reason.WRITTEN, detail=f"{operator_at(node)} by {operator_at(writers[0])}"
-            )
+            return Left(Reason.WRITTEN, f"{operator_at(node)} by {operator_at(writers[0])}")
     attends = any(map(may_attend, region.body))
     if (change := _state_change(found.gather, found.sums.total, attends=attends)) is not None:
-        return NotFound(reason=Reason.STATE_CHANGES, detail=operator_at(change))
+        return Left(Reason.STATE_CHANGES, operator_at(change))
     return found
 
 
-def read_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | NotFound:
+def read_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | Left:
     """Return where the rows of `region` come from and go to, whatever is switched meanwhile."""
     try:
         return _find(region, dependence)
-    except NotByRow as stopped:
-        return stopped.found
+    except Left as stopped:
+        return stopped
 
 
 def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     for one in (*region.beside, *region.back_beside):
-        raise NotByRow(Reason.NOT_BY_ROW, one.launch)
+        raise Left(Reason.NOT_BY_ROW, operator_at(one.launch))
     gather, before = _up_to_gather(region.rows)
     gathered = _gathered(gather)
     assert gathered is not None
@@ -92,16 +84,16 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     legality = Legality(dependence, region.result.graph)
     in_slots = not found.is_order or rows_per_token == found.num_slots
     if not in_slots or not is_same_value(summed_by, found.index, legality):
-        raise NotByRow(Reason.OTHER_INDEX, found.total)
+        raise Left(Reason.OTHER_INDEX, operator_at(found.total))
     if found.needs_all and of_each is None:
-        raise NotByRow(Reason.NO_SUM, found.tail[0])
+        raise Left(Reason.NO_SUM, operator_at(found.tail[0]))
     if found.num_sums != num_rows(tokens):
-        raise NotByRow(Reason.OTHER_TOKENS, found.total)
+        raise Left(Reason.OTHER_TOKENS, operator_at(found.total))
     if not _can_be_reduced(found.total, tokens):
-        raise NotByRow(Reason.NO_SUM, found.total)
+        raise Left(Reason.NO_SUM, operator_at(found.total))
     for factor in (*before.factors, *after.factors):
         if num_rows(factor) != num_rows(index):
-            raise NotByRow(Reason.NOT_BY_ROW, factor)
+            raise Left(Reason.NOT_BY_ROW, operator_at(factor))
     chosen = known.chosen_of(index)
     return TokenRows(
         tokens=tokens,

@@ -27,18 +27,11 @@ import torch.fx as fx
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.open_sorts import SORT_PARAMETERS
-from moe_compile.graph.query import tensor_of, where_equal
+from moe_compile.graph.query import operator_at, tensor_of, where_equal
 from moe_compile.graph.torch_calls import arguments_of, torch_name
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.row_chain import (
-    CASTS,
-    NotByRow,
-    RowChain,
-    num_rows,
-    only_reader,
-    shape_of,
-    type_of,
-)
+from moe_compile.regions.row_chain import CASTS, RowChain, num_rows, only_reader, shape_of, type_of
 from moe_compile.regions.token_index import repeated_in_rows
 from moe_compile.regions.token_regions import TokenSum
 
@@ -65,7 +58,7 @@ def find_token_sum(
 ) -> tuple[RowChain, TokenSum]:
     """Return what changes the rows of `result` one by one, and the sum per token after that.
 
-    As many rows come back as were sent, `num_sent`. Raises NotByRow where there is no such sum.
+    As many rows come back as were sent, `num_sent`. Raises Left where there is no such sum.
     """
     chain = RowChain()
     node = result
@@ -82,7 +75,7 @@ def find_token_sum(
             before = (inverse, user) if len(inverse.users) == 1 else (user,)
             return chain, _by_token(user, _Steps(node, num_sent), order, before)
         if chain.add(user, Reason.NO_SUM) is not node:
-            raise NotByRow(Reason.NOT_BY_ROW, user)
+            raise Left(Reason.NOT_BY_ROW, operator_at(user))
         node = user
 
 
@@ -169,7 +162,7 @@ def _by_index(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum
     found = _sum_by_index(total)
     by_row = found is not None and found.rows is rows and found.base is not rows
     if found is None or not by_row or type_of(total) is not type_of(rows):
-        raise NotByRow(Reason.NO_SUM, total)
+        raise Left(Reason.NO_SUM, operator_at(total))
     adds_nothing = is_zeros(found.base) and not dependence.writers(found.base)
     return TokenSum(
         rows=rows,
@@ -188,15 +181,15 @@ def _in_order(write: fx.Node, rows: fx.Node, num_sent: object, dependence: Depen
     order, is_filled = _index_of(write), is_zeros(tokens)
     alone = (is_filled or _is_made(tokens, EMPTY)) and written is rows
     if not alone or not isinstance(tokens, fx.Node) or not isinstance(order, fx.Node):
-        raise NotByRow(Reason.NO_SUM, write)
+        raise Left(Reason.NO_SUM, operator_at(write))
     readers = [user for user in tokens.users if user is not write]
     if len(readers) != 1 or dependence.position[readers[0]] < dependence.position[write]:
-        raise NotByRow(Reason.NO_SUM, write)
+        raise Left(Reason.NO_SUM, operator_at(write))
     steps = _Steps(rows, num_sent)
     found = _by_token(tokens, steps, order, (*_made_with(tokens), write), readers[0])
     own = {write, *found.tail[found.tail.index(readers[0]) :]}
     if not {*dependence.writers(tokens)} <= own:
-        raise NotByRow(Reason.NO_SUM, write)
+        raise Left(Reason.NO_SUM, operator_at(write))
     return replace(found, memory=tokens, needs_all=not is_filled)
 
 
@@ -209,9 +202,9 @@ def _copied_in_order(
     is_filled = is_zeros(memory)
     alone = (is_filled or _is_made(memory, EMPTY)) and is_rows and given.get("dim") in (0, -2)
     if not alone or not isinstance(memory, fx.Node) or not isinstance(order, fx.Node):
-        raise NotByRow(Reason.NO_SUM, write)
+        raise Left(Reason.NO_SUM, operator_at(write))
     if len(memory.users) != 1 or dependence.writers(memory):
-        raise NotByRow(Reason.NO_SUM, write)
+        raise Left(Reason.NO_SUM, operator_at(write))
     found = _by_token(write, _Steps(rows, num_sent), order, (*_made_with(memory), write))
     return replace(found, memory=memory, needs_all=not is_filled)
 
@@ -226,7 +219,7 @@ def _by_token(
     """Read what follows rows in order: a view by token, and the sums of these."""
     rows = steps.rows
     if type_of(ordered) is not type_of(rows) or shape_of(ordered)[1:] != shape_of(rows)[1:]:
-        raise NotByRow(Reason.NO_SUM, ordered)
+        raise Left(Reason.NO_SUM, operator_at(ordered))
     node = ordered
     while not steps.is_ended:
         user = reader or only_reader(node)
@@ -247,7 +240,7 @@ def _by_token(
 
 
 class _Steps:
-    """What becomes of rows in order, one step after another: each is known, or NotByRow."""
+    """What becomes of rows in order, one step after another: each is known, or Left."""
 
     def __init__(self, rows: fx.Node, num_sent: object) -> None:
         self.rows = rows
@@ -283,7 +276,7 @@ class _Steps:
         else:
             is_known = _is_cast(user) and self.weights is None
         if not is_known or (self.is_ended and not self._keeps_types()):
-            raise NotByRow(Reason.NO_SUM, user)
+            raise Left(Reason.NO_SUM, operator_at(user))
 
     def _weigh(self, user: fx.Node, node: fx.Node) -> bool:
         """Take in a product with weights, by row or by token; whether it is one."""
@@ -354,7 +347,7 @@ def _squeezed(product: fx.Node) -> list[fx.Node]:
         node = only_reader(found[-1])
         given = arguments_of(node, "squeeze", "input", "dim") or {}
         if given.get("dim") not in (1, -2) and not _is_cast(node):
-            raise NotByRow(Reason.NO_SUM, node)
+            raise Left(Reason.NO_SUM, operator_at(node))
         found.append(node)
     return found
 

@@ -13,6 +13,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.decide import decide_capacity
@@ -20,13 +21,10 @@ from moe_compile.plan.plan import CapacityPlan
 from moe_compile.plan.planned import FoundCapacity, PlannedCapacity
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.kernel_bits import bits
-from moe_compile.regions.token_regions import NotFound
 from passes.replay.capacity_trial import Trial, try_chunks
 from passes.replay.masked_replay import chunk_bounds
 
-AS_MANY_ROWS: Final = NotFound(
-    reason=Reason.ALREADY_DONE, detail="by its capacity every expert has as many rows"
-)
+AS_MANY_ROWS: Final = Left(Reason.ALREADY_DONE, "by its capacity every expert has as many rows")
 
 
 def plan_capacity(state: CompileState, layers: Layers) -> tuple[PlannedCapacity, ...]:
@@ -39,15 +37,15 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
     decision = decide_capacity(region, config, state.hardware, layer)
     num_chunks, why = plan_num_chunks(config, region, decision)
     if config.chunk_by == "tokens":
-        num_chunks, why = 1, NotFound(reason=Reason.BY_CAPACITY)
+        num_chunks, why = 1, Left(Reason.BY_CAPACITY)
     tried = Trial()
     if num_chunks > 1:
         tried = try_chunks(region, chunk_bounds(region.num_local_experts, num_chunks))
         if tried.refused:
-            num_chunks, why = 1, NotFound(reason=Reason.UNKNOWN_OPERATOR, detail=tried.refused)
+            num_chunks, why = 1, Left(Reason.UNKNOWN_OPERATOR, tried.refused)
         elif tried.last_bits and bits().refuses:
-            num_chunks, why = 1, NotFound(reason=Reason.MAY_ROUND, detail=tried.last_bits)
-    left = {name: NotFound(reason=Reason.BY_CAPACITY) for name in _others_asked(config)}
+            num_chunks, why = 1, Left(Reason.MAY_ROUND, tried.last_bits)
+    left = {name: Left(Reason.BY_CAPACITY) for name in _others_asked(config)}
     left |= {"chunks": why} if why is not None else {}
     left |= {"chunk_edges": AS_MANY_ROWS} if config.chunk_edges != "even" else {}
     is_unproven = why is not None and why.reason in (Reason.UNKNOWN_OPERATOR, Reason.MAY_ROUND)

@@ -21,6 +21,7 @@ from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.candidates import CHUNKS, Candidate
 from moe_compile.plan.choose_plan import Decision
@@ -31,7 +32,6 @@ from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.plan.uneven_price import Routing
 from moe_compile.regions.regions import Refused, RowProof
-from moe_compile.regions.token_regions import NotFound
 from passes.planned.draft import Draft
 
 NO_SKEW: Final = "routing_skew is 0: experts are taken to be chosen evenly"
@@ -69,31 +69,31 @@ def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision |
     return decision
 
 
-def _by_price(draft: Draft, decision: Decision | None, config: MegaMoEConfig) -> NotFound | None:
+def _by_price(draft: Draft, decision: Decision | None, config: MegaMoEConfig) -> Left | None:
     """Return why "auto" leaves edges even, or None where it does not."""
     if draft.by_tokens:
-        return NotFound(reason=Reason.BY_PRICE, detail=OF_TOKENS)
+        return Left(Reason.BY_PRICE, OF_TOKENS)
     if not config.routing_skew:
-        return NotFound(reason=Reason.BY_PRICE, detail=NO_SKEW)
+        return Left(Reason.BY_PRICE, NO_SKEW)
     if decision is None:
-        return NotFound(reason=Reason.NO_PRICE)
+        return Left(Reason.NO_PRICE)
     by_load = decision.chosen.candidate.chunk_edges == "load"
-    return None if by_load else NotFound(reason=Reason.BY_PRICE)
+    return None if by_load else Left(Reason.BY_PRICE)
 
 
-def _why_even(draft: Draft) -> NotFound | None:
+def _why_even(draft: Draft) -> Left | None:
     """Return what stands against edges by load."""
     if draft.gathered is not None:
-        return NotFound(reason=Reason.GATHERED, detail="no chunk has experts of its own")
+        return Left(Reason.GATHERED, "no chunk has experts of its own")
     if draft.divided is not None:
-        return NotFound(reason=Reason.TWO_HOPS)
+        return Left(Reason.TWO_HOPS)
     if isinstance(draft.proof, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN)
+        return Left(Reason.NOT_PROVEN)
     if draft.num_chunks == 1:
         return draft.not_chunked or ONE_CHUNK
     if draft.num_chunks == draft.region.num_local_experts:
-        return NotFound(reason=Reason.ALREADY_DONE, detail="each chunk is one expert")
-    return NotFound(reason=Reason.EXPERTS_NAMED) if _is_bound(draft.proof) else None
+        return Left(Reason.ALREADY_DONE, "each chunk is one expert")
+    return Left(Reason.EXPERTS_NAMED) if _is_bound(draft.proof) else None
 
 
 def _is_bound(proof: RowProof) -> bool:

@@ -15,28 +15,29 @@ import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
-from moe_compile.regions.token_regions import DividedForm, NotFound, TokenRows
+from moe_compile.regions.token_regions import DividedForm, TokenRows
 from moe_compile.runtime.node_groups import node_groups_of
 from passes.planned.gathering import why_rounded
 
-ONE_NODE: Final = NotFound(
-    reason=Reason.NO_FEWER_BYTES,
-    detail="all its ranks are on one node, and no token crosses the network",
+ONE_NODE: Final = Left(
+    Reason.NO_FEWER_BYTES,
+    "all its ranks are on one node, and no token crosses the network",
 )
 
 
 def divided_form(
     experts: FoundExperts,
-    found: TokenRows | NotFound,
+    found: TokenRows | Left,
     dependence: Dependence,
     *,
     rounds: bool,
-) -> DividedForm | NotFound:
+) -> DividedForm | Left:
     """Return how a region would be dispatched in two hops, or why it cannot be.
 
     With `rounds` its sums per token are made on the nodes.
@@ -44,15 +45,15 @@ def divided_form(
     region, proof = experts.region, experts.proof
     nodes = node_groups_of(region.group)
     if nodes is None or nodes.num_nodes == 1:
-        return ONE_NODE if nodes is not None else NotFound(reason=Reason.NO_NODE_GROUPS)
+        return ONE_NODE if nodes is not None else Left(Reason.NO_NODE_GROUPS)
     if isinstance(proof, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN, detail=proof.reason.value)
+        return Left(Reason.NOT_PROVEN, proof.reason.value)
     if (rounded := why_rounded(proof)) is not None:
         return rounded
-    if isinstance(found, NotFound):
+    if isinstance(found, Left):
         return found
     if (reason := against_routing(found, rounds=rounds)) is not None:
-        return NotFound(reason=reason)
+        return Left(reason)
     assert found.chosen is not None
     form = DividedForm(
         region=region,
@@ -64,7 +65,7 @@ def divided_form(
     )
     around = examine_surroundings([dividing(form, proof)]).around[region.name]
     if isinstance(around, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN, detail=around.reason.value)
+        return Left(Reason.NOT_PROVEN, around.reason.value)
     return form
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts
@@ -13,7 +14,7 @@ from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Surroundings
-from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound
+from moe_compile.regions.token_regions import DividedForm, GatheredForm
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,21 +23,21 @@ class Draft:
 
     found: FoundExperts
     proof: RowProof | Refused
-    never_packed: Mapping[str, NotFound] = field(default_factory=dict)
+    never_packed: Mapping[str, Left] = field(default_factory=dict)
     """Of `dispatch` and `combine` those whose rows must keep their number format, and why."""
     gathered: GatheredForm | None = None
-    not_gathered: NotFound | None = None
+    not_gathered: Left | None = None
     divided: DividedForm | None = None
-    not_divided: NotFound | None = None
+    not_divided: Left | None = None
     num_chunks: int = 1
     by_tokens: bool = False
     """Whether chunks are of tokens, in place of experts."""
     num_slices: int = 1
     """Of hop 1, beside chunks of experts."""
-    not_chunked: NotFound | None = None
+    not_chunked: Left | None = None
     by_load: bool = False
     """Whether edges of chunks follow from the rows that experts have."""
-    even_edges: NotFound | None = None
+    even_edges: Left | None = None
     """Why they do not, where the option does not say so."""
     decision: Decision | None = None
     not_priced: str = ""
@@ -73,7 +74,7 @@ class Draft:
     def refuse(self, refused: Refused) -> None:
         """Leave the region whole."""
         self.proof, self.num_chunks = refused, 1
-        left = NotFound(reason=Reason.NOT_PROVEN, detail=refused.reason.value)
+        left = Left(Reason.NOT_PROVEN, refused.reason.value)
         if self.by_load:
             self.by_load, self.even_edges = False, left
         if self.gathered is not None:

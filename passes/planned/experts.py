@@ -10,7 +10,7 @@ Pseudo-code
     all that are to be rewritten together: what stays around them, or a refusal
     for each: the wires of its two exchanges
 
-Refuse regions whose chunks would compute otherwise, or miss exchanges, once it is known which.
+Left regions whose chunks would compute otherwise, or miss exchanges, once it is known which.
 Of regions whose rows are exchanged flat, in several chunks; others are left as decided.
 
 Grouped products for which the host waits on this GPU: said once, and no number by "auto".
@@ -36,6 +36,7 @@ from moe_compile.graph.modes import modes
 from moe_compile.graph.query import called_name, known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks, plan_token_slices
@@ -51,7 +52,7 @@ from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
-from moe_compile.regions.token_regions import DividedForm, GatheredForm, NotFound, TokenRows
+from moe_compile.regions.token_regions import DividedForm, GatheredForm, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
 from passes.planned.chunk_edges import decide_edges
 from passes.planned.dividing import dividing
@@ -118,7 +119,7 @@ def _decide_dispatch(
     hopping = hopping_of(forms)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
-    form: GatheredForm | NotFound = NotFound(reason=Reason.NOT_ASKED)
+    form: GatheredForm | Left = Left(Reason.NOT_ASKED)
     if may_be_priced(config, draft.costs):
         form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
@@ -127,13 +128,13 @@ def _decide_dispatch(
         refused = against(form, draft.decision, draft.costs, config)
         form = refused or form
     elif config.dispatch == "all_to_all":
-        form = NotFound(reason=Reason.NOT_ASKED)
-    if isinstance(form, NotFound):
+        form = Left(Reason.NOT_ASKED)
+    if isinstance(form, Left):
         draft.not_gathered = form
         _decide_hops(draft, forms, hopping, state, layer)
         return
-    crossing = NotFound(reason=Reason.GATHERED, detail="each token crosses to every rank")
-    draft.not_divided = crossing if config.nodes != "off" else NotFound(reason=Reason.NOT_ASKED)
+    crossing = Left(Reason.GATHERED, "each token crosses to every rank")
+    draft.not_divided = crossing if config.nodes != "off" else Left(Reason.NOT_ASKED)
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
@@ -161,7 +162,7 @@ def _decide_hops(
         draft.decision = _decided(draft, state, layer, hopping=hopping)
     form = chosen_form(state.config, forms, draft.decision)
     draft.divided = form if isinstance(form, DividedForm) else None
-    draft.not_divided = form if isinstance(form, NotFound) else None
+    draft.not_divided = form if isinstance(form, Left) else None
     if (shape := shape_of_hops(forms)) is not None:
         draft.hop_prices = price_hops(draft.region, draft.proof, shape, state.hardware, layer)
 
@@ -185,7 +186,7 @@ def _gathering(
 def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
     if products_wait(draft.region) and state.config.chunks == "auto":
-        draft.num_chunks, draft.not_chunked = 1, NotFound(reason=Reason.PRODUCTS_WAIT)
+        draft.num_chunks, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
         return
     if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
         draft.decision = _decided(draft, state, layer)
@@ -290,7 +291,7 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
 
 def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     """Return what of the options is not done to a region's chunks and dispatch, and why."""
-    why: dict[str, NotFound | Refused | None] = {
+    why: dict[str, Left | Refused | None] = {
         "dispatch": draft.not_gathered,
         "nodes": draft.not_divided,
         "chunk_edges": draft.even_edges,

@@ -11,6 +11,7 @@ from typing import Final
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import operator_at, waits_on
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.choose_plan import Decision
@@ -21,7 +22,7 @@ from moe_compile.regions.body_needs import needs_of_body
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
-from moe_compile.regions.token_regions import GatheredForm, NotFound, TokenRows
+from moe_compile.regions.token_regions import GatheredForm, TokenRows
 
 EIGHT_BITS: Final = "eight bits are asked for, in which an all-gather sends nothing"
 NOT_COUNTED: Final = "; how many rows a token has is not proven"
@@ -33,46 +34,44 @@ def gathered_form(
     experts: FoundExperts,
     regions: Iterable[MoERegion],
     config: MegaMoEConfig,
-    found: TokenRows | NotFound,
-) -> GatheredForm | NotFound:
+    found: TokenRows | Left,
+) -> GatheredForm | Left:
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
     if isinstance(experts.proof, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN, detail=experts.proof.reason.value)
+        return Left(Reason.NOT_PROVEN, experts.proof.reason.value)
     if (unfit := why_mixed(experts.proof) or why_rounded(experts.proof)) is not None:
         return unfit
-    if isinstance(found, NotFound):
+    if isinstance(found, Left):
         return found
     if found.mean_rows_per_token is None:
-        return NotFound(reason=Reason.ROWS_MAY_DIFFER)
+        return Left(Reason.ROWS_MAY_DIFFER)
     if not config.equal_tokens:
-        return NotFound(reason=Reason.TOKENS_MAY_DIFFER)
+        return Left(Reason.TOKENS_MAY_DIFFER)
     after = examine_surroundings([gathering(experts.region, experts.proof, regions, found)])
     around = after.around[experts.region.name]
     if isinstance(around, Refused):
-        return NotFound(reason=Reason.NOT_PROVEN, detail=around.reason.value)
+        return Left(Reason.NOT_PROVEN, around.reason.value)
     needs = needs_of_body(experts.region)
     if needs.reads_sent:
-        return NotFound(reason=Reason.SENT_SIZES)
+        return Left(Reason.SENT_SIZES)
     return GatheredForm(region=experts.region, found=found, needs=needs, num_slices=1)
 
 
-def why_mixed(proof: RowProof) -> NotFound | None:
+def why_mixed(proof: RowProof) -> Left | None:
     """Return what may need all rows of an expert at once, None where nothing does."""
     for node, _ in proof.whole:
-        return NotFound(
-            reason=Reason.NOT_PROVEN, detail=f"{operator_at(node)} may mix rows of an expert"
-        )
+        return Left(Reason.NOT_PROVEN, f"{operator_at(node)} may mix rows of an expert")
     return None
 
 
-def why_rounded(proof: RowProof) -> NotFound | None:
+def why_rounded(proof: RowProof) -> Left | None:
     """Return why no other form than chunks is known to keep to a bound, None where one is."""
     for reason, nodes in (
         (Reason.SHARED_PARAMETER, proof.shared),
         (Reason.UNSTABLE_SORT, proof.reordered),
     ):
         if nodes:
-            return NotFound(reason=reason, detail=", ".join(map(operator_at, nodes)))
+            return Left(reason, ", ".join(map(operator_at, nodes)))
     return None
 
 
@@ -110,21 +109,21 @@ def against(
     decision: Decision | None,
     costs: DispatchCosts | None,
     config: MegaMoEConfig,
-) -> NotFound | None:
+) -> Left | None:
     """Return what speaks against gathering tokens that could be gathered."""
     if config.dispatch != "auto":
-        return None if config.dispatch == "all_gather" else NotFound(reason=Reason.NOT_ASKED)
+        return None if config.dispatch == "all_gather" else Left(Reason.NOT_ASKED)
     if quantises_rows(config):
-        return NotFound(reason=Reason.NOT_ASKED, detail=EIGHT_BITS)
+        return Left(Reason.NOT_ASKED, EIGHT_BITS)
     rounding = rounding_of(form.found)
     if decision is not None:
         if not config.allows(rounding.numerics):
             of_sums = NOT_COUNTED if rounding.numerics == "lossy" else ""
             detail = allowed_by(rounding.numerics) + of_sums
-            return NotFound(reason=Reason.ROUNDS, detail=detail)
-        return None if decision.gathers else NotFound(reason=Reason.BY_PRICE)
+            return Left(Reason.ROUNDS, detail)
+        return None if decision.gathers else Left(Reason.BY_PRICE)
     if not rounding.is_bitwise:
-        return NotFound(reason=Reason.ROUNDS, detail=NO_TIMES)
+        return Left(Reason.ROUNDS, NO_TIMES)
     if costs is not None and costs.by_measurement:
         return None
-    return NotFound(reason=Reason.NO_FEWER_BYTES, detail=FEW_ROWS)
+    return Left(Reason.NO_FEWER_BYTES, FEW_ROWS)

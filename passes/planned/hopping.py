@@ -19,6 +19,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks
@@ -26,13 +27,13 @@ from moe_compile.plan.decide import Hopping
 from moe_compile.plan.node_rounding import node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import Refused
-from moe_compile.regions.token_regions import DividedForm, NotFound, TokenRows
+from moe_compile.regions.token_regions import DividedForm, TokenRows
 from passes.planned.dividing import divided_form
 from passes.planned.whole_experts import find_mixing
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
-Forms: TypeAlias = Mapping[str, DividedForm | NotFound]
+Forms: TypeAlias = Mapping[str, DividedForm | Left]
 """Value of the option -> how the region would be sent by it, or why it cannot be."""
 TRIED: Final = {
     "off": (),
@@ -45,7 +46,7 @@ TRIED: Final = {
 def hop_forms(
     experts: FoundExperts,
     config: MegaMoEConfig,
-    found: TokenRows | NotFound,
+    found: TokenRows | Left,
     dependence: Dependence,
 ) -> Forms:
     """Return the forms that the option may come to."""
@@ -89,17 +90,17 @@ def hopping_of(forms: Forms) -> Hopping | None:
 
 def chosen_form(
     config: MegaMoEConfig, forms: Forms, decision: Decision | None
-) -> DividedForm | NotFound:
+) -> DividedForm | Left:
     """Return the form that a region gets, or why it keeps its all-to-all."""
     if config.nodes == "off":
-        return NotFound(reason=Reason.NOT_ASKED)
+        return Left(Reason.NOT_ASKED)
     if config.nodes != "auto":
         return forms[config.nodes]
     if not any(isinstance(form, DividedForm) for form in forms.values()):
         return forms["exact"]
     if decision is None:
-        return NotFound(reason=Reason.NO_PRICE)
-    return forms.get(decision.chosen.candidate.nodes, NotFound(reason=Reason.BY_PRICE))
+        return Left(Reason.NO_PRICE)
+    return forms.get(decision.chosen.candidate.nodes, Left(Reason.BY_PRICE))
 
 
 class HopParts(NamedTuple):
@@ -109,7 +110,7 @@ class HopParts(NamedTuple):
     """Chunks of experts, or slices of tokens where `chunk_by` says so."""
     num_slices: int
     """Slices of tokens that hop 1 goes in beside chunks of experts."""
-    why: NotFound | None
+    why: Left | None
     """Why chunks are not as asked."""
 
 
@@ -124,14 +125,14 @@ def plan_hop_parts(
     if config.hop_slices != "auto":
         num_slices = int(config.hop_slices)
     if config.chunks == "auto" and (chosen is None or config.chunk_by == "tokens"):
-        return HopParts(1, num_slices, NotFound(reason=Reason.TWO_HOPS))
+        return HopParts(1, num_slices, Left(Reason.TWO_HOPS))
     region, proof = experts.region, experts.proof
     num_chunks, why = plan_num_chunks(config, region, decision)
     if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
         return HopParts(num_chunks, num_slices, why)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
     if find_mixing(region, proof, bounds, by_tokens=False) is not None:
-        return HopParts(1, num_slices, NotFound(reason=Reason.ROWS_MIXED))
+        return HopParts(1, num_slices, Left(Reason.ROWS_MIXED))
     if chunk_without_gradient(region, proof, bounds, dependence) is not None:
-        return HopParts(1, num_slices, NotFound(reason=Reason.NO_GRADIENT))
+        return HopParts(1, num_slices, Left(Reason.NO_GRADIENT))
     return HopParts(num_chunks, num_slices, why)

@@ -20,16 +20,16 @@ from moe_compile.graph.modes import Mode
 from moe_compile.graph.query import is_integer, tensor_of, waits_on
 from moe_compile.hardware.chip_limits import packs_rows
 from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused
-from moe_compile.regions.token_regions import NotFound
 from passes.planned.draft import Draft
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
-NOT_ASKED: Final = NotFound(reason=Reason.NOT_ASKED)
-NO_PASS: Final = NotFound(reason=Reason.DISABLED)
+NOT_ASKED: Final = Left(Reason.NOT_ASKED)
+NO_PASS: Final = Left(Reason.DISABLED)
 """Of rows that could be packed, where the pass that packs them is disabled."""
 
 
@@ -46,7 +46,7 @@ class Wire:
 
 def never_packed(
     found: FoundExperts, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
-) -> dict[str, NotFound]:
+) -> dict[str, Left]:
     """Return which of `dispatch` and `combine` must keep their number format, and why.
 
     `in_force` is the mode of each node of the graph.
@@ -81,10 +81,10 @@ def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
     return wires
 
 
-def _why_not(draft: Draft, name: str) -> NotFound | None:
+def _why_not(draft: Draft, name: str) -> Left | None:
     """Return what stands against eight bits, for the way in which a region is dispatched."""
     if draft.gathered is not None:
-        return NotFound(reason=Reason.SUMS_TRAVEL)
+        return Left(Reason.SUMS_TRAVEL)
     why = draft.never_packed.get(name)
     if why is NO_PASS and draft.divided is None:
         return None  # a plan says so until it is taken in that no pass does it
@@ -103,22 +103,22 @@ def _wire_asked(name: str, option: str, draft: Draft) -> str:
     return chosen.dispatch_wire if name == "dispatch" else chosen.combine_wire
 
 
-def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -> NotFound | None:
+def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -> Left | None:
     """Return why the rows of an exchange must not be rounded, or would not be shorter."""
     rows = found.rows[name]
     if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
-        return NotFound(reason=Reason.NOT_A_MATRIX)
+        return Left(Reason.NOT_A_MATRIX)
     width: Any = rows.shape[1]
     if isinstance(width, torch.SymInt):
-        return NotFound(reason=Reason.NOT_A_MATRIX)
+        return Left(Reason.NOT_A_MATRIX)
     if row_bytes(width) >= found.row_bytes[name]:
-        return NotFound(reason=Reason.NO_FEWER_BYTES, detail="a row is no shorter with its scale")
+        return Left(Reason.NO_FEWER_BYTES, "a row is no shorter with its scale")
     if not packs_rows(rows.device):
-        return NotFound(reason=Reason.NO_E4M3)
+        return Left(Reason.NO_E4M3)
     region = found.region
     launch = region.dispatch if name == "dispatch" else region.combine
     reason = _needs_its_rows(launch, found, in_force)
-    return None if reason is None else NotFound(reason=reason)
+    return None if reason is None else Left(reason)
 
 
 def _needs_its_rows(

@@ -8,18 +8,19 @@ import sys
 import torch, torch._dynamo, torch._inductor.compile_fx, torch._dynamo.backends.common
 import torch.distributed, functorch.compile
 
-class Refuse:
+class Left:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("triton", "torchtitan", "hypothesis", "tyro"):
             raise ImportError(f"{name} is optional and must not be imported")
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path.insert(0, Left())
 before = set(sys.modules)
 import moe_compile.backend
 allowed = {"moe_compile", "passes", *sys.stdlib_module_names}
 others = [name for name in set(sys.modules) - before if name.partition(".")[0] not in allowed]
 assert not others, f"importing the backend loads {others}"
 import passes.pipeline, torchtitan_integration, moe_compile.cli
+from moe_compile.journal.left import Left
 """
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_compile.attention.head_factors import Factor, Lost, flat, regroup, unify
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_proof import split_around
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import has_gradient
+from moe_compile.journal.left import Left
 from tests.capture import dynamo_graphs
 
 SIZES = (4, 8, 16)
@@ -186,7 +186,7 @@ def proven(program, x):
     (gm,) = dynamo_graphs(program, x.clone().requires_grad_())
     try:
         return split_around(gm.graph, Dependence(gm.graph), [], 2)
-    except (Refuse, Lost):
+    except (Left, Lost):
         return None
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_reduce
 
-from moe_compile.attention.head_proof import Refuse
 from moe_compile.batch.batch_proof import find_batch_split
+from moe_compile.journal.left import Left
 from moe_compile.testing.mirrored_rank import become_mirrored
 from tests.batch_layers import POSITIONS, WIDTH
 from tests.capture import dynamo_graphs
@@ -96,7 +96,7 @@ NOT_SHARED = [
     ids=lambda kind: kind.__name__,
 )
 def test_tokens_that_are_not_shared_out_leave_the_graph_whole(model, layer):
-    with pytest.raises(Refuse):
+    with pytest.raises(Left):
         split_of(made(model, layer))
 
 
@@ -117,5 +117,5 @@ def test_what_is_taken_of_other_ranks_sequences_in_their_order_mixes_them():
             others = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
             return super().forward(x + others[0::2])
 
-    with pytest.raises(Refuse):
+    with pytest.raises(Left):
         split_of(made(FirstOfAll))

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from moe_compile.graph.dependence import Dependence
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TokenIndex
-from moe_compile.regions.token_regions import NotFound
 from moe_compile.regions.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
 from tests.capture import dynamo_graphs, state
@@ -327,7 +327,7 @@ def test_rows_are_not_put_in_an_order_that_was_written(fake_ranks):
             order.copy_(order.flip(0))
             return super().total(x, order, out, scores)
 
-    assert isinstance(found_in(Turned, fake_ranks), NotFound)
+    assert isinstance(found_in(Turned, fake_ranks), Left)
 
 
 class WrittenOrder(Around):

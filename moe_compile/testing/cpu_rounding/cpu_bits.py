@@ -93,7 +93,7 @@ class CpuBits(KernelBits):
 
 
 def strict_bits() -> AbstractContextManager[None]:
-    """Refuse, inside the block, what a CPU may round otherwise in parts."""
+    """Left, inside the block, what a CPU may round otherwise in parts."""
     return bits_by(CpuBits(refuses=True))
 
 
