@@ -27,18 +27,10 @@ from moe_compile.attention.head_rules import step
 from moe_compile.attention.head_tracking import CUTS, Tracker, is_movement, move_name
 from moe_compile.attention.move_arguments import argument, values_moved
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_launch, operator_at
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-
-REFUSALS: Final = {
-    Hazard.WRITTEN_MEANWHILE: Reason.MUTATED_MEANWHILE,
-    Hazard.MODE_CHANGES: Reason.STATE_CHANGES,
-    Hazard.RANDOM: Reason.RANDOM,
-    Hazard.GRADIENT_ORDER: Reason.GRADIENT_ORDER,
-}
-"""What forbids a motion, as a reason to leave attention whole."""
 
 REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 
@@ -168,4 +160,4 @@ def check_meanwhile(body: Collection[fx.Node], core: fx.Node, dependence: Depend
     last = dependence.in_order(body)[-1]
     obstacle = obstacle or legality.written_meanwhile(body, last)
     if obstacle is not None:
-        raise Left(REFUSALS[obstacle.hazard], str(obstacle))
+        raise obstacle.left

@@ -16,7 +16,6 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Factor, Lost, flat
-from moe_compile.attention.head_proof import REFUSALS
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
@@ -107,7 +106,7 @@ def body_of(
     obstacle = legality.obstacle(body, output, keeps_modes=True)
     obstacle = obstacle or legality.obstacle(found.kept, output)
     if obstacle is not None:
-        raise Left(REFUSALS[obstacle.hazard], str(obstacle))
+        raise obstacle.left
     read = {source for node in body for source in node.all_input_nodes}
     given = [node for node in found.cut if node in read - spread]
     anew = {n for n in given if maker_of(n) is not None or counts_places(n)}

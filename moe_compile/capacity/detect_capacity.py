@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds
 from moe_compile.attention.head_inputs import read_from_outside
-from moe_compile.attention.head_proof import REFUSALS, check_escapes
+from moe_compile.attention.head_proof import check_escapes
 from moe_compile.attention.head_rules import operator_name
 from moe_compile.attention.head_tracking import is_even_exchange, move_name
 from moe_compile.attention.move_arguments import joined
@@ -286,7 +286,7 @@ def prove(
     _check_gradients(region, expert_of)
     legality = Legality(dependence, result.graph)
     if (obstacle := legality.obstacle(body[:-1], result)) is not None:
-        raise Left(REFUSALS[obstacle.hazard], str(obstacle))
+        raise obstacle.left
     return region
 
 

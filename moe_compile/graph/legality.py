@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.fx as fx
@@ -32,6 +33,8 @@ from moe_compile.graph.modes import (
     modes,
 )
 from moe_compile.graph.query import has_gradient, is_launch, is_wait, operator_at, value_of
+from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Reason
 
 
 class Hazard(enum.Enum):
@@ -43,6 +46,14 @@ class Hazard(enum.Enum):
     GRADIENT_ORDER = "terms of a gradient would be added in another order"
 
 
+REASONS: Final = {
+    Hazard.WRITTEN_MEANWHILE: Reason.MUTATED_MEANWHILE,
+    Hazard.MODE_CHANGES: Reason.STATE_CHANGES,
+    Hazard.RANDOM: Reason.RANDOM,
+    Hazard.GRADIENT_ORDER: Reason.GRADIENT_ORDER,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """The first thing found that forbids a motion."""
@@ -52,6 +63,11 @@ class Obstacle:
     """Which of the nodes must not run later."""
     because_of: fx.Node
     """The write, the switch of a mode, or the tensor whose gradient is added up."""
+
+    @property
+    def left(self) -> Left:
+        """Return why what cannot be moved is left as it is."""
+        return Left(REASONS[self.hazard], str(self))
 
     def __str__(self) -> str:
         """Return what refusals print: the two operators; of a random one, it alone."""

@@ -24,7 +24,6 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.row_sums import TOKEN_SUMS
 from moe_compile.regions.row_chain import num_rows, shape_of
-from moe_compile.regions.surroundings import REFUSALS
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import TokenSum
 from moe_compile.regions.token_sums import find_token_sum
@@ -65,7 +64,7 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
         if whole.target is torch.cat and len(whole.users) == 1 and len(whole.args) == 1:
             old, rows = (whole, *old), whole.args[0]
     if (obstacle := legality.obstacle(old, sums.total)) is not None:
-        return Verdict(candidate="", reason=REFUSALS[obstacle.hazard], detail=str(obstacle))
+        return Verdict(candidate="", reason=obstacle.left.reason, detail=str(obstacle))
     read = [node for node in (*rows, order, sums.weights, inverse) if node is not None]
     return FusedSums(
         result=result,

@@ -10,7 +10,6 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 import torch.fx as fx
@@ -25,7 +24,7 @@ from moe_compile.graph.effects import (
 )
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import inside
-from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_assertion, operator_at, value_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.host_reads import is_host_read
@@ -34,13 +33,6 @@ from moe_compile.regions.new_order import find_overtaken, order_of_gradients
 from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.rewrites import Aftermath, Rewrite, Surroundings
-
-REFUSALS: Final = {
-    Hazard.WRITTEN_MEANWHILE: Reason.MUTATED_MEANWHILE,
-    Hazard.MODE_CHANGES: Reason.STATE_CHANGES,
-    Hazard.RANDOM: Reason.RANDOM,
-    Hazard.GRADIENT_ORDER: Reason.GRADIENT_ORDER,
-}
 
 
 def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
@@ -81,8 +73,8 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
             moved, anchor, part, enters_autocast=rewrite.enters_autocast, anew=anew
         )
         if (obstacle := found) is not None:
-            reason = REFUSALS[obstacle.hazard]
-            return Refused(candidate=region.name, reason=reason, detail=str(obstacle))
+            left = obstacle.left
+            return Refused(candidate=region.name, reason=left.reason, detail=left.detail)
     for source, served in rewrite.read_once:
         if (other := find_later_reader(served, source, legality.dependence)) is not None:
             detail = f"{operator_at(source)} is read by {operator_at(other)} too"
