@@ -9,8 +9,13 @@ Contract
     torch's configuration is changed only inside our own compilations, with two exceptions: at
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
     graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
-    `moe_compile.recompile_limit`. Also at import, grouped products are made known to torch's flop
-    counter, and callbacks around compilations to Dynamo (`torch_quirks.untraced_reads`).
+    `torch_quirks.recompile_limit`. Also at import, grouped products are made known to torch's flop
+    counter, and callbacks around compilations to Dynamo (`torch_quirks.untraceable_guards`).
+
+What the option `strict` raises for: what was meant and asked for, and could not be proven.
+One rule for every pass: a verdict with the option that asked for it, and a reason that says it
+is meant and not proven. Nothing is raised for what is no region, for what is done already, or
+for what does not pay: the reasons say which they are.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ from moe_compile.codegen import (
     plan_of,
     settings_switched_off,
 )
-from moe_compile.config import MegaMoEConfig
-from moe_compile.errors import InvalidConfig
+from moe_compile.config import OFF, MegaMoEConfig
+from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
@@ -44,8 +49,8 @@ from moe_compile.graph.outer_terms import note_outer_terms
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.journal.entries import Dropped, PassReport
-from moe_compile.journal.remedies import with_change
+from moe_compile.journal.entries import Dropped, Journal, PassReport
+from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.nothing_rewritten import WATCH
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.parts_by_price import decide_parts
@@ -53,15 +58,14 @@ from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_dig
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
 from moe_compile.read_options import read_options
-from moe_compile.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
-from moe_compile.strict import refuse_unmet
-from moe_compile.torch_quirks.frame_space import with_frame_space
-from moe_compile.torch_quirks.host_read_fallback import eager_where_a_value_is_needed
-from moe_compile.torch_quirks.untraced_reads import fall_back
-from moe_compile.torch_quirks.wrong_reads import refuse_wrong_reads
+from moe_compile.torch_quirks.python311_frames import with_frame_space
+from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
+from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
+from moe_compile.torch_quirks.unbacked_shapes import eager_where_a_value_is_needed
+from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
@@ -72,7 +76,7 @@ FORMS: Final = NormalizeExchanges.name
 torch._dynamo.config.capture_scalar_outputs = True
 IMPORTING_THREAD: Final = threading.get_ident()
 count_grouped_products()
-fall_back()
+install_eager_fallback()
 
 
 @with_frame_space
@@ -90,9 +94,9 @@ def megamoe(
     could not be transformed.
     """
     _capture_host_reads()
-    fall_back()
+    install_eager_fallback()
     config, patches = read_options(mode, options)
-    refuse_wrong_reads(gm.graph)
+    refuse_wrong_constants(gm.graph)
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
@@ -279,3 +283,18 @@ def _log(compilation: Compilation) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     LOG.warning("%s", text)
+
+
+def refuse_unmet(journal: Journal, where: str) -> None:
+    """Raise RegionRefused for the first verdict of what an option asked for and did not get.
+
+    `where` is the place in the user's source that is compiled, for verdicts without their own.
+    """
+    unmet = next((verdict for verdict in journal.verdicts() if verdict.is_unmet), None)
+    if unmet is not None:
+        option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
+        raise RegionRefused(
+            f"{unmet.where or where}: {option} asks for what is not done to {unmet}. "
+            f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run it "
+            "as it is"
+        )

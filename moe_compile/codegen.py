@@ -5,13 +5,18 @@ Contract
     before ours; none is lost.
     The identity of our passes in cache keys covers every source file, those of rewrites and
     transports of other distributions too, the options and the hardware profile.
+    A program in which a pass failed is not kept in a cache: torch has no public way to take it out,
+    so the compilation ends there and begins again without the pass, under keys of its own. Every
+    process meets the failure, whether its code then comes from a cache or not.
+    One graph is too late for that: a backward that is compiled as it first runs, in a program
+    without host reads. The pass is left out there, and a process that finds the program in a cache
+    does not hear of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,21 +30,19 @@ from functorch.compile import (
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from moe_compile.cache_marks import cache_marks
 from moe_compile.cost.aot_trace import AOT, aot_graphs
-from moe_compile.dropped_before import Failure, note, noted
 from moe_compile.entry_points import hash_of_packages
+from moe_compile.failed_compilation import forget_unfinished_symbols
 from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
-from moe_compile.inductor_settings import settings_of_ours, switched_off
 from moe_compile.journal.entries import Dropped
 from moe_compile.plan.state import CompileState
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
+from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
+from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
-
-LOG: Final = logging.getLogger(__name__)
 
 EARLY: Final = "post_grad_custom_pre_pass"
 HOOKS: Final = {
@@ -48,18 +51,17 @@ HOOKS: Final = {
     "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
 
-AOT_GRAPHS: Final = ("joint", "forward", "backward")
-"""The graphs of AOTAutograd, as the journal names them."""
-
 FUSIONS: Final = "pre_grad_fusion_options"
-
-TAKEN_OVER: Final = "megamoe: pass %s failed when this %s graph was compiled, and is left out: %s"
 
 EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
 """What runs on a graph that there is work on."""
 
 AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD, RECORD)
 """What runs on the forward and the backward graph apart, in order."""
+
+
+class FailedPass(Exception):
+    """Ends a compilation in which a pass failed, before anything of that graph is kept."""
 
 
 class LevelPass(CustomGraphPass):
@@ -76,20 +78,14 @@ class LevelPass(CustomGraphPass):
         self._before = before
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run on `graph` in place."""
+        """Run on `graph` in place; raise FailedPass where a pass failed."""
         if self._before is not None:
             self._before(graph)
         if JOINT not in self._levels:
             keep_saved_tensors()
         for level in self._levels:
-            for dropped in run_on_aot_graph(level, graph, self._state):
-                failure = Failure(
-                    graph=self._state.graph_name,
-                    pass_name=dropped.pass_name,
-                    detail=dropped.detail,
-                    is_late=self.is_late,
-                )
-                note(_identity(self._state), failure)
+            if run_on_aot_graph(level, graph, self._state) and not self.is_late:
+                raise FailedPass(*self._state.dropped)
 
     def uuid(self) -> Any:
         """Return what identifies this pass in cache keys; None when it cannot be identified."""
@@ -107,13 +103,13 @@ def _sources() -> str:
 
 
 def _identity(state: CompileState) -> str:
-    """Return what identifies our passes in cache keys."""
+    """Return what identifies our passes, and those left out, in cache keys."""
     given = f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
-    return f"{_sources()} {given}"
+    return " ".join([_sources(), given, *sorted(state.dropped)])
 
 
-def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> list[Dropped]:
-    """Run one level on a graph of AOTAutograd; return which passes failed on it.
+def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> bool:
+    """Run one level on a graph of AOTAutograd; return whether a pass failed on it.
 
     Says in the state which direction the graph is.
     """
@@ -127,30 +123,13 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> list
     state.dropped += [f"{one.pass_name} {state.graph_name}" for one in failed]
     if failed and state.tell_dropped is not None:
         state.tell_dropped()
-    return failed
-
-
-def _take_over_failures(state: CompileState) -> None:
-    """Take in which passes failed on a program that comes from AOTAutograd's cache.
-
-    On no graph of such a program did a pass run; on one that was compiled here some did.
-    """
-    if any(graph in AOT_GRAPHS for graph, _ in state.journal.records):
-        return
-    failures = noted(_identity(state))
-    for one in failures:
-        state.journal.add(one.graph, one.as_dropped)
-        LOG.warning(TAKEN_OVER, one.pass_name, one.graph, one.detail)
-    state.dropped += [f"{one.pass_name} {one.graph}" for one in failures if not one.is_late]
-    if failures and state.tell_dropped is not None:
-        state.tell_dropped()
+    return bool(failed)
 
 
 def plan_of(state: CompileState) -> str:
     """Return a digest of what was made of a compiled program; "" where it runs as written.
 
     Passes that failed on the graphs compiled so far are part of it: other ranks may have none.
-    So are those that failed when the code was compiled which now comes from a cache.
     """
     if not _levels(state):
         return ""
@@ -188,12 +167,33 @@ def compile_with_inductor(
     if passes:
         ours.update(_let_into_cache(gm, patches))
     settings = {**patches, **ours, **passes}
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=settings)
-    if passes:
-        _take_over_failures(state)
+    compiled = _compile_without_failures(gm, example_inputs, state, settings)
     for one in passes.values():
         one.is_late = True
     return compiled
+
+
+def _compile_without_failures(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: CompileState,
+    settings: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile by Inductor, again where a pass failed: `state` then says which to leave out."""
+    reported = len(state.journal.records)
+    while True:
+        known = len(state.dropped)
+        try:
+            compiled: Callable[..., Any] = compile_fx(
+                gm, list(example_inputs), config_patches=dict(settings)
+            )
+        except Exception:
+            if len(state.dropped) == known:
+                raise
+            state.journal.forget_all_but_failures(reported)
+            forget_unfinished_symbols()
+        else:
+            return compiled
 
 
 def _stood_on(hook: str, patches: Mapping[str, Any]) -> Any:
@@ -209,7 +209,7 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
     """
     if not patches.get(FUSIONS, getattr(inductor_config, FUSIONS)):
         note_receivers(gm.graph)
-    return cache_marks(patches)
+    return cacheable_functions(patches)
 
 
 def _settings(state: CompileState) -> dict[str, object]:

@@ -3,17 +3,20 @@
 Contract
     A `MegaMoEConfig` that exists is valid; every field is one of the documented options.
     Precedence: `options=` over the TOML table over `MEGAMOE_*` variables over the defaults.
+
+Whether an option may have a value, and what to write instead.
+Each check returns where the value is allowed, and raises InvalidConfig where it is not.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.errors import InvalidConfig, nearest
-from moe_compile.option_checks import check_amount, check_choice, check_chunk_by, check_number
 
 PREFIX: Final = "megamoe."
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
@@ -94,7 +97,9 @@ class MegaMoEConfig:
     combine_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the combine, with the same values."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
-    """What "auto" may choose from. "exact": what changes no bit. "bounded": also sums in another
+    """What "auto" may choose from. "exact": the same operators on the same rows in the same order.
+    Where a kernel's result for a row depends on where the row lies, last bits may differ: on CPUs
+    that is so for rows that do not fill vectors (docs/numerics.md). "bounded": also sums in another
     order, by a bound that the report states. "lossy": everything. An option that names what it
     wants is obeyed whatever `numerics` says, but for chunks of experts that share a parameter or
     sort rows by a sort that is not stable: they need "bounded" (docs/limits.md). With "bounded"
@@ -299,4 +304,54 @@ def _check_table_only(name: str, value: object) -> None:
         raise InvalidConfig(
             f"[megamoe] {name} = {value!r} is not available in this version; "
             f"write one of {', '.join(TABLE_ONLY[name])}"
+        )
+
+
+AMOUNTS: Final = {
+    "max_memory_increase": "a fraction of at least 0, as 0.05",
+    "routing_skew": "0 for experts that are chosen evenly, else a number above it, as 0.5",
+}
+"""What to write of each amount."""
+
+
+def check_number(name: str, chunks: object) -> None:
+    """Raise InvalidConfig for anything but "auto" or a whole number of at least 1."""
+    whole = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
+    if not whole and chunks != "auto":
+        raise InvalidConfig(
+            f'megamoe.{name} is {chunks!r}; write "auto" or a whole number of at least 1'
+        )
+
+
+def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
+    """Raise InvalidConfig as `check_number`, and for what chunks of tokens do not have.
+
+    There `chunks` is the number of slices, and no chunk of experts has `edges`.
+    """
+    check_number("hop_slices", slices)
+    if edges == "load" and chunk_by == "tokens":
+        raise InvalidConfig(
+            f'megamoe.chunk_edges is {edges!r}, with chunk_by = "tokens", whose chunks have rows '
+            "of all experts; leave out one of the two"
+        )
+    if slices not in ("auto", 1) and chunk_by == "tokens":
+        raise InvalidConfig(
+            f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '
+            "megamoe.chunks then cuts the experts, and hop_slices hop 1"
+        )
+
+
+def check_amount(name: str, amount: Any) -> None:
+    """Raise InvalidConfig for anything but a number of at least 0."""
+    is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+    if not is_number or not math.isfinite(amount) or amount < 0:
+        raise InvalidConfig(f"megamoe.{name} is {amount!r}; write {AMOUNTS[name]}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise InvalidConfig for anything but one of `choices`."""
+    if value not in choices:
+        raise InvalidConfig(
+            f"megamoe.{name} is {value!r}; write one of {', '.join(choices)}."
+            + (nearest(value, choices) if isinstance(value, str) else "")
         )

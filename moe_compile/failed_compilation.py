@@ -56,11 +56,11 @@ def compiled_or_as_written(
         )
     state.journal.add("dynamo", Dropped(COMPILATION, Reason.FAILED, failure))
     state.dropped.append(COMPILATION)
-    _forget_unfinished_symbols()
+    forget_unfinished_symbols()
     return compile_whole(), True
 
 
-def _forget_unfinished_symbols() -> None:
+def forget_unfinished_symbols() -> None:
     """Have the next trace not look for the symbols of an operator that failed halfway."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None

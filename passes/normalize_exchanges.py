@@ -6,44 +6,71 @@ Contract
     Keeps     values and gradients: `_c10d_functional` collectives carry their own autograd.
 
 Programs have exchanges in an `autograd.Function` of their own (`normalize/function_exchanges.py`)
-and have `torch.distributed`'s collectives write memory, and others (`normalize/filled_memory.py`).
+and have `torch.distributed`'s collectives write memory, and others (see below).
 A program may have a function of its own that waits, as older torch has no derivative of a wait:
 on what was awaited before it hands on a view.
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
 whose wait hides in the body of an `autograd_function_apply` operator. Newer torch waits for several
 tensors at once (`graph/single_waits.py`).
+
+Memory that a program makes for one operator to write, and that nothing else writes.
+A fill is found only where reading what the collective brought, in place of the memory, is the
+same: nothing reads the memory before, the two have one type, sizes and strides, nothing writes
+either after, nothing else reads what was brought, and gradients flow alike.
+A write by index is found only where nothing else writes the memory or reads it before.
+
+`dist.all_to_all_single(out, x)` is traced as a functional exchange, its wait, and `out.copy_(...)`.
+`out.index_add_(0, i, rows)` is what `out = out.index_add(0, i, rows)` is, where `out` is new.
+
+Integers that are exchanged, of which the program asserts how many there are: so many.
+Only the values that the tracer stored change, from a symbol that can be one number only to
+that number; no node does. Of exchanges whose split sizes are known at run time nothing is
+taken: that this rank sends none, say, is its own affair.
+
+`torch.bincount` makes a tensor of unknown length, which `view(ranks, experts)` then asserts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import Emitter, erase_dead, erase_unused, substitute
+from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.edit import (
+    Emitter,
+    erase_dead,
+    erase_unused,
+    read_instead,
+    replace_uses,
+    substitute,
+)
 from moe_compile.graph.inner_graphs import bodies, is_autograd_function
-from moe_compile.graph.modes import changes_mode
+from moe_compile.graph.modes import Mode, changes_mode, modes
 from moe_compile.graph.query import (
     C10D,
     called_name,
+    has_dynamic_splits,
+    is_all_to_all,
+    is_integer,
     is_launch,
     is_wait,
+    number_of,
     overload_name,
     tensor_of,
     value_of,
+    waits_on,
 )
 from moe_compile.graph.single_waits import split_waits
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
-from passes.normalize.body_values import HAND_ON
-from passes.normalize.filled_memory import find_fills, read_sources, write_elsewhere
+from passes.normalize.body_values import HAND_ON, MAKE_MEMORY, alike
 from passes.normalize.function_exchanges import Unknown, exchanges_of, replace_function
-from passes.normalize.known_lengths import note_known_lengths
 
 VISIBLE: Final = "its launch and its wait stand in the graph"
 
@@ -207,3 +234,134 @@ def _rewrite(launch: fx.Node, hiding: fx.Node) -> None:
             plain.meta["example_value"] = wait.meta["example_value"] = reader.meta["example_value"]
         substitute(reader, wait)
     erase_dead([launch, hiding])  # the operator's body is an exchange and its wait, no more
+
+
+ELSEWHERE: Final = {
+    "index_add_": "index_add",
+    "index_copy_": "index_copy",
+    "scatter_add_": "scatter_add",
+}
+"""Methods that write memory by an index, and those that write a copy of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """`copy` fills `memory` with `source`, what a collective brought or a part of that."""
+
+    memory: fx.Node
+    copy: fx.Node
+    source: fx.Node
+
+
+def find_fills(graph: fx.Graph) -> list[Fill]:
+    """Return the fills after which memory may be read where its source is."""
+    copies = (n for n in graph.nodes if n.op == "call_method" and n.target == "copy_")
+    fills = [fill for copy in copies if (fill := _fill(copy)) is not None]
+    if not fills:
+        return []
+    dependence, mode_of = Dependence(graph), modes(graph)
+    return [fill for fill in fills if _is_only_read(fill, dependence, mode_of)]
+
+
+def _fill(copy: fx.Node) -> Fill | None:
+    memory, source = copy.args[:2]
+    if not isinstance(memory, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    if not _is_new(memory) or not _is_brought(source) or not alike(memory, source):
+        return None
+    return Fill(memory, copy, source)
+
+
+def _is_new(memory: object) -> bool:
+    """Whether the node makes memory of its own, to which no gradient flows."""
+    if not isinstance(memory, fx.Node) or called_name(memory) not in MAKE_MEMORY:
+        return False
+    return not memory.kwargs.get("requires_grad")
+
+
+def _is_brought(node: fx.Node) -> bool:
+    """Whether a collective brought it, whole or in parts, and one reader has it alone."""
+    while called_name(node) == "getitem" and len(node.users) == 1:
+        (node,) = node.all_input_nodes
+        if is_wait(node):
+            return all(called_name(user) == "getitem" for user in node.users)
+    return is_wait(node) and len(node.users) == 1
+
+
+def _is_only_read(fill: Fill, dependence: Dependence, mode_of: Mapping[fx.Node, Mode]) -> bool:
+    place = dependence.position
+    if any(place[user] < place[fill.copy] for user in fill.memory.users):
+        return False
+    tensor = tensor_of(fill.source)
+    flows = tensor is not None and tensor.requires_grad
+    if flows and mode_of[fill.copy][0] is not mode_of[fill.source][0]:
+        return False
+    memory = storages(fill.memory) | storages(fill.source)
+    return not any(
+        not written or written & memory
+        for writer, written in dependence.writes.items()
+        if writer is not fill.copy and place[writer] > place[fill.source]
+    )
+
+
+def read_sources(fills: list[Fill]) -> None:
+    """Have readers of filled memory read what it is filled with."""
+    for fill in fills:
+        replace_uses({fill.copy: fill.source})
+        for reader in [user for user in fill.memory.users if user is not fill.copy]:
+            read_instead(reader, fill.memory, fill.source)
+        erase_dead([fill.memory, fill.copy])
+
+
+def write_elsewhere(graph: fx.Graph) -> list[fx.Node]:
+    """Have writes by index into new memory write a copy, and what reads the memory read that."""
+    writes = [n for n in graph.nodes if n.op == "call_method" and n.target in ELSEWHERE]
+    writes = [write for write in writes if _is_new(write.args[0])]
+    dependence = Dependence(graph) if writes else None
+    found = [write for write in writes if dependence is not None and _is_alone(write, dependence)]
+    for write in found:
+        memory, value = write.args[0], tensor_of(write)
+        assert isinstance(memory, fx.Node) and value is not None
+        total = Emitter(write).method(ELSEWHERE[str(write.target)], *write.args, **write.kwargs)
+        total.meta["example_value"] = torch.empty_like(value).requires_grad_(value.requires_grad)
+        for reader in [user for user in memory.users if user not in (write, total)]:
+            read_instead(reader, memory, total)
+        replace_uses({write: total})
+        erase_dead([write])
+    return found
+
+
+def _is_alone(write: fx.Node, dependence: Dependence) -> bool:
+    """Whether nothing but `write` writes its memory, and nothing reads that before."""
+    memory, place = write.all_input_nodes[0], dependence.position
+    is_first = all(place[user] >= place[write] for user in memory.users)
+    reads_it = memory in (*write.args[1:], *write.kwargs.values())
+    return is_first and not reads_it and dependence.writers(memory) == [write]
+
+
+def note_known_lengths(graph: fx.Graph) -> None:
+    """Store known lengths of what exchanges of integers send and bring."""
+    for launch in graph.nodes:
+        if not is_launch(launch) or not is_integer(launch):
+            continue
+        if is_all_to_all(launch) and has_dynamic_splits(launch):
+            continue
+        for node in (*_sent(launch), launch, *waits_on(launch)):
+            _note(node)
+
+
+def _sent(launch: fx.Node) -> Iterator[fx.Node]:
+    """Yield what is sent, and what it was before each change of form."""
+    node = launch.args[0]
+    while isinstance(node, fx.Node) and is_integer(node):
+        yield node
+        node = node.args[0] if node.op == "call_method" and node.args else None
+
+
+def _note(node: fx.Node) -> None:
+    tensor = tensor_of(node)
+    if tensor is None or all(type(size) is int for size in tensor.shape):
+        return
+    sizes = [number_of(size) for size in tensor.shape]
+    if all(sizes) and tensor.is_contiguous():
+        node.meta["example_value"] = tensor.view([size or 0 for size in sizes])

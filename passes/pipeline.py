@@ -5,6 +5,8 @@ Contract
     Rewrites of other distributions follow the last pass on the Dynamo graph, by name.
     A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
     What needs a fact that a dropped pass owed is left out as well, and the report says so.
+    `TORCH_LOGS=+passes.pipeline` prints the graph before a level, and after each pass that changed
+    it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch.fx as fx
+from torch._logging import trace_structured
 
 from moe_compile.entry_points import REWRITES, installed
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
@@ -57,6 +60,7 @@ from passes.verify_schedule import VerifySchedule
 from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
+GRAPHS: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +167,17 @@ def check_order(level: Level) -> None:
 def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassReport | Dropped]:
     """Run one level's enabled passes in order on `graph`; return what became of each.
 
+    A pass that failed on this graph in an earlier attempt has its place in the journal already.
+
     Raises what a failing pass raised when `state.config.strict`, and what a check found.
     """
     results: list[PassReport | Dropped] = []
     result: PassReport | Dropped
     known = level.given
+    _show(graph, state, f"before_{level.passes[0].name}")
     for p in level.passes:
+        if f"{p.name} {state.graph_name}" in state.dropped:
+            continue
         if p.name in state.config.disable_passes:
             result = Dropped(p.name, Reason.DISABLED)
         elif missing := p.requires - known:
@@ -178,9 +187,22 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
         if isinstance(result, PassReport):
             known = (known - p.invalidates) | p.provides
             state.measures.update(result.measures)
+            if result.changed:
+                _show(graph, state, f"after_{p.name}")
         state.journal.add(state.graph_name, result)
         results.append(result)
     return results
+
+
+def _show(graph: fx.Graph, state: CompileState, step: str) -> None:
+    """Print `graph`, and have tlparse show it, where that is asked for."""
+    name = f"megamoe_{state.graph_name}_{step}"
+    GRAPHS.debug("%s:\n%s", name, graph)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: str(graph),
+    )
 
 
 def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport | Dropped:

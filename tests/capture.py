@@ -1,6 +1,7 @@
 """Dynamo graphs of small programs, as a backend sees them."""
 
 import contextlib
+import itertools
 
 import torch
 from torch import fx
@@ -37,6 +38,29 @@ def dynamo_graphs(program, *inputs):
         torch.compile(program, backend=keep, fullgraph=True)(*inputs)
     (gm,) = captured
     return list(normalized(gm))
+
+
+def same_program(graph, expected):
+    """Return "" where two graphs are one program but for names, else where they part."""
+    pairs = itertools.zip_longest(*map(_plain, (graph, expected)), fillvalue="(nothing)")
+    return next((f"line {i}: {a}, expected: {b}" for i, (a, b) in enumerate(pairs) if a != b), "")
+
+
+def _plain(graph):
+    """Yield the nodes as text, in which every node is a number."""
+    names = {}
+    for node in graph.nodes:
+        names[node] = _Name(f"%{len(names)}")
+        target = node.target if node.op != "placeholder" else ""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+        yield f"{names[node]} = {node.op} {target} {args} {kwargs}"
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self):
+        return str(self)
 
 
 def normalized(gm):

@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # graphs with a size for every count seldom repeat an operator's shapes: remembering costs more
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# ranks of pools refuse what a CPU may round otherwise in parts: what is rewritten must be equal
+os.environ["TESTS_HAVE_STRICT_BITS"] = "1"
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xdist.scheduler import LoadFileScheduling
 
 from moe_compile.report.graph_breaks import forget_frames
+from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
 from moe_compile.testing.mirrored_rank import MirroredGroup, become_mirrored
 from moe_compile.testing.rank_pool import RankPool, collect_seldom, forget_compiled
-from moe_compile.torch_quirks.frame_space import with_frame_space
+from moe_compile.torch_quirks.python311_frames import with_frame_space
+
+use_bits_of_environment()  # and so does this process
+
 
 LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
 """What takes longest first, so that no worker has much of it left when the other is done."""

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from moe_compile.ops.quantize import pack_rows, unpack_rows
+from moe_compile.ops.quantized_rows import pack_rows, unpack_rows
 from tests.quantized_layers import Exchange, by_wire
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 import tests.layers
-from moe_compile.ops.quantize import pack_rows, unpack_rows
+from moe_compile.ops.quantized_rows import pack_rows, unpack_rows
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 WAIT = torch.ops._c10d_functional.wait_tensor

@@ -9,6 +9,7 @@ import torch
 from moe_compile.backend import rewrite
 from moe_compile.codegen import EVERY_LEVEL, trace_graphs
 from moe_compile.config import MegaMoEConfig
+from moe_compile.proof.kernel_bits import KernelBits, bits_by
 from passes.pipeline import DYNAMO
 from tests.capture import dynamo_graphs
 
@@ -85,7 +86,8 @@ def verdicts(name):
     options = names.get("options", {"megamoe.chunks": 2})
     options = {key.removeprefix("megamoe."): value for key, value in options.items()}
     gm, *_ = dynamo_graphs(names["program"], x)
-    state, compilation = rewrite(gm, MegaMoEConfig(**{"hardware": "cpu", **options}))
+    with bits_by(KernelBits()):  # as users have it
+        state, compilation = rewrite(gm, MegaMoEConfig(**{"hardware": "cpu", **options}))
     if section.is_traced:
         inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         trace_graphs(gm, inputs, state, EVERY_LEVEL)

@@ -42,7 +42,7 @@ import torch.nn.attention.flex_attention as flex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend
 
-from moe_compile.torch_quirks.frame_space import with_frame_space
+from moe_compile.torch_quirks.python311_frames import with_frame_space
 
 WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and `torch.compile` add to a parameter's name."""

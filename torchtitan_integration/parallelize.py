@@ -22,9 +22,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_ddp
 
-from moe_compile.cache_marks import cache_marks
 from moe_compile.config import PREFIX
 from moe_compile.group_setup import agree_on_machines
+from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
 from torchtitan_integration.exchange_buffers import exchange_buffers
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
@@ -189,6 +189,6 @@ def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callabl
     backend = job.compile.backend
     options = None
     if backend == BACKEND:
-        options = {**cache_marks({}), **backend_options(job, held)}
+        options = {**cacheable_functions({}), **backend_options(job, held)}
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's own apply_compile
     return torch.compile(forward, backend=backend, fullgraph=True, options=options)

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.poisoned_memory import poison
+from moe_compile.check.bits import poison
 from moe_compile.check.record import Record, say
 
 BEHIND: Final = 16

@@ -25,8 +25,13 @@ from benchmarks.gpu.device_time import Replay, replayable, time_in_turn
 from benchmarks.gpu.row_ops import ROW_OPS, Inputs, RowOp, extreme_rows, random_inputs
 from benchmarks.gpu.sizes import Sizes
 from moe_compile.check.record import Record, say
-from moe_compile.ops.quantize import pack_rows, unpack_rows
-from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE, has_kernel
+from moe_compile.ops.quantized_rows import (
+    GATHER_QUANTIZE_PACK,
+    UNPACK_DEQUANTIZE,
+    has_kernel,
+    pack_rows,
+    unpack_rows,
+)
 
 ODD_WIDTHS: Final = (1, 127, 130, 2052)
 ODD_ROWS: Final = (0, 1, 33)

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import torch
 
-from moe_compile.ops.quantize import pack_rows
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,
     GATHER_ROWS,
     REFERENCES,
     UNPACK_DEQUANTIZE,
     UNPACK_DEQUANTIZE_PERMUTE,
+    pack_rows,
 )
 from moe_compile.ops.row_sums import SUM_OF_PLACES, sum_of_places
 from moe_compile.ops.wire_format import row_bytes

@@ -37,7 +37,7 @@ from moe_compile.check.team import Team
 from moe_compile.report.process_report import figures
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.programs.groups import register_nodes
-from torchtitan_integration.profile_window import measure_trace
+from torchtitan_integration.metrics import measure_trace
 
 NODES: Final = 2
 """Into which ranks are divided for two hops, of one machine too."""

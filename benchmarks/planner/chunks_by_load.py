@@ -28,8 +28,16 @@ from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import CHUNKS, Candidate
 from moe_compile.plan.choose_uneven import EDGES, Uneven, choose_uneven
 from moe_compile.plan.region_tasks import ROW_PASSES, price_us
-from moe_compile.plan.stated_loads import Groups, even_ranges, ranges_by_load, rows_of_ranks
-from moe_compile.plan.uneven_price import DRAWS, Routing, agreeing_us, all_ranks_us
+from moe_compile.plan.uneven_price import (
+    DRAWS,
+    Groups,
+    Routing,
+    agreeing_us,
+    all_ranks_us,
+    even_ranges,
+    ranges_by_load,
+    rows_of_ranks,
+)
 
 CELLS: Final = (
     ("qwen3-235b", 8, "h800"),

@@ -35,7 +35,7 @@ from benchmarks.link.block import Block
 from benchmarks.link.cases import BlockCase, Plan
 from benchmarks.planner.planned_models import CapturedError, fake_group
 from moe_compile.backend import megamoe
-from moe_compile.cost import stored_work
+from moe_compile.cost import traced_nodes
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan import decide
 from moe_compile.plan.state import CompileState
@@ -100,7 +100,7 @@ def compile_blocks(num_blocks: int, group: dist.ProcessGroup) -> Compiled:
         return stop
 
     torch._dynamo.reset()
-    stored_work.forget()
+    traced_nodes.forget()
     decide.forget()
     eager = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with eager, found.watching(), contextlib.suppress(CapturedError):

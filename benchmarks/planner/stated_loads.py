@@ -1,7 +1,7 @@
 """Stated routings by name, and chunks of a rank's experts that are no ranges in their order.
 
 Contract
-    As `moe_compile/plan/stated_loads.py`, which the planner itself takes its rows from.
+    As `moe_compile/plan/uneven_price.py`, which the planner itself takes its rows from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from moe_compile.plan.stated_loads import Groups, shuffled, skewed_shares
+from moe_compile.plan.uneven_price import Groups, shuffled, skewed_shares
 
 HOT: Final = 8.0
 """Times the mean that the one hot expert is chosen, at most by every token."""

@@ -12,9 +12,9 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.attention.head_factors import Factor
-from moe_compile.attention.head_rounding import rounds_alone
 from moe_compile.attention.head_tracking import Tracker
 from moe_compile.journal.reasons import Reason
+from moe_compile.proof.kernel_bits import HeadBits
 
 UNPROVEN: Final = frozenset(
     {
@@ -65,6 +65,10 @@ class AttentionRegion:
     """Those of this rank, repetitions not counted where they can be told."""
     rounds: bool
     """Whether groups of any number may differ from the whole in the last bits."""
+    rounds_alone: bool
+    """The same of groups of one query head."""
+    last_bits: HeadBits
+    """What is said, and nothing decided by."""
     group: str
     num_ranks: int
 
@@ -75,8 +79,13 @@ class AttentionRegion:
 
     def may_round(self, num_groups: int) -> bool:
         """Whether `num_groups` groups may differ from the whole in the last bits."""
-        alone = self.num_heads == num_groups and rounds_alone(self.operands)
+        alone = self.num_heads == num_groups and self.rounds_alone
         return num_groups > 1 and (self.rounds or alone)
+
+    def why_last_bits(self, num_groups: int) -> str:
+        """Return why last bits may depend on where heads lie in memory, "" where they do not."""
+        alone = self.last_bits.alone if self.num_heads == num_groups else ""
+        return (self.last_bits.groups or alone) if num_groups > 1 else ""
 
     @property
     def local_operands(self) -> tuple[fx.Node, ...]:

@@ -15,6 +15,7 @@ Pseudo-code
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -39,19 +40,21 @@ from moe_compile.attention.head_proof import (
     no_region,
     track,
 )
-from moe_compile.attention.head_rounding import has_local_gradient, rounds_by_group
 from moe_compile.attention.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import (
     argument_of,
     group_name,
+    has_gradient,
     is_all_gather,
     is_launch,
     is_wait,
     operator_at,
     output_splits,
+    tensor_of,
 )
 from moe_compile.journal.reasons import Reason
+from moe_compile.proof.kernel_bits import bits
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 TENSOR_PARALLEL: Final = (
@@ -101,8 +104,9 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     if head is not None:
         check_heads_stay(tracker, (*inward, *outward), head)
     num_kv_heads = head.size if head else 1
-    rounds = rounds_by_group(core, operands, num_kv_heads)
-    rounds = rounds or has_local_gradient(operands, sources)
+    found = bits().heads(core, operands, num_kv_heads)
+    refused = bool(found.groups) and bits().refuses
+    rounds = refused or _sizes_differ(operands) or _has_local_gradient(operands, sources)
     cut = heads_read(tracker, head, body, core, dependence, may_round=rounds) if head else []
     region = AttentionRegion(
         name=core.name,
@@ -119,12 +123,33 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
         num_heads=size_of(tracker.dims(operands[0])[-3]),
         num_kv_heads=num_kv_heads,
         rounds=rounds,
+        rounds_alone=bool(found.alone) and bits().refuses,
+        last_bits=found,
         group=group_name(exchanges[0]),
         num_ranks=len(output_splits(exchanges[0])),
     )
     check_escapes(region.body[:-1], region.body)
     check_meanwhile(region.body, core, dependence)
     return region
+
+
+def _sizes_differ(operands: Sequence[fx.Node]) -> bool:
+    """Whether keys and values differ in head size: torch may take a kernel for all heads at once.
+
+    So it is where a tensor is not known.
+    """
+    key, value = map(tensor_of, operands[1:])
+    return key is None or value is None or key.shape[-1] != value.shape[-1]
+
+
+def _has_local_gradient(operands: Sequence[fx.Node], sources: Sequence[fx.Node | None]) -> bool:
+    """Whether a gradient flows into an operand that no exchange brings.
+
+    Attention gives it a memory layout by how many heads there are, and sums over it round by that.
+    An exchange gives gradients one layout.
+    """
+    pairs = zip(operands, sources, strict=True)
+    return any(source is None and has_gradient(operand) for operand, source in pairs)
 
 
 def _outward(core: fx.Node) -> list[fx.Node]:

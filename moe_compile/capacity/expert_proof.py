@@ -3,7 +3,7 @@
 Contract
     Raises Refuse or Lost where the proof fails; the graph is not edited.
     What a chunk computes of its experts, forward and backward, is then what the whole region
-    computes of them, but for how kernels round (expert_rounding.py).
+    computes of them, but for how kernels round.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+import torch
 import torch.distributed as dist
 
-from moe_compile.check.poisoned_memory import poison
 from moe_compile.check.record import Record, say
 from moe_compile.check.rewrites import Item, items_for
 from moe_compile.check.team import Team
-from moe_compile.testing.joining import be_deterministic
+from moe_compile.testing.joining import be_deterministic, rank_device
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import Findings, run
 
@@ -77,3 +77,20 @@ def judge_item(item: Item, record: Record, found: list[tuple[Findings, float]]) 
         why = f"it was not rewritten: {', '.join(judgement.verdicts) or 'nothing was compiled'}"
         record.expect(judgement.is_chunked, item.name, why)
     say(f"bits: {item.name}: {judgement.kind.value} in {seconds:.1f} s")
+
+
+BLOCK_BYTES: Final = (2**12, 2**16, 2**20, 2**24)
+"""Sizes of blocks that held NaN."""
+BLOCKS: Final = 4
+"""Of each size."""
+
+
+def poison(device: str | torch.device | None = None) -> None:
+    """Poison memory of a device, by default of this rank's."""
+    place = rank_device() if device is None else torch.device(device)
+    held = [
+        torch.full((size // 2,), torch.nan, device=place, dtype=torch.bfloat16)
+        for size in BLOCK_BYTES
+        for _ in range(BLOCKS)
+    ]
+    del held

@@ -6,22 +6,29 @@ Contract
     and concatenations, with each other, into scatters and into reductions, through views as well.
     `make cuda-table` reads the generated code for it. Where the host is the device Inductor writes
     concatenations out.
+
+The share of pairs of query and key that FlexAttention computes under its block mask.
+A function of the graph alone: the mask is asked by its code, at pairs of positions. What it
+reads of tensors is data, which only a run knows, and counts as kept: torchtitan's block_causal
+mask, causal and within documents, counts as causal.
+A kernel computes a block whole where any pair of it is kept, and leaves it out else (Dong et
+al. 2024, Flex Attention, on BlockMask): a causal mask keeps a half, and half its diagonal.
+Masks are taken to be alike for every sequence and head.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.cost.group_ranks import group_ranks
-from moe_compile.cost.kept_blocks import kept_share
 from moe_compile.cost.row_gathers import GATHERS, gathered_bytes
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
@@ -314,3 +321,107 @@ def _group_size(launch: fx.Node) -> int:
     position = 1 if is_all_gather(launch) else 2 if is_reduce_scatter(launch) else None
     size = None if position is None else argument_of(launch, position, "group_size")
     return size if isinstance(size, int) else group_ranks(group_name(launch))
+
+
+def group_ranks(name: str) -> int:
+    """Return the ranks of the group called `name`; 0 where this process has no such group."""
+    try:
+        return int(dist.distributed_c10d._resolve_process_group(name).size())
+    except (RuntimeError, ValueError, KeyError):
+        return 0
+
+
+MOST_BLOCKS: Final = 16_384
+"""Blocks that are looked at: all up to 16,384 tokens of each kind, then evenly spaced rows."""
+POSITION_OF_MASK: Final = {"flex_attention": 4, "flex_attention_backward": 9}
+"""Operator -> place of its block mask among its arguments (torch._higher_order_ops)."""
+
+Known = int | bool | None
+"""A value of the mask's code for one pair; None for what only a run knows."""
+
+ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
+    "aten::add": operator.add,
+    "aten::sub": operator.sub,
+    "aten::mul": operator.mul,
+    "aten::floor_divide": operator.floordiv,
+    "aten::remainder": operator.mod,
+    "aten::ge": operator.ge,
+    "aten::gt": operator.gt,
+    "aten::le": operator.le,
+    "aten::lt": operator.lt,
+    "aten::eq": operator.eq,
+    "aten::ne": operator.ne,
+    "aten::logical_not": operator.not_,
+}
+"""Operators that are known where all their arguments are."""
+CONNECTIVES: Final[Mapping[str, bool]] = {
+    "aten::bitwise_and": False,
+    "aten::logical_and": False,
+    "aten::bitwise_or": True,
+    "aten::logical_or": True,
+}
+"""Operator -> the value of one side that decides, whatever the other is."""
+CONSTANTS: Final = {"aten::new_ones": True, "aten::new_zeros": False}
+"""With which a conjunction and a disjunction of masks begin (`and_masks`, `or_masks`)."""
+
+
+def kept_share(attention: fx.Node, num_queries: int, num_keys: int) -> float:
+    """Return the share of pairs that are computed; 1 where the graph has no mask."""
+    target: Any = attention.target
+    mask = argument_of(attention, POSITION_OF_MASK[target.name()], "block_mask")
+    *_, query_block, key_block, code = mask
+    owner = attention.graph.owning_module
+    module = getattr(owner, str(code.target), None) if isinstance(code, fx.Node) else None
+    if not isinstance(module, fx.GraphModule):
+        return 1.0
+    rows, columns = _blocks(num_queries, query_block), _blocks(num_keys, key_block)
+    sampled = max(1, min(len(rows), MOST_BLOCKS // len(columns)))
+    looked_at = [rows[(2 * i + 1) * len(rows) // (2 * sampled)] for i in range(sampled)]
+    kept = sum(_keeps_any(module.graph, row, column) for row in looked_at for column in columns)
+    return kept / (sampled * len(columns))
+
+
+def _blocks(length: int, block: int) -> list[tuple[int, int]]:
+    """Return the first and the last position of each block."""
+    return [(start, min(start + block, length) - 1) for start in range(0, length, block)]
+
+
+def _keeps_any(mask: fx.Graph, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
+    """Return whether a block is computed, told by its corners."""
+    corners = ((q, k) for q in reversed(queries) for k in keys)
+    return any(_value(mask, (0, 0, q, k)) is not False for q, k in corners)
+
+
+def _value(mask: fx.Graph, pair: tuple[int, int, int, int]) -> Known:
+    """Return what the mask says of a pair: sequence, head, query, key; of tensors it is None."""
+    given = iter(pair)
+    known: dict[fx.Node, Known] = {}
+    for node in mask.nodes:
+        if node.op == "placeholder":
+            known[node] = next(given, None)
+        elif node.op == "output":
+            result: Any = node.args[0]
+            return known.get(result) if isinstance(result, fx.Node) else result
+        else:
+            known[node] = _applied(node, known)
+    return None
+
+
+def _applied(node: fx.Node, known: Mapping[fx.Node, Known]) -> Known:
+    name = overload_name(node)
+    values: list[Any] = [known.get(a) if isinstance(a, fx.Node) else a for a in node.args]
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    if name in CONNECTIVES:
+        return _connected(values, decides=CONNECTIVES[name])
+    if name not in ARITHMETIC or None in values or node.kwargs:
+        return None
+    result: Known = ARITHMETIC[name](*values)
+    return result
+
+
+def _connected(values: Sequence[Known], *, decides: bool) -> Known:
+    """Return a conjunction (`decides` False) or a disjunction; None where bits are combined."""
+    if any(value is decides for value in values):
+        return decides
+    return not decides if all(isinstance(value, bool) for value in values) else None

@@ -3,21 +3,48 @@
 Contract
     The graph stays as it is while its work is read.
     What a layer takes does not depend on which other layers stand beside it in the graph.
+
+Work of layers that were traced before: in this process, and beside Inductor's cache.
+What is found is what tracing would give: entries are named by a hash of the layer's program,
+torch's version and every source file of megamoe, and a layer that calls what a user has
+written is not kept on disk. So no decision depends on the cache.
+
+Read a layer as work: it is traced, and what each node of the traced graphs takes is noted.
+Sizes are numbers in the graph, and balanced routing for those that only a run knows.
+Amounts are those of `cost/amounts.py`, with which the scheduler prices nodes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
+import json
 import logging
-from collections.abc import Collection, Iterable
-from typing import Final, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import torch.fx as fx
 
-from moe_compile.cost.layer_program import LayerProgram, program_of
+from moe_compile.cost.amounts import (
+    Amounts,
+    amounts_of,
+    fuses_what_it_reads,
+    is_free,
+    is_fusible,
+    is_product,
+)
+from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight, program_of
 from moe_compile.cost.region_work import Work
-from moe_compile.cost.stored_work import work_of
+from moe_compile.cost.row_gathers import reads_pieces
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_all_to_all, is_launch, value_of
+from moe_compile.graph.row_moves import row_gather
 from moe_compile.regions.fused_sums import FusedSums
+from moe_compile.source_hash import hash_of_sources
+from moe_compile.torch_quirks.cache_files import keep, kept_path
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -71,3 +98,174 @@ class TracedNodes:
             return ()
         origins = [*self.program.origins, None]  # the last for what no node stands for
         return tuple(tuple((work, origins[place]) for work, place in one) for one in traced)
+
+
+_KNOWN: Final[dict[str, tuple[TracedWork, ...]]] = {}
+"""By the text of a program; a process compiles few distinct layers."""
+
+
+def work_of(program: LayerProgram) -> tuple[TracedWork, ...]:
+    """Return the work of the forward, and of the backward where there is one."""
+    name = hashlib.sha256(f"{program.text} {hash_of_sources()}".encode()).hexdigest()
+    if name not in _KNOWN:
+        path = kept_path(f"{name}.json") if program.is_of_torch else None
+        found = None if path is None else _load(path)
+        _KNOWN[name] = found or trace_work(program)
+        if found is None and path is not None:
+            keep(path, json.dumps([dataclasses.asdict(phase) for phase in _KNOWN[name]]))
+    return _KNOWN[name]
+
+
+def forget() -> None:
+    """Forget what this process has traced; what is on disk stays."""
+    _KNOWN.clear()
+
+
+def _load(path: Path) -> tuple[TracedWork, ...] | None:
+    """Return an entry; None where there is none, or what is there is none of ours."""
+    try:
+        return tuple(map(_traced, json.loads(path.read_text()))) or None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _traced(phase: dict[str, Any]) -> TracedWork:
+    return TracedWork(tuple(map(_work, phase["work"])), tuple(phase["origins"]))
+
+
+def _work(fields: dict[str, Any]) -> Work:
+    return Work(**{**fields, "needs": tuple(fields["needs"])})
+
+
+NOWHERE = -1
+"""Origin of a node that no node of the program stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedWork:
+    """Work of one phase, each with the place of the program's node it comes from."""
+
+    work: tuple[Work, ...]
+    origins: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[tuple[Work, int]]:
+        """Return each work with its origin."""
+        return zip(self.work, self.origins, strict=True)
+
+
+def trace_work(program: LayerProgram) -> tuple[TracedWork, ...]:
+    """Return the work of the forward, and of the backward where there is one."""
+    sizes = NominalSizes({}, program.rows)
+    products = _Products(is_weight=tuple(map(is_weight, program.inputs)))
+    return tuple(_read(graph, sizes, products) for graph in program.graphs())
+
+
+@dataclass(slots=True)
+class _Products:
+    """What the forward graph says of weights, for the backward graph."""
+
+    is_weight: tuple[bool, ...]
+    """Of each input of the program."""
+    is_forward_read: bool = False
+    weights: set[str] = field(default_factory=set)
+    """Names of inputs of the forward, and of their views: the backward calls them alike."""
+    with_weight: set[int] = field(default_factory=set)
+    """Origins of products of which an operand is a weight."""
+
+
+def _read(graph: fx.Graph, sizes: NominalSizes, products: _Products) -> TracedWork:
+    sizes.learn(graph)
+    work: list[Work] = []
+    origins: list[int] = []
+    made_by: dict[fx.Node, tuple[int, ...]] = {}
+    origin_of: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        _note_weight(node, inputs, products)
+        origin_of[node] = _origin(node, inputs, origin_of)
+        needs = tuple(sorted({i for a in inputs for i in made_by.get(a, ())}))
+        amounts = amounts_of(node, sizes)
+        if not (amounts.nbytes or amounts.num_kernels or amounts.operations):
+            made_by[node] = needs
+            continue
+        made_by[node] = (len(work),)
+        work.append(_work_of(node, needs, amounts, sizes, origin_of[node], products))
+        origins.append(origin_of[node])
+    products.is_forward_read = True
+    return TracedWork(tuple(work), tuple(origins))
+
+
+def _note_weight(node: fx.Node, inputs: Sequence[fx.Node], products: _Products) -> None:
+    """Note an input of the program that is a weight, or a view of one."""
+    if node.op == "placeholder":
+        number = _input_number(node)
+        is_noted = not products.is_forward_read and (number is None or products.is_weight[number])
+    else:
+        is_noted = (
+            is_free(node) and bool(inputs) and all(a.name in products.weights for a in inputs)
+        )
+    if is_noted:
+        products.weights.add(node.name)
+
+
+def _input_number(node: fx.Node) -> int | None:
+    """Return which input of the program a placeholder is, or is a part of; None for no input.
+
+    AOTAutograd's description of it says so; an attribute is none, such as a weight.
+    """
+    described = node.meta.get("desc")
+    while hasattr(described, "base"):
+        described = described.base
+    number: int | None = getattr(described, "idx", None)
+    return number
+
+
+def _origin(node: fx.Node, inputs: Iterable[fx.Node], origin_of: dict[fx.Node, int]) -> int:
+    """Return where `node` comes from; the sum of two gradients from where the first does."""
+    own = node.meta.get("custom", {}).get(ORIGIN)
+    if own is not None:
+        return int(own)
+    known = (origin_of.get(a, NOWHERE) for a in inputs)
+    return next((place for place in known if place != NOWHERE), NOWHERE)
+
+
+def _work_of(
+    node: fx.Node,
+    needs: tuple[int, ...],
+    amounts: Amounts,
+    sizes: NominalSizes,
+    origin: int,
+    products: _Products,
+) -> Work:
+    if is_launch(node):
+        is_gather = not is_all_to_all(node)
+        return Work(
+            name=node.name,
+            needs=needs,
+            link_bytes=amounts.link_bytes,
+            exchange="other",
+            is_gather=is_gather,
+            written=float(sizes.nbytes(value_of(node))),
+        )
+    weights = 0.0
+    makes_gradient = False
+    if is_product(node):
+        weights = sum(read for a, read in amounts.read.items() if a.name in products.weights)
+        if weights:
+            products.with_weight.add(origin)
+        elif origin in products.with_weight:
+            weights, makes_gradient = amounts.written, True
+    return Work(
+        name=node.name,
+        needs=needs,
+        operations=amounts.operations,
+        nbytes=amounts.nbytes - weights,
+        weight_bytes=weights,
+        written=float(sizes.nbytes(value_of(node))),
+        num_kernels=amounts.num_kernels,
+        makes_gradient=makes_gradient,
+        is_fusible=is_fusible(node),
+        fuses_what_it_reads=fuses_what_it_reads(node),
+        moves_rows=row_gather(node) is not None,
+        reads_pieces=reads_pieces(node),
+    )

@@ -99,6 +99,15 @@ class Journal:
         """Take in what became of one pass on one graph."""
         self.records.append((graph, result))
 
+    def forget_all_but_failures(self, start: int) -> None:
+        """Forget the records from number `start` on, of an attempt that ended, but for failures."""
+        failures = [
+            (graph, result)
+            for graph, result in self.records[start:]
+            if isinstance(result, Dropped) and result.is_failure
+        ]
+        self.records[start:] = failures
+
     def dropped(self) -> Iterator[tuple[str, Dropped]]:
         """Return the passes left out, each with the graph it was left out of."""
         for graph, result in self.records:

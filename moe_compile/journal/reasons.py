@@ -89,10 +89,6 @@ class Reason(enum.Enum):
         "a dimension that does not hold the rows is as long as the counts say",
         Kind.UNPROVEN,
     )
-    ROUNDED_BY_POSITION = (
-        "a CPU rounds an operator by where an element or a row lies in memory",
-        Kind.UNPROVEN,
-    )
     UNSTABLE_SORT = (
         "a sort that is not stable leaves the order of one expert's rows open: write stable=True",
         Kind.UNPROVEN,
@@ -181,8 +177,8 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     MAY_ROUND = (
-        "torch's kernel or the gradient of what no exchange brings may round otherwise by group: "
-        "ask for a number, or allow it by megamoe.numerics = 'lossy'",
+        "last bits may differ where it runs in parts: "
+        "ask for a number of them, or allow it by megamoe.numerics = 'lossy'",
         Kind.NO_GAIN,
     )
     FEW_KV_HEADS = "the local KV heads do not divide into equal groups", Kind.NOT_POSSIBLE

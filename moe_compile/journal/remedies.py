@@ -79,8 +79,6 @@ _EXPERTS: Final = {
     "the dispatch or after the combine; or set megamoe.numerics = 'bounded' where the reason says "
     "that this allows it",
     Reason.SIZE_FROM_COUNTS: "let only the dimension of the rows depend on the counts",
-    Reason.ROUNDED_BY_POSITION: "make rows contiguous, outermost, and as wide as whole blocks of "
-    "128 bytes; only what is computed on a CPU is refused for this",
     Reason.UNSTABLE_SORT: "write stable=True; or set megamoe.numerics = 'bounded' where the reason "
     "says that this allows it",
     Reason.PREMISE_FALSE: "make the index and the group sizes agree for all counts: rows of one "

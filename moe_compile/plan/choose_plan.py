@@ -13,6 +13,10 @@ Pseudo-code
         take the one whose largest regret is smallest; of equal ones the simplest
         (regret: time over that of the fastest candidate under the same perturbation, less 1)
     none: the region as it is
+
+A time that no candidate can be faster than: much quicker to tell than its price.
+Never above `region_tasks.price_us` of the same candidate. Chunks, joins, packing and
+what compute and exchanges slow each other only add to what is summed here.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_compile.cost.rates import Rates
-from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.tasks import COMPUTE, LINK, STREAMS, TaskList
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.price_bound import least_us
+from moe_compile.plan.hop_times import HopTasks, goes_in_hops
 from moe_compile.plan.region_tasks import price_us
+from moe_compile.plan.row_folds import folds_of
 
 Price = Callable[[RegionWork, Candidate, Rates], float]
 """Returns the time of forward and backward."""
@@ -228,3 +234,37 @@ def _place(one: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
     """Return where a candidate stands: those near the best by how simple they are."""
     near = regrets[one] <= min(regrets.values()) + TIE
     return not near, 0.0 if near else regrets[one], one.candidate.complexity
+
+
+def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
+    """Return the time of forward and backward if each hid all of compute or all of exchanges."""
+    work = work.by_dispatch(candidate.dispatch)
+    total = 0.0
+    for phase in work.phases:
+        busy = dict.fromkeys(STREAMS, 0.0)
+        spared = folds_of(work, phase, candidate).spared
+        for index, one in enumerate(phase):
+            left = replace(one, nbytes=one.nbytes - spared[index]) if index in spared else one
+            for stream, us in _busy(work, left, candidate, rates, phase is work.forward).items():
+                busy[stream] += us
+        total += max(busy.values())
+    return total
+
+
+def _busy(
+    work: RegionWork, one: Work, candidate: Candidate, rates: Rates, is_forward: bool
+) -> dict[str, float]:
+    """Return how long one work at least takes each stream."""
+    rows = work.imbalance if one.is_chunked else 1.0
+    in_hops = candidate.nodes != "off"
+    if in_hops and goes_in_hops(one, candidate.nodes, is_forward=is_forward):
+        in_one_part, made = replace(candidate, num_chunks=1, hop_slices=1), TaskList()
+        HopTasks(made, work, one, in_one_part, rates, is_forward).add([[]])
+        return {s: sum(t.us for t in made.tasks if t.stream == s) for s in STREAMS}
+    if one.exchange:
+        share = candidate.wire_share(work, one.exchange, is_forward=is_forward)
+        sent = one.link_bytes * rows * share
+        link_us = rates.link_us(sent, is_gather=one.is_gather)
+        return {COMPUTE: rates.op_overhead_us, LINK: link_us}
+    moved = one.nbytes * rows + one.weight_bytes
+    return {COMPUTE: rates.compute_us(one.operations * rows, moved, one.num_kernels)}

@@ -36,9 +36,18 @@ class Bound(enum.Enum):
         "a CPU rounds by their number of rows, outputs and all gradients may round otherwise"
     )
     HEADS = (
-        "last bits may differ by group: of torch's kernel for these sizes, layouts, masks and "
-        "backends, or of the gradient of what no exchange brings"
+        "last bits may differ by group: of torch's kernel for keys and values of two sizes, or of "
+        "the gradient of what no exchange brings"
     )
+
+
+LAST_BITS: Final = "last bits may differ: a CPU may round a row by where it lies in memory"
+"""How remarks begin on what runs in parts, and keeps operators, rows and their order."""
+
+
+def last_bits_remark(why: str) -> str:
+    """Return what a report says of parts whose last bits may differ, and of no others."""
+    return f"{LAST_BITS} ({why}; docs/numerics.md)"
 
 
 def plan_num_chunks(

@@ -162,7 +162,7 @@ class PlannedAttention:
     """`attention_chunks` -> why it is not otherwise."""
     decision: Decision | None = None
     remarks: tuple[str, ...] = ()
-    """What groups of heads may change; () where no bit changes."""
+    """What groups of heads may change."""
 
     @property
     def is_rewritten(self) -> bool:
@@ -189,6 +189,8 @@ class PlannedCapacity:
     decision: Decision | None = None
     not_priced: str = ""
     """As of `PlannedExperts`."""
+    last_bits: str = ""
+    """Why last bits may depend on which experts a chunk has, "" where nothing says so."""
 
     @property
     def is_rewritten(self) -> bool:

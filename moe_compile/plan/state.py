@@ -79,7 +79,8 @@ class CompileState:
     plan_digest: str = ""
     """Hash of what the Dynamo-level passes decided."""
     dropped: list[str] = field(default_factory=list)
-    """Passes that failed on a graph of AOTAutograd, each with that graph."""
+    """Passes that failed on a graph of AOTAutograd, each as `pass graph`: no later attempt to
+    compile the program runs them on that graph."""
     tell_dropped: Callable[[], None] | None = None
     """Called with each of these: a backward graph comes when the report of its compilation is
     written."""

@@ -11,28 +11,41 @@ Pseudo-code
     chunks of each rank's experts: at even distances, or by the rows of each draw
     of ranks only those count that have most rows of some run of chunks
     an exchange lasts as long as that of the rank with most rows of its chunk
+
+How many rows every expert gets under a stated popularity, and ranges of a rank's experts.
+Nothing is random but which expert is how popular, and that follows from a seed alone: the same
+on every rank. Rows are expected numbers, in units of the rows that a rank has where all experts
+are as popular.
+
+Pseudo-code
+    popularity[i] = (i + 1) ** -skew, shuffled by the seed
+    share[e] = how likely e is among the distinct experts of a token, drawn by popularity
+    rows[r][e] = share over the mean rank's, experts rank-major
+
+Tasks of several ranks whose collectives are one: how long all take.
+All ranks have the same tasks and run them in one order, as compiled code does: the order of
+the better timeline of even ranks, which is what a scheduler knows. A collective starts once it
+is at the front on every rank. Compute is slowed while one runs; it is slowed while any rank
+computes.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
+import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Final
 
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.tasks import COMPUTE, Task
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.ranks_together import order_of, together_us
-from moe_compile.plan.region_tasks import Load, tasks_of
-from moe_compile.plan.stated_loads import (
-    Groups,
-    even_ranges,
-    ranges_by_load,
-    rows_of_ranks,
-    skewed_shares,
-)
+from moe_compile.plan.region_tasks import Load, fastest, tasks_of
 
 DRAWS: Final = 4
 """Of which expert is how popular; seeds are 0 and on."""
@@ -121,3 +134,165 @@ def _ranks_that_count(of_chunks: Sequence[Sequence[float]]) -> list[int]:
     num, ranks = len(of_chunks[0]), range(len(of_chunks))
     runs = [(a, b) for a in range(num) for b in range(a + 1, num + 1)]
     return sorted({max(ranks, key=lambda r: sum(of_chunks[r][a:b])) for a, b in runs})
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Local experts of each chunk, in the order in which chunks run."""
+
+
+def skewed_shares(skew: float, num_experts: int, top_k: int, seed: int) -> list[float]:
+    """Return the share of tokens that choose each expert; together `top_k`.
+
+    >>> skewed_shares(0.0, 4, 2, seed=0)
+    [0.5, 0.5, 0.5, 0.5]
+    """
+    weights = [float(i + 1) ** -skew for i in range(num_experts)]
+    return shuffled(_distinct(weights, top_k), seed)
+
+
+def shuffled(shares: Sequence[float], seed: int) -> list[float]:
+    """Return `shares` in an order that the seed alone says."""
+    found = list(shares)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _distinct(weights: Sequence[float], top_k: int) -> list[float]:
+    """Return how likely each is among `top_k` distinct ones, drawn by `weights`.
+
+    It is drawn at a time of its own, exponential by its weight, and is among those where it comes
+    before the time at which `top_k` have come on average.
+    """
+    if len(set(weights)) == 1:
+        return [top_k / len(weights)] * len(weights)
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        time = (low + high) / 2
+        come = [1 - math.exp(-time * weight) for weight in weights]
+        low, high = (time, high) if sum(come) < top_k else (low, time)
+    return come
+
+
+def rows_of_ranks(shares: Sequence[float], num_ranks: int) -> list[list[float]]:
+    """Return the rows of each rank's experts, in units of an even rank's."""
+    local, mean = len(shares) // num_ranks, sum(shares) / num_ranks
+    return [[share / mean for share in shares[rank * local :][:local]] for rank in range(num_ranks)]
+
+
+def even_ranges(rows: Sequence[float], num: int) -> Groups:
+    """Return ranges of as many experts each, as megamoe cuts them."""
+    edges = [-(-c * len(rows) // num) for c in range(num + 1)]
+    return _ranges(edges)
+
+
+def ranges_by_load(rows: Sequence[float], num: int) -> Groups:
+    """Return ranges of about as many rows each, at least one expert in each.
+
+    An expert is in the chunk in which the middle of its rows lies.
+
+    >>> ranges_by_load([4.0, 1.0, 1.0, 1.0], 2)
+    ((0,), (1, 2, 3))
+    """
+    ends, local = list(itertools.accumulate(rows)), len(rows)
+    middles = [2 * end - own for end, own in zip(ends, rows, strict=True)]
+    edges = [0]
+    for chunk in range(1, num):
+        before = sum(middle * num < 2 * chunk * ends[-1] for middle in middles)
+        edges.append(min(max(before, edges[-1] + 1), local - num + chunk))
+    return _ranges([*edges, local])
+
+
+def _ranges(edges: Sequence[int]) -> Groups:
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges))
+
+
+ENOUGH: Final = 1e-9
+"""Work left, in microseconds, of a task that is over."""
+
+
+def order_of(tasks: Sequence[Task], rates: Rates) -> list[int]:
+    """Return the order in which a rank starts `tasks`."""
+    named = [replace(task, name=str(index)) for index, task in enumerate(tasks)]
+    return [int(span.name) for span in fastest(named, rates).spans]
+
+
+def together_us(ranks: Sequence[Sequence[Task]], order: Sequence[int], rates: Rates) -> float:
+    """Return when the last task of the last rank is over."""
+    return _Together(ranks, order, rates).run()
+
+
+@dataclass(slots=True)
+class _Together:
+    ranks: Sequence[Sequence[Task]]
+    order: Sequence[int]
+    rates: Rates
+    computed: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    """Tasks of either stream, in the order in which they start."""
+    done: list[set[int]] = field(default_factory=list)
+    """Of each rank."""
+    place: list[int] = field(default_factory=list)
+    """Of each rank in `computed`."""
+    idle: set[int] = field(default_factory=set)
+    """Ranks that compute nothing."""
+    served: float = 0.0
+    """Work that a compute stream would have done that was never idle: all are slowed alike."""
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """What `served` is when a rank's running task is over, and the rank; a heap."""
+    on_link: float | None = None
+    """Work left of the running collective."""
+    place_on_link: int = 0
+
+    def run(self) -> float:
+        first = self.ranks[0]
+        self.computed = [i for i in self.order if first[i].stream == COMPUTE]
+        self.sent = [i for i in self.order if first[i].stream != COMPUTE]
+        self.done = [set() for _ in self.ranks]
+        self.place = [0] * len(self.ranks)
+        self.idle = set(range(len(self.ranks)))
+        now = 0.0
+        while self._start():
+            now += self._step()
+        return now
+
+    def _start(self) -> bool:
+        """Start what is at the front and has what it needs; return whether anything runs."""
+        if self.on_link is None and self.place_on_link < len(self.sent):
+            index = self.sent[self.place_on_link]
+            if all(map(self._is_ready, range(len(self.ranks)), itertools.repeat(index))):
+                self.on_link = max(tasks[index].us for tasks in self.ranks)
+        for rank in sorted(self.idle):
+            place = self.place[rank]
+            if place < len(self.computed) and self._is_ready(rank, self.computed[place]):
+                us = self.ranks[rank][self.computed[place]].us
+                heapq.heappush(self.ends, (self.served + us, rank))
+                self.idle.remove(rank)
+        return self.on_link is not None or bool(self.ends)
+
+    def _is_ready(self, rank: int, index: int) -> bool:
+        return self.done[rank].issuperset(self.ranks[rank][index].needs)
+
+    def _step(self) -> float:
+        """Run to the next end; return how long that takes."""
+        slower = 1.0 + (self.rates.contention if self.on_link is not None else 0.0)
+        link_slower = 1.0 + (self.rates.overlap_slowdown if self.ends else 0.0)
+        of_link = math.inf if self.on_link is None else self.on_link * link_slower
+        of_compute = (self.ends[0][0] - self.served) * slower if self.ends else math.inf
+        took = min(of_link, of_compute)
+        self.served += took / slower
+        if self.on_link is not None:
+            self.on_link -= took / link_slower
+        self._finish()
+        return took
+
+    def _finish(self) -> None:
+        while self.ends and self.ends[0][0] - self.served <= ENOUGH:
+            _, rank = heapq.heappop(self.ends)
+            self.done[rank].add(self.computed[self.place[rank]])
+            self.place[rank] += 1
+            self.idle.add(rank)
+        if self.on_link is not None and self.on_link <= ENOUGH:
+            self.on_link = None
+            for ended in self.done:
+                ended.add(self.sent[self.place_on_link])
+            self.place_on_link += 1

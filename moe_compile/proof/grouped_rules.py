@@ -15,7 +15,6 @@ import torch.fx as fx
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call, Knowledge
-from moe_compile.proof.position_rounding import check_product_rounding
 from moe_compile.regions.count_facts import Premise
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import (
@@ -42,7 +41,6 @@ def grouped_matmul(call: Call) -> Value:
         raise Unproven(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
     if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
         raise call.unknown()
-    check_product_rounding(call, call.argument("self"), 0)
     ends = call.value(offs)
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):

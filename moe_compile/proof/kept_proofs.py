@@ -17,13 +17,15 @@ from typing import Any, Final
 
 import torch.fx as fx
 
+from moe_compile.proof.kernel_bits import KernelBits, bits
 from moe_compile.proof.region_form import RegionForm
 from moe_compile.regions.regions import RowProof
 
 MOST: Final = 64
 
-_KEPT: Final[OrderedDict[tuple[object, bool], RowProof]] = OrderedDict()
-"""Key of a form, and whether sums round otherwise -> the proof, of places in place of names."""
+_KEPT: Final[OrderedDict[tuple[object, bool, KernelBits], RowProof]] = OrderedDict()
+"""Key of a form, whether sums round otherwise, and the model of last bits in use -> the proof, of
+places in place of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ def kept_proof(form: RegionForm, *, may_round: bool) -> RowProof | None:
     A proof that needs no sums that round otherwise does for `may_round` too.
     """
     for rounds in (False, True)[: 1 + may_round]:
-        proof = _KEPT.get((form.key, rounds))
+        proof = _KEPT.get((form.key, rounds, bits()))
         if proof is not None:
-            _KEPT.move_to_end((form.key, rounds))
+            _KEPT.move_to_end((form.key, rounds, bits()))
             nodes = {_Place(number): node for number, node in enumerate(form.nodes)}
             return _renamed(proof, nodes, {there: here for here, there in form.symbols.items()})
     return None
@@ -51,7 +53,7 @@ def keep_proof(form: RegionForm, proof: RowProof, *, may_round: bool) -> None:
     """Keep the proof of the region that has this form, unless it names something else."""
     places = {node: _Place(number) for number, node in enumerate(form.nodes)}
     with suppress(KeyError):
-        _KEPT[form.key, may_round] = _renamed(proof, places, form.symbols)
+        _KEPT[form.key, may_round, bits()] = _renamed(proof, places, form.symbols)
     while len(_KEPT) > MOST:
         _KEPT.popitem(last=False)
 

@@ -5,7 +5,6 @@ Contract
     reads nothing else is computed from the same numbers. It must not run in chunks without the
     expert: of no rows it may make what is not a number, or a gradient that is not zero. Chunks of
     tokens have a part of an expert's rows: they need rows that are independent.
-    On a CPU rows of four and eight bytes must lie as `position_rounding` wants those of products.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import SYMBOLIC, Call
-from moe_compile.proof.position_rounding import ALIGNED_BYTES, on_cuda
 from moe_compile.regions.row_domain import (
     Fixed,
     Formulas,
@@ -47,9 +45,7 @@ def of_one_expert(call: Call, unproven: Unproven) -> list[Value]:
     expert = _the_expert(call, values)
     if expert is None or unproven.reason not in ANY_ROWS or not _reads_only(call, values, expert):
         raise unproven
-    for tensor, value in zip(call.inputs, values, strict=True):
-        if isinstance(value, Rows):
-            _check_place(call, tensor, value.dim)
+    for value in values:
         if isinstance(value, Outside):
             call.known.reads.add(value, None, expert)
     call.known.whole.setdefault(call.node, set()).add(expert)
@@ -72,15 +68,6 @@ def _reads_only(call: Call, values: list[Value], expert: int) -> bool:
         elif not isinstance(value, Rows | OfExpert | Outside | Fixed):
             return False
     return all(call.facts.experts_of(number) <= {expert} for number in numbers)
-
-
-def _check_place(call: Call, rows: torch.Tensor, row_dim: int) -> None:
-    if on_cuda(rows) or rows.element_size() <= 2:
-        return
-    distance = rows.stride()[row_dim]
-    if not isinstance(distance, int) or distance * rows.element_size() % ALIGNED_BYTES:
-        detail = f"{call.name} in {rows.dtype}: rows {distance} elements apart"
-        raise Unproven(Reason.ROUNDED_BY_POSITION, detail)
 
 
 def _result(

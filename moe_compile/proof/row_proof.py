@@ -39,11 +39,10 @@ from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
 from moe_compile.proof.hand_written import check_gradient, gradient_of
 from moe_compile.proof.kept_proofs import keep_proof, kept_proof
+from moe_compile.proof.kernel_bits import bits
 from moe_compile.proof.one_expert import of_one_expert
 from moe_compile.proof.operator_call import Call, Knowledge, functional, written_tensors
-from moe_compile.proof.position_rounding import sums_by_place
 from moe_compile.proof.region_form import form_of
-from moe_compile.proof.repeated_elements import Repeated
 from moe_compile.proof.row_rules import apply
 from moe_compile.proof.row_sizes import checked
 from moe_compile.proof.row_trace import UNTRACEABLE, trace_body
@@ -110,9 +109,9 @@ def _proven(region: MoERegion, *, may_round: bool) -> RowProof | Refused:
         except UNTRACEABLE as error:
             covered = Unproven(Reason.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
             return _refused(region, step.node, covered)
-    for node, tensor in proof.inner_rows[:1]:
-        detail = f"rows are not the outermost dimension of shape {list(tensor.shape)}"
-        return _refused(region, node, Unproven(Reason.ROUNDED_BY_POSITION, detail))
+    found = proof.bits.found
+    if found is not None and bits().refuses:
+        return _refused(region, found.node, Unproven(Reason.MAY_ROUND, found.detail))
     try:
         proof.check_combine()
         proof.check_reordered()
@@ -131,9 +130,7 @@ class _Proof:
         self.facts.set_outside(_sizes_outside(region))
         self.region, self.known = region, Knowledge(self.facts, reads, trace.made_stable)
         self.produced: dict[fx.Node, torch.Tensor] = {}
-        self.inner_rows: list[tuple[fx.Node, torch.Tensor]] = []
-        """Tensors in which another dimension lies outside that of the rows, with their nodes."""
-        self.repeated, self.parts = Repeated(), WrittenParts(self.known)
+        self.bits, self.parts = bits().rows(), WrittenParts(self.known)
         for given in trace.inputs:
             self.produced[given.node] = given.tensor
             self.known.set(given.tensor, self._input(given))
@@ -160,7 +157,7 @@ class _Proof:
         elif isinstance(step, NotFollowed):
             self._not_followed(step)
         elif isinstance(step, GradientOf):
-            self.repeated.values.add(id(step.tensor))  # what comes may be anything's gradient
+            self.bits.follow_gradient(step.tensor)
             self.known.set(step.tensor, gradient_of(self.known, step))
         elif isinstance(step, GradientMade):
             check_gradient(self.known, step)
@@ -181,38 +178,22 @@ class _Proof:
         results: Value | list[Value] = Fixed() if random else self._applied(call)
         outputs = call.outputs
         each = results if isinstance(results, list) else [results] * len(outputs)
-        self.repeated.follow(call, each)
+        self.bits.follow(call, each)
         self.parts.follow(call)
         if step.func._schema.is_mutable:
             self.parts.note_writer(call, each[0] if each else None)
         held = self.parts.written(written_tensors(step.func, step.args, step.kwargs), call, each)
         for tensor, value in itertools.chain(held, zip(outputs, each, strict=True)):
-            self._set(step.node, tensor, value)
-
-    def _set(self, node: fx.Node, tensor: torch.Tensor, value: Value) -> None:
-        self.known.set(tensor, checked(self.facts, tensor, value))
-        if isinstance(value, Rows) and self._lie_inside(tensor, value.dim):
-            self._note_inside(node, tensor, value)
+            self.known.set(tensor, checked(self.facts, tensor, value))
+            self.bits.follow_memory(call, tensor, value)
 
     def _applied(self, call: Call) -> Value | list[Value]:
         try:
             return apply(call)
         except Unproven as unproven:
-            return of_one_expert(call, unproven)
-
-    def _lie_inside(self, rows: torch.Tensor, row_dim: int) -> bool:
-        """Whether another dimension lies outside that of the rows, in shape or in memory."""
-        others = [d for d, size in enumerate(rows.shape) if d != row_dim and size != 1]
-        far = any(d < row_dim or self.facts.depends_on_counts(rows.stride(d)) for d in others)
-        return far and sums_by_place(rows)
-
-    def _note_inside(self, node: fx.Node, tensor: torch.Tensor, rows: Rows) -> None:
-        """Note rows that sums may round by their number: it is the same for those of one expert."""
-        expert = self.facts.is_rows_of_one(rows.order)
-        if expert is None:
-            self.inner_rows.append((node, tensor))
-        else:
-            self.known.whole.setdefault(node, set()).add(expert)
+            found = of_one_expert(call, unproven)
+            self.bits.follow_one_expert(call)
+            return found
 
     def _name_sizes(self, step: Produced) -> None:
         """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
@@ -285,6 +266,7 @@ class _Proof:
             shared=tuple(self.known.reads.shared),
             reordered=tuple(self.known.reordered),
             sampled=sampled,
+            last_bits=self.bits.said(),
         )
 
     def _only_expert(self, node: fx.Node) -> int | None:

@@ -2,19 +2,13 @@
 
 Contract
     A rule returns rows only where row i of the output depends on row i of the inputs, on
-    constants and on the parameters of its expert, and is rounded alike for any number of rows.
+    constants and on the parameters of its expert. Last bits of a row may depend on where it lies
+    in memory: rules do not ask (kernel_bits.py).
     The number of rows stands in one dimension, that of the rows; every other is known without
     the counts. An argument that no rule looks at has its default value, or the call is refused.
 
-Rounded alike, by kind of operator:
-    elementwise   on a CPU where position_rounding.py says so, on CUDA always: one code for every
-                  element, wide loads or not
-    within rows   reductions, softmax and norms compute each row by itself. On a CPU this is
-                  relied on with one thread, where no row is cut between threads, and where rows
-                  are the outermost dimension (`sums_by_place`, repeated_elements.py). A GPU
-                  may share out a sum by the number of rows as well: not checked there
-    products      of rows of one expert only, padded at most by its own count: a chunk has all of
-                  them, so their number is the same
+Products are of rows of one expert only, padded at most by its own count: a chunk has all of them,
+so their number is the same.
 """
 
 from __future__ import annotations
@@ -36,12 +30,6 @@ from moe_compile.proof import (
 )
 from moe_compile.proof.indexing import WRITES
 from moe_compile.proof.operator_call import Call, Rule, dim_of
-from moe_compile.proof.position_rounding import (
-    check_batch_rounding,
-    check_product_rounding,
-    check_rounding,
-    check_rounding_within,
-)
 from moe_compile.proof.understood_arguments import check_arguments
 from moe_compile.regions.filled_orders import all_met
 from moe_compile.regions.row_domain import (
@@ -83,7 +71,6 @@ def pointwise(call: Call) -> Value:
             raise Unproven(Reason.ROWS_FROM_OUTSIDE, call.name)
         if isinstance(value, Outside):
             call.note_read(value, None, order, is_summed=call.name in SUMMED)
-    check_rounding(call)
     return Rows(call.outputs[0].dim() - from_right, order)
 
 
@@ -124,7 +111,6 @@ def reduction(call: Call) -> Value | list[Value]:
         raise Unproven(Reason.ROWS_MIXED, f"{call.name} along the rows")
     if any(not isinstance(call.value(t), Rows) for t in call.inputs):
         raise call.unknown()
-    check_rounding_within(call)
     kept = call.outputs[0].dim() == tensor.dim()
     dim = rows.dim if kept else rows.dim - sum(d < rows.dim for d in dims)
     return [Rows(dim, rows.order) for _ in call.outputs]
@@ -163,7 +149,6 @@ def matmul(call: Call) -> Value:
     if call.expert_of(rows.order) is None:
         detail = f"{call.name} over rows of several experts rounds by their number"
         raise Unproven(Reason.SHARED_PARAMETER, detail)
-    check_product_rounding(call, (left, right)[side], side)
     if isinstance(matrix, Outside):
         call.note_read(matrix, None, rows.order)
     if bias is not None:
@@ -191,7 +176,6 @@ def batched_matmul(call: Call) -> Value:
     left, right = (call.value(t) for t in call.inputs)
     if left != right or not isinstance(left, Rows) or left.dim != 0:
         raise call.unknown()
-    check_batch_rounding(call)
     return left
 
 

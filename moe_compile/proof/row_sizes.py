@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof.position_rounding import is_channels_last
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.row_domain import (
     Labels,
@@ -43,6 +42,17 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
     if facts.formula(size) != length(order):
         raise Unproven(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
     return value
+
+
+def is_channels_last(rows: torch.Tensor) -> bool:
+    """Whether torch may find `rows`, outermost, to be laid out with the channels last.
+
+    It does not where there is no row, and so lays out what it makes of them in another way.
+    """
+    if rows.dim() not in (4, 5):
+        return False
+    channels, stride = rows.shape[1], rows.stride()
+    return bool(channels != 1 and stride[-1] >= stride[1] * channels)
 
 
 def _sized(tensor: torch.Tensor, value: Value) -> tuple[Any, Order] | None:

@@ -16,7 +16,6 @@ import torch
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.grouped_rules import check_groups
 from moe_compile.proof.operator_call import SAME_VALUES, Call
-from moe_compile.proof.position_rounding import check_rounding
 from moe_compile.regions.row_domain import (
     Formulas,
     Groups,
@@ -74,6 +73,5 @@ def with_spread(call: Call) -> Value:
     check_groups(call, row.order, entry.sizes)
     for expert in range(len(entry.sizes)):
         call.known.reads.add(Outside(entry.nodes), expert, expert)
-    check_rounding(call)
     call.known.has_spread = True
     return Rows(0, row.order)

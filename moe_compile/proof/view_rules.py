@@ -18,7 +18,6 @@ from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call, dim_of
-from moe_compile.proof.position_rounding import check_parts_rounding
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
@@ -235,7 +234,6 @@ def stacked(call: Call) -> Value:
         raise Unproven(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
     row_dim = rows.dim + (new <= rows.dim)
-    check_parts_rounding(call, row_dim, new, range(len(call.inputs)))
     return Rows(row_dim, rows.order)
 
 
@@ -249,10 +247,6 @@ def padded(call: Call) -> Value:
     behind = call.facts.formula(after)
     if ahead != 0 or not behind.is_nonnegative:  # a negative amount cuts rows off
         raise call.unknown()
-    for i, ahead_of_part in enumerate(amounts[0::2]):
-        dim = tensor.dim() - 1 - i
-        if dim != rows.dim and any(amounts[2 * i : 2 * i + 2]):
-            check_parts_rounding(call, rows.dim, dim, [ahead_of_part])
     return Rows(rows.dim, join([rows.order, (padding(behind),)]))
 
 
@@ -267,6 +261,4 @@ def _side_by_side(call: Call, parts: list[tuple[torch.Tensor, Value]], row_dim: 
     dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
     if any(call.facts.depends_on_counts(t.shape[dim]) for t in call.inputs):
         raise Unproven(Reason.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
-    sizes = [int(t.shape[dim]) for t in call.inputs]
-    check_parts_rounding(call, row_dim, dim, [sum(sizes[:i]) for i in range(len(sizes))])
     return Rows(row_dim, order)

@@ -181,3 +181,6 @@ class RowProof:
     sampled: int = 0
     """Vectors of counts on which indices that could not be followed were evaluated and found to
     agree with the group sizes; 0 where the proof followed every index."""
+    last_bits: str = ""
+    """Why last bits of a row may depend on where the row lies in memory, "" where nothing says
+    so."""

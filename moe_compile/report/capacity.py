@@ -10,6 +10,7 @@ from typing import Final
 
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.remedies import REMEDIES, changes_for
+from moe_compile.plan.chunk_numbers import last_bits_remark
 from moe_compile.plan.planned import PlannedCapacity
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.region_reports import CHUNKED, LEFT_WHOLE, RegionReport, edges_remarks
@@ -27,6 +28,8 @@ def capacity_report(one: PlannedCapacity) -> RegionReport:
     remarks += edges_remarks(one.left)
     others = [(n, left) for n, left in one.left.items() if n not in ("chunks", "chunk_edges")]
     remarks += [f"{name} is not done: {left.why}" for name, left in others if left.is_asked]
+    if one.is_rewritten and one.last_bits:
+        remarks.append(last_bits_remark(one.last_bits))
     remarks.append(OF_CAPACITY)
     return RegionReport(
         name=region.name,

@@ -46,7 +46,7 @@ class Compilation:
     """What became of every candidate of every pass, on graphs made later too."""
     settings: str = ""
     settings_off: tuple[str, ...] = ()
-    """Settings of Inductor that were asked for and are off: see `moe_compile.inductor_settings`."""
+    """Settings of Inductor that were asked for and are off (`torch_quirks.inductor_settings`)."""
     unmatched: list[Unmatched] = field(default_factory=list)
     """All-to-alls of no region, the most telling first."""
     place_of_exchange: str = ""

@@ -14,7 +14,7 @@ from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.graph.query import source_place
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.remedies import REMEDIES, changes_for
-from moe_compile.plan.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import Bound, last_bits_remark
 from moe_compile.plan.planned import PlannedAttention, PlannedExperts
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
@@ -149,6 +149,8 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     wires = [v for v in (left.get("dispatch_wire"), left.get("combine_wire")) if v and v.is_asked]
     remarks += [f"{v.option.removesuffix('_wire')} not quantised: {v.why}" for v in wires]
     if isinstance(one.proof, RowProof):
+        if one.is_rewritten and one.proof.last_bits:
+            remarks.append(last_bits_remark(one.proof.last_bits))
         if one.proof.sampled:
             remarks.append(f"indices checked on {one.proof.sampled} sampled vectors of counts")
         if plan.is_chunked:

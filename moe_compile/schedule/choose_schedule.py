@@ -12,17 +12,30 @@ Pseudo-code
     run in the graph's own order, or in one that holds little, as far as that has room itself
     the fastest that memory allows, on the link assumed and a slower one
     launch as early as what is sent is there, unless that is slower or memory forbids it
+
+Launch each collective as soon as what it sends is there, all else in the order it was.
+Keeps every precedence and the order of launches of the problem.
+A launch stands right behind the last node that computes what it needs, or behind the launch
+before it; later, but not behind its place in that order, where the device would otherwise stand
+still until the host has launched it. Followers that it needs move with it; no other node
+changes places.
+
+An order that holds little: of the nodes that may run, the one that adds least to live bytes.
+Keeps every precedence and the order of launches of the problem. Greedy: it may hold more than
+the graph's own order at one point or another, so its peak is to be looked at.
+Near-linear: a node enters the heap once, and once more when others have freed what it reads.
+
+What stays alive to the end, a weight's gradient say, so comes last, after all that others free.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.schedule.launch_early import launch_early
-from moe_compile.schedule.lean_order import lean_order
 from moe_compile.schedule.list_schedule import (
     Policy,
     first_result,
@@ -35,7 +48,7 @@ from moe_compile.schedule.list_schedule import (
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.memory_room import MemoryRoom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
-from moe_compile.schedule.simulate import simulate
+from moe_compile.schedule.simulate import Clock, simulate
 
 POLICIES: Final = (
     Policy(key=nearest_launch),
@@ -148,3 +161,98 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 def _ties(candidate: Candidate, best: Candidate) -> bool:
     return candidate.score_us <= best.score_us * (1.0 + TIE)
+
+
+def launch_early(problem: ScheduleProblem, order: Sequence[int]) -> tuple[int, ...]:
+    """Return `order` with its launches as early as they may stand."""
+    earliest = dict(_earliest(problem, order))
+    later = [*reversed(problem.launches)]
+    clock = Clock(problem)
+    placed: dict[int, None] = {}  # in order
+    for position, node in enumerate(order):
+        if node not in problem.group_of:
+            _place([node], placed, clock)
+        while later and (
+            later[-1] == node
+            or (earliest[later[-1]] <= position and clock.host_has_time(later[-1]))
+        ):
+            _place(_missing(problem, later.pop(), placed), placed, clock)
+    return tuple(placed)
+
+
+def _place(nodes: Sequence[int], placed: dict[int, None], clock: Clock) -> None:
+    for node in nodes:
+        if node not in placed:
+            placed[node] = None
+            clock.run(node)
+
+
+def _earliest(problem: ScheduleProblem, order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Give each launch with the position in `order` that it may come right behind."""
+    there = [0] * len(order)
+    """Node -> position of the last node that must run before it, or of itself: no follower."""
+    position = {node: i for i, node in enumerate(order)}
+    for node, needed in enumerate(problem.before):
+        last = max((there[p] for p in needed), default=0)
+        is_moved = problem.is_follower[node] or node in problem.group_of
+        there[node] = last if is_moved else position[node]
+    latest = 0
+    for launch in problem.launches:
+        latest = max(latest, there[launch])
+        yield launch, latest
+
+
+def _missing(problem: ScheduleProblem, launch: int, placed: dict[int, None]) -> list[int]:
+    """Return the launch, and before it the followers that it needs and that do not stand yet."""
+    missing, todo = {launch}, [launch]
+    while todo:
+        needed = [p for p in problem.before[todo.pop()] if p not in placed and p not in missing]
+        missing.update(needed)
+        todo.extend(needed)
+    return sorted(missing)
+
+
+def lean_order(problem: ScheduleProblem, liveness: Liveness) -> list[int]:
+    """Return the nodes, each the one that adds least, the first in the graph of several."""
+    missing, added = problem.num_missing(), _Added(liveness)
+    ready = [(added.by(node), node) for node, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order: dict[int, None] = {}
+    while ready:
+        nbytes, node = heapq.heappop(ready)
+        if node in order or nbytes > added.by(node):
+            continue
+        order[node] = None
+        freed = added.run(node)
+        for successor in problem.successors(node):
+            missing[successor] -= 1
+            freed += [successor] * (not missing[successor])
+        for other in freed:
+            if not missing[other]:
+                heapq.heappush(ready, (added.by(other), other))
+    return [*order]
+
+
+class _Added:
+    """How much more lives once a node has run, given those that have."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._bytes = {s: nbytes for made in liveness.allocates for s, nbytes in made}
+        self._users: dict[int, set[int]] = {}
+        for node, storages in enumerate(liveness.uses):
+            for storage in storages:
+                self._users.setdefault(storage, set()).add(node)
+
+    def by(self, node: int) -> int:
+        """Return the bytes that `node` makes over those that it is the last to use; at least 0."""
+        made = sum(nbytes for _, nbytes in self._liveness.allocates[node])
+        last = (s for s in self._liveness.uses[node] if self._users[s] == {node})
+        return max(0, made - sum(self._bytes.get(storage, 0) for storage in last))
+
+    def run(self, node: int) -> list[int]:
+        """Note that `node` has run; return the nodes that are the last now to use something."""
+        for storage in self._liveness.uses[node]:
+            self._users[storage].discard(node)
+        users = (self._users[storage] for storage in self._liveness.uses[node])
+        return [next(iter(left)) for left in users if len(left) == 1]

@@ -40,10 +40,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
 from moe_compile.testing.idleness import Idleness
 from moe_compile.testing.joining import be_deterministic, join
-from moe_compile.torch_quirks.frame_space import with_frame_space
-from moe_compile.torch_quirks.untraced_reads import fall_back
+from moe_compile.torch_quirks.python311_frames import with_frame_space
+from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
@@ -256,6 +257,7 @@ def _serve(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    use_bits_of_environment()
     if at_start is not None:
         at_start()
     _join(rank, meeting)
@@ -318,7 +320,7 @@ def forget_compiled() -> None:
     It forgets the callbacks of the backend too, which are as after an import again.
     """
     torch._dynamo.reset()
-    fall_back()
+    install_eager_fallback()
     modules = [m for m in [*sys.modules.values()] if isinstance(m, ModuleType)]
     for module in modules:
         for name in [n for n in vars(module) if n.startswith("__compiled_fn_")]:

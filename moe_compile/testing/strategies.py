@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from moe_compile.proof.position_rounding import ALIGNED_BYTES, BLOCK_BYTES
+from moe_compile.proof.kernel_bits import BLOCK_BYTES
+from moe_compile.testing.cpu_rounding.position_rounding import ALIGNED_BYTES
 
 
 class Routing(enum.Enum):

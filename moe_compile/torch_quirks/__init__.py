@@ -1,13 +1,21 @@
-"""Faults of a release of torch, or of CPython, that are worked around: each goes once it is gone.
+"""Faults and settings of torch, and of CPython, that are worked around or managed: a file for each.
 
 Contract
-    A file says which fault it is for. `tests/torch_quirks` shows each fault on plain torch, and
-    says of a release where it is gone.
-    Beside these, torch 2.11
+    A file says what goes wrong without it, where that comes from, in which versions it was seen,
+    and which test notices that it is mended. `tests/torch_quirks/test_still_there.py` shows each
+    fault on plain torch. It fails where the torch that `make test` installs has mended one.
+    What is no fault is the room's all the same if it manages what torch keeps for the whole
+    process: settings, caches, limits. What changes for programs that other backends compile in the
+    same process is in docs/limits.md, and `tests/torch_quirks/test_bystander.py` holds it there.
+
+Worked around elsewhere, where the code that meets them stands
+    Torch 2.11
     - lowers no slice with an open end of a length known at run time (`passes/replay/replayed.py`
       writes the end);
     - hands on all that the body of an `autograd.Function` makes as its results
       (`passes/normalize/function_exchanges.py` asks for those that are read);
     - holds nothing behind an operator that returns a tuple (`moe_compile/graph/pinning.py` holds it
       behind the elements).
+    Torch 2.13, on GPUs of compute capability 10, leaves the gradient of a group without rows
+    unwritten (pytorch#172439; `passes/zero_empty_groups.py` writes zeros).
 """

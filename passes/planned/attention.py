@@ -7,12 +7,14 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.kinds import Kind
-from moe_compile.plan.chunk_numbers import Bound, plan_head_groups
+from moe_compile.plan.chunk_numbers import Bound, last_bits_remark, plan_head_groups
 from moe_compile.plan.decide import decide_attention
 from moe_compile.plan.plan import AttentionPlan
 from moe_compile.plan.planned import FoundAttention, PlannedAttention
@@ -49,8 +51,15 @@ def _region(
         plan=AttentionPlan(group=region.group, num_chunks=num_groups),
         left=left,
         decision=decision,
-        remarks=(Bound.HEADS.value,) if region.may_round(num_groups) else (),
+        remarks=tuple(_remarks(region, num_groups)),
     )
+
+
+def _remarks(region: AttentionRegion, num_groups: int) -> Iterator[str]:
+    if region.may_round(num_groups):
+        yield Bound.HEADS.value
+    elif why := region.why_last_bits(num_groups):
+        yield last_bits_remark(why)
 
 
 def _no_region(

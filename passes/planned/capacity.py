@@ -19,8 +19,9 @@ from moe_compile.plan.decide import decide_capacity
 from moe_compile.plan.plan import CapacityPlan
 from moe_compile.plan.planned import FoundCapacity, PlannedCapacity
 from moe_compile.plan.state import CompileState
+from moe_compile.proof.kernel_bits import bits
 from moe_compile.regions.token_regions import NotFound
-from passes.replay.capacity_rounding import why_rounds
+from passes.replay.capacity_trial import Trial, try_chunks
 from passes.replay.masked_replay import chunk_bounds
 
 AS_MANY_ROWS: Final = NotFound(
@@ -39,15 +40,18 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
     num_chunks, why = plan_num_chunks(config, region, decision)
     if config.chunk_by == "tokens":
         num_chunks, why = 1, NotFound(reason=Reason.BY_CAPACITY)
+    tried = Trial()
     if num_chunks > 1:
-        rounds = why_rounds(region, chunk_bounds(region.num_local_experts, num_chunks))
-        if rounds:
-            num_chunks, why = 1, NotFound(reason=Reason.ROUNDED_BY_POSITION, detail=rounds)
+        tried = try_chunks(region, chunk_bounds(region.num_local_experts, num_chunks))
+        if tried.refused:
+            num_chunks, why = 1, NotFound(reason=Reason.UNKNOWN_OPERATOR, detail=tried.refused)
+        elif tried.last_bits and bits().refuses:
+            num_chunks, why = 1, NotFound(reason=Reason.MAY_ROUND, detail=tried.last_bits)
     left = {name: NotFound(reason=Reason.BY_CAPACITY) for name in _others_asked(config)}
     left |= {"chunks": why} if why is not None else {}
     left |= {"chunk_edges": AS_MANY_ROWS} if config.chunk_edges != "even" else {}
-    is_rounded = why is not None and why.reason is Reason.ROUNDED_BY_POSITION
-    unproven = Reason.ROUNDED_BY_POSITION.name if is_rounded else ""
+    is_unproven = why is not None and why.reason in (Reason.UNKNOWN_OPERATOR, Reason.MAY_ROUND)
+    unproven = why.reason.name if why is not None and is_unproven else ""
     return PlannedCapacity(
         found=found,
         plan=CapacityPlan(
@@ -72,6 +76,7 @@ def _planned(found: FoundCapacity, state: CompileState, layer: TracedNodes) -> P
         },
         decision=decision,
         not_priced=layer.not_traced if decision is None else "",
+        last_bits=tried.last_bits,
     )
 
 

@@ -90,6 +90,16 @@ def test_a_disabled_pass_is_left_out():
     assert result == Dropped("needs_regions", Reason.DISABLED)
 
 
+def test_the_graph_is_printed_before_a_level_and_after_each_pass_that_changed_it(caplog):
+    gm = make_fx(program)(torch.ones(3))
+    level = Level((NeedsRegions(), FailsHalfway()), frozenset({Fact.REGIONS_FOUND}))
+    with caplog.at_level(logging.DEBUG, logger="passes.pipeline"):
+        run_level(level, gm.graph, state())
+    printed = [r.getMessage() for r in caplog.records if r.name == "passes.pipeline"]
+    names = ("megamoe_dynamo_before_needs_regions", "megamoe_dynamo_after_needs_regions")
+    assert printed == [f"{name}:\n{gm.graph}" for name in names]
+
+
 TEXT = """
 import torch
 MIRRORED, RAISES, BOUND, DYNAMIC, SEED, OPTIONS = False, False, 0.0, None, 0, {}

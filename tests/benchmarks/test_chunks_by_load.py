@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.planner.chunks_by_load import BY_LOAD, EVEN, WAYS, choose, predict
 from benchmarks.planner.stated_loads import ROUTINGS, any_groups, chosen_shares, ordered
-from moe_compile.plan.stated_loads import even_ranges, rows_of_ranks
+from moe_compile.plan.uneven_price import even_ranges, rows_of_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost import stored_work
+from moe_compile.cost import traced_nodes
 from moe_compile.cost.layers import Layers
 from moe_compile.plan.decide import forget
 from passes.detect_regions import DetectRegions
@@ -138,9 +138,9 @@ def test_what_a_layer_is_given_is_no_weight(fake_ranks):
 
 def test_equal_layers_of_a_graph_are_priced_from_one_trace(fake_ranks, monkeypatch):
     traced = []
-    trace = stored_work.trace_work
-    monkeypatch.setattr(stored_work, "trace_work", lambda p: (traced.append(p), trace(p))[1])
-    stored_work.forget()
+    trace = traced_nodes.trace_work
+    monkeypatch.setattr(traced_nodes, "trace_work", lambda p: (traced.append(p), trace(p))[1])
+    traced_nodes.forget()
     forget()
     module = nn.Sequential(*(Residual(fake_ranks) for _ in range(3)))
     with torch._inductor.config.patch(force_disable_caches=True):

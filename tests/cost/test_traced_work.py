@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost import stored_work, traced_nodes
+from moe_compile.cost import traced_nodes
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.layer_program import program_of
 from moe_compile.cost.rates import Rates
@@ -203,14 +203,14 @@ class TracedOnce:
     def __init__(self, monkeypatch, folder):
         self.num = 0
         self.folder = folder
-        trace = stored_work.trace_work
+        trace = traced_nodes.trace_work
 
         def counted(program):
             self.num += 1
             return trace(program)
 
-        monkeypatch.setattr(stored_work, "trace_work", counted)
-        stored_work.forget()
+        monkeypatch.setattr(traced_nodes, "trace_work", counted)
+        traced_nodes.forget()
 
     def read(self, width=4):
         rows = torch.ones(8, width, requires_grad=True)
@@ -234,15 +234,15 @@ def test_equal_layers_are_traced_once(traced_once):
     assert first.text == second.text
     assert first.text != program_of(graph, set(calls)).text
     with temporary_cache_dir(str(traced_once.folder)):
-        works = [stored_work.work_of(program) for program in (first, second)]
+        works = [traced_nodes.work_of(program) for program in (first, second)]
     assert works[0] is works[1] and traced_once.num == 1
 
 
 def test_what_was_traced_is_kept_beside_inductors_cache(traced_once):
     first = traced_once.read()
-    stored_work.forget()
+    traced_nodes.forget()
     assert traced_once.read() == first and traced_once.num == 1
-    stored_work.forget()
+    traced_nodes.forget()
     traced_once.read(width=8)
     assert traced_once.num == 2
     others = (
@@ -255,7 +255,7 @@ def test_what_was_traced_is_kept_beside_inductors_cache(traced_once):
     for num, other in enumerate(others, start=3):
         for entry in (traced_once.folder / "megamoe").iterdir():
             entry.write_text(other)
-        stored_work.forget()
+        traced_nodes.forget()
         assert traced_once.read() == first and traced_once.num == num
 
 

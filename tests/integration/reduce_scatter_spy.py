@@ -4,7 +4,7 @@ from unittest import mock
 
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_integration.gradient_wire import RoundedReduceScatter
+from torchtitan_integration.fsdp import RoundedReduceScatter
 
 SPIES = []
 

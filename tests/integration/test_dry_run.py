@@ -19,7 +19,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
 from tests.integration.titan_jobs import CONFIG, flags_of
-from torchtitan_integration.dry_run.beside import beside
+from torchtitan_integration.dry_run.layers import beside
 from torchtitan_integration.dry_run.memory import (
     ModelState,
     StageMemory,

@@ -16,8 +16,8 @@ from torchtitan.models.gpt_oss.model.model import TransformerBlock, precompute_r
 from moe_compile.report.process_report import REPORT
 from tests.integration.test_flex_attention import Layers
 from tests.integration.test_torchtitan import run as run_command
-from torchtitan_integration.expert_bias import run_as_one_graph
 from torchtitan_integration.flavors import debug_gpt_oss
+from torchtitan_integration.model_parts import run_as_one_graph
 
 SEQUENCE, BATCH, WINDOW, DIM = 256, 2, 32, 64
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_compile.ops.rounded_sum import STAGED
 from moe_compile.testing.joining import rank_device
 from tests.gradient_sums import check_rounded_once, contribution
-from torchtitan_integration.gradient_wire import RoundedReduceScatter, round_gradients
+from torchtitan_integration.fsdp import RoundedReduceScatter, round_gradients
 
 SCALES = {"sum": lambda n: 1.0, "avg": lambda n: 1.0 / n, "half": lambda n: 0.5}
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.ops.rounded_sum import STAGED
-from torchtitan_integration.gradient_wire import RoundedReduceScatter
+from torchtitan_integration.fsdp import RoundedReduceScatter
 
 SLACK_BYTES = 1 << 20
 """What the allocator may round up, and torch's reduction may use between blocks."""

@@ -19,8 +19,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
 from torchtitan.models.deepseek_v3.model.model import Attention, precompute_freqs_cis
 
-from torchtitan_integration.latent_exchange import LatentUlysses, gathers_latent
-from torchtitan_integration.ulysses import Ulysses
+from torchtitan_integration.ulysses import LatentUlysses, Ulysses, gathers_latent
 
 BATCH, SIZE = 2, 8
 

@@ -70,7 +70,7 @@ subprocess.run(command, start_new_session=True)
 """
 COPIES_OF_A_DRY_RUN = """
 import os, time
-from torchtitan_integration.dry_run.beside import beside
+from torchtitan_integration.dry_run.layers import beside
 os.sched_getaffinity = lambda _: {0, 1}
 def sleep():
     os.write(1, b'up\\n')  # whole: two write at once

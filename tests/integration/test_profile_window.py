@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_integration.profile_window import ProfileWindow, common, measure_trace, union
+from torchtitan_integration.metrics import ProfileWindow, common, measure_trace, union
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=8).map(
     lambda spans: [(begin, begin + length) for begin, length in spans]

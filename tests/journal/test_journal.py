@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from moe_compile.backend import rewrite
+from moe_compile.backend import refuse_unmet, rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import OFF, MegaMoEConfig
 from moe_compile.errors import RegionRefused
@@ -14,7 +14,6 @@ from moe_compile.journal.entries import Journal, PassReport, Verdict
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
 from moe_compile.report.process_report import ProcessReport
-from moe_compile.strict import refuse_unmet
 from passes.pipeline import DYNAMO, JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD
 from passes.save_exchanges import NOT_CHECKPOINTED
 from tests.capture import dynamo_graphs

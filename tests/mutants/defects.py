@@ -48,7 +48,7 @@ EVERY_OBSTACLE: Final = (
 SURROUNDINGS: Final = "moe_compile/regions/surroundings.py"
 EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
 PROOF: Final = "moe_compile/proof/row_proof.py"
-ROUNDING: Final = "moe_compile/proof/position_rounding.py"
+ROUNDING: Final = "moe_compile/testing/cpu_rounding"
 FIRST_RUN: Final = "moe_compile/first_run.py"
 SPLIT: Final = """    for gemm in sliceable:
         weight, tensor"""
@@ -141,14 +141,14 @@ DEFECTS: Final = (
         "operators are taken to round alike at every position",
         (
             Change(
-                ROUNDING,
+                f"{ROUNDING}/position_rounding.py",
                 "and not on_cuda(call.outputs[0]) and _by_position(call, floats)",
                 "and False",
             ),
             Change(
-                ROUNDING,
-                "if on_cuda(out) or out.element_size() <= 2:\n        return\n    for",
-                "if True:\n        return\n    for",
+                f"{ROUNDING}/position_rounding.py",
+                'if on_cuda(out) or out.element_size() <= 2:\n        return ""\n    for',
+                'if True:\n        return ""\n    for',
             ),
         ),
     ),
@@ -195,8 +195,12 @@ DEFECTS: Final = (
     Defect(
         "sums over several rows at once are taken to round alike for any number of rows",
         (
-            Change(PROOF, "return far and sums_by_place(rows)", "return False"),
-            Change("moe_compile/proof/repeated_elements.py", "id(t) in marked and", "False and"),
+            Change(
+                f"{ROUNDING}/cpu_bits.py",
+                "return far and rounding.sums_by_place(rows)",
+                "return False",
+            ),
+            Change(f"{ROUNDING}/repeated_elements.py", "id(t) in marked and", "False and"),
         ),
     ),
     Defect(

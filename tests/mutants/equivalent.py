@@ -13,6 +13,7 @@ Key = tuple[str, str, str]
 """Module, line of source without its indent, change."""
 
 PROOF: Final = "moe_compile/proof/"
+ROUNDING: Final = "moe_compile/testing/cpu_rounding/"
 
 DECLARED: Final = (
     "the default given here is never used: every overload of the operator declares the argument, "
@@ -36,7 +37,7 @@ EQUIVALENT: Final[dict[Key, str]] = {
         "2  ->  3",
     ): "a slice one longer reads one number more, and only the first two are kept",
     (
-        f"{PROOF}repeated_elements.py",
+        f"{ROUNDING}repeated_elements.py",
         "for tensor, result in zip(call.outputs, results, strict=True):",
         "True  ->  False",
     ): "a rule gives one result for each output, so neither list is longer",
@@ -53,7 +54,7 @@ HARMLESS: Final[dict[Key, str]] = {
         "the changed source would refuse what the other proves"
     ),
     (
-        f"{PROOF}position_rounding.py",
+        f"{ROUNDING}position_rounding.py",
         'mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1',
         "1  ->  2",
     ): (

@@ -31,7 +31,7 @@ ROWS: Final = (
 
 PROOF: Final = "tests/proof/test_row_proof.py"
 PREMISES: Final = "tests/proof/test_row_premises.py"
-ROUNDING: Final = "tests/proof/test_position_rounding.py"
+ROUNDING: Final = "tests/testing/cpu_rounding/test_position_rounding.py"
 MIRRORED: Final = "tests/equivalence/test_mirrored_programs.py"
 
 GROUPS: Final = (
@@ -61,8 +61,9 @@ GROUPS: Final = (
     Group(
         "rounding",
         (
-            "moe_compile/proof/position_rounding.py",
-            "moe_compile/proof/repeated_elements.py",
+            "moe_compile/testing/cpu_rounding/position_rounding.py",
+            "moe_compile/testing/cpu_rounding/repeated_elements.py",
+            "moe_compile/testing/cpu_rounding/cpu_bits.py",
         ),
         (
             ROUNDING,

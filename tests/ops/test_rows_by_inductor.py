@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_compile.ops.quantize import pack_rows, unpack_rows
+from moe_compile.ops.quantized_rows import pack_rows, unpack_rows
 
 
 def compare(function, width):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from moe_compile.backend import rewrite
-from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import is_launch, is_wait
 from moe_compile.journal.reasons import Reason
+from moe_compile.plan.chunk_numbers import LAST_BITS
+from moe_compile.proof.kernel_bits import KernelBits, bits_by
 from moe_compile.report.exchanges import exchanges_of
 from passes.pipeline import DYNAMO, run_level
 from tests.capacity_layers import DeepSpeed, GShardEinsum, NarrowExperts, Tutel
@@ -65,13 +66,16 @@ def test_weights_are_cut_by_one_split_each(fake_ranks, style):
         assert "split" in str(split.target), weight.name
 
 
-def test_what_a_cpu_rounds_by_position_is_left_whole_and_told(fake_ranks):
+def test_what_a_cpu_rounds_by_position_runs_in_chunks_and_is_told(fake_ranks):
     """SiLU of 33 hidden numbers in 16 slots: no whole vectors, and no aligned products."""
     _, planned = rewritten(NarrowExperts, fake_ranks, chunks=2)
     (one,) = planned.capacity
-    assert (one.plan.num_chunks, one.left["chunks"].reason) == (1, Reason.ROUNDED_BY_POSITION)
-    with pytest.raises(RegionRefused, match="whole"):
-        rewrite(graph_of(NarrowExperts, fake_ranks), state(chunks=2, strict=True).config)
+    assert (one.plan.num_chunks, one.left["chunks"].reason) == (1, Reason.MAY_ROUND)
+    with bits_by(KernelBits()):
+        _, compilation = rewrite(graph_of(NarrowExperts, fake_ranks), state(chunks=2).config)
+    (region,) = compilation.regions
+    assert (region.num_chunks, region.verdict) == (2, "chunked")
+    assert any(remark.startswith(LAST_BITS) for remark in region.remarks)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.query import called_name, is_launch, overload_name, tensor_of, waits_on
-from passes.normalize.filled_memory import ELSEWHERE
-from tests.capture import dynamo_graphs
+from passes.normalize_exchanges import ELSEWHERE
+from tests.capture import dynamo_graphs, same_program
 
 C10D = torch.ops._c10d_functional
 
@@ -30,6 +30,22 @@ def test_what_is_given_by_name_is_placed(fake_ranks):
     for launch in launches_of(program):
         assert launch.args[-1] == group and not launch.kwargs
     assert launches_of(program)[0].args[1] == "sum"
+
+
+def test_an_exchange_into_new_memory_is_a_launch_and_a_wait(fake_ranks):
+    def program(x):
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=fake_ranks)
+        return out * 2
+
+    def expected(x):
+        sent = C10D.all_to_all_single(x, [2, 2], [2, 2], fake_ranks.group_name)
+        return C10D.wait_tensor(sent) * 2
+
+    graphs = [dynamo_graphs(one, torch.ones(4, 4))[0].graph for one in (program, expected)]
+    for graph in graphs:
+        graph.eliminate_dead_code()
+    assert same_program(*graphs) == ""
 
 
 def test_what_is_taken_by_name_alone_stays_so(fake_ranks):

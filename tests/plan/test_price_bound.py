@@ -10,7 +10,7 @@ from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.plan.candidates import list_candidates
-from moe_compile.plan.price_bound import least_us
+from moe_compile.plan.choose_plan import least_us
 from moe_compile.plan.region_tasks import price_us
 from tests.region_works import mirrored
 

@@ -11,15 +11,20 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.tasks import COMPUTE, LINK, Task
 from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.ranks_together import order_of, together_us
 from moe_compile.plan.region_tasks import fastest, price_us
-from moe_compile.plan.stated_loads import (
+from moe_compile.plan.uneven_price import (
+    Routing,
+    agreeing_us,
+    all_ranks_us,
+    drawn_rows,
     even_ranges,
+    order_of,
     ranges_by_load,
     rows_of_ranks,
     skewed_shares,
+    together_us,
+    uneven_us,
 )
-from moe_compile.plan.uneven_price import Routing, agreeing_us, all_ranks_us, drawn_rows, uneven_us
 from tests.passes.test_load_edges import by_load
 from tests.plan.test_choose_plan import UNIT, region
 

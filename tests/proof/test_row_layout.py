@@ -6,12 +6,12 @@ import torch.nn.functional as F
 
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof.position_rounding import LIE_APART
 from moe_compile.regions.regions import RowProof
+from moe_compile.testing.cpu_rounding.position_rounding import LIE_APART
 from tests.layers import LoopExperts
-from tests.proof.test_position_rounding import verdict_of, with_body
 from tests.proof.verdicts import judge
 from tests.slow_parameters import slow_but
+from tests.testing.cpu_rounding.test_position_rounding import verdict_of, with_body
 
 HALVES = {
     "gelu": lambda h: F.gelu(h[:, :64]) * h[:, 64:],
@@ -27,7 +27,7 @@ def test_an_operator_with_code_for_whole_tensors_is_refused_on_parts_of_rows(
 ):
     """A single such row is a whole tensor: one row of a chunk had other bits than among others."""
     verdict = verdict_of(fake_ranks, 128, dtype, lambda h: torch.cat([HALVES[case](h)] * 2, 1))
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
@@ -108,7 +108,7 @@ def test_rounding_is_judged_in_the_types_that_autocast_makes(fake_ranks):
     assert isinstance(plain, RowProof), plain
     style = type("Normed", (UnderAutocast,), {"body": staticmethod(normed)})
     verdict = judge(style(16, 64, 8, 2, fake_ranks, torch.float32), x)
-    assert getattr(verdict, "reason", verdict) is Reason.ROUNDED_BY_POSITION, verdict
+    assert getattr(verdict, "reason", verdict) is Reason.MAY_ROUND, verdict
     assert "bfloat16" in verdict.detail
 
 

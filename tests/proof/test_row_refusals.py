@@ -87,7 +87,7 @@ REFUSED = {
     ),
     "rows behind one another in memory": (
         lambda m, x, c: x * (x.new_zeros(WIDTH, x.shape[0]).t() + x).sum(1, keepdim=True),
-        Reason.ROUNDED_BY_POSITION,
+        Reason.MAY_ROUND,
     ),
     "every dimension of size one": (
         lambda m, x, c: (x[:, None] * 0.5).squeeze(), Reason.UNKNOWN_OPERATOR,

@@ -12,8 +12,7 @@ from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import overload_name
 from moe_compile.hardware.host import HostCosts
-from moe_compile.schedule.choose_schedule import choose_schedule
-from moe_compile.schedule.launch_early import launch_early
+from moe_compile.schedule.choose_schedule import choose_schedule, launch_early
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate

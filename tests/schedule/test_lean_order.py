@@ -2,8 +2,7 @@
 
 import torch
 
-from moe_compile.schedule.choose_schedule import choose_schedule
-from moe_compile.schedule.lean_order import lean_order
+from moe_compile.schedule.choose_schedule import choose_schedule, lean_order
 from moe_compile.schedule.list_schedule import incoming_order
 from tests.schedule.test_list_schedule import X, exchange, letters, traced
 

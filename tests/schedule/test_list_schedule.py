@@ -11,9 +11,7 @@ from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.hardware import HardwareProfile
-from moe_compile.schedule.choose_schedule import POLICIES, choose_schedule
-from moe_compile.schedule.launch_early import launch_early
-from moe_compile.schedule.lean_order import lean_order
+from moe_compile.schedule.choose_schedule import POLICIES, choose_schedule, launch_early, lean_order
 from moe_compile.schedule.list_schedule import (
     Policy,
     first_result,

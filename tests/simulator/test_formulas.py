@@ -14,10 +14,9 @@ from moe_compile.hardware.cluster import Fit, load_cluster
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_time import bound_us, time_layer
-from moe_compile.simulator.memory import count_memory
 from moe_compile.simulator.method import Attention, Crossing, Experts, Method, Overlap
 from moe_compile.simulator.models import MODELS, TABLE_2, find_model
-from moe_compile.simulator.scenario import make_setting, predict, schedules
+from moe_compile.simulator.scenario import count_memory, make_setting, predict, schedules
 from moe_compile.simulator.step import predict_step
 
 H800 = load_cluster("h800")

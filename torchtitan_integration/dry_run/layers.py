@@ -3,12 +3,25 @@
 Contract
     The block is compiled as training compiles it, up to the point where code would be generated:
     same capture, same passes, same options. Sizes that only a run knows count as balanced routing.
+
+Functions that run in copies of this process, beside what it goes on to do.
+A copy sees all that this process had when they began, graphs and modes included, and changes
+nothing here: its result alone comes back. It ends with this process, however that ends.
+They run here, one after another, when results are asked for: on one CPU; on other systems than
+Linux; in a daemonic process, which may have no children; and where a GPU is there, for which
+autograd has threads that no copy has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -31,11 +44,11 @@ from moe_compile.hardware.collectives import spread_of
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.measures import predicted_measures
 from moe_compile.runtime.node_groups import ranks_of_a_node
-from torchtitan_integration.dry_run.beside import beside
 from torchtitan_integration.dry_run.blocks import call_of_graph, model_of_blocks, smaller_kinds
 from torchtitan_integration.dry_run.choices import Choice, Rewritten, alternatives
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
+from torchtitan_integration.parent_death import with_parent
 
 DEFAULT_HARDWARE: Final = "h100"
 """Profile for estimates where the job names none: this machine's own says nothing of the job's."""
@@ -218,3 +231,35 @@ def _saved_bytes(forward: fx.Graph, backward: fx.Graph, sizes: NominalSizes) -> 
     computed = (n for n in forward.nodes if n.op == "call_function" and not is_launch(n))
     made = [n for n in computed if n.name in taken]  # a launch's buffer is its wait's
     return sum(sizes.nbytes(tensor) for n in made if (tensor := tensor_of(n)) is not None)
+
+
+_TASKS: Final[list[Callable[[], Any]]] = []
+"""What copies of this process find in it: graphs cannot be sent to them."""
+
+
+@contextlib.contextmanager
+def beside(tasks: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
+    """Begin `tasks`, and give a function that waits for their results, in order.
+
+    A task's exception is raised by that function.
+    """
+    is_daemonic = multiprocessing.current_process().daemon
+    is_safe = sys.platform == "linux" and not torch.accelerator.is_available() and not is_daemonic
+    cpus = len(os.sched_getaffinity(0)) if is_safe else 1
+    if min(cpus, len(tasks)) < 2:
+        yield lambda: [task() for task in tasks]
+        return
+    _TASKS[:] = tasks
+    context = multiprocessing.get_context("fork")
+    ends = with_parent(signal.SIGKILL)
+    with ProcessPoolExecutor(min(cpus, len(tasks)), context, initializer=ends) as pool:
+        futures = [pool.submit(_run, number) for number in range(len(tasks))]
+        try:
+            yield lambda: [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _TASKS.clear()
+
+
+def _run(number: int) -> Any:
+    return _TASKS[number]()

@@ -59,14 +59,6 @@ ATTEND: Final = {
 }
 
 
-def may_round(heads: Heads, dtype: str) -> bool:
-    """Whether groups of such heads may differ in the last bits."""
-    if heads in WIDTHS:
-        size = {"float32": 4, "float64": 8}.get(dtype, 0)
-        return size * WIDTHS[heads] % 16 != 0
-    return heads in (Heads.LATENT, Heads.MULTIPLIED, Heads.MASK_OF_THREE)
-
-
 def attention_class(layer: Attention, number: int) -> list[str]:
     """Return the source of class `Layer<number>`; its input is `[T, D]`, equal T on all ranks."""
     shared_kv = layer.heads in (Heads.GQA, Heads.REPEATED)

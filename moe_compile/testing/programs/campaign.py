@@ -75,6 +75,7 @@ class Campaign:
                     "kind": judgement.kind.value,
                     "failed": judgement.failed,
                     "rewritten": judgement.is_chunked,
+                    "may_differ": judgement.may_differ,
                     "features": sorted(features(program)),
                     "verdicts": judgement.verdicts,
                     "cpu_s": judgement.cpu_s,

@@ -23,6 +23,7 @@ class Coverage:
         """Start empty."""
         self.kinds: Counter[str] = Counter()
         self.num_rewritten = 0
+        self.num_may_differ = 0
         self.num_second = 0
         self.cpu_s = 0.0
         self.tried: Counter[str] = Counter()
@@ -38,6 +39,7 @@ class Coverage:
         if line["kind"] == Kind.INVALID.value:
             return
         self.num_rewritten += line["rewritten"]
+        self.num_may_differ += line["may_differ"]
         self.tried.update(line["features"])
         self.rewritten.update(line["features"] if line["rewritten"] else [])
         self.failed.update(line["features"] if line["failed"] else [])
@@ -78,6 +80,7 @@ class Coverage:
         return (
             f"{self.num_valid} distinct programs in {seconds / 60:.0f} min ({kinds}); "
             f"{self.num_rewritten} rewritten ({share:.0%}): a region of them as asked; "
+            f"{self.num_may_differ} compared within a bound of last bits; "
             f"{self.num_second} judged anew after a hang, a broken link or a process that died"
         )
 

@@ -78,6 +78,9 @@ class Judgement:
     detail: str = ""
     is_chunked: bool = False
     """Whether a region ran in chunks, or with gathered tokens where the program asks for that."""
+    may_differ: bool = False
+    """Whether it is compared within a bound, since a CPU may round its regions otherwise in parts.
+    """
     verdicts: tuple[str, ...] = ()
     cpu_s: float = 0.0
     """Of all ranks together."""
@@ -233,6 +236,7 @@ def judgement_of(found: list[Findings]) -> Judgement:
             kind=kind,
             detail="\n".join(lines),
             is_chunked=any(f.num_rewritten for f in found),
+            may_differ=any(f.may_differ for f in found),
             verdicts=tuple(dict.fromkeys(v for f in found for v in f.verdicts)),
             cpu_s=sum(f.cpu_s for f in found),
         )

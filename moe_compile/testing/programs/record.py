@@ -56,6 +56,7 @@ def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
         "minutes": round(seconds / 60, 1),
         "programs": coverage.num_valid,
         "rewritten": coverage.num_rewritten,
+        "within_last_bits": coverage.num_may_differ,
         "failed": coverage.num_failed,
         "judged_twice": coverage.num_second,
         "by_kind": dict(coverage.kinds),

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from moe_compile.testing.programs.attention_text import attention_class, may_round
+from moe_compile.testing.programs.attention_text import attention_class
 from moe_compile.testing.programs.capacity_text import capacity_class
 from moe_compile.testing.programs.choices import (
     Groups,
+    Heads,
     Poison,
     Reader,
     Rewrite,
@@ -72,7 +73,7 @@ FAVOUR: Final = {
 }
 
 ROUNDED: Final = """\
-from moe_compile.ops.quantize import pack_rows, unpack_rows
+from moe_compile.ops.quantized_rows import pack_rows, unpack_rows
 
 ROUNDED_LAYERS = ()  # whose rows are rounded as those that travel in eight bits
 ROUNDED_MODES = (True, False)  # where they are: with gradients, without
@@ -157,7 +158,7 @@ def source_of(program: Program) -> str:
 
 def _settings(program: Program) -> str:
     heads = [layer.heads for layer in program.layers if isinstance(layer, Attention)]
-    rounds = any(may_round(kind, program.dtype) for kind in heads)
+    rounds = Heads.LATENT in heads  # keys and values differ in head size
     bound = BOUNDS.get(program.rewrite, BOUND_OF_HEADS if rounds else 0.0)
     if program.rewrite in PARTED and program.has_losses:
         bound = max(bound, BOUND_OF_LOSSES)

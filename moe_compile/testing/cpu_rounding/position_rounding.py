@@ -1,0 +1,298 @@
+"""Operators that a CPU rounds by where an element stands, and rows in which it makes no difference.
+
+Contract
+    Where the functions return "", an element of a row is rounded alike whatever number of rows
+    stand before and behind it: forward, and in the backward of the operator. Else they say what
+    may round otherwise.
+
+A CPU runs an elementwise operator over flat memory in blocks of two vectors, and the last elements
+of each thread's share one by one, by other code. For some operators the two differ in the last bit.
+They meet the same elements only where blocks and shares end where rows end. Some have other code
+for a tensor without gaps, and a single part of longer rows is one. On CUDA every element is
+computed by the same code, whole blocks or not: nothing is said there.
+A CPU's matrix products of four and eight bytes add up in another order where a row begins at
+another distance from a 64-byte boundary of memory: rows must lie whole multiples of 64 bytes apart.
+Its products of one matrix per row add up in another order for a single row. Sums over a dimension
+in front of the rows run over several rows at once (sums within rows: repeated_elements.py).
+A GPU's library may choose another kernel where rows do not begin on 16 bytes; that is not checked,
+since torch's grouped products ask for such rows, and other products were not measured there.
+What differs is this machine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from moe_compile.proof.kernel_bits import BLOCK_BYTES
+from moe_compile.proof.operator_call import SAME_VALUES, SYMBOLIC, Call
+from moe_compile.regions.row_domain import Rows
+
+ROUNDED_RIGHT: Final = SAME_VALUES | frozenset(
+    {
+        "neg", "abs", "sign", "sgn", "mul", "div", "sqrt", "reciprocal", "square", "relu",
+        "leaky_relu", "threshold", "hardtanh", "clamp", "clamp_min", "clamp_max", "maximum",
+        "minimum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
+        "logical_or", "logical_not", "logical_xor", "isnan", "isinf", "floor", "ceil", "round",
+        "trunc", "copysign", "fill", "zero",
+    }
+)  # fmt: skip
+"""Operators that move data, or whose result and gradient are correctly rounded steps."""
+
+SCALED: Final = frozenset({"add", "sub", "rsub"})
+"""Correctly rounded without a factor: `a + alpha * b` is fused in some code, and not in other."""
+
+WHOLE_POWERS: Final = (0, 1, 2, 3)
+NORMS: Final = (None, 1, 2, 3, math.inf)
+"""Powers of norms whose gradient was seen to round alike for any number of rows; None is 2."""
+
+ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", "expm1", "rsqrt"})
+"""In four and eight bytes: the last elements run through the same vector code, filled up
+(ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
+
+LIE_APART: Final = frozenset(
+    {
+        "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh",
+        "cos", "cosh", "digamma", "div", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
+        "fmod", "frac", "hardshrink", "hardsigmoid", "hardswish", "hypot", "i0", "lerp", "lgamma",
+        "log", "log10", "log1p", "log2", "mish", "pow", "remainder", "rsqrt", "rsub", "sigmoid",
+        "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sub", "tan", "tanh",
+    }
+)  # fmt: skip
+"""Operators seen to compute rows that lie apart as they compute such a row by itself, forward and
+backward. GELU and logit do not."""
+
+ALONE_OTHERWISE: Final = frozenset({"var", "std"})
+"""Reductions whose result is computed by other code where it is one number: where there is one
+row (`std_var_out` in ATen/native/ReduceOps.cpp)."""
+
+ALIGNED_BYTES: Final = 64
+"""Boundary on which operands of a product must lie to be added up alike, as Intel says of its
+library ("Obtaining Numerically Reproducible Results" in the developer guide of oneMKL; bits were
+seen to depend on 16). Products of two bytes run in another library; theirs were never seen to."""
+
+NUM_GRADIENTS: Final = 128
+"""Gradients tried with each value: every mantissa of bfloat16, 7 bits."""
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies where bits are taken not to depend on an element's place in memory."""
+    return tensor.device.type == "cuda"
+
+
+def elementwise(call: Call) -> str:
+    """Return where the number of rows may change a bit of an elementwise operator."""
+    out, floats = call.outputs[0], _floats(call)
+    if not rounds_by_position(call):
+        return ""
+    if any(t.dtype.is_complex for t in floats):
+        return f"{call.name} of complex numbers"
+    block = block_of(call)
+    values = [(t, call.value(t)) for t in call.inputs]
+    dims = {t.dim() - v.dim for t, v in values if isinstance(v, Rows)}
+    tensors = [t for t, v in values if isinstance(v, Rows)] + call.outputs
+    rows = [(t, t.dim() - from_right) for t in tensors for from_right in dims]
+    if any(_extent(t, dim) % block for t, dim in rows):
+        return f"{call.name} in {out.dtype}: rows of shape {list(out.shape)}, blocks of {block}"
+    if call.name not in LIE_APART and any(t.stride()[dim] != _extent(t, dim) for t, dim in rows):
+        return f"{call.name} in {out.dtype}: rows that are parts of longer ones"
+    return ""
+
+
+def _floats(call: Call) -> list[torch.Tensor]:
+    tensors = (*call.inputs, *call.outputs[:1])
+    return [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+
+
+def rounds_by_position(call: Call) -> bool:
+    """Whether an elementwise operator may round an element by where it stands in memory."""
+    floats = _floats(call)
+    return bool(floats) and not on_cuda(call.outputs[0]) and _by_position(call, floats)
+
+
+def block_of(call: Call) -> int:
+    """Return the elements that an operator which rounds by position takes at once."""
+    block = BLOCK_BYTES // min(t.element_size() for t in _floats(call))
+    return block * math.lcm(*range(1, torch.get_num_threads() + 1))
+
+
+def sums_by_place(tensor: torch.Tensor) -> bool:
+    """Whether sums round otherwise where another dimension lies outside that of the rows.
+
+    On a CPU sums over such a dimension, in an operator or in its gradient, run over several rows
+    at once in vectors, and over the last rows by other code (`vectorized_outer_sum` in
+    ATen/native/cpu/SumKernel.cpp).
+    """
+    number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return number and not on_cuda(tensor)
+
+
+def within_rows(call: Call) -> str:
+    """Return where a CPU computes the only row of a tensor by other code than several.
+
+    So it does the gradient of norms of other powers than `NORMS`, which takes a power elementwise.
+    """
+    out = call.outputs[0]
+    power = call.argument("ord", call.argument("p", 2)) if "norm" in call.name else 2
+    if power not in NORMS and not on_cuda(out):
+        return f"{call.name} of power {power}"
+    if call.name in ALONE_OTHERWISE and not on_cuda(out) and out.element_size() > 2:
+        return f"{call.name} in {out.dtype}"
+    return ""
+
+
+def product(call: Call, rows: torch.Tensor, row_dim: int) -> str:
+    """Return where the bits of a matrix product depend on where its rows begin.
+
+    Gradients lie as the result does, but where that is part of longer rows: see `parts`.
+    """
+    out = call.outputs[0]
+    if on_cuda(out) or out.element_size() <= 2:
+        return ""
+    for tensor, dim in ((rows, row_dim), (out, row_dim)):
+        distance = tensor.stride()[dim]
+        if not isinstance(distance, int) or distance * tensor.element_size() % ALIGNED_BYTES:
+            return (
+                f"{call.name} in {tensor.dtype}: rows {distance} elements apart, which is no "
+                f"multiple of {ALIGNED_BYTES} bytes"
+            )
+    return ""
+
+
+def batch_product(call: Call) -> str:
+    """Return where a product of each row by itself rounds by how many there are.
+
+    A CPU's library computes the only product of a batch by other code than one of several, and
+    each by where it begins.
+    """
+    out = call.outputs[0]
+    rounds = not on_cuda(out) and out.element_size() > 2
+    return f"{call.name} in {out.dtype}, row by row" if rounds else ""
+
+
+def parts(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> str:
+    """Return where a product whose result stands inside longer rows rounds by position.
+
+    Its gradient is that part of the longer rows' gradient: there too its rows must begin on
+    boundaries of memory. `starts` are the places of the parts along dimension `part_dim`.
+    """
+    out = call.outputs[0]
+    if on_cuda(out) or not out.dtype.is_floating_point or out.element_size() <= 2:
+        return ""
+    distances = (out.stride()[row_dim], *(start * out.stride()[part_dim] for start in starts))
+    if any(distance * out.element_size() % ALIGNED_BYTES for distance in distances):
+        return f"{call.name} in {out.dtype}: parts of rows of shape {list(out.shape)}"
+    return ""
+
+
+def rows_of_one_expert(call: Call) -> str:
+    """Return which rows of one expert lie as products round otherwise, whatever `call` is.
+
+    A chunk has them all, in the same order, and begins at another place in memory.
+    """
+    for tensor, value in ((t, call.value(t)) for t in call.inputs):
+        if isinstance(value, Rows) and not on_cuda(tensor) and tensor.element_size() > 2:
+            distance = tensor.stride()[value.dim]
+            if not isinstance(distance, int) or distance * tensor.element_size() % ALIGNED_BYTES:
+                return f"{call.name} in {tensor.dtype}: rows {distance} elements apart"
+    return ""
+
+
+def _extent(tensor: torch.Tensor, row_dim: int) -> int:
+    """Return the elements of a row that lie next to each other; 1 where rows are not outermost."""
+    if any(size != 1 for size in tensor.shape[:row_dim]):
+        return 1
+    extent = 1
+    for size, stride in zip(
+        reversed(tensor.shape[row_dim + 1 :]), reversed(tensor.stride()[row_dim + 1 :]), strict=True
+    ):
+        if not isinstance(size, int) or (size != 1 and stride != extent):
+            return 1
+        extent *= size
+    return extent
+
+
+def _by_position(call: Call, floats: list[torch.Tensor]) -> bool:
+    if any(t.dtype.is_complex for t in floats):
+        return call.name not in SAME_VALUES
+    if call.name in ROUNDED_RIGHT:
+        return call.argument("rounding_mode") is not None
+    if call.name in SCALED:
+        return bool(call.argument("alpha", 1) != 1)
+    if call.name == "pow" and call.argument("exponent") in WHOLE_POWERS:
+        return False
+    if len(call.inputs) != 1 or len({*map(_type, floats)}) != 1:
+        return True
+    if any(isinstance(leaf, SYMBOLIC) for leaf in call.leaves):
+        return True
+    if floats[0].element_size() > 2:
+        return call.name not in ALIKE_IN_FLOAT
+    return _differs(call.func, _arguments(call), floats[0].dtype)
+
+
+def _type(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype
+
+
+Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+
+
+def _arguments(call: Call) -> Arguments:
+    """Return the arguments, None for the tensor."""
+
+    def plain(leaf: Any) -> Any:
+        return None if isinstance(leaf, torch.Tensor) else leaf
+
+    kwargs = tuple(sorted((name, plain(value)) for name, value in call.kwargs.items()))
+    return tuple(map(plain, call.args)), kwargs
+
+
+@functools.cache
+def _differs(func: torch._ops.OpOverload, arguments: Arguments, dtype: torch.dtype) -> bool:
+    """Try all values of two bytes in whole vectors and one by one; gradients too."""
+    args, kwargs = arguments
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = func(x, *args[1:], **dict(kwargs))
+        return result
+
+    return differs_by_position(run, dtype)
+
+
+def differs_by_position(run: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a function of one number rounds a value of `dtype` (two bytes) by its position.
+
+    Numbers and infinities are tried: what is not a number is passed on or not as it comes.
+    """
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu")
+    x = values.to(torch.int16).view(dtype)
+    x = x[~x.isnan()]
+    mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1
+    gradients = mantissas.to(dtype)[:, None].expand(-1, len(x)).contiguous()
+    wide = x.expand_as(gradients).contiguous()
+    whole = _forward_and_backward(run, wide, gradients)
+    single = _forward_and_backward(run, _strided(wide), _strided(gradients))
+    return not all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, single, strict=True)
+    )
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values, every other element of memory: no vector can be read."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def _forward_and_backward(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        result = run(leaf)
+        found = [result.detach()]
+        if result.requires_grad:
+            found += torch.autograd.grad(result, leaf, gradient)
+    return found

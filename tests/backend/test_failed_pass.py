@@ -1,0 +1,131 @@
+"""A program in which a pass failed is kept in no cache: every process compiles it without it."""
+
+import uuid
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compile.codegen import compile_with_inductor, plan_of
+from moe_compile.config import MegaMoEConfig
+from moe_compile.hardware import load_profile
+from moe_compile.plan.state import CompileState
+from moe_compile.report.process_report import REPORT
+from passes.compress_gradients import CompressGradients
+from passes.save_exchanges import SaveExchanges
+from passes.schedule_exchanges import ScheduleExchanges
+from tests.backend.inductor_runs import counters
+from tests.layers import GroupedExperts
+
+JOINT = "joint_custom_post_pass"
+
+
+def failing(self, graph, state):
+    raise IndexError("tuple index out of range")
+
+
+def program():
+    return make_fx(lambda x: x + 1)(torch.ones(3))
+
+
+def state_of_one_program(**options):
+    config = MegaMoEConfig(**options)
+    return CompileState(config=config, hardware=load_profile("cpu"), has_work=True)
+
+
+def compiled(state):
+    """Compile with `state`; return each attempt's key, and the pass on joint graphs."""
+    keys = []
+
+    def compile_fx(gm, inputs, config_patches):
+        keys.append(config_patches[JOINT].uuid())
+        config_patches[JOINT](program().graph)
+        return config_patches[JOINT]
+
+    with mock.patch("moe_compile.codegen.compile_fx", compile_fx):
+        return keys, compile_with_inductor(program(), [], state, {})
+
+
+def test_the_compilation_ends_and_begins_anew_under_another_key(monkeypatch):
+    monkeypatch.setattr(SaveExchanges, "run", failing)
+    state = state_of_one_program()
+    keys, _ = compiled(state)
+    assert len(keys) == len(set(keys)) == 2
+    assert state.dropped == ["save_exchanges joint"]
+    (said,) = state.journal.dropped()
+    assert said[1].detail == "IndexError: tuple index out of range"
+    assert plan_of(state) != plan_of(state_of_one_program())
+
+
+def test_a_pass_that_is_switched_off_ends_nothing():
+    state = state_of_one_program(disable_passes=("save_exchanges",))
+    keys, _ = compiled(state)
+    assert len(keys) == 1 and state.dropped == []
+
+
+def test_where_the_program_ran_already_the_pass_is_left_out_on_the_spot(monkeypatch):
+    """As when a backward graph is compiled that the first backward pass asks for."""
+    state = state_of_one_program()
+    _, hook = compiled(state)
+    monkeypatch.setattr(SaveExchanges, "run", failing)
+    hook(program().graph)
+    assert state.dropped == ["save_exchanges joint"]
+
+
+def test_errors_of_others_pass():
+    with (
+        mock.patch("moe_compile.codegen.compile_fx", side_effect=ZeroDivisionError),
+        pytest.raises(ZeroDivisionError),
+    ):
+        compile_with_inductor(program(), [], state_of_one_program(), {})
+
+
+FAILED = "compress_gradients forward: IndexError: tuple index out of range"
+
+
+def test_a_process_that_finds_the_program_in_a_cache_meets_the_failure_too(monkeypatch):
+    monkeypatch.setattr(CompressGradients, "run", failing)
+    seen = []
+    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            before = len(REPORT.compilations)
+            options = {"megamoe.gradient_wire": "bf16_fp32_sum"}
+            ours = torch.compile(lambda x: x * 2, backend="megamoe", options=options)
+            assert torch.equal(ours(torch.ones(3)), torch.full((3,), 2.0))
+            (compilation,) = REPORT.compilations[before:]
+            assert compilation.dropped == [FAILED]
+            seen.append(counters()["program_hit"])
+    assert seen == [0, 1]
+
+
+def layer_step(rank, failing_pass):
+    """Run a layer by eager and by Inductor; return both's values, what failed, verdicts."""
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    layer = GroupedExperts(16, 24, 4, 2, dist.group.WORLD)
+    x = torch.randn(32, 16, dtype=torch.bfloat16)
+    options = {"megamoe.chunks": 2}
+    ours = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+    before, values = len(REPORT.compilations), []
+    with mock.patch.object(failing_pass, "run", failing):
+        for run in (layer, ours):
+            taken = x.clone().requires_grad_()
+            out = run(taken)
+            (grad,) = torch.autograd.grad(out.float().square().sum(), taken)
+            values.append(torch.stack([out.detach(), grad]))
+    (compilation,) = REPORT.compilations[before:]
+    return values, compilation.dropped, [r.verdict for r in compilation.regions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing_pass", [SaveExchanges, ScheduleExchanges])
+def test_the_rest_of_a_layers_rewrite_stays(mirrored_ranks, failing_pass):
+    for values, dropped, verdicts in mirrored_ranks.run(layer_step, failing_pass):
+        assert verdicts == ["chunked"]
+        assert any(failing_pass.name in text for text in dropped)
+        for expected, found in zip(*values, strict=True):
+            assert (found - expected).float().norm() < 0.02 * expected.float().norm()
