@@ -16,6 +16,7 @@ from passes import lower_row_ops
 from passes.contract import Fact
 from passes.lower_row_ops import LowerRowOps
 from passes.pin_order import PinOrder
+from passes.record_order import RecordOrder
 from tests.capture import state
 from tests.reason_programs import PAGE, SECTIONS, verdicts
 
@@ -97,5 +98,12 @@ def test_an_operator_with_a_kernel_is_not_written_out(monkeypatch):
     node = graph.call_function(next(iter(REFERENCES)))
     node.meta["val"] = torch.empty(1)
     (verdict,) = LowerRowOps().run(graph, state()).skipped
-    assert verdict.reason is Reason.ALREADY_DONE
-    assert verdict.detail == "one kernel of ours runs it"
+    assert verdict.why == "nothing is left to do (one kernel of ours runs it)"
+    (verdict,) = LowerRowOps().run(graph, state(codegen="fx")).skipped
+    said = "the options leave it off (codegen = 'fx' runs operators one by one)"
+    assert verdict.why == said
+
+
+def test_a_graph_without_collectives_has_no_order_to_record():
+    (verdict,) = RecordOrder().run(fx.Graph(), state()).skipped
+    assert verdict.why == "nothing is left to do (the graph launches no collective)"

@@ -22,6 +22,9 @@ from moe_compile.regions.token_regions import TokenRows
 AUTO_CHUNKS: Final = 2
 """What "auto" asks for where nothing can be priced: one exchange always runs beside compute."""
 BY_PRICE: Final = Left(Reason.BY_PRICE)
+BY_EXPERTS: Final = (
+    "chunks of experts would gather and sum them again: chunk_by = 'tokens' splits them"
+)
 ONE_CHUNK: Final = Left(Reason.NOT_ASKED, "one chunk is asked for")
 
 
@@ -86,8 +89,7 @@ def plan_token_slices(
     if asked == 1:
         return 1, ONE_CHUNK
     if config.chunk_by != "tokens":
-        detail = "chunks of experts would gather and sum them again"
-        return 1, Left(Reason.GATHERED, detail)
+        return 1, Left(Reason.GATHERED, BY_EXPERTS)
     num_tokens = known_rows(found.tokens)
     if not num_tokens or num_tokens % asked or found.rows_per_token is None:
         detail = f"those of a rank are not known to split evenly in {asked} slices"

@@ -152,7 +152,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     """Return what became of a MoE region; `asked` is the option `dispatch`."""
     region, plan = one.found.region, one.plan
     left, chunks = dict(one.left), one.left.get("chunks")
-    remarks = [chunks.reason.value] if chunks and isinstance(one.proof, RowProof) else []
+    remarks = [chunks.why] if chunks and isinstance(one.proof, RowProof) else []
     remarks += [Bound.BY_TOKENS.value] if plan.by_tokens and not plan.is_divided else []
     remarks += [BY_LOAD] if plan.by_load else edges_remarks(left)
     remarks += decision_remarks(one.decision)

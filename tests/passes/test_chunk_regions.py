@@ -229,6 +229,15 @@ def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
     assert [v.why for v in report.skipped] == ["the options leave it off (one chunk is asked for)"]
 
 
+def test_one_local_expert_leaves_the_region_whole(fake_ranks):
+    alone = GroupedExperts(WIDTH, HIDDEN, 2, TOP_K, fake_ranks)
+    _, report = chunked(alone, 2)
+    assert [(v.reason, v.detail) for v in report.skipped] == [
+        (Reason.FEW_EXPERTS, "one local expert")
+    ]
+    assert report.applied == ()
+
+
 def test_more_chunks_than_experts_are_clamped_with_a_remark(fake_ranks):
     graph, report = chunked(layer(GroupedExperts, fake_ranks), 99)
     (left,) = report.skipped

@@ -77,6 +77,13 @@ def test_rows_are_kept_where_gradients_are_computed_from_them(fake_ranks, style,
     assert reasons == [Reason.ALREADY_DONE] * (2 * (2 - kept))
 
 
+def test_the_models_policy_is_left_where_the_option_says_so(fake_ranks):
+    del fake_ranks
+    _, _, journal = traced(Checkpointed(InOrder), recompute="model")
+    said = [v.reason for v in journal.verdicts() if v.detail == "recompute is 'model'"]
+    assert said == [Reason.NOT_ASKED] * len(said) != []
+
+
 @pytest.mark.parametrize("parts", slow_but([1], [1, 2]))
 def test_what_comes_between_checkpointed_layers_is_kept_in_place_of_rows(fake_ranks, parts):
     """Of each layer, in each part, rows that were dispatched; and what the second is given."""

@@ -145,6 +145,15 @@ def test_slices_of_tokens_share_the_exchange_of_routing(fake_ranks, slices):
     assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1
 
 
+def test_tokens_that_do_not_split_evenly_are_gathered_whole_and_told(fake_ranks):
+    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
+    asked = state(chunk_by="tokens", chunks=3, **ASKED)
+    (verdict,) = carried_out(run_level(DYNAMO, gm.graph, asked), "chunks").skipped
+    assert verdict.reason is Reason.GATHERED
+    assert verdict.detail == "those of a rank are not known to split evenly in 3 slices"
+    assert sum(map(is_reduce_scatter, gm.graph.nodes)) == 1
+
+
 def test_slices_of_tokens_are_reported_with_all_that_rounds(fake_ranks):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
     _, compilation = rewrite(gm, state(chunk_by="tokens", chunks=2, **ASKED).config)
@@ -171,7 +180,7 @@ def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_rank
     _, compilation = rewrite(gm, state(chunks=4, strict=True, **ASKED).config)
     (region,) = compilation.regions
     assert (region.num_chunks, region.verdict) == (1, "all-gathered")
-    assert any("chunk_by = tokens splits it" in remark for remark in region.remarks)
+    assert any("chunk_by = 'tokens' splits them" in remark for remark in region.remarks)
 
 
 def test_the_report_has_bytes_both_rules_and_the_equality(fake_ranks):
