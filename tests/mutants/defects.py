@@ -280,8 +280,8 @@ DEFECTS: Final = (
         "rows that lie by columns are taken to lie by rows",
         (
             Change(
-                PROOF,
-                "d < row_dim or self.facts.depends_on_counts(rows.stride(d))",
+                f"{ROUNDING}/cpu_bits.py",
+                "d < row_dim or call.facts.depends_on_counts(rows.stride(d))",
                 "d < row_dim",
             ),
         ),
