@@ -295,7 +295,7 @@ def refuse_unmet(journal: Journal, where: str) -> None:
     if unmet is not None:
         option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
         raise RegionRefused(
-            f"{unmet.where or where}: {option} asks for what is not done to {unmet}. "
+            f"{unmet.where or where}: {option} was requested but is not applied to {unmet}. "
             f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run it "
             "as it is"
         )

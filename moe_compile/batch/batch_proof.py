@@ -145,6 +145,8 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
         proof, rows = prove_rows_independent(region), find_token_rows(region, dependence)
         if isinstance(proof, Refused):
             raise Left(proof.reason, proof.detail)
+        if proof.whole:  # right for all rows of an expert, of which a part of the batch has some
+            raise Left(Reason.ROWS_MIXED, operator_at(proof.whole[0][0]))
         if isinstance(rows, Left):
             raise rows
         if rows.chosen is None or not rows.is_chosen_once:

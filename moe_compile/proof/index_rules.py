@@ -9,8 +9,7 @@ Contract
     An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
 
 Reads and writes at the places of whole runs of rows, as a search for an expert finds them.
-A run is read or written whole. Where others were not written, nothing is said of them but what
-was known before.
+A run is read or written whole. Rows that were not written keep the value they had.
 """
 
 from __future__ import annotations

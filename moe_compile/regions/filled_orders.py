@@ -2,7 +2,7 @@
 
 Contract
     A part that was written holds what was written; all others hold what they held.
-    Memory that nothing filled is added to nothing: its values are anybody's.
+    Memory that nothing filled is added to nothing: its values are undefined.
 """
 
 from __future__ import annotations

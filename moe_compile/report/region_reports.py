@@ -34,7 +34,9 @@ from moe_compile.plan.planned import PlannedAttention, PlannedExperts
 from moe_compile.regions.regions import Refused, RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
 
-AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
+AS_WRITTEN: Final = (
+    "run as written: ranks compiled it differently, and all run the original program"
+)
 DOES_NOT_COMPILE: Final = "run as written: what the passes made of it does not compile"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
 

@@ -26,7 +26,7 @@ class Group:
 
 ROWS: Final = (
     "row_rules", "view_rules", "index_rules", "order_rules", "count_rules",
-    "row_proof", "grouped_rules", "understood_arguments", "sampled_rows",
+    "row_proof", "grouped_rules", "sampled_counts",
 )  # fmt: skip
 
 PROOF: Final = "tests/proof/test_row_proof.py"
