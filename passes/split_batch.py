@@ -18,9 +18,9 @@ from typing import ClassVar, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Lost, holds
 from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.batch.batch_split import BatchSplit
+from moe_compile.dims.factors import Lost, holds
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, read_instead

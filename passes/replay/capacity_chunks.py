@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from moe_compile.attention.head_rules import operator_name
-from moe_compile.attention.head_tracking import CUTS, cut_dim, move_name
-from moe_compile.attention.linear_layers import linear_of
-from moe_compile.attention.move_arguments import joined, moved
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.capacity.expert_rules import one_index
+from moe_compile.dims.arguments import joined, moved
+from moe_compile.dims.expert_rules import one_index
+from moe_compile.dims.products import linear_of
+from moe_compile.dims.rules import operator_name
+from moe_compile.dims.tracker import CUTS, cut_dim, move_name
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of, value_of
 from passes.replay.factor_pieces import Emits, Pieces

@@ -4,25 +4,35 @@ Contract
     Nothing is refused only where every node of every chunk runs, forward and backward, the
     operators that it runs of the whole region, moves of data apart. Nothing is written: the replay
     runs on the tracer's values.
+
+Run a replay on values instead of writing it: the operators that each node comes to.
+Has the methods of an `Emitter` and takes nodes for what the tracer stored of them; nothing is
+computed and the graph stays as it is. An exchange hands on what it is given, and gradients, in
+the order of memory that a real one makes.
+Operators of the backward are noted with the node whose backward they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.capacity.fake_run import FakeRun
-from moe_compile.graph.modes import modes
-from moe_compile.graph.observation import fake_mode_of
-from moe_compile.graph.query import operator_at, value_of
+from moe_compile.graph.modes import Mode, modes, running_under
+from moe_compile.graph.observation import call as call_node
+from moe_compile.graph.observation import fake_mode_of, running_on
+from moe_compile.graph.query import is_launch, is_wait, operator_at, value_of
 from moe_compile.proof.kernel_bits import bits
-from moe_compile.proof.operator_call import SAME_VALUES, Call
+from moe_compile.proof.operator_call import SAME_VALUES, Call, Knowledge, functional
 from moe_compile.proof.row_trace import UNTRACEABLE
+from moe_compile.regions.count_facts import CountFacts
 from passes.replay.capacity_chunks import CapacityChunk, pieces_of
 
 NOT_TRIED: Final = "its operators could not be tried without values"
@@ -106,3 +116,132 @@ def _parts(region: CapacityRegion, bounds: Sequence[range]) -> list[dict[fx.Node
         run.go_back(chunk.env[region.result])
         found.append(run.operators)
     return found
+
+
+class FakeRun:
+    """Runs what is emitted; gathers the operators of each node."""
+
+    def __init__(
+        self, fake: FakeTensorMode, modes: Mapping[fx.Node, Mode], anchor: fx.Node
+    ) -> None:
+        """Run on tensors of `fake`: nodes under their own modes, all else under the anchor's."""
+        self._fake, self._modes, self._anchor = fake, modes, anchor
+        self._recorder = _Recorder()
+        self._given: dict[fx.Node, Any] = {}
+
+    @property
+    def operators(self) -> dict[fx.Node, list[Call]]:
+        """Return the operators of each node: of its forward, then of its backward."""
+        return self._recorder.calls
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function."""
+        args, kwargs = self._values((args, kwargs), {})
+        return self._run(None, lambda: target(*args, **kwargs))
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the first argument."""
+        (first, *rest), kwargs = self._values((args, kwargs), {})
+        return self._run(None, lambda: getattr(first, name)(*rest, **kwargs))
+
+    def copy(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        """Run `node`, reading `env[input]` where env has the input."""
+        args, kwargs = self._values((node.args, node.kwargs), env)
+        return self._node(node, args, kwargs)
+
+    def instead(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a function in the place of `node`."""
+        args, kwargs = self._values((args, kwargs), {})
+        if is_launch(node):
+            return self._node(node, args, kwargs)
+        return self._run(node, lambda: target(*args, **kwargs))
+
+    def go_back(self, result: torch.Tensor) -> None:
+        """Run the backward of all that `result` was made of."""
+        leaves = [t for t in self._given.values() if _is_leaf(t)]
+        if not leaves or not result.requires_grad:
+            return
+        with running_on(self._fake), self._recorder:
+            gradient = torch.ones(result.shape, dtype=result.dtype, device=result.device)
+            torch.autograd.grad([result], leaves, [gradient], allow_unused=True)
+
+    def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_wait(node):
+            return args[0]
+        if is_launch(node):
+            return self._run(None, lambda: args[0].view(-1).clone().view(args[0].shape))
+        return self._run(node, lambda: call_node(node, args, kwargs))
+
+    def _run(self, node: fx.Node | None, run: Callable[[], Any]) -> Any:
+        mode = self._modes[node or self._anchor]
+        with running_on(self._fake), running_under(mode), self._recorder:
+            return self._recorder.note(node, run)
+
+    def _values(self, arguments: Any, env: Mapping[fx.Node, Any]) -> Any:
+        def now(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            return env[leaf] if leaf in env else self._value(leaf)
+
+        return pytree.tree_map(now, fx.node.map_aggregate(arguments, now))
+
+    def _value(self, node: fx.Node) -> Any:
+        if node not in self._given:
+            value = value_of(node)
+            if isinstance(value, torch.Tensor):
+                with running_on(self._fake):
+                    value = value.detach().requires_grad_(value.requires_grad)
+            self._given[node] = value
+        return self._given[node]
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes operators with the node that runs them, or whose backward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[fx.Node, list[Call]] = {}
+        self._known = Knowledge(CountFacts(1, 1, 1))
+        self._node: fx.Node | None = None
+        self._made_by: dict[Any, fx.Node | None] = {}
+        """Node of the graph of gradients -> whose backward it is."""
+
+    def note(self, node: fx.Node | None, run: Callable[[], Any]) -> Any:
+        """Return what `run` makes, which is done for `node`."""
+        self._node = node
+        made = run()
+        self._node = None
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._note_gradients(leaf.grad_fn, node)
+        return made
+
+    def _note_gradients(self, function: Any, node: fx.Node | None) -> None:
+        todo = [function]
+        while todo:
+            function = todo.pop()
+            if function is not None and function not in self._made_by:
+                self._made_by[function] = node
+                todo += [following for following, _ in function.next_functions]
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        going_back = torch._C._current_autograd_node()
+        node = self._made_by.get(going_back) if going_back is not None else self._node
+        makes = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out))
+        if node is not None and makes:
+            made = Call(node, functional(func) or func, args, kwargs, out, self._known)
+            self.calls.setdefault(node, []).append(made)
+        return out

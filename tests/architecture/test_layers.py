@@ -21,6 +21,7 @@ LAYERS = (  # left to right; longest prefix wins
     ),
     ("moe_compile.ops", "moe_compile.runtime"),
     ("moe_compile.graph",),
+    ("moe_compile.dims",),
     ("moe_compile.regions",),
     ("moe_compile.attention", "moe_compile.proof"),
     ("moe_compile.capacity",),
