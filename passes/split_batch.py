@@ -26,7 +26,7 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, read_instead
 from moe_compile.graph.observation import fake_mode_of
 from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
-from moe_compile.graph.stored_values import store_values
+from moe_compile.graph.retraced_values import store_values
 from moe_compile.journal.entries import PassReport, Verdict, judged
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason

@@ -36,7 +36,6 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.second_backward",
         "moe_compile.codegen",
         "moe_compile.first_run",
-        "moe_compile.group_setup",
         "moe_compile.nothing_rewritten",
         "moe_compile.parts_by_price",
         "moe_compile.predicted_time",

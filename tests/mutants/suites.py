@@ -78,7 +78,7 @@ GROUPS: Final = (
             "moe_compile/graph/gradient_order.py",
             "moe_compile/graph/effects.py",
             "moe_compile/graph/dependence.py",
-            "moe_compile/graph/same_tensor.py",
+            "moe_compile/graph/aliases.py",
             "moe_compile/graph/memory.py",
             "moe_compile/regions/rewrites.py",
             "moe_compile/regions/surroundings.py",
