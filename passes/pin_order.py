@@ -4,16 +4,25 @@ Contract
     Requires  FUNCTIONAL.
     Keeps     every value and the order of nodes. The last pass on a graph: launches and waits end
               up inside a higher-order operator, where no other pass would know them.
+
+What makes Inductor run the order the FX graph is in.
+`pin_order` leaves the graph's values and the order of its work as they are; where torch lacks
+the means it does nothing and says so.
 """
 
 from __future__ import annotations
 
+import importlib
+import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 import torch.fx as fx
+from torch.utils._ordered_set import OrderedSet
 
-from moe_compile.graph.pinning import pin_order
+from moe_compile.graph.inner_graphs import is_flex_attention
+from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
@@ -37,3 +46,69 @@ class PinOrder(GraphPass):
             return PassReport(pass_name=self.name, applied=("graph",))
         left = Verdict(candidate="graph", reason=reason, option="schedule")
         return PassReport(pass_name=self.name, skipped=(left,))
+
+
+def pin_order(graph: fx.Graph) -> bool:
+    """Hold launches and waits in their order, and matrix products where they stand between these.
+
+    Attention is held before the exchanges behind it: long enough to hide what they wait for, and
+    what the host takes to launch them.
+    Stronger than the settings: fusion cannot pull a wait before compute it stands after, nor what
+    runs under an exchange before its launch, with a kernel that the launch needs. To be the last
+    edit of a graph, as all that is held ends up inside a higher-order operator. Returns whether
+    torch has the means.
+    """
+    try:
+        control = importlib.import_module("torch._inductor.fx_passes.control_dependencies")
+        lowering = importlib.import_module("torch._inductor.lowering")
+    except ImportError:
+        return False
+    # what several of these read is to be computed once, as where none is inside of an operator
+    lowering.needs_realized_inputs.add(control.control_deps)
+    _take_elements_at_once(graph)
+    control.preserve_node_ordering(graph, _held(graph))
+    return True
+
+
+def _take_elements_at_once(graph: fx.Graph) -> None:
+    """Put the elements of attention's results next to it: they are no work, and can be held."""
+    for attention in filter(_is_attention, list(graph.nodes)):
+        for reader in reversed(list(attention.users)):
+            if reader.target is operator.getitem:
+                attention.append(reader)
+
+
+def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Return what is held, each with what it stands behind."""
+    after: dict[fx.Node, Any] = {}
+    exchange: fx.Node | None = None
+    work: list[fx.Node] = []
+    follows: set[fx.Node] = set()
+    """What depends on the last launch or wait."""
+    for node in graph.nodes:
+        if is_launch(node) or is_wait(node):
+            known = {None, *node.all_input_nodes}
+            behind = [earlier for earlier in (exchange, *work) if earlier not in known]
+            if behind:
+                after[node] = OrderedSet(behind)
+            exchange, work, follows = node, [], {node}
+            continue
+        if not follows.isdisjoint(node.all_input_nodes):
+            follows.add(node)
+        if _is_matrix_product(node):
+            work.append(node)
+            if exchange is not None and node not in follows:
+                after[node] = OrderedSet([exchange])
+                follows.add(node)
+        elif _is_attention(node) or (node.target is operator.getitem and node.args[0] in work):
+            work.append(node)  # an element too: torch 2.11 holds nothing behind a tuple
+    return after
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return is_flex_attention(node) or "::_scaled_dot_product_" in overload_name(node)
+
+
+def _is_matrix_product(node: fx.Node) -> bool:
+    op = overload_name(node).rpartition("::")[2]
+    return isinstance(node.target, torch._ops.OpOverload) and op.endswith("mm")

@@ -1,4 +1,9 @@
-"""`megamoe doctor`: what NVML says of this machine, its profile, and what it makes different."""
+"""`megamoe doctor`: what NVML says of this machine, its profile, and what it makes different.
+
+What to choose differently on a machine that is not as its profile says.
+A choice is the fastest of the schedules a compiler can make, for one layer of each model of
+MegaScale-MoE's table 2: whole operators or chunks, with and without an fp8 wire.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,8 +23,12 @@ from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.hardware.detect import NO_GPU, profile_of_chip
 from moe_compile.hardware.devices import Device, Machine, read_machine
 from moe_compile.hardware.profile import load_profile
-from moe_compile.simulator.advice import Choice, find_choices, find_findings
+from moe_compile.simulator import setups
 from moe_compile.simulator.cluster_tables import new_console
+from moe_compile.simulator.layer_time import time_layer
+from moe_compile.simulator.method import Method, Overlap
+from moe_compile.simulator.models import TABLE_2, ModelShape
+from moe_compile.simulator.step import Setting
 
 
 def add_doctor(commands: Any) -> None:
@@ -133,3 +143,156 @@ def _choices(choices: Sequence[Choice]) -> Table:
             f"{choice.fp8_wire_gain_here:.2f}x",
         )
     return table
+
+
+NEAR: Final = 0.10
+"""Share by which a rate may differ from the profile's before it is worth a word: NVLink counts
+26.6 GB/s per link where data sheets say 25."""
+WORTH: Final = 0.02
+"""Gain below which the simpler of two schedules is chosen."""
+NVLINK_ADVICE: Final = "write a profile with link nvlink of that rate"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The schedule for one model, by the profile and by what this machine has."""
+
+    model: str
+    by_profile: str
+    here: str
+    fp8_wire_gain_by_profile: float
+    """Time with a bf16 wire over time with fp8, each under its best schedule."""
+    fp8_wire_gain_here: float
+
+
+def find_findings(machine: Machine, profile: ClusterProfile | None) -> tuple[str, ...]:
+    """Return a sentence for each way this machine is not as its profile says.
+
+    `profile` is None where the machine's profile describes no cluster.
+    """
+    if not machine.devices:
+        return (
+            f"{machine.message}: profile cpu is used, training runs on the processor, and "
+            "predicted times say nothing of a GPU.",
+        )
+    found = []
+    names = sorted({device.name for device in machine.devices})
+    if len(names) > 1:
+        found.append(f"different GPUs ({', '.join(names)}): ranks must name one megamoe.hardware.")
+    if warning := profile_of_chip(machine.devices[0].name, machine.devices[0].generation).warning:
+        found.append(f"{warning}.")
+    for device in machine.devices:
+        found.extend(f"GPU {device.index}: {said}" for said in _of_device(device))
+    if profile is not None:
+        found.extend(_of_links(machine, profile))
+    return tuple(found)
+
+
+def find_choices(machine: Machine, profile: ClusterProfile) -> tuple[Choice, ...]:
+    """Return for each model what the profile and what this machine's links make best.
+
+    Empty where there is nothing to choose: one GPU, or links as the profile has them.
+    """
+    rate = link_gb_per_s(machine)
+    if not rate or _is_near(rate, profile.nvlink.gb_per_s):
+        return ()
+    here = replace(profile, nvlink=replace(profile.nvlink, gb_per_s=rate))
+    return tuple(_choice(model, profile, here) for model in TABLE_2)
+
+
+def link_gb_per_s(machine: Machine) -> float:
+    """Return the rate between GPUs of this machine: NVLink, else PCIe; 0 for a single GPU."""
+    if len(machine.devices) < 2:
+        return 0.0
+    slowest = min(device.nvlink_total_gb_per_s for device in machine.devices)
+    return slowest or min(device.pcie_gb_per_s for device in machine.devices)
+
+
+def best_schedule(model: ModelShape, profile: ClusterProfile, wire_bytes: float) -> Method:
+    """Return the fastest method a compiler can make of a layer; the simplest of near ones."""
+    methods = _compiler_methods(model, wire_bytes)
+    times = [_layer_us(model, profile, method) for method in methods]
+    limit = min(times) * (1.0 + WORTH)
+    return next(m for m, us in zip(methods, times, strict=True) if us <= limit)
+
+
+def _of_device(device: Device) -> list[str]:
+    said = []
+    if device.is_mig:
+        said.append("MIG is on: a slice has a part of the profile's rates, and no NVLink.")
+    if device.throttling:
+        said.append(
+            f"clocks are held down ({', '.join(device.throttling)}): slower than predicted."
+        )
+    if device.fabric_state in ("not started", "in progress"):
+        said.append(f"its NVLink fabric is {device.fabric_state}: NCCL will fail or avoid NVLink.")
+    return said
+
+
+def _of_links(machine: Machine, profile: ClusterProfile) -> list[str]:
+    if len(machine.devices) < 2:
+        return ["one GPU: there is no exchange to hide on this machine."]
+    said, rate = [], link_gb_per_s(machine)
+    counts = {device.nvlink_count for device in machine.devices}
+    if len(counts) > 1:
+        said.append(f"GPUs have {sorted(counts)} NVLinks: the slowest holds up every exchange.")
+    cliques = {device.fabric_clique for device in machine.devices}
+    if len(cliques) > 1:
+        said.append(
+            f"GPUs are in {len(cliques)} fabric cliques: exchanges between them leave NVLink."
+        )
+    if not rate:
+        said.append("the rate between GPUs is unknown: neither NVLink nor PCIe says.")
+    elif not _is_near(rate, profile.nvlink.gb_per_s):
+        way = "NVLink" if max(counts) else "PCIe, there being no NVLink,"
+        said.append(
+            f"{way} has {rate:.0f} GB/s where profile {profile.name} counts "
+            f"{profile.nvlink.gb_per_s:.0f}: {NVLINK_ADVICE}."
+        )
+    return said
+
+
+def _choice(model: ModelShape, profile: ClusterProfile, here: ClusterProfile) -> Choice:
+    return Choice(
+        model=model.name,
+        by_profile=_said(best_schedule(model, profile, 2.0)),
+        here=_said(best_schedule(model, here, 2.0)),
+        fp8_wire_gain_by_profile=_wire_gain(model, profile),
+        fp8_wire_gain_here=_wire_gain(model, here),
+    )
+
+
+def _wire_gain(model: ModelShape, profile: ClusterProfile) -> float:
+    bf16, fp8 = (
+        _layer_us(model, profile, best_schedule(model, profile, nbytes)) for nbytes in (2.0, 1.0)
+    )
+    return bf16 / fp8
+
+
+def _said(method: Method) -> str:
+    if method.overlap is not Overlap.CHUNKS:
+        return f"{method.overlap.value}, one chunk"
+    return f"{method.num_chunks} chunks by {'tokens' if method.chunks_tokens else 'experts'}"
+
+
+def _compiler_methods(model: ModelShape, wire_bytes: float) -> list[Method]:
+    """Return methods from simple to complicated."""
+    plain = Method(overlap=Overlap.INTER_OP, dispatch_bytes=wire_bytes, combine_bytes=wire_bytes)
+    local = model.num_experts // plain.expert_ranks
+    chunks = [
+        replace(plain, overlap=Overlap.CHUNKS, num_chunks=n, chunks_tokens=by_tokens)
+        for n in (2, 4, 8)
+        for by_tokens in (False, True)
+        if by_tokens or n <= local
+    ]
+    return [plain, *chunks]
+
+
+def _layer_us(model: ModelShape, profile: ClusterProfile, method: Method) -> float:
+    fit, job = profile.fit("none"), setups.MEGASCALE_JOB
+    setting = Setting(model=model, profile=profile, fit=fit, method=method, job=job)
+    return time_layer(setting.costs).total_us
+
+
+def _is_near(rate: float, other: float) -> bool:
+    return abs(rate / other - 1.0) <= NEAR

@@ -1,4 +1,7 @@
-"""`megamoe simulate`: predicted steps on clusters, beside published ones, and as timelines."""
+"""`megamoe simulate`: predicted steps on clusters, beside published ones, and as timelines.
+
+One layer under each way to divide it, nothing overlapped: MegaScale-MoE figure 14.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,23 @@ import argparse
 import dataclasses
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
-from moe_compile.simulator import checks
+from moe_compile.simulator import checks, setups
 from moe_compile.simulator import cluster_tables as tables
+from moe_compile.simulator.checks import RATIO, Check, Row
 from moe_compile.simulator.cluster_timeline import LEGEND, chrome_trace
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.layer_time import time_layer
-from moe_compile.simulator.layouts import check_layouts
-from moe_compile.simulator.models import MODELS
+from moe_compile.simulator.method import Attention, Experts, Method
+from moe_compile.simulator.models import MODELS, TABLE_2, ModelShape
 from moe_compile.simulator.parts_table import find_part_shares
+from moe_compile.simulator.published import FIGURE_14_GAINS
 from moe_compile.simulator.scenario import (
     DEFAULT_FIT,
     default_fit,
@@ -239,3 +245,51 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _words(text: str) -> Sequence[str]:
     return tuple(word.strip() for word in text.split(","))
+
+
+LAYOUTS: Final[Mapping[str, Method]] = {
+    "TP + TP": Method(attention=Attention.HEADS, experts=Experts.SLICES),
+    "TP + EP": Method(attention=Attention.HEADS),
+    "SP + TP": Method(experts=Experts.SLICES),
+    "SP + EP": Method(),
+}
+"""Attention, then experts: tensor (TP), sequence (SP), expert parallelism (EP)."""
+
+
+def layout_gains(model: ModelShape) -> dict[str, float]:
+    """Return the time of a layer under TP + TP over its time under each layout.
+
+    Rows go to experts by all-to-all or all-gather, whichever is faster.
+    """
+    profile = setups.shipped("h800")
+    times = {}
+    for name, method in LAYOUTS.items():
+        ways = (method, replace(method, gathers_rows=True))
+        settings = (
+            Setting(
+                model=model,
+                profile=profile,
+                fit=profile.fit("bytedance"),
+                method=way,
+                job=setups.MEGASCALE_JOB,
+            )
+            for way in ways
+        )
+        times[name] = min(time_layer(setting.costs).total_us for setting in settings)
+    return {name: times["TP + TP"] / us for name, us in times.items()}
+
+
+def check_layouts() -> Check:
+    """Return the least and the greatest gain of SP + EP over six models."""
+    gains = sorted((layout_gains(model)["SP + EP"], model.name) for model in TABLE_2)
+    return Check(
+        title="SP + EP over TP + TP on 8 H800, nothing overlapped",
+        source="MegaScale-MoE (arXiv 2505.11432) figure 14",
+        constants="h800, fit bytedance",
+        rows=tuple(
+            Row(label=f"{label} of six models ({name})", unit=RATIO, published=gain, predicted=ours)
+            for label, gain, (ours, name) in zip(
+                ("least", "greatest"), FIGURE_14_GAINS, (gains[0], gains[-1]), strict=True
+            )
+        ),
+    )

@@ -3,6 +3,11 @@
 Contract
     Covers decisions, the options that change code, and the collectives to run; no prose of a
     report, no predicted time, no name of a hardware profile.
+
+Which collectives send one input of the program, and nothing else that needs a gradient.
+Says so of a Dynamo graph, before its backward is derived: of its nodes and of which of them
+need gradients, never of sizes. The gradient of such an input is what the collective's backward
+gives, or a function of it; that of any other goes on into the backward of other operators.
 """
 
 from __future__ import annotations
@@ -15,10 +20,10 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.gradient_sources import send_one_input
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.launch_order import dependences
 from moe_compile.graph.part_order import products
+from moe_compile.graph.query import has_gradient, is_launch
 from moe_compile.plan.state import CompileState
 
 SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes", "routing_skew"})
@@ -77,3 +82,16 @@ def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str
         for group, launched in collectives.items()
         if any("all_to_all" in one for one in launched) or (may_pass and len(launched) > 1)
     }
+
+
+def send_one_input(graph: fx.Graph) -> list[bool]:
+    """Return, for each launch, whether one input of the graph is all it has a gradient for."""
+    return [_sends_one_input(node) for node in graph.nodes if is_launch(node)]
+
+
+def _sends_one_input(launch: fx.Node) -> bool:
+    node, sources = launch, [launch]
+    while len(sources) == 1:
+        (node,) = sources
+        sources = [source for source in node.all_input_nodes if has_gradient(source)]
+    return not sources and node.op in ("placeholder", "get_attr")

@@ -14,7 +14,7 @@ Worked around elsewhere, where the code that meets them stands
       writes the end);
     - hands on all that the body of an `autograd.Function` makes as its results
       (`passes/normalize/function_exchanges.py` asks for those that are read);
-    - holds nothing behind an operator that returns a tuple (`moe_compile/graph/pinning.py` holds it
+    - holds nothing behind an operator that returns a tuple (`passes/pin_order.py` holds it
       behind the elements).
     Torch 2.13, on GPUs of compute capability 10, leaves the gradient of a group without rows
     unwritten (pytorch#172439; `passes/zero_empty_groups.py` writes zeros).

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-from moe_compile.attention.gradient_sources import send_one_input
+from moe_compile.plan.plan_digest import send_one_input
 from tests.capture import dynamo_graphs
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from moe_compile.commands.doctor import find_choices, find_findings, link_gb_per_s
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.hardware.devices import read_machine
-from moe_compile.simulator.advice import find_choices, find_findings, link_gb_per_s
 
 MBPS = 26562
 """What NVML says of one NVLink of an H100 or H800."""

@@ -7,12 +7,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.pinning import pin_order
 from moe_compile.graph.query import overload_name
 from moe_compile.graph.wrapper_order import event_letters, wrapper_events
 from moe_compile.hardware import load_profile
 from moe_compile.plan.state import CompileState
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours
+from passes.pin_order import pin_order
 from passes.schedule_exchanges import ScheduleExchanges
 from passes.split_addends import SplitAddends
 from tests.scheduled_layers import exchange, letters, one_rank_group

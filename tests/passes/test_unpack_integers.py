@@ -11,7 +11,6 @@ from torch._inductor.graph import GraphLowering
 
 from moe_compile.cost.amounts import is_free
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph import listed_integers
 from moe_compile.graph.precedence import integers_taken, is_host_read
 from moe_compile.ops.integers import INTEGERS
 from passes import unpack_integers
@@ -144,7 +143,7 @@ def test_inductor_writes_one_call_for_them(form, monkeypatch):
 
 def test_a_torch_without_the_means_keeps_the_operator(monkeypatch):
     monkeypatch.delattr("torch._inductor.ir.DynamicScalar")
-    assert not listed_integers.write_as_list.__wrapped__()
+    assert not unpack_integers.write_as_list.__wrapped__()
 
 
 def test_a_wrapper_in_cpp_has_no_lists():

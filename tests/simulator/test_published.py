@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from moe_compile.commands.simulate import check_layouts, layout_gains
 from moe_compile.simulator import checks
 from moe_compile.simulator import published as paper
 from moe_compile.simulator.explain import explain_speedup, find_bounds
-from moe_compile.simulator.layouts import check_layouts, layout_gains
 from moe_compile.simulator.models import TABLE_2, find_model
 from moe_compile.simulator.setups import shipped
 

@@ -13,9 +13,9 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_compile.graph import pinning
 from moe_compile.graph.inner_graphs import bodies
 from moe_compile.hardware.chip_limits import leaves_empty_groups
+from passes import pin_order
 from tests.graph import test_pinning
 from tests.this_torch import ends_graphs_at_lists
 from tests.torch_quirks.test_python311_frames import CALLS, most_pages
@@ -128,12 +128,12 @@ def test_the_body_of_a_function_hands_on_all_that_it_makes():
 
 @pytest.mark.slow
 def test_nothing_is_held_behind_a_tuple(monkeypatch):
-    monkeypatch.setattr(pinning, "_take_elements_at_once", lambda graph: None)
+    monkeypatch.setattr(pin_order, "_take_elements_at_once", lambda graph: None)
     try:
         test_pinning.test_fusion_does_not_pull_a_wait_over_attention()
     except AssertionError:
         return
-    gone("the elements in moe_compile/graph/pinning.py", shown=False, is_known=True)
+    gone("the elements in passes/pin_order.py", shown=False, is_known=True)
 
 
 @pytest.mark.slow
