@@ -161,10 +161,15 @@ DEFECTS: Final = (
         (
             Change(
                 "passes/rewrite_regions.py",
-                "        finish = [_emit_experts(one, dependence, state) for one in experts]\n",
-                "        for one in experts:\n"
-                "            _emit_experts(one, dependence, state)()\n"
-                "        finish = []\n",
+                "            kind.emit(one, state, dependence)\n",
+                "            new\n",
+            ),
+            Change(
+                "passes/rewrite_regions.py",
+                "            if one.is_rewritten\n        ]\n",
+                "            if one.is_rewritten\n"
+                "            for new in [kind.emit(one, state, dependence)]\n"
+                "            if not replace_uses(new.instead)\n        ]\n",
             ),
         ),
     ),

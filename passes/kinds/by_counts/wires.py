@@ -25,7 +25,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused
-from passes.planned.draft import Draft
+from passes.kinds.by_counts.draft import Draft
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
 NOT_ASKED: Final = Left(Reason.NOT_ASKED)
@@ -38,8 +38,6 @@ class Wire:
     """How the rows of one exchange travel."""
 
     name: str
-    row_bytes: int
-    """Of a row that travels; 0 when unknown."""
     left: Verdict | None
     """Why they travel as they are; None where they do not."""
 
@@ -65,19 +63,15 @@ def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
         wire = _wire_asked(name, option, draft)
         refused = _why_not(draft, name) if wire in QUANTIZED else NOT_ASKED
         if refused is not None:
-            candidate = f"{name} of {found.region.name}"
             verdict = Verdict(
-                candidate=candidate,
+                candidate=f"{name} of {found.name}",
                 reason=refused.reason,
                 detail=refused.detail,
                 where=found.where,
             )
-            left = judged(config, f"{name}_wire", verdict)
-            wires[name] = Wire(name="same", row_bytes=found.row_bytes[name], left=left)
+            wires[name] = Wire(name="same", left=judged(config, f"{name}_wire", verdict))
         else:
-            rows = found.rows[name]
-            assert rows is not None
-            wires[name] = Wire(name=wire, row_bytes=row_bytes(int(rows.shape[1])), left=None)
+            wires[name] = Wire(name=wire, left=None)
     return wires
 
 

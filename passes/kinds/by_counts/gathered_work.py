@@ -23,7 +23,7 @@ from moe_compile.regions.regions import MoERegion, Refused, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import GatheredForm
-from passes.planned.gathering import gathering
+from passes.kinds.by_counts.gathering import gathering
 from passes.replay.gathered import emit_gathered
 
 

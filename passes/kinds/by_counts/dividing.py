@@ -23,7 +23,7 @@ from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, TokenRows
 from moe_compile.runtime.node_groups import node_groups_of
-from passes.planned.gathering import why_rounded
+from passes.kinds.by_counts.gathering import why_rounded
 
 ONE_NODE: Final = Left(
     Reason.NO_FEWER_BYTES,

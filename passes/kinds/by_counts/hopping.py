@@ -28,8 +28,8 @@ from moe_compile.plan.node_rounding import node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import Refused
 from moe_compile.regions.token_regions import DividedForm, TokenRows
-from passes.planned.dividing import divided_form
-from passes.planned.whole_experts import find_mixing
+from passes.kinds.by_counts.dividing import divided_form
+from passes.kinds.by_counts.whole_experts import find_mixing
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
@@ -127,7 +127,7 @@ def plan_hop_parts(
     if config.chunks == "auto" and (chosen is None or config.chunk_by == "tokens"):
         return HopParts(1, num_slices, Left(Reason.TWO_HOPS))
     region, proof = experts.region, experts.proof
-    num_chunks, why = plan_num_chunks(config, region, decision)
+    num_chunks, why = plan_num_chunks(config, region.num_local_experts, decision)
     if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
         return HopParts(num_chunks, num_slices, why)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
