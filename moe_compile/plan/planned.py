@@ -14,7 +14,6 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.layers import Region
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -24,7 +23,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, Refused, Region, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm
 
