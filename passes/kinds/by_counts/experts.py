@@ -60,18 +60,18 @@ from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
 from passes.kinds.by_counts.chunk_edges import decide_edges
-from passes.kinds.by_counts.dividing import dividing
 from passes.kinds.by_counts.draft import Draft
-from passes.kinds.by_counts.gathered_work import gathered_work
 from passes.kinds.by_counts.gathering import (
     against,
     gathered_form,
+    gathered_work,
     gathering,
     may_be_priced,
 )
 from passes.kinds.by_counts.hopping import (
     Forms,
     chosen_form,
+    dividing,
     hop_forms,
     hopping_of,
     plan_hop_parts,
@@ -267,22 +267,18 @@ def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
 
 
 def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
-    gathered, wires = draft.gathered, plan_wires(draft, config)
-    names = {name: wire.name for name, wire in wires.items()}
+    gathered, (wires, not_packed) = draft.gathered, plan_wires(draft, config)
     if draft.divided is not None:
-        dispatch, combine = names["dispatch"], names["combine"]
+        dispatch, combine = wires["dispatch"], wires["combine"]
         draft.divided = replace(draft.divided, dispatch_wire=dispatch, combine_wire=combine)
     return PlannedExperts(
         found=draft.found,
-        plan=_plan(draft, names),
+        plan=_plan(draft, wires),
         proof=draft.proof,
         gathered=gathered,
         divided=draft.divided,
         around=draft.around if draft.is_rewritten else None,
-        left={
-            **_left(draft, config),
-            **{name + "_wire": w.left for name, w in wires.items() if w.left is not None},
-        },
+        left={**_left(draft, config), **not_packed},
         decision=draft.decision,
         not_priced=draft.not_priced,
         costs=draft.costs,

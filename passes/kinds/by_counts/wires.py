@@ -9,7 +9,6 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -33,15 +32,6 @@ NO_PASS: Final = Left(Reason.DISABLED)
 """Of rows that could be packed, where the pass that packs them is disabled."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
-    """How the rows of one exchange travel."""
-
-    name: str
-    left: Verdict | None
-    """Why they travel as they are; None where they do not."""
-
-
 def never_packed(
     found: FoundExperts, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
 ) -> dict[str, Left]:
@@ -55,9 +45,9 @@ def never_packed(
     return {name: why for name, why in against.items() if why is not None}
 
 
-def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
-    """Return `dispatch` and `combine` of a region with their wires."""
-    wires, found = {}, draft.found
+def plan_wires(draft: Draft, config: MegaMoEConfig) -> tuple[dict[str, str], dict[str, Verdict]]:
+    """Return the wires of `dispatch` and `combine`, and by option why rows travel as they are."""
+    wires, left, found = dict[str, str](), dict[str, Verdict](), draft.found
     for name in ("dispatch", "combine"):
         option = config.dispatch_wire if name == "dispatch" else config.combine_wire
         wire = _wire_asked(name, option, draft)
@@ -69,10 +59,9 @@ def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
                 detail=refused.detail,
                 where=found.where,
             )
-            wires[name] = Wire(name="same", left=judged(config, f"{name}_wire", verdict))
-        else:
-            wires[name] = Wire(name=wire, left=None)
-    return wires
+            left[f"{name}_wire"] = judged(config, f"{name}_wire", verdict)
+        wires[name] = wire if refused is None else "same"
+    return wires, left
 
 
 def _why_not(draft: Draft, name: str) -> Left | None:

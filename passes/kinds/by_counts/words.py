@@ -127,7 +127,9 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
         said.append(f"not all-gathered: {left.why}")
     if one.costs is not None:
         said += _costs(one.costs)
-    return said + (_gathered(one) if one.plan.gathers else [])
+    if one.plan.gathers and one.rounding is not None:
+        said += _equality(one.rounding)
+    return said
 
 
 def node_remarks(one: PlannedExperts) -> list[str]:
@@ -231,10 +233,6 @@ def _costs(costs: DispatchCosts) -> list[str]:
         f"k > n says {words[costs.by_volume]}, "
         f"k > {MEASURED_SHARE} n says {words[costs.by_measurement]}",
     ]
-
-
-def _gathered(one: PlannedExperts) -> list[str]:
-    return [] if one.rounding is None else _equality(one.rounding)
 
 
 def _equality(rounding: Rounding) -> list[str]:
