@@ -1,4 +1,4 @@
-"""Find the MoE regions, by counts and by capacity, and the attention of a graph; prove them.
+"""Find the regions of a graph, of every kind, and prove them.
 
 Contract
     Requires  WAITS_VISIBLE.
@@ -8,35 +8,22 @@ Contract
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 import torch.fx as fx
 
-from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
-from moe_compile.attention.detect_attention import find_attention
-from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.inner_graphs import is_autograd_function
 from moe_compile.graph.launch_order import mark_region
-from moe_compile.graph.query import source_place, tensor_of
+from moe_compile.graph.query import source_place
 from moe_compile.journal.entries import PassReport, Verdict
-from moe_compile.plan.planned import (
-    Findings,
-    FoundAttention,
-    FoundCapacity,
-    FoundExperts,
-)
+from moe_compile.plan.planned import Findings
 from moe_compile.plan.state import CompileState
-from moe_compile.proof.row_proof import prove_rows_independent
-from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.host_reads import count_host_reads
-from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.regions import Refused
 from passes.contract import Fact, GraphPass
+from passes.kinds import KINDS
 from passes.normalize.function_exchanges import Unknown, exchanges_of
 
 
@@ -51,39 +38,28 @@ class DetectRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.found`; a region that a proof refuses is found all the same."""
-        regions, others = find_moe_regions(graph)
-        attention, without = find_attention(graph)
-        taken = {launch for region in attention for launch in region.launches}
-        first = len(regions) + sum(other.is_region for other in others)
-        even = find_capacity_regions(graph, taken, first)
-        matched = {*even.exchanges, *(launch.name for launch in taken)}
-        state.found = Findings(
-            experts=tuple(_experts(region, state.config) for region in regions),
-            attention=(*map(_attention, attention), *map(_attention, without)),
-            capacity=tuple(map(_capacity, even.regions)),
-            others=(
-                *(other for other in others if other.candidate not in matched),
-                *even.refused,
-                *_inside_functions(graph),
-            ),
-        )
-        for marked in (
-            *(region.launches for region in regions),
-            *(a.launches for a in attention),
-            *(c.launches for c in even.regions),
-        ):
+        found = Findings()
+        for kind in KINDS:
+            new = kind.find(graph, state.config, found)
+            others = (other for other in found.others if other.candidate not in new.exchanges)
+            found = Findings(
+                by_kind={**found.by_kind, kind.name: new.found}, others=(*others, *new.others)
+            )
+        state.found = replace(found, others=(*found.others, *_inside_functions(graph)))
+        for region in found.regions:
             state.num_marked += 1
-            mark_region(marked, str(state.num_marked))
+            mark_region(region.launches, str(state.num_marked))
+        candidates = (one.region for each in found.by_kind.values() for one in each)
         return PassReport(
             pass_name=self.name,
-            applied=(
-                *_names(regions),
-                *_names(even.regions),
-                *_names(attention),
-            ),
+            applied=tuple(region.name for region in found.regions),
             skipped=(
                 *(_verdict(graph, other, state.config) for other in state.found.others),
-                *(Verdict(candidate=a.name, reason=a.reason, detail=a.detail) for a in without),
+                *(
+                    Verdict(candidate=none.candidate, reason=none.reason, detail=none.detail)
+                    for none in candidates
+                    if isinstance(none, Refused)
+                ),
             ),
         )
 
@@ -94,10 +70,6 @@ def _inside_functions(graph: fx.Graph) -> Iterator[Refused]:
         found = exchanges_of(node)
         if isinstance(found, Unknown):
             yield Refused(candidate=node.name, reason=found.reason, detail=found.because)
-
-
-def _names(regions: Iterable[MoERegion | AttentionRegion | CapacityRegion]) -> list[str]:
-    return [region.name for region in regions]
 
 
 def _verdict(graph: fx.Graph, other: Refused, config: MegaMoEConfig) -> Verdict:
@@ -112,35 +84,3 @@ def _verdict(graph: fx.Graph, other: Refused, config: MegaMoEConfig) -> Verdict:
         is_asked=bool(option),
         where=next((source_place(n) for n in graph.nodes if n.name == other.candidate), ""),
     )
-
-
-def _experts(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
-    rows = {"dispatch": _payload(region.dispatch), "combine": _payload(region.combine)}
-    return FoundExperts(
-        region=region,
-        proof=prove_rows_independent(region, may_round=config.allows("bounded")),
-        where=source_place(region.dispatch),
-        num_host_reads=count_host_reads(region),
-        rows=rows,
-        row_bytes={name: _bytes_of_row(tensor) for name, tensor in rows.items()},
-    )
-
-
-def _capacity(region: CapacityRegion) -> FoundCapacity:
-    return FoundCapacity(region=region, where=source_place(region.dispatch))
-
-
-def _attention(region: AttentionRegion | AttentionRefused) -> FoundAttention:
-    return FoundAttention(region=region, where=source_place(region.core))
-
-
-def _payload(launch: fx.Node) -> torch.Tensor | None:
-    (payload, *_) = launch.all_input_nodes
-    return tensor_of(payload)
-
-
-def _bytes_of_row(rows: torch.Tensor | None) -> int:
-    widths = () if rows is None else rows.shape[1:]
-    if rows is None or any(isinstance(width, torch.SymInt) for width in widths):
-        return 0
-    return math.prod(widths) * rows.element_size()

@@ -22,8 +22,7 @@ from moe_compile.regions.regions import RowProof
 from moe_compile.regions.token_regions import GatheredForm
 from moe_compile.regions.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
-from passes.planned.gathered_work import gathered_work
-from passes.planned.gathering import gathered_form
+from passes.kinds.by_counts.gathering import gathered_form, gathered_work
 
 GATHERED: Final = Candidate(dispatch="all_gather")
 ASKED: Final = MegaMoEConfig(

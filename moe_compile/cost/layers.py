@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
 
 import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRegion
-from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.regions.fused_sums import FusedSums
-from moe_compile.regions.regions import MoERegion
-
-Region: TypeAlias = MoERegion | AttentionRegion | CapacityRegion
+from moe_compile.regions.regions import MoERegion, Region
 
 
 class Layers:

@@ -12,12 +12,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moe_compile.attention.attention_regions import AttentionRegion
-from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
-from moe_compile.cost.read_regions import work_of_attention, work_of_capacity, work_of_experts
+from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
@@ -92,7 +90,7 @@ def decide_experts(
         work = replace(work, hops=hopping.shape, weighted=hopping.weighted)
     may_split = not found.proof.whole
     rule = experts_rule(config, work, rounding, hopping, may_split_rows=may_split)
-    return _choose(work, ("experts", "tokens"), rule, config, hardware)
+    return choose(work, ("experts", "tokens"), rule, config, hardware)
 
 
 def asks_planner(config: MegaMoEConfig, *, can_gather: bool, can_hop: bool = False) -> bool:
@@ -101,41 +99,6 @@ def asks_planner(config: MegaMoEConfig, *, can_gather: bool, can_hop: bool = Fal
     left += [config.dispatch] if can_gather else []
     left += [config.nodes, config.hop_slices] if can_hop else []
     return config.equal_tokens and "auto" in left
-
-
-def decide_attention(
-    region: AttentionRegion,
-    config: MegaMoEConfig,
-    hardware: HardwareProfile,
-    layer: TracedNodes | None = None,
-) -> Decision | None:
-    """Return the decision for an attention region in its `layer`, or in all of its graph."""
-    rounds = region.rounds and not config.allows("lossy")
-    if config.attention_chunks != "auto" or not config.equal_tokens or rounds:
-        return None
-    work = work_of_attention(region, layer)
-    if work is None:
-        return None
-
-    def is_allowed(candidate: Candidate) -> bool:
-        return config.allows("lossy") or not region.may_round(candidate.num_chunks)
-
-    return _choose(work, ("heads",), is_allowed, config, hardware)
-
-
-def decide_capacity(
-    region: CapacityRegion,
-    config: MegaMoEConfig,
-    hardware: HardwareProfile,
-    layer: TracedNodes | None = None,
-) -> Decision | None:
-    """Return the decision for experts with a capacity in their `layer`, or in all of the graph."""
-    if config.chunks != "auto" or not config.equal_tokens or region.num_local_experts == 1:
-        return None
-    work = work_of_capacity(region, layer)
-    if work is None:
-        return None
-    return _choose(work, ("experts",), lambda _: True, config, hardware)
 
 
 def experts_rule(
@@ -272,13 +235,17 @@ def wires_tried(config: MegaMoEConfig) -> tuple[str, ...]:
     return (*WIRES, FORWARD_ALONE) if named else WIRES
 
 
-def _choose(
+def choose(
     work: RegionWork,
     axes: tuple[str, ...],
     is_allowed: Callable[[Candidate], bool],
     config: MegaMoEConfig,
     hardware: HardwareProfile,
 ) -> Decision:
+    """Return the decision among the candidates for `work` that are allowed.
+
+    `axes` are what chunks may be of.
+    """
     candidates = list_candidates(work, axes, wires_tried(config))
     allowed = frozenset(filter(is_allowed, candidates))
     rates = Rates.of(hardware, work.num_ranks, work.hops.num_local if work.hops else 0)

@@ -9,20 +9,33 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsPlan:
-    """How a MoE region runs. The defaults are the region as it was written."""
+class RegionPlan:
+    """How a region runs. The defaults are the region as it was written."""
 
     group: str
-    """Name of the process group of its exchanges."""
+    """Name of the process group of its exchanges; "" where there is no region."""
+    num_chunks: int = 1
+    """Chunks it runs in, or groups of heads; where tokens are gathered, slices of tokens."""
+    unproven: str = ""
+    """Name of the reason for which it is left whole; "" where it is proven."""
+
+    def as_written(self) -> Self:
+        """Return the plan of the same region where nothing of what was decided is done."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
+        return type(self)(**kept, unproven=self.unproven)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsPlan(RegionPlan):
+    """How a MoE region runs."""
+
     num_ranks: int
     num_local_experts: int
-    num_chunks: int = 1
-    """Chunks it runs in; where tokens are gathered, slices of tokens."""
     by_tokens: bool = False
     """Whether a chunk has a share of every expert's rows; else the rows of some experts."""
     by_load: bool = False
@@ -43,8 +56,6 @@ class ExpertsPlan:
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     """Number format its rows travel in, as the options name it."""
-    unproven: str = ""
-    """Name of the reason for which it is left whole; "" where it is proven."""
 
     @property
     def gathers(self) -> bool:
@@ -67,31 +78,6 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityPlan:
-    """How experts with a capacity run. The defaults are as they were written."""
-
-    group: str
-    """Name of the process group of its exchanges."""
-    num_ranks: int
-    num_local_experts: int
-    num_chunks: int = 1
-    unproven: str = ""
-    """As of `ExpertsPlan`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionPlan:
-    """How an attention operator runs. The defaults are as it was written."""
-
-    group: str = ""
-    """Of the exchanges around it; "" where it is no region."""
-    num_chunks: int = 1
-    """Groups of heads it runs in."""
-    unproven: str = ""
-    """As of `ExpertsPlan`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RewritePlan:
     """What one rewrite after those of regions does."""
 
@@ -106,9 +92,8 @@ class RewritePlan:
 class Plan:
     """The decisions on one Dynamo graph."""
 
-    experts: tuple[ExpertsPlan, ...] = ()
-    attention: tuple[AttentionPlan, ...] = ()
-    capacity: tuple[CapacityPlan, ...] = ()
+    regions: Mapping[str, tuple[RegionPlan, ...]] = field(default_factory=dict)
+    """Name of a kind of region -> the plans of its candidates."""
     rewrites: tuple[RewritePlan, ...] = ()
 
     def value(self, number_of_group: Mapping[str, int]) -> dict[str, Any]:
@@ -117,11 +102,7 @@ class Plan:
         Groups of one axis have other names on other ranks.
         """
         regions: dict[str, Any] = {
-            kind: [asdict(one) | {"group": number_of_group.get(one.group)} for one in found]
-            for kind, found in (
-                ("experts", self.experts),
-                ("attention", self.attention),
-                ("capacity", self.capacity),
-            )
+            kind: [asdict(one) | {"group": number_of_group.get(one.group)} for one in plans]
+            for kind, plans in self.regions.items()
         }
         return regions | {"rewrites": [asdict(one) for one in self.rewrites]}

@@ -9,31 +9,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
-from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.journal.entries import Verdict
+from moe_compile.config import MegaMoEConfig
+from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
+from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
-from moe_compile.plan.plan import AttentionPlan, CapacityPlan, ExpertsPlan
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.plan.plan import ExpertsPlan, RegionPlan
+from moe_compile.regions.regions import MoERegion, Refused, Region, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm
 
+R = TypeVar("R", bound=Region | Refused)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundExperts:
+class Found(Generic[R]):
+    """A candidate of one kind of region."""
+
+    region: R
+    """The region, or why there is none."""
+    where: str
+    """The user's line that dispatches, or calls attention: `file.py:line in function`."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the region, or of what is none."""
+        region: Region | Refused = self.region
+        return region.candidate if isinstance(region, Refused) else region.name
+
+    def verdicts(
+        self, config: MegaMoEConfig, left: Mapping[str, Left | Refused | None]
+    ) -> dict[str, Verdict]:
+        """Return by option the verdict on what is not done to it, as `left` says."""
+        return {
+            option: judged(
+                config,
+                option,
+                Verdict(
+                    candidate=self.name, reason=why.reason, detail=why.detail, where=self.where
+                ),
+            )
+            for option, why in left.items()
+            if why is not None
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundExperts(Found[MoERegion]):
     """A MoE region, with its proof."""
 
-    region: MoERegion
     proof: RowProof | Refused
-    where: str
-    """The user's line that dispatches: `file.py:line in function`."""
     num_host_reads: int
     """Times the host waits for integers of the region, as the model is written."""
     rows: Mapping[str, torch.Tensor | None]
@@ -44,45 +77,60 @@ class FoundExperts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundAttention:
-    """An attention operator, with its region or why it has none."""
-
-    region: AttentionRegion | AttentionRefused
-    where: str
-    """The user's line that calls it: `file.py:line in function`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundCapacity:
-    """Experts with a capacity."""
-
-    region: CapacityRegion
-    where: str
-    """The user's line that dispatches: `file.py:line in function`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
     """What detection found in one Dynamo graph."""
 
-    experts: tuple[FoundExperts, ...] = ()
-    attention: tuple[FoundAttention, ...] = ()
-    capacity: tuple[FoundCapacity, ...] = ()
+    by_kind: Mapping[str, tuple[Found[Any], ...]] = field(default_factory=dict)
+    """Name of a kind -> its candidates."""
     others: tuple[Refused, ...] = ()
     """Exchanges of no region, and regions that were matched and then refused."""
 
     @property
-    def regions(self) -> tuple[MoERegion | AttentionRegion | CapacityRegion, ...]:
-        """Return all regions, of experts and of attention."""
-        attention = (one.region for one in self.attention)
-        found = tuple(one for one in attention if isinstance(one, AttentionRegion))
-        capacity = (one.region for one in self.capacity)
-        return (*(one.region for one in self.experts), *capacity, *found)
+    def regions(self) -> tuple[Region, ...]:
+        """Return all regions, of every kind."""
+        found = (one.region for each in self.by_kind.values() for one in each)
+        return tuple(region for region in found if not isinstance(region, Refused))
+
+    @property
+    def experts(self) -> tuple[FoundExperts, ...]:
+        """Return those of experts by counts."""
+        found = (one for each in self.by_kind.values() for one in each)
+        return tuple(one for one in found if isinstance(one, FoundExperts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedExperts:
-    """A MoE region with its plan, what applying it takes, and what led to it."""
+class Planned(Generic[R]):
+    """A candidate of one kind of region with its plan, and what led to it."""
+
+    found: Found[R]
+    plan: RegionPlan
+    option: str = "chunks"
+    """The option that asks for its new form."""
+    left: Mapping[str, Verdict] = field(default_factory=dict)
+    """Option -> why what it stands for is not done."""
+    decision: Decision | None = None
+    """What the planner chose and against what; None where nothing was left to it."""
+    not_priced: str = ""
+    """Why torch does not trace the region's layer by itself, where the planner asked for it."""
+    remarks: tuple[str, ...] = ()
+    """What its new form may change, as a report says it."""
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the region gets another form."""
+        return self.plan.num_chunks > 1
+
+    def as_written(self, why: Reason) -> Self:
+        """Return the same region left as the model wrote it."""
+        verdict = Verdict(candidate=self.found.name, reason=why)
+        left = {self.option: verdict} if self.is_rewritten else {}
+        left = {**self.left, **left}
+        return replace(self, plan=self.plan.as_written(), left=left, remarks=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedExperts(Planned[MoERegion]):
+    """A MoE region with its plan, and what applying it takes."""
 
     found: FoundExperts
     plan: ExpertsPlan
@@ -94,13 +142,6 @@ class PlannedExperts:
     """How its rows come in two hops, where they do."""
     around: Surroundings | None = None
     """What stays of it and around it, where it is rewritten."""
-    left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`chunks`, `dispatch`, `nodes`, `dispatch_wire` or `combine_wire` -> why it is not
-    otherwise."""
-    decision: Decision | None = None
-    """What the planner chose and against what; None where nothing was left to it."""
-    not_priced: str = ""
-    """Why torch does not trace the region's layer by itself, where the planner asked for it."""
     costs: DispatchCosts | None = None
     """Bytes and padding either way; None where the gather or the sum was not found."""
     rounding: Rounding | None = None
@@ -109,98 +150,34 @@ class PlannedExperts:
     """What it takes flat and in two hops; None where that is not asked for or cannot be."""
     node_rounding: NodeRounding | None = None
     """The same where sums are made on the nodes; else None."""
-    num_host_reads: int
-    """Times the host waits for integers of the region, as it is planned."""
-    row_bytes: Mapping[str, int]
-    """`dispatch` and `combine` -> bytes of a row as it travels; 0 when unknown."""
 
     @property
     def is_rewritten(self) -> bool:
         """Whether the region gets another form, its exchanges' number format apart."""
         return self.plan.gathers or self.plan.is_divided or self.plan.is_chunked
 
-    def unquantised(self) -> PlannedExperts:
+    @property
+    def num_host_reads(self) -> int:
+        """Return how often the host waits for integers of the region, as it is planned."""
+        if self.around is None or not self.is_rewritten:
+            return self.found.num_host_reads
+        return 1 + self.around.num_kept
+
+    @property
+    def row_bytes(self) -> Mapping[str, int]:
+        """Return of `dispatch` and `combine` the bytes of a row as it travels; 0 when unknown."""
+        return {
+            name: before
+            if self.plan.wire(name) == "same" or (rows := self.found.rows[name]) is None
+            else row_bytes(int(rows.shape[1]))
+            for name, before in self.found.row_bytes.items()
+        }
+
+    def unquantised(self) -> Self:
         """Return the same with rows that travel as the model sends them.
 
         In two hops rows are packed where these are emitted, not by `quantize_exchanges`.
         """
         if self.plan.is_divided:
             return self
-        plan = replace(self.plan, dispatch_wire="same", combine_wire="same")
-        return replace(self, plan=plan, row_bytes=self.found.row_bytes)
-
-    def as_written(self, why: Reason) -> PlannedExperts:
-        """Return the same region left as the model wrote it."""
-        name, plan = self.found.region.name, self.plan
-        left = {"chunks": Verdict(candidate=name, reason=why)} if self.is_rewritten else {}
-        return replace(
-            self,
-            plan=ExpertsPlan(
-                group=plan.group,
-                num_ranks=plan.num_ranks,
-                num_local_experts=plan.num_local_experts,
-                unproven=plan.unproven,
-            ),
-            gathered=None,
-            divided=None,
-            around=None,
-            rounding=None,
-            node_rounding=None,
-            left={**self.left, **left},
-            num_host_reads=self.found.num_host_reads,
-            row_bytes=self.found.row_bytes,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedAttention:
-    """An attention operator with its plan, what applying it takes, and what led to it."""
-
-    found: FoundAttention
-    plan: AttentionPlan
-    left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`attention_chunks` -> why it is not otherwise."""
-    decision: Decision | None = None
-    remarks: tuple[str, ...] = ()
-    """What groups of heads may change."""
-
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether it runs in groups of heads."""
-        return self.plan.num_chunks > 1
-
-    def as_written(self, why: Reason) -> PlannedAttention:
-        """Return the same left as the model wrote it."""
-        if not self.is_rewritten:
-            return self
-        left = {"attention_chunks": Verdict(candidate=self.found.region.name, reason=why)}
-        plan = AttentionPlan(group=self.plan.group, unproven=self.plan.unproven)
-        return replace(self, plan=plan, left={**self.left, **left}, remarks=())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedCapacity:
-    """Experts with a capacity, with their plan and what led to it."""
-
-    found: FoundCapacity
-    plan: CapacityPlan
-    left: Mapping[str, Verdict] = field(default_factory=dict)
-    """`chunks`, `dispatch`, `dispatch_wire` or `combine_wire` -> why it is not otherwise."""
-    decision: Decision | None = None
-    not_priced: str = ""
-    """As of `PlannedExperts`."""
-    last_bits: str = ""
-    """Why last bits may depend on which experts a chunk has, "" where nothing says so."""
-
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether it runs in chunks of experts."""
-        return self.plan.num_chunks > 1
-
-    def as_written(self, why: Reason) -> PlannedCapacity:
-        """Return the same left as the model wrote it."""
-        if not self.is_rewritten:
-            return self
-        left = {"chunks": Verdict(candidate=self.found.region.name, reason=why)}
-        plan = replace(self.plan, num_chunks=1)
-        return replace(self, plan=plan, left={**self.left, **left})
+        return replace(self, plan=replace(self.plan, dispatch_wire="same", combine_wire="same"))

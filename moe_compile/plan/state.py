@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.fx as fx
 
@@ -18,12 +19,7 @@ from moe_compile.journal.entries import Journal
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_parts import PartsDecision
 from moe_compile.plan.plan import Plan, RewritePlan
-from moe_compile.plan.planned import (
-    Findings,
-    PlannedAttention,
-    PlannedCapacity,
-    PlannedExperts,
-)
+from moe_compile.plan.planned import Findings, Planned, PlannedExperts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,12 +33,8 @@ class CompileState:
     it has no batch that could be divided."""
     found: Findings = field(default_factory=Findings)
     """Of the Dynamo graph at hand."""
-    experts: tuple[PlannedExperts, ...] = ()
-    """One per MoE region of the Dynamo graph at hand."""
-    attention: tuple[PlannedAttention, ...] = ()
-    """One per attention operator of the Dynamo graph at hand."""
-    capacity: tuple[PlannedCapacity, ...] = ()
-    """One per region of experts with a capacity of the Dynamo graph at hand."""
+    planned: dict[str, tuple[Planned[Any], ...]] = field(default_factory=dict)
+    """Name of a kind of region -> the plans of its candidates in the Dynamo graph at hand."""
     dead: tuple[fx.Node, ...] = ()
     """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
@@ -96,7 +88,7 @@ class CompileState:
     def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
         """Forget the Dynamo graph before; `name` is that of the next."""
         self.graph_name, self.is_recomputed = name, is_recomputed
-        self.found, self.experts, self.attention, self.capacity = Findings(), (), (), ()
+        self.found, self.planned = Findings(), {}
         self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
 
     def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
@@ -112,16 +104,17 @@ class CompileState:
         if "rewrite_regions" in passes:
             is_asked = "rewrite_regions" in self.config.disable_passes
             why = Reason.DISABLED if is_asked else Reason.FAILED
-            self.experts = tuple(one.as_written(why) for one in self.experts)
-            self.attention = tuple(one.as_written(why) for one in self.attention)
-            self.capacity = tuple(one.as_written(why) for one in self.capacity)
+            self._change(lambda one: one.as_written(why))
         if "quantize_exchanges" in passes:
-            self.experts = tuple(one.unquantised() for one in self.experts)
+            self._change(lambda o: o.unquantised() if isinstance(o, PlannedExperts) else o)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
         self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
         has_regions = any(one.plan.group for one in self.regions)
         self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
         self.has_work |= has_regions or self.has_outside_rewrites
+
+    def _change(self, change: Callable[[Planned[Any]], Planned[Any]]) -> None:
+        self.planned = {kind: tuple(map(change, each)) for kind, each in self.planned.items()}
 
     @property
     def num_parts(self) -> int:
@@ -132,16 +125,17 @@ class CompileState:
         return asked if isinstance(asked, int) else 1
 
     @property
-    def regions(self) -> tuple[PlannedExperts | PlannedAttention | PlannedCapacity, ...]:
+    def regions(self) -> tuple[Planned[Any], ...]:
         """Return all that is planned of the Dynamo graph at hand."""
-        return (*self.experts, *self.attention, *self.capacity)
+        return tuple(one for each in self.planned.values() for one in each)
+
+    @property
+    def experts(self) -> tuple[PlannedExperts, ...]:
+        """Return those of experts by counts."""
+        return tuple(one for one in self.regions if isinstance(one, PlannedExperts))
 
     @property
     def plan(self) -> Plan:
         """Return the decisions on the Dynamo graph at hand."""
-        return Plan(
-            experts=tuple(one.plan for one in self.experts),
-            attention=tuple(one.plan for one in self.attention),
-            capacity=tuple(one.plan for one in self.capacity),
-            rewrites=self.rewrites,
-        )
+        regions = {kind: tuple(one.plan for one in each) for kind, each in self.planned.items()}
+        return Plan(regions=regions, rewrites=self.rewrites)

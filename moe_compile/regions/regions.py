@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.fx as fx
 
@@ -19,6 +19,26 @@ from moe_compile.journal.reasons import Reason
 
 if TYPE_CHECKING:  # it names reasons of this module
     from moe_compile.regions.count_facts import CountFacts
+
+
+class Region(Protocol):
+    """What is common to regions of every kind."""
+
+    @property
+    def name(self) -> str:
+        """No other region of the graph has it."""
+
+    @property
+    def launches(self) -> tuple[fx.Node, ...]:
+        """Its exchanges."""
+
+    @property
+    def body(self) -> tuple[fx.Node, ...]:
+        """All that runs again for a part of it, `result` too."""
+
+    @property
+    def result(self) -> fx.Node:
+        """What the graph after it reads last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

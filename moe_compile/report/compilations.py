@@ -11,7 +11,7 @@ sharded parameters, are no candidates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch.fx as fx
@@ -22,21 +22,15 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import ACTED_ON, REMEDIES, to_do, with_change
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import Refused
-from moe_compile.report.capacity import capacity_report
 from moe_compile.report.graph_breaks import (
     GraphBreak,
     frames_left_out,
     graph_break,
     warning_of,
 )
-from moe_compile.report.region_reports import (
-    AttentionReport,
-    RegionReport,
-    as_written,
-    attention_report,
-    region_report,
-)
+from moe_compile.report.region_reports import AttentionReport, RegionReport
 from passes.fuse_token_sums import FuseTokenSums
+from passes.kinds import KINDS
 from passes.pipeline import NAMES
 from passes.split_batch import SplitBatch
 
@@ -70,18 +64,20 @@ class Compilation:
 
     def add_level(self, state: CompileState) -> None:
         """Take over what the Dynamo-level passes did to one graph."""
-        self.regions += [region_report(one, state.config.dispatch) for one in state.experts]
-        self.regions += [capacity_report(one) for one in state.capacity]
+        said = [
+            kind.say(one, state.config)
+            for kind in KINDS
+            for one in state.planned.get(kind.name, ())
+        ]
+        self.regions += [report for report in said if isinstance(report, RegionReport)]
+        self.attention += [report for report in said if isinstance(report, AttentionReport)]
         self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
         self.unmatched += unmatched(state.found.others, _places(state))
-        self.attention += [attention_report(one) for one in state.attention]
 
     def run_as_written(self, why: str) -> None:
         """Take in that the program runs as it was written, for the reason `why`."""
-        self.regions = [as_written(region, why) for region in self.regions]
-        self.attention = [
-            replace(a, num_chunks=1, verdict=why) if a.is_region else a for a in self.attention
-        ]
+        self.regions = [region.as_written(why) for region in self.regions]
+        self.attention = [one.as_written(why) for one in self.attention]
 
     @property
     def dropped(self) -> list[str]:

@@ -13,9 +13,9 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run
-from passes import detect_regions
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
+from passes.kinds import by_heads
 from passes.pipeline import Level, run_level
 from tests.capture import state
 
@@ -121,7 +121,7 @@ def failing(graph):
 
 def test_a_compilation_that_lost_a_pass_is_reported_though_it_has_nothing_else(monkeypatch):
     """It has neither regions nor attention where what finds them failed."""
-    monkeypatch.setattr(detect_regions, "find_attention", failing)
+    monkeypatch.setattr(by_heads, "find_attention", failing)
     found = run(0, TEXT)
     dropped = "detect_regions: IndexError: tuple index out of range"
     assert judgement_of([found]).kind is Kind.DROPPED

@@ -161,10 +161,15 @@ DEFECTS: Final = (
         (
             Change(
                 "passes/rewrite_regions.py",
-                "        finish = [_emit_experts(one, dependence, state) for one in experts]\n",
-                "        for one in experts:\n"
-                "            _emit_experts(one, dependence, state)()\n"
-                "        finish = []\n",
+                "            kind.emit(one, state, dependence)\n",
+                "            new\n",
+            ),
+            Change(
+                "passes/rewrite_regions.py",
+                "            if one.is_rewritten\n        ]\n",
+                "            if one.is_rewritten\n"
+                "            for new in [kind.emit(one, state, dependence)]\n"
+                "            if not replace_uses(new.instead)\n        ]\n",
             ),
         ),
     ),
@@ -290,7 +295,7 @@ DEFECTS: Final = (
         "slots of experts with a capacity go to another chunk than theirs",
         (
             Change(
-                "passes/replay/capacity_chunks.py",
+                "passes/kinds/by_capacity.py",
                 "zip(chunks, pieces.cut(source), strict=True)",
                 "zip(chunks, pieces.cut(source)[::-1], strict=True)",
             ),

@@ -100,6 +100,7 @@ GROUPS: Final = (
         (
             "moe_compile/graph/edit.py",
             "passes/rewrite_regions.py",
+            "passes/kinds/by_counts/kind.py",
             "passes/replay/masked_replay.py",
             "passes/replay/chunk_reads.py",
             "passes/replay/weight_slices.py",

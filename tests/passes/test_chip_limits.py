@@ -14,8 +14,8 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import chip_limits
 from moe_compile.journal.reasons import Reason
 from passes.detect_regions import DetectRegions
+from passes.kinds.by_counts import experts
 from passes.plan_regions import PlanRegions
-from passes.planned import experts
 from passes.zero_empty_groups import GROUPED, ZeroEmptyGroups
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts

@@ -40,8 +40,8 @@ def test_all_chunks_are_launched_before_the_first_is_waited_for(fake_ranks, num_
     sent, others = order[:num_chunks], order[num_chunks:]
     assert all(map(is_launch, sent))
     assert [is_launch(node) for node in others] == [False, True, False] * num_chunks
-    (one,) = planned.capacity
-    assert (one.plan.num_chunks, planned.plan.capacity) == (num_chunks, (one.plan,))
+    (one,) = planned.regions
+    assert (one.plan.num_chunks, planned.plan.regions["capacity"]) == (num_chunks, (one.plan,))
     assert len({str(node.meta["custom"]) for node in order if is_launch(node)}) == 1
 
 
@@ -69,7 +69,7 @@ def test_weights_are_cut_by_one_split_each(fake_ranks, style):
 def test_what_a_cpu_rounds_by_position_runs_in_chunks_and_is_told(fake_ranks):
     """SiLU of 33 hidden numbers in 16 slots: no whole vectors, and no aligned products."""
     _, planned = rewritten(NarrowExperts, fake_ranks, chunks=2)
-    (one,) = planned.capacity
+    (one,) = planned.regions
     assert (one.plan.num_chunks, one.left["chunks"].reason) == (1, Reason.MAY_ROUND)
     with bits_by(KernelBits()):
         _, compilation = rewrite(graph_of(NarrowExperts, fake_ranks), state(chunks=2).config)
@@ -87,7 +87,7 @@ def test_what_a_cpu_rounds_by_position_runs_in_chunks_and_is_told(fake_ranks):
 )
 def test_what_it_cannot_do_is_told(fake_ranks, asked):
     _, planned = rewritten(DeepSpeed, fake_ranks, **asked)
-    (one,) = planned.capacity
+    (one,) = planned.regions
     clamped = "chunk_by" not in asked
     assert one.plan.num_chunks == (LOCAL if clamped else 1)
     reason = Reason.FEW_EXPERTS if clamped else Reason.BY_CAPACITY
@@ -106,7 +106,7 @@ def test_edges_by_load_are_even_ones_where_a_capacity_says_how_many_rows(fake_ra
 
 def test_auto_goes_by_price_where_ranks_promise_equal_tokens(fake_ranks):
     _, planned = rewritten(DeepSpeed, fake_ranks, chunks="auto", equal_tokens=True)
-    (one,) = planned.capacity
+    (one,) = planned.regions
     assert one.decision is not None, one.not_priced
     assert one.decision.chosen.candidate.num_chunks == one.plan.num_chunks
 

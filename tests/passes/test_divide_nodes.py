@@ -31,8 +31,8 @@ from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, REFERENCES
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import node_groups_of
+from passes.kinds.by_counts.hopping import against_routing
 from passes.pipeline import DYNAMO, run_level
-from passes.planned.dividing import against_routing
 from tests.capture import carried_out, dynamo_graphs, state
 from tests.dispatch_layers import (
     Around,
@@ -194,7 +194,7 @@ def test_the_report_says_what_was_done(fake_nodes):
     assert region.num_host_reads == 1
     said = "; ".join(region.remarks)
     assert "2 nodes of 2 ranks" in said and "crosses to a node once" in said
-    (plan,) = compile_state.plan.experts
+    (plan,) = compile_state.plan.regions["experts"]
     assert (plan.nodes, plan.num_nodes, plan.num_chunks) == ("exact", 2, 1)
 
 
@@ -211,7 +211,7 @@ def test_the_report_states_the_bound_of_sums_on_the_nodes(
 ):
     (gm,) = dynamo_graphs(layer(style, fake_nodes), tokens())
     compile_state, compilation = rewrite(gm, state(nodes="rounded", chunks=1).config)
-    (region,), (plan,) = compilation.regions, compile_state.plan.experts
+    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
     assert (region.verdict, region.nodes, plan.nodes) == (IN_TWO_HOPS, "rounded", "rounded")
     bound = (1 + 2**-8) ** 3 - 1 + (num_addends + 2) * 2**-24
     said = "; ".join(region.remarks)
@@ -258,7 +258,7 @@ def test_for_inductor_on_a_cpu_packing_is_written_out(fake_nodes):
 def test_the_report_says_what_is_packed(fake_nodes, style, said):
     (gm,) = dynamo_graphs(layer(style, fake_nodes), tokens())
     compile_state, compilation = rewrite(gm, state(**ASKED, **FP8).config)
-    (region,), (plan,) = compilation.regions, compile_state.plan.experts
+    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
     assert (plan.dispatch_wire, plan.combine_wire) == ("fp8", "fp8")
     remarks = "; ".join(region.remarks)
     assert said in remarks and "no bit changes" not in remarks
@@ -288,7 +288,7 @@ def test_without_the_pass_that_quantises_two_hops_do_not(fake_nodes):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
     config = state(**ASKED, **FP8, disable_passes=("quantize_exchanges",)).config
     compile_state, _ = rewrite(gm, config)
-    (plan,) = compile_state.plan.experts
+    (plan,) = compile_state.plan.regions["experts"]
     assert (plan.nodes, plan.dispatch_wire, plan.combine_wire) == ("exact", "same", "same")
     assert not [n for n in gm.graph.nodes if n.target is GATHER_QUANTIZE_PACK]
 
@@ -355,13 +355,14 @@ def test_parts_that_nobody_asked_for_by_number_have_no_price(fake_nodes):
     compile_state = state(**{**ASKED, "chunks": "auto"})
     results = run_level(DYNAMO, gm.graph, compile_state)
     (verdict,) = carried_out(results, "chunks").skipped
-    assert verdict.reason is Reason.TWO_HOPS and compile_state.plan.experts[0].num_chunks == 1
+    assert verdict.reason is Reason.TWO_HOPS
+    assert compile_state.plan.regions["experts"][0].num_chunks == 1
 
 
 def test_more_chunks_than_experts_are_as_many_as_there_are(fake_nodes):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
     compile_state, compilation = rewrite(gm, state(**{**ASKED, "chunks": 8}).config)
-    (plan,), (region,) = compile_state.plan.experts, compilation.regions
+    (plan,), (region,) = compile_state.plan.regions["experts"], compilation.regions
     assert plan.num_chunks == region.num_chunks == 2
     said = "; ".join(region.remarks)
     assert "hop 2, experts and the way home in 2 chunks of experts" in said
@@ -377,7 +378,7 @@ def by_price(fake_nodes, tmp_path, network, **options):
     asked = {"nodes": "auto", "equal_tokens": True, "hardware": str(tmp_path / "slow.toml")}
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
     compile_state, compilation = rewrite(gm, state(**{**asked, **options}).config)
-    (region,), (plan,) = compilation.regions, compile_state.plan.experts
+    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
     assert region.nodes == plan.nodes
     return region
 
@@ -394,7 +395,7 @@ def test_auto_goes_by_price_as_numerics_allow(fake_nodes, numerics, expected):
     compile_state.hardware = dataclasses.replace(load_profile("cpu"), **slow, node=fast)
     results = run_level(DYNAMO, gm.graph, compile_state)
     assert carried_out(results, "nodes").applied == ("region 0",)
-    (one,) = compile_state.plan.experts
+    (one,) = compile_state.plan.regions["experts"]
     assert one.nodes == expected
 
 
@@ -408,7 +409,7 @@ def test_parts_go_by_price_where_tokens_are_equal(fake_nodes, nodes, chunks):
     slow = {"link_gb_per_s": 1e-5, "link_latency_us": 0.0, "op_overhead_us": 0.0}
     compile_state.hardware = dataclasses.replace(load_profile("cpu"), **slow, node=link)
     run_level(DYNAMO, gm.graph, compile_state)
-    (one,) = compile_state.plan.experts
+    (one,) = compile_state.plan.regions["experts"]
     assert one.nodes == {"exact": "exact", "auto": "rounded"}[nodes]
     assert (one.num_chunks, one.hop_slices) == (chunks, 2)
     (found,) = compile_state.regions

@@ -13,10 +13,10 @@ from moe_compile.graph.query import is_launch, is_wait, tensor_of
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
-from moe_compile.report.region_reports import region_report
 from passes.detect_regions import DetectRegions
+from passes.kinds.by_counts.chunk_edges import FlatExchange, decide_uneven
+from passes.kinds.by_counts.words import region_report
 from passes.plan_regions import PlanRegions
-from passes.planned.chunk_edges import FlatExchange, decide_uneven
 from passes.replay.chunk_axis import split_by_load
 from passes.rewrite_regions import RewriteRegions
 from tests.capture import dynamo_graphs

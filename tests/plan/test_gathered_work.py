@@ -23,8 +23,7 @@ from moe_compile.plan.dispatch_rules import rounding_of
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.regions.token_rows import find_token_rows
 from passes.detect_regions import DetectRegions
-from passes.planned.gathered_work import gathered_work
-from passes.planned.gathering import gathered_form
+from passes.kinds.by_counts.gathering import gathered_form, gathered_work
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
 from tests.layers import GroupedExperts

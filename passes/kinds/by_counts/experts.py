@@ -35,11 +35,16 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.modes import modes
 from moe_compile.graph.query import called_name, known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
-from moe_compile.journal.entries import Verdict, judged
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
-from moe_compile.plan.chunk_numbers import plan_num_chunks, plan_token_slices
+from moe_compile.plan.chunk_numbers import (
+    AUTO_CHUNKS,
+    BY_PRICE,
+    ONE_CHUNK,
+    plan_num_chunks,
+)
 from moe_compile.plan.decide import Gathering, Hopping, asks_planner, decide_experts
 from moe_compile.plan.dispatch_rules import (
     dispatch_costs,
@@ -54,28 +59,32 @@ from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, TokenRows
 from moe_compile.regions.token_rows import find_token_rows
-from passes.planned.chunk_edges import decide_edges
-from passes.planned.dividing import dividing
-from passes.planned.draft import Draft
-from passes.planned.gathered_work import gathered_work
-from passes.planned.gathering import (
+from passes.kinds.by_counts.chunk_edges import decide_edges
+from passes.kinds.by_counts.draft import Draft
+from passes.kinds.by_counts.gathering import (
     against,
     gathered_form,
+    gathered_work,
     gathering,
     may_be_priced,
 )
-from passes.planned.hopping import (
+from passes.kinds.by_counts.hopping import (
     Forms,
     chosen_form,
+    dividing,
     hop_forms,
     hopping_of,
     plan_hop_parts,
     shape_of_hops,
 )
-from passes.planned.whole_experts import find_mixing
-from passes.planned.wires import never_packed, plan_wires
+from passes.kinds.by_counts.whole_experts import find_mixing
+from passes.kinds.by_counts.wires import never_packed, plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
+
+BY_EXPERTS: Final = (
+    "chunks of experts would gather and sum them again: chunk_by = 'tokens' splits them"
+)
 
 
 def plan_experts(
@@ -139,6 +148,28 @@ def _decide_dispatch(
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
 
+def plan_token_slices(
+    config: MegaMoEConfig, found: TokenRows, decision: Decision | None = None
+) -> tuple[int, Left | None]:
+    """Return the slices of tokens an all-gathered region runs in, and a reason unless as asked.
+
+    "auto" is what the planner decided, where it could.
+    """
+    if config.chunks == "auto" and config.chunk_by == "tokens" and decision is not None:
+        num_slices = decision.chosen.candidate.num_chunks
+        return num_slices, BY_PRICE if num_slices == 1 else None
+    asked = AUTO_CHUNKS if config.chunks == "auto" else int(config.chunks)
+    if asked == 1:
+        return 1, ONE_CHUNK
+    if config.chunk_by != "tokens":
+        return 1, Left(Reason.GATHERED, BY_EXPERTS)
+    num_tokens = known_rows(found.tokens)
+    if not num_tokens or num_tokens % asked or found.rows_per_token is None:
+        detail = f"those of a rank are not known to split evenly in {asked} slices"
+        return 1, Left(Reason.GATHERED, detail)
+    return asked, None
+
+
 def _decided(
     draft: Draft,
     state: CompileState,
@@ -192,7 +223,7 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
         draft.decision = _decided(draft, state, layer)
         draft.not_priced = layer.not_traced if draft.decision is None else ""
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
-        state.config, draft.region, draft.decision
+        state.config, draft.region.num_local_experts, draft.decision
     )
     if draft.decision is not None and draft.decision.chosen.candidate.num_chunks > 1:
         draft.by_tokens = draft.decision.chosen.candidate.chunk_by == "tokens"
@@ -236,34 +267,24 @@ def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
 
 
 def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
-    gathered, around = draft.gathered, draft.around
-    reads = draft.found.num_host_reads
-    if around is not None and draft.is_rewritten:
-        reads = 1 + around.num_kept
-    wires = plan_wires(draft, config)
-    names = {name: wire.name for name, wire in wires.items()}
+    gathered, (wires, not_packed) = draft.gathered, plan_wires(draft, config)
     if draft.divided is not None:
-        dispatch, combine = names["dispatch"], names["combine"]
+        dispatch, combine = wires["dispatch"], wires["combine"]
         draft.divided = replace(draft.divided, dispatch_wire=dispatch, combine_wire=combine)
     return PlannedExperts(
         found=draft.found,
-        plan=_plan(draft, names),
+        plan=_plan(draft, wires),
         proof=draft.proof,
         gathered=gathered,
         divided=draft.divided,
-        around=around if draft.is_rewritten else None,
-        left={
-            **_left(draft, config),
-            **{name + "_wire": w.left for name, w in wires.items() if w.left is not None},
-        },
+        around=draft.around if draft.is_rewritten else None,
+        left={**_left(draft, config), **not_packed},
         decision=draft.decision,
         not_priced=draft.not_priced,
         costs=draft.costs,
         rounding=rounding_of(gathered.found) if gathered is not None else None,
         node_rounding=draft.node_rounding,
         hop_prices=draft.hop_prices,
-        num_host_reads=reads,
-        row_bytes={name: wire.row_bytes for name, wire in wires.items()},
     )
 
 
@@ -300,16 +321,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:
         why["chunks"] = draft.not_chunked
-    name, where = draft.region.name, draft.found.where
-    return {
-        option: judged(
-            config,
-            option,
-            Verdict(candidate=name, reason=one.reason, detail=one.detail, where=where),
-        )
-        for option, one in why.items()
-        if one is not None
-    }
+    return draft.found.verdicts(config, why)
 
 
 def check_chunks(draft: Draft, dependence: Dependence) -> None:

@@ -9,7 +9,6 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -25,23 +24,12 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, Refused
-from passes.planned.draft import Draft
+from passes.kinds.by_counts.draft import Draft
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
 NOT_ASKED: Final = Left(Reason.NOT_ASKED)
 NO_PASS: Final = Left(Reason.DISABLED)
 """Of rows that could be packed, where the pass that packs them is disabled."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
-    """How the rows of one exchange travel."""
-
-    name: str
-    row_bytes: int
-    """Of a row that travels; 0 when unknown."""
-    left: Verdict | None
-    """Why they travel as they are; None where they do not."""
 
 
 def never_packed(
@@ -57,28 +45,23 @@ def never_packed(
     return {name: why for name, why in against.items() if why is not None}
 
 
-def plan_wires(draft: Draft, config: MegaMoEConfig) -> dict[str, Wire]:
-    """Return `dispatch` and `combine` of a region with their wires."""
-    wires, found = {}, draft.found
+def plan_wires(draft: Draft, config: MegaMoEConfig) -> tuple[dict[str, str], dict[str, Verdict]]:
+    """Return the wires of `dispatch` and `combine`, and by option why rows travel as they are."""
+    wires, left, found = dict[str, str](), dict[str, Verdict](), draft.found
     for name in ("dispatch", "combine"):
         option = config.dispatch_wire if name == "dispatch" else config.combine_wire
         wire = _wire_asked(name, option, draft)
         refused = _why_not(draft, name) if wire in QUANTIZED else NOT_ASKED
         if refused is not None:
-            candidate = f"{name} of {found.region.name}"
             verdict = Verdict(
-                candidate=candidate,
+                candidate=f"{name} of {found.name}",
                 reason=refused.reason,
                 detail=refused.detail,
                 where=found.where,
             )
-            left = judged(config, f"{name}_wire", verdict)
-            wires[name] = Wire(name="same", row_bytes=found.row_bytes[name], left=left)
-        else:
-            rows = found.rows[name]
-            assert rows is not None
-            wires[name] = Wire(name=wire, row_bytes=row_bytes(int(rows.shape[1])), left=None)
-    return wires
+            left[f"{name}_wire"] = judged(config, f"{name}_wire", verdict)
+        wires[name] = wire if refused is None else "same"
+    return wires, left
 
 
 def _why_not(draft: Draft, name: str) -> Left | None:

@@ -32,7 +32,7 @@ from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.plan.uneven_price import Routing
 from moe_compile.regions.regions import Refused, RowProof
-from passes.planned.draft import Draft
+from passes.kinds.by_counts.draft import Draft
 
 NO_SKEW: Final = "routing_skew is 0: experts are taken to be chosen evenly"
 
@@ -64,7 +64,7 @@ def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision |
     )
     decision = decide_uneven(draft.found, state.config, state.hardware, layer, exchange)
     if decision is not None:
-        number = plan_num_chunks(state.config, draft.region, decision)
+        number = plan_num_chunks(state.config, draft.region.num_local_experts, decision)
         draft.decision, (draft.num_chunks, draft.not_chunked) = decision, number
     return decision
 

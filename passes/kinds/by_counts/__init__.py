@@ -1,0 +1,1 @@
+"""MoE regions whose rows are split by counts."""
