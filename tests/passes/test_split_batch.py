@@ -56,6 +56,13 @@ class WithLoss(Block):
         return y + torch.softmax(x @ self.qkv.weight[:WIDTH].t(), -1).mean((0, 1))
 
 
+class RepeatedInTurn(Block):
+    """A weight is repeated for each sequence by an operator that counts how often."""
+
+    def forward(self, x):
+        return super().forward(x) + self.out.bias[None].repeat_interleave(len(x), 0)[:, None]
+
+
 class Written(Block):
     def forward(self, x):
         y = super().forward(x)
@@ -378,6 +385,13 @@ def test_experts_with_a_capacity_drop_what_is_too_much_of_the_whole_batch(fake_r
     assert len(compilation.regions) == 1
     with pytest.raises(RegionRefused, match="batch_parts"):
         verdicts(OfCapacity(fake_ranks), drawn(), strict=True)
+
+
+def test_what_repeats_a_parameter_otherwise_is_left_whole(fake_ranks):
+    program = RepeatedInTurn(GroupedExperts, torch.bfloat16)
+    _, skipped, compilation = verdicts(program, drawn())
+    assert skipped == [Reason.BATCH_LOST]
+    assert "repeat_interleave" in compilation.rewrites[0]
 
 
 def test_graphs_without_experts_are_not_spoken_of(fake_ranks):
