@@ -93,17 +93,6 @@ class FusedAttention(SplitAttention):
         return tuple(t.reshape(b, n * s, -1, d).transpose(1, 2) for t in pieces)
 
 
-class TitanAttention(SplitAttention):
-    """The exchanges of our torchtitan recipe."""
-
-    def exchange(self, q, k, v):
-        return tuple(head_exchange.to_heads(t, self.group) for t in (q, k, v))
-
-    def forward(self, x):
-        o = self.attend(*self.exchange(*self.project(x)))
-        return self.output(head_exchange.to_sequence(o, self.group))
-
-
 class RepeatedKVAttention(SplitAttention):
     """KV heads are repeated to as many as query heads before they travel."""
 
@@ -195,89 +184,16 @@ class SharedKeyAttention(SplitAttention):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-class FusedProjection(SplitAttention):
-    """q, k and v from one projection with a bias, a complex rotation, an output with a bias."""
-
-    def __init__(self, width, heads, kv_heads, head_width, group, dtype=torch.float32, seed=0):
-        super().__init__(width, heads, heads, head_width, group, dtype, seed)
-        self.wqkv = nn.Linear(width, 3 * heads * head_width, dtype=dtype)
-        self.wo = nn.Linear(heads * head_width, width, dtype=dtype)
-        del self.wq, self.wkv
-
-    def project(self, x):
-        b, s, _ = x.shape
-        q, k, v = self.wqkv(x).view(b, s, 3, self.heads, self.d).unbind(2)
-        return self.rotate(q).transpose(1, 2), self.rotate(k).transpose(1, 2), v.transpose(1, 2)
-
-    def rotate(self, x):
-        real = torch.float64 if x.dtype is torch.float64 else torch.float32
-        angles = torch.arange(x.shape[1] * self.d // 2, dtype=real).view(x.shape[1], 1, -1)
-        turns = torch.polar(torch.ones_like(angles), angles)
-        pairs = torch.view_as_complex(x.to(real).reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turns).flatten(3).type_as(x)
-
-
-class BareWeights(SplitAttention):
-    """Weights without modules; norms and a rotation written out."""
-
-    def __init__(self, width, heads, kv_heads, head_width, group, dtype=torch.float32, seed=0):
-        super().__init__(width, heads, kv_heads, head_width, group, dtype, seed)
-        self.q = nn.Parameter(self.wq.weight.detach().T.clone())
-        self.o = nn.Parameter(self.wo.weight.detach().T.clone())
-        self.gain = nn.Parameter(torch.ones(head_width, dtype=dtype))
-        del self.wq, self.wo
-
-    def project(self, x):
-        b, s, _ = x.shape
-        k, v = self.wkv(x).view(b, s, self.kv_heads, 2, self.d).unbind(3)
-        q = (x @ self.q).view(b, s, self.heads, self.d)
-        q, k = (t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-5) for t in (q, k))
-        q, k = self.rotate(q * self.gain), self.rotate(k * self.gain)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def rotate(self, x):
-        even, odd = x[..., ::2], x[..., 1::2]
-        return torch.stack((even * 0.8 - odd * 0.6, odd * 0.8 + even * 0.6), -1).flatten(-2)
-
-    def output(self, o):
-        return o.transpose(1, 2).flatten(2) @ self.o
-
-
 STYLES = (
     SplitAttention,
     RecipesAttention,
     FusedAttention,
-    TitanAttention,
     RepeatedKVAttention,
     LateRepeatAttention,
     NormedAttention,
     LatentAttention,
     SharedKeyAttention,
-    FusedProjection,
-    BareWeights,
 )
-
-
-class NormOverHeads(SplitAttention):
-    """A norm over all heads of q, before they are told apart."""
-
-    def __init__(self, width, heads, kv_heads, head_width, group, dtype=torch.float32, seed=0):
-        super().__init__(width, heads, kv_heads, head_width, group, dtype, seed)
-        self.norm = nn.RMSNorm(heads * head_width, dtype=dtype)
-
-    def project(self, x):
-        b, s, _ = x.shape
-        _, k, v = super().project(x)
-        return self.norm(self.wq(x)).view(b, s, self.heads, self.d).transpose(1, 2), k, v
-
-
-class ReadProjection(SplitAttention):
-    """The queries are read beside the attention too, the result is gated before its projection."""
-
-    def forward(self, x):
-        q, k, v = self.project(x)
-        o = to_positions(self.attend(*self.exchange(q, k, v)), self.group)
-        return self.output(o * 2.0) + q.mean()
 
 
 class BatchExchange(SplitAttention):

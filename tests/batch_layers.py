@@ -7,20 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention_layers import SplitAttention
-from tests.dispatch_layers import (
-    AddedInPlace,
-    ByEinsum,
-    ByInverse,
-    InColumns,
-    InOrder,
-    InOrderWeighted,
-    IntoEmpty,
-    OntoNewZeros,
-    OntoTokens,
-    OntoZeros,
-    WeightedInOrder,
-)
-from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
+from tests.layers import GroupedExperts
 
 WIDTH, HIDDEN, HEADS, POSITIONS = 64, 64, 4, 16
 
@@ -143,9 +130,3 @@ class RecomputedStack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-LAYERS = (
-    GroupedExperts, LoopExperts, FusedGateUp, InOrder, InOrderWeighted, OntoTokens, OntoZeros,
-    OntoNewZeros, IntoEmpty, WeightedInOrder, ByInverse, ByEinsum, InColumns, AddedInPlace,
-)  # fmt: skip

@@ -105,23 +105,6 @@ class Looped(Capacity):
         return expert
 
 
-class Fairscale(Looped):
-    """The form of fairscale's MOELayer: exchange, reshape, chunk, one module each, cat."""
-
-    def forward(self, x):
-        combine, dispatch, _, loss = self.masks(x)
-        dispatched = torch.einsum("sec,sm->ecm", dispatch, x)
-        dispatched = self.exchange(dispatched)
-        dispatched = dispatched.reshape(self.num_ranks, self.local, -1, x.shape[-1])
-        chunks = dispatched.chunk(self.local, dim=1)
-        outputs = []
-        for chunk, expert in zip(chunks, self.experts, strict=True):
-            outputs += [expert(chunk)]
-        output = self.exchange(torch.cat(outputs, dim=1))
-        output = output.reshape(self.num_experts, -1, x.shape[-1])
-        return combine.view(x.shape[0], -1).mm(output.view(-1, x.shape[-1])), loss
-
-
 class DeepSpeed(Looped):
     """The form of DeepSpeed's: the experts cut and join, the buffer is sent by rank and expert."""
 
@@ -210,35 +193,7 @@ class Mesh(Capacity):
         return torch.einsum("sec,ecm->sm", combine, out), loss
 
 
-class Scatter(Looped):
-    """Rows copied to slots, a matrix sent, experts take theirs by index, their results stacked."""
-
-    def forward(self, x):
-        buffer, index, score, loss = self.buffer(x)
-        received = self.exchange(buffer).view(self.num_ranks, self.local, -1, x.shape[-1])
-        outputs = []
-        for i, expert in enumerate(self.experts):
-            rows = received[:, i].reshape(-1, x.shape[-1])
-            outputs.append(expert(rows).view(self.num_ranks, -1, x.shape[-1]))
-        out = torch.stack(outputs, dim=1).view(-1, x.shape[-1])
-        return self.gather(self.exchange(out), index, score), loss
-
-
-class Unbound(Looped):
-    """Experts outermost, taken by unbind, swapped back by a view of the stack."""
-
-    def forward(self, x):
-        buffer, index, score, loss = self.buffer(x)
-        received = self.exchange(buffer.view(self.num_experts, -1, x.shape[-1]))
-        received = received.view(self.num_ranks, self.local, -1).transpose(0, 1)
-        pieces = received.reshape(self.local, -1, x.shape[-1]).unbind(0)
-        out = torch.stack([e(piece) for e, piece in zip(self.experts, pieces, strict=True)])
-        out = out.view(self.local, self.num_ranks, -1).transpose(0, 1)
-        slots = self.exchange(out.reshape(self.num_ranks, -1)).view(-1, x.shape[-1])
-        return self.gather(slots, index, score), loss
-
-
-STYLES = (GShardEinsum, Fairscale, DeepSpeed, Tutel, Mesh, Scatter, Unbound)
+STYLES = (GShardEinsum, DeepSpeed, Tutel, Mesh)
 
 
 class InOne(nn.Module):

@@ -44,30 +44,6 @@ class WhereAndAdd(ListOfExperts):
         return out
 
 
-class NonzeroAndAssign(ListOfExperts):
-    """`nonzero().squeeze(-1)`, results assigned into memory that nothing filled."""
-
-    def experts(self, rows, received):
-        ids = self.expert_of_rows(rows, received)
-        out = torch.empty_like(rows)
-        for e, expert in enumerate(self.own):
-            places = (ids == e).nonzero().squeeze(-1)
-            out[places] = expert(rows[places])
-        return out
-
-
-class NonzeroAndCopy(ListOfExperts):
-    """`nonzero(as_tuple=True)`, `index_select` and `index_copy_`."""
-
-    def experts(self, rows, received):
-        ids = self.expert_of_rows(rows, received)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.own):
-            places = torch.nonzero(ids.eq(e), as_tuple=True)[0]
-            out.index_copy_(0, places, expert(rows.index_select(0, places)))
-        return out
-
-
 class Masked(ListOfExperts):
     """Boolean masks to read and to write: DeepSpeed's and many teaching codes' loop."""
 
@@ -80,30 +56,6 @@ class Masked(ListOfExperts):
         return out
 
 
-class MaskedSum(ListOfExperts):
-    """`out[mask] += y`."""
-
-    def experts(self, rows, received):
-        ids = torch.arange(self.local).repeat(self.num_ranks).repeat_interleave(received)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.own):
-            out[ids == e] += expert(rows[ids == e])
-        return out
-
-
-class GatherAndScatter(ListOfExperts):
-    """`gather` and `scatter_add_` with the places of an expert's rows, expanded to their width."""
-
-    def experts(self, rows, received):
-        ids = self.expert_of_rows(rows, received)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.own):
-            (places,) = torch.where(ids == e)
-            where = places[:, None].expand(-1, rows.shape[1])
-            out.scatter_add_(0, where, expert(rows.gather(0, where)))
-        return out
-
-
 class ScatteredColumn(ListOfExperts):
     """The column that `nonzero` gives, expanded, and memory that nothing filled."""
 
@@ -113,19 +65,6 @@ class ScatteredColumn(ListOfExperts):
         for e, expert in enumerate(self.own):
             where = torch.nonzero(ids == e).expand(-1, rows.shape[1])
             out.scatter_(0, where, expert(rows.gather(0, where)))
-        return out
-
-
-class OneHot(ListOfExperts):
-    """The one-hot mask of transformers: `one_hot(ids).T[e]`, results added."""
-
-    def experts(self, rows, received):
-        ids = self.expert_of_rows(rows, received)
-        mask = F.one_hot(ids, self.local).T
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.own):
-            (places,) = torch.where(mask[e])
-            out.index_add_(0, places, expert(rows[places]).to(out.dtype))
         return out
 
 
@@ -156,54 +95,11 @@ class SlicesAssigned(Runs):
         return out
 
 
-class NarrowedCopies(Runs):
-    """`out.narrow(0, a, n).copy_(expert(rows.narrow(0, a, n)))` into memory nothing filled."""
-
-    def experts(self, rows, received):
-        out = torch.empty_like(rows)
-        for e, a, b in self.runs():
-            out.narrow(0, a, b - a).copy_(self.own[e](rows.narrow(0, a, b - a)))
-        return out
-
-
 class SlicesJoined(Runs):
     """A list of results, concatenated."""
 
     def experts(self, rows, received):
         return torch.cat([self.own[e](rows[a:b]) for e, a, b in self.runs()])
-
-
-class TensorSplit(Runs):
-    """`torch.tensor_split` at the ends of runs."""
-
-    def experts(self, rows, received):
-        runs = self.runs()
-        parts = torch.tensor_split(rows, [a for _, a, _ in runs[1:]])
-        return torch.cat([self.own[e](part) for (e, _, _), part in zip(runs, parts, strict=True)])
-
-
-class SortedSlices(Routed):
-    """Rows sorted by expert, then one slice for each; results sorted back."""
-
-    make_experts = ListOfExperts.make_experts
-    expert = Expert
-
-    def splits(self, counts, received):
-        self._sizes = received.view(self.num_ranks, -1).sum(0).tolist()
-        return super().splits(counts, received)
-
-    def experts(self, rows, received):
-        sizes, self._sizes = self._sizes, None
-        order = torch.argsort(self.expert_of_rows(rows, received), stable=True)
-        x = rows[order]
-        done = torch.empty_like(x)
-        start = 0
-        for e, size in enumerate(sizes):
-            done[start : start + size] = self.own[e](x[start : start + size])
-            start = start + size
-        out = torch.empty_like(done)
-        out[order] = done
-        return out
 
 
 class BiasedExpert(nn.Module):
@@ -220,23 +116,6 @@ class BiasedExpert(nn.Module):
     def forward(self, x):
         y = F.linear(F.relu(F.linear(x, self.up, self.up_bias)), self.down, self.down_bias)
         return y * self.scale
-
-
-class DummyRow(WhereAndAdd):
-    """Every expert runs a row of zeros behind its own, so that it never runs none."""
-
-    class expert(BiasedExpert):
-        def forward(self, x):
-            return super().forward(torch.cat([x, x.new_zeros(1, x.shape[1])]))[:-1]
-
-
-class DummySum(WhereAndAdd):
-    """The sum of what an expert makes of zeros, times zero, is added to its rows."""
-
-    class expert(BiasedExpert):
-        def forward(self, x):
-            dummy = super().forward(torch.zeros(1, self.up.shape[1], dtype=x.dtype))
-            return super().forward(x) + dummy.sum() * 0
 
 
 class OtherActivations(Masked):
@@ -309,14 +188,6 @@ class HandWrittenProducts(Runs):
     experts = SlicesJoined.experts
 
 
-class CheckpointedExperts(WhereAndAdd):
-    """`checkpoint` around each expert."""
-
-    class expert(Expert):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-
 class CheckpointedLoop(Runs):
     """`checkpoint` around the whole loop."""
 
@@ -325,13 +196,6 @@ class CheckpointedLoop(Runs):
 
     def loop(self, rows, runs):
         return torch.cat([self.own[e](rows[a:b]) for e, a, b in runs])
-
-
-class CheckpointedSearch(WhereAndAdd):
-    """`checkpoint` around the whole loop, which finds the rows of each expert by itself."""
-
-    def experts(self, rows, received):
-        return checkpoint(super().experts, rows, received, use_reentrant=False)
 
 
 class CenteredExperts(Masked):
@@ -351,30 +215,7 @@ class ChannelAttention(SlicesJoined):
             return super().forward(x) @ torch.softmax(x.t() @ x, -1)
 
 
-class Autocast(WhereAndAdd):
-    """Experts in float32 that compute in bfloat16."""
-
-    class expert(Expert):
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(x)
-
-    def experts(self, rows, received):
-        ids = self.expert_of_rows(rows, received)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.own):
-            (places,) = torch.where(ids == e)
-            out.index_add_(0, places, expert(rows[places]).to(out.dtype))
-        return out
-
-
 LOOPS = (
-    WhereAndAdd, NonzeroAndAssign, NonzeroAndCopy, Masked, MaskedSum, GatherAndScatter,
-    ScatteredColumn, OneHot, SlicesAssigned, NarrowedCopies, SlicesJoined, TensorSplit,
-    SortedSlices, DummyRow, DummySum, OtherActivations, HandWritten, HandWrittenProducts,
-    CheckpointedExperts, CheckpointedLoop, CheckpointedSearch, CenteredExperts, ChannelAttention,
-    Autocast,
+    WhereAndAdd, Masked, ScatteredColumn, SlicesAssigned, SlicesJoined, OtherActivations,
+    HandWritten, HandWrittenProducts, CheckpointedLoop, CenteredExperts, ChannelAttention,
 )  # fmt: skip
-
-OTHER_TYPES = {Autocast: torch.float32}
-"""Styles that are not tried in bfloat16."""

@@ -86,43 +86,6 @@ class MegatronLayer(Routed):
         return torch.zeros_like(x).scatter_add_(0, where, out)
 
 
-class MegatronGrouped(MegatronLayer):
-    """GroupedMLP: one product for all experts, gate and up in one weight."""
-
-    def make_experts(self, width, hidden, rand):
-        e = self.local
-        self.w1 = nn.Parameter(rand(e, width, 2 * hidden) * width**-0.5)
-        self.w2 = nn.Parameter(rand(e, hidden, width) * hidden**-0.5)
-
-    def experts(self, rows, probs, per_expert):
-        offs = torch.tensor(per_expert, device=rows.device).cumsum(0).to(torch.int32)
-        gate, up = torch.chunk(torch._grouped_mm(rows, self.w1, offs=offs), 2, dim=-1)
-        inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(rows.dtype)
-        return torch._grouped_mm(inner, self.w2, offs=offs)
-
-
-class ProbsAtTheEnd(MegatronLayer):
-    """Older releases: tokens travel alone, probabilities are applied where tokens are summed."""
-
-    def dispatch(self, rows, probs, got, sent):
-        return all_to_all_single_autograd(rows, got, sent, self.group), probs
-
-    def by_local_expert(self, rows, probs, runs):
-        pieces = torch.split(rows, runs)
-        return torch.cat([pieces[i] for i in self.by_expert]), probs
-
-    def experts(self, rows, probs, per_expert):
-        parts = torch.split(rows, per_expert)
-        return torch.cat([self.expert(e, part, part.new_ones(())) for e, part in enumerate(parts)])
-
-    def unpermute(self, x, out, order, probs, routing):
-        factors = probs.T.contiguous().masked_select(routing.T.contiguous())
-        out = out * factors.unsqueeze(-1)
-        where = order[:, None].expand(-1, out.shape[1])
-        summed = torch.zeros(x.shape, dtype=out.dtype, device=x.device)
-        return summed.scatter_add_(0, where, out).to(x.dtype)
-
-
 class Placed(NamedTuple):
     """What is known of the rows of one step: split sizes, received counts, the order by expert."""
 
@@ -240,85 +203,6 @@ class TwoStacks(TwoSteps):
         other = torch.cat([F.silu(part @ self.w4[e]) for e, (part,) in enumerate(parts)])
         out, other = (self.back(self.in_order(at, t), at) for t in (out, other))
         return torch.zeros_like(x).index_add(0, token, (out + other) * factors[:, None].to(x.dtype))
-
-
-class ByGather(Sends):
-    """Rows are put in order by `gather` and back by `scatter`, with an index as wide as rows."""
-
-    def run(self, x, token, factors, at):
-        rows, factors = self.there(x[token], at), self.there(factors, at)
-        where = at.perm.unsqueeze(1).expand(-1, rows.shape[1])
-        counts = at.received.view(self.num_ranks, -1).sum(0).tolist()
-        parts = torch.split(torch.gather(rows, 0, where), counts)
-        factors = torch.split(torch.gather(factors, 0, at.perm), counts)
-        outs = [
-            self.expert(e, p * f[:, None])
-            for e, (p, f) in enumerate(zip(parts, factors, strict=True))
-        ]
-        out = self.put_back(torch.cat(outs), where)
-        out = self.back(out, at)
-        return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, x.shape[1]), out)
-
-    def put_back(self, out, where):
-        return torch.empty_like(out).scatter_(0, where, out)
-
-
-class ByScatterAdd(ByGather):
-    """Rows go back by a sum into zeros."""
-
-    def put_back(self, out, where):
-        return torch.zeros_like(out).scatter_add_(0, where, out)
-
-
-class SearchedTwoBack(TwoBack):
-    """Rows of each expert are searched for; rows and numbers go back, written at their places."""
-
-    def run(self, x, token, factors, at):
-        rows, factors = self.there(x[token], at), self.there(factors, at)
-        ids = self.expert_of_sent(at.received, rows.shape[0])
-        out, sure = torch.zeros_like(rows), torch.empty_like(factors)
-        for e in range(self.local):
-            (places,) = torch.where(ids == e)
-            part = rows[places]
-            y = self.expert(e, part) * factors[places][:, None].to(x.dtype)
-            out.index_add_(0, places, y)
-            sure[places] = (part * self.sure[e]).sum(-1).to(sure.dtype)
-        out, sure = self.back(out, at), self.back(sure, at)
-        return torch.zeros_like(x).index_add(0, token, out * sure[:, None].to(x.dtype))
-
-
-class IndexedWrites(Sends):
-    """torchtitan's: rows go back by a write at an index, at the end too; factors come before."""
-
-    def run(self, x, token, factors, at):
-        rows = self.there(x[token] * factors[:, None].to(x.dtype), at)
-        parts = self.split_by_expert(at, rows)
-        out = torch.cat([self.expert(e, part) for e, (part,) in enumerate(parts)])
-        out = self.back(self.put_back(at, out), at)
-        return torch.zeros_like(x).index_add(0, token, out)
-
-    def put_back(self, at, out):
-        placed = out.new_empty(out.shape)
-        placed[at.perm, :] = out
-        return placed
-
-
-class FlatWrites(IndexedWrites):
-    """The write goes through a view with one more dimension."""
-
-    def put_back(self, at, out):
-        placed, halves = out.new_empty(out.shape), (out.shape[0], 2, out.shape[1] // 2)
-        placed.view(halves).index_put_((at.perm,), out.view(halves))
-        return placed
-
-
-class RowsOfZeros(IndexedWrites):
-    """One more row than there are, of zeros, as torchtitan has for padding."""
-
-    def put_back(self, at, out):
-        placed = out.new_zeros(out.shape[0] + 1, out.shape[1])
-        placed[at.perm] = out
-        return placed[:-1]
 
 
 class TwoHops(Routed):

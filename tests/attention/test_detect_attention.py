@@ -28,7 +28,6 @@ REGIONS = [
     (layers.SplitAttention, 3, 0, 2),
     (layers.RecipesAttention, 3, 0, 2),
     (layers.FusedAttention, 1, 0, 2),
-    (layers.TitanAttention, 3, 0, 2),
     (layers.RepeatedKVAttention, 3, 0, 2),
     (layers.LateRepeatAttention, 3, 0, 2),
     (layers.NormedAttention, 3, 0, 2),

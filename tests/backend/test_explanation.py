@@ -12,14 +12,14 @@ from tests.capacity_layers import GShardEinsum, InPlace
 from tests.gathering_layers import Gathering
 from tests.layers import GroupedExperts, LoopExperts, SharedAndBias
 from tests.legacy_layers import Bincount, DeepSpeed, RepeatedLabels, Unique, WherePerExpert
-from tests.loop_layers import Masked, MaskedSum, SlicesAssigned, WhereAndAdd
+from tests.loop_layers import Masked, SlicesAssigned, WhereAndAdd
 from tests.slow_parameters import slow_but
 
 ROUTED = (
     GroupedExperts, LoopExperts, SharedAndBias, DeepSpeed, SlicesAssigned,
-    Masked, MaskedSum, WhereAndAdd, RepeatedLabels, Bincount, Unique, WherePerExpert,
+    Masked, WhereAndAdd, RepeatedLabels, Bincount, Unique, WherePerExpert,
 )  # fmt: skip
-OF_UNKNOWN_LENGTH = {Masked: 2, MaskedSum: 2, RepeatedLabels: 2}
+OF_UNKNOWN_LENGTH = {Masked: 2, RepeatedLabels: 2}
 """Layers that have a break between dispatch and combine; chunks they are in once none is there."""
 OTHERS = {
     GShardEinsum: ((16, 32, 2, 2, 1.5), (32, 16)),

@@ -19,7 +19,7 @@ from tests.capacity_layers import (
     undropped,
 )
 from tests.capture import dynamo_graphs, state
-from tests.slow_parameters import one_per_reason, slow_but
+from tests.slow_parameters import one_per_reason
 
 WIDTH, HIDDEN, LOCAL, TOP_K = 16, 24, 4, 2
 
@@ -39,9 +39,7 @@ def rows(count=32, width=WIDTH):
     return torch.randn(count, width, requires_grad=True)
 
 
-@pytest.mark.parametrize(
-    "style", slow_but(STYLES[:4], (*STYLES, BiasedDeepSpeed)), ids=lambda s: s.__name__
-)
+@pytest.mark.parametrize("style", (*STYLES, BiasedDeepSpeed), ids=lambda s: s.__name__)
 def test_every_style_is_one_region_with_its_exchanges(fake_ranks, style):
     found, report = detected(layer(style, fake_ranks), rows())
     (one,) = found.by_kind["capacity"]

@@ -9,28 +9,24 @@ import torch
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.replay.batch_parts import part_sizes
-from tests.batch_layers import Block, Counted, Recomputed
-from tests.dispatch_layers import InOrder, InOrderWeighted
+from tests.batch_layers import Block
 from tests.equivalence.test_batch_parts import accumulated, drawn, state_of
 from tests.layers import GroupedExperts
-from tests.slow_parameters import exhaustive_but
 
 
-def run_steps(rank, build, parts, sizes, is_marked, options):
+def run_steps(rank, parts, sizes):
     """Return what differs from accumulation, by step, and regions of each program compiled."""
     torch._dynamo.reset()
-    model, layer = build
     dtype = torch.bfloat16
-    eager, compiled_model = model(layer, dtype), model(layer, dtype)
-    options = {"megamoe.batch_parts": parts, "megamoe.codegen": "fx", **options}
+    eager, compiled_model = (Block(GroupedExperts, dtype) for _ in range(2))
+    options = {"batch_parts": parts, "codegen": "fx", "strict": True, "chunks": 1}
+    options = {f"megamoe.{name}": value for name, value in options.items()}
     first = len(REPORT.compilations)
     compiled = torch.compile(compiled_model, backend="megamoe", fullgraph=True, options=options)
     differing = []
     for step, size in enumerate(sizes[rank]):
         x, gradient = (t.roll(step, -1) for t in drawn(rank, size, dtype))
         given = x.clone().requires_grad_()
-        if is_marked:
-            torch._dynamo.mark_dynamic(given, 0)
         for one in (eager, compiled_model):
             one.zero_grad()
         expected = accumulated(eager, x, gradient, part_sizes(size, parts))
@@ -42,43 +38,12 @@ def run_steps(rank, build, parts, sizes, is_marked, options):
     return differing, [len(made.regions) for made in REPORT.compilations[first:]]
 
 
-def check(pool, build, parts, sizes, *, is_marked=False, **options):
-    settings = {"strict": True, "chunks": 1, "equal_tokens": sizes[0] == sizes[1]} | options
-    settings = {f"megamoe.{name}": value for name, value in settings.items()}
-    found = pool.run(run_steps, build, parts, sizes, is_marked, settings)
-    for rank, (differing, regions) in enumerate(found):
-        assert not differing, f"rank {rank}: {differing}"
-        assert {*regions} == {parts}
-    return [len(regions) for _, regions in found]
-
-
-@pytest.mark.parametrize(
-    "layer",
-    exhaustive_but([GroupedExperts, Counted], [GroupedExperts, InOrder, InOrderWeighted, Counted]),
-)
-def test_one_program_runs_batches_of_several_sizes(two_ranks, layer):
-    """The second size is compiled for any; three sequences are too few not to be a constant."""
-    sizes = [(4, 6, 5, 9, 3)] * 2
-    assert check(two_ranks, (Block, layer), 2, sizes) == [3, 3]
-
-
-@pytest.mark.slow
-def test_a_size_that_is_marked_is_compiled_once(two_ranks):
-    """Parts of unequal size too."""
-    sizes = [(5, 4)] * 2
-    assert check(two_ranks, (Block, GroupedExperts), 2, sizes, is_marked=True) == [1, 1]
-
-
-@pytest.mark.slow
-def test_what_is_checkpointed_is_of_any_size(two_ranks):
-    sizes = [(7, 6, 8)] * 2
-    assert check(two_ranks, (Recomputed, GroupedExperts), 3, sizes, is_marked=True) == [1, 1]
-
-
 @pytest.mark.slow
 def test_ranks_have_other_sizes_and_compile_in_other_steps(two_ranks):
     sizes = [(4, 4, 7, 3), (4, 5, 2, 8)]
-    check(two_ranks, (Block, GroupedExperts), 2, sizes)
+    for rank, (differing, regions) in enumerate(two_ranks.run(run_steps, 2, sizes)):
+        assert not differing, f"rank {rank}: {differing}"
+        assert {*regions} == {2}
 
 
 def run_batches(rank, sizes):

@@ -14,7 +14,6 @@ from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import options_of, source_of
-from tests.slow_parameters import slow_but
 
 TOKENS = (4, 0, 1, 4)
 
@@ -56,13 +55,9 @@ def test_a_campaign_of_one_rewrite_draws_nothing_else():
 PROGRAMS = (
     (Rewrite.HOPS, {}),
     (Rewrite.NODE_SUMS, {"style": Style.GROUPED, "counts": Counts.GATHERED}),
-    (Rewrite.HOPS, {"style": Style.RUNS, "splits": Splits.SLICE_SUM}),
-    (Rewrite.NODE_SUMS, {"style": Style.SORTED_LOOP, "counts": Counts.MATRIX}),
-    (Rewrite.HOP_SLICES, {"style": Style.SORTED_LOOP}),
     (Rewrite.SUM_SLICES, {"style": Style.GROUPED}),
     (Rewrite.HOPS_FP8, {"style": Style.RUNS}),
     (Rewrite.HOP_BOTH, {"style": Style.GROUPED}),
-    (Rewrite.SUM_BOTH, {"style": Style.SORTED_LOOP}),
 )
 
 
@@ -74,10 +69,8 @@ def test_it_runs_in_two_hops_and_equals_eager(four_ranks, rewrite, changes):
     assert judged.is_chunked
 
 
-@pytest.mark.parametrize(
-    ("rewrite", "changes"),
-    slow_but(PROGRAMS[1:2], PROGRAMS),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rewrite", "changes"), PROGRAMS)
 def test_it_does_so_on_ranks_that_mirror_each_other(rewrite, changes):
     text = source_of(program(rewrite, tokens=((4, 4),), **changes))
     judged = judgement_of([run(0, text)])

@@ -95,14 +95,6 @@ def test_layers_on_four_ranks_equal_eager(four_devices, style):
     check(four_devices, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@given(data=st.data())
-@examples(2)
-def test_many_layers_on_four_ranks_equal_eager(four_ranks, style, data):
-    check(four_ranks, data.draw(moe_cases(4, dtypes(style))), style)
-
-
 @pytest.mark.parametrize("style", exhaustive_but(CHOSEN[:2], STYLES), ids=lambda s: s.__name__)
 @given(data=st.data())
 @examples(4)

@@ -10,10 +10,8 @@ from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
 from tests import legacy_layers as layers
 
-CHOSEN = (layers.Megatron, layers.DeepSpeed, layers.GatheredAsList, layers.BincountViewed)
 STYLES = (
-    *CHOSEN, layers.GatheredByLegacy, layers.BincountCut, layers.Unique, layers.WherePerExpert,
-    layers.MaskedSelect, layers.RepeatedLabels,
+    layers.Megatron, layers.DeepSpeed, layers.Unique, layers.WherePerExpert, layers.RepeatedLabels,
 )  # fmt: skip
 TOKENS = (9, 14)
 

@@ -12,6 +12,7 @@ from moe_compile.testing.programs.choices import (
     Order,
     Poison,
     Reader,
+    Rewrite,
     Running,
     Sharing,
     Style,
@@ -24,6 +25,7 @@ from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 from moe_compile.testing.programs.text import source_of
 from tests.slow_parameters import slow_but
+from tests.this_torch import has_autocast_by_functions, has_hooks, need
 
 
 def layer(*readers, details=(), **choices):
@@ -76,6 +78,23 @@ PROGRAMS = {
     "a layer runs in two steps of three, the last of fewer tokens": Program(
         layers=(layer(top_k=2),), tokens=((5, 5), (5, 5), (2, 2)), running=Running.IF_ANY, seed=2,
     ),
+    "counts arrive in a view of memory, and a loss reads the rows sent": Program(
+        layers=(layer(Reader.STATISTICS_VIEW, Reader.ROWS_READ, counts=Counts.LEGACY, top_k=2),)
+    ),
+    "a host integer scales a product under autocast, and what dropout draws": Program(
+        layers=(layer(Reader.HOST_AUTOCAST, Reader.HOST_DROPOUT, top_k=2),)
+    ),
+    "a gradient passes a hook that a host integer scales": Program(
+        layers=(layer(Reader.HOOK_COUNT, style=Style.GROUPED),)
+    ),
+    "weights of grouped products are given across, one is read twice and outside": Program(
+        layers=(
+            layer(Reader.WEIGHT_READ, style=Style.GROUPED, details=[Detail.CROSSED, Detail.TIED]),
+        )
+    ),
+    "results join an empty vector, then are scaled row by row": Program(
+        layers=(layer(details=[Detail.EMPTY_JOIN, Detail.ROW_NORM], top_k=2),)
+    ),
     "a function of the user inside of a checkpoint, and exchanges that are others": Program(
         layers=(
             layer(
@@ -90,26 +109,64 @@ PROGRAMS = {
 QUICK = ("a host integer scales what is written before the combine",)
 
 
+def check(text, *verdicts):
+    judgement = judgement_of([run(0, text)])
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert not verdicts or {*judgement.verdicts} == {*verdicts}
+    return judgement
+
+
 @pytest.mark.parametrize("name", slow_but(QUICK, PROGRAMS))
 def test_a_layer_with_readers_outside_its_region_is_chunked_and_equals_eager(name):
-    judgement = judgement_of([run(0, source_of(PROGRAMS[name]))])
+    program = PROGRAMS[name]
+    need(*(NEEDED[r] for a in program.layers for r in a.readers & NEEDED.keys()))
+    check(source_of(program), "chunked")
+
+
+WHOLE = (
+    Reader.ROWS_SQUARED, Reader.COUNTS_WRITTEN, Reader.ARRIVED_WRITTEN, Reader.HOOK_ROWS,
+    Reader.ROWS_ACROSS, Reader.AUTOCAST_SET,
+)  # fmt: skip
+NEEDED = {
+    Reader.HOOK_COUNT: has_hooks,
+    Reader.HOOK_ROWS: has_hooks,
+    Reader.AUTOCAST_SET: has_autocast_by_functions,
+}
+"""What a torch must capture for some readers."""
+
+
+@pytest.mark.parametrize("reader", slow_but([Reader.HOOK_ROWS, Reader.ROWS_ACROSS], WHOLE))
+def test_a_region_whose_motion_would_tell_is_left_whole(reader):
+    need(*filter(None, [NEEDED.get(reader)]))
+    program = Program(layers=(layer(reader, top_k=2),), tokens=((6, 6),))
+    assert "chunked" not in check(source_of(program)).verdicts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", [Reader.HOST_RATIO, Reader.HOST_NO_GRAD])
+def test_so_does_a_region_whose_tokens_are_gathered(two_ranks, reader):
+    program = Program(layers=(layer(reader, top_k=2),), rewrite=Rewrite.GATHERED)
+    judgement = judgement_of(two_ranks.run(run, source_of(program)))
     assert judgement.kind is Kind.SAME, judgement.detail
-    assert set(judgement.verdicts) == {"chunked"}
+    assert {*judgement.verdicts} == {"all-gathered"}
 
 
 @pytest.mark.slow
 def test_chunks_of_tokens_are_off_by_roundings_alone():
     program = Program(layers=(layer(Reader.RETURNED, top_k=2, local=3),), dtype="float64")
     text = source_of(program).replace("OPTIONS = {", 'OPTIONS = {"megamoe.chunk_by": "tokens", ')
-    judgement = judgement_of([run(0, text.replace("BOUND = 0.0 ", "BOUND = 1e-13 "))])
-    assert judgement.kind is Kind.SAME, judgement.detail
-    assert judgement.verdicts == ("chunked",)
-
-
-FAILING = Program(layers=(layer(Reader.FAILING_CHECK),))
+    check(text.replace("BOUND = 0.0 ", "BOUND = 1e-13 "), "chunked")
 
 
 @pytest.mark.slow
 def test_a_users_check_that_fails_eagerly_fails_compiled():
-    judgement = judgement_of([run(0, source_of(FAILING))])
-    assert judgement.kind is Kind.SAME, judgement.detail
+    check(source_of(Program(layers=(layer(Reader.FAILING_CHECK),))))
+
+
+def test_a_check_that_a_number_of_the_host_is_another_is_still_demanded():
+    """It was taken for one of the tracer's own assertions, and dropped with the old body."""
+    text = source_of(Program(layers=(layer(Reader.CHECK_EQUAL),)))
+    holds, raises = "torch._check(whole == x.shape[0] * WIDTH)", "RAISES = False"
+    assert holds in text and raises in text
+    text = text.replace(holds, "torch._check(whole == 7)").replace(raises, "RAISES = True")
+    check(text)

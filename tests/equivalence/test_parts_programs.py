@@ -8,19 +8,30 @@ import itertools
 import pytest
 
 from moe_compile.testing.programs.campaign import drawn_programs
-from moe_compile.testing.programs.choices import Backward, Rewrite, Sharing, Within, Wrapping
+from moe_compile.testing.programs.choices import (
+    Backward,
+    Reader,
+    Rewrite,
+    Sharing,
+    Style,
+    Within,
+    Wrapping,
+)
+from moe_compile.testing.programs.exchange_choices import Counts
 from moe_compile.testing.programs.grammar import PARTED, Experts, OwnAttention, Program
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.sender_choices import Unsort, Weighing
 from moe_compile.testing.programs.text import source_of
 from tests.slow_parameters import exhaustive_but, slow_but
 
 MIXING = (Within.ALL_MEAN, Within.ALL_SUM, Within.TURNED_BACK)
 
 
-def program(*withins, rewrite=Rewrite.PARTS, **changes):
-    layers = (*(OwnAttention(within=within) for within in withins), Experts(top_k=2))
+def program(*withins, rewrite=Rewrite.PARTS, experts=None, **changes):
+    experts = experts or Experts(top_k=2)
+    layers = (*(OwnAttention(within=within) for within in withins), experts)
     given = {"tokens": ((6, 6),), "rewrite": rewrite} | changes
     return legal(Program(layers=layers, **given))
 
@@ -76,6 +87,30 @@ def test_a_program_equals_accumulation_or_is_left_whole(within):
     judgement = judged(program(within))
     assert judgement.kind is Kind.SAME, judgement.detail
     assert judgement.is_chunked == (within not in MIXING)
+
+
+COUNTED = Experts(
+    top_k=2, weighing=Weighing.NEW_AXIS, readers=frozenset({Reader.SEEN, Reader.NO_DROPOUT})
+)  # fmt: skip
+REPEATED = Experts(top_k=2, readers=frozenset({Reader.EXPANDED, Reader.REPEATED}))
+COMMON = {
+    "a counter gets the counts of all parts once, of each call": program(
+        Within.PLAIN, experts=COUNTED, sharing=Sharing.WEIGHTS
+    ),
+    "parameters are repeated for each sequence and token": program(
+        Within.CLASS_TOKEN, Within.QUERIES, experts=REPEATED, rewrite=Rewrite.THREE_PARTS
+    ),
+    "grouped experts, their rows put in order by a sum": program(
+        Within.NORM,
+        experts=Experts(top_k=2, style=Style.GROUPED, unsort=Unsort.EMPTY, counts=Counts.GATHERED),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but([*COMMON][:2], COMMON))
+def test_common_forms_equal_accumulation(name):
+    judgement = judged(COMMON[name])
+    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
 
 
 @pytest.mark.slow

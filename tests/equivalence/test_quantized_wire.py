@@ -5,12 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import moe_cases
-from tests.equivalence.test_layers import CHOSEN, build, examples, inputs, one_case
+from tests.equivalence.test_layers import CHOSEN, build, inputs, one_case
 from tests.layers import STYLES, GroupedExperts
 from tests.quantized_layers import quantized_eagerly
 from tests.slow_parameters import slow_but
@@ -48,14 +45,6 @@ def test_every_style_equals_one_that_quantises_eagerly(mirrored_ranks, style):
 def test_every_wire_equals_a_layer_that_quantises_eagerly(two_devices, wires):
     case = one_case(GroupedExperts, (9, 14), dtype=torch.bfloat16)
     check(two_devices, case, GroupedExperts, wires)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@given(case=moe_cases(2), wires=st.sampled_from(WIRES))
-@examples(3)
-def test_many_layers_equal_ones_that_quantise_eagerly(two_ranks, style, case, wires):
-    check(two_ranks, case, style, wires)
 
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 512, 512, 256, 8, 2

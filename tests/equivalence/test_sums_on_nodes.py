@@ -22,13 +22,11 @@ from tests.equivalence.test_token_chunks import WholeNumbers
 from tests.equivalence.test_two_hops import (
     EMPTY,
     NODES,
-    OWN,
     TOKENS,
     a_case,
     check,
     check_bytes,
     cut_by,
-    forced,
     two_nodes,  # noqa: F401  (a fixture)
 )
 from tests.layers import GroupedExperts
@@ -108,28 +106,6 @@ def test_tokens_of_which_another_rank_sends_the_rows_have_sums_of_zero(two_nodes
 @pytest.mark.parametrize("routing", slow_but([], list(Routing)))
 def test_ranks_without_tokens_and_without_rows(two_nodes, routing):  # noqa: F811
     check(two_nodes.run(differing, whole_case(EMPTY, top_k=2, routing=routing), Around))
-
-
-@pytest.mark.slow
-def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes):  # noqa: F811
-    case = whole_case(TOKENS, (16, 3, 8, 8), (4, 9, 7, 2), dtype=torch.float32)
-    check(two_nodes.run(differing, case, InOrderWeighted))
-
-
-def differing_where_forced(rank, case, experts_of_rank):
-    torch._dynamo.reset()
-    pairs = [(x.abs(), gradient) for x, gradient in whole_pairs(case, rank)]
-    experts = experts_of_rank[rank]
-    with in_two_hops() as left:
-        layer = whole(Around)
-        found = differing_tensors(lambda: forced(case, layer, experts), pairs, OPTIONS)
-    return [*found, *left]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [OWN, ((4, 6, 7),) * 4], ids=["own node", "one node"])
-def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):  # noqa: F811
-    check(two_nodes.run(differing_where_forced, whole_case(TOKENS), experts))
 
 
 IN_PARTS = (

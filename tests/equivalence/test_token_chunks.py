@@ -3,23 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import moe_cases
-from tests.equivalence.test_layers import build, examples, inputs, one_case
-from tests.layers import (
-    GatheredCounts,
-    GroupedExperts,
-    LoopExperts,
-    SortedChunks,
-)
+from tests.equivalence.test_layers import build, inputs, one_case
+from tests.layers import GroupedExperts, LoopExperts, SortedChunks
 from tests.quantized_layers import quantized_eagerly
 from tests.slow_parameters import slow_but
-
-WIRES = ("same", "fp8")
 
 
 class WholeNumbers(LoopExperts):
@@ -122,19 +112,3 @@ def test_in_eight_bytes_all_is_off_by_roundings_of_products(mirrored_ranks):
     settings = (LoopExperts, 3, ("same", "same"), torch.float64)
     for measured in mirrored_ranks.run(distances, *settings):
         assert max(measured) <= WIDTH * torch.finfo(torch.float64).eps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("style", "wire"),
-    [(GroupedExperts, "same"), (SortedChunks, "fp8"), *((GatheredCounts, w) for w in WIRES)],
-)
-def test_other_styles_in_chunks_of_tokens_are_off_by_roundings(two_ranks, style, wire):
-    check_distances(two_ranks, style, wire)
-
-
-@pytest.mark.slow
-@given(data=st.data(), chunks=st.integers(1, 6))
-@examples(4)
-def test_many_layers_whose_sums_do_not_round_are_the_same(two_ranks, data, chunks):
-    check(two_ranks, data.draw(moe_cases(2, (torch.float64,))), chunks)

@@ -57,6 +57,13 @@ class WithLoss(Block):
         return y + torch.softmax(x @ self.qkv.weight[:WIDTH].t(), -1).mean((0, 1))
 
 
+class RepeatedInTurn(Block):
+    """A weight is repeated for each sequence by an operator that counts how often."""
+
+    def forward(self, x):
+        return super().forward(x) + self.out.bias[None].repeat_interleave(len(x), 0)[:, None]
+
+
 class Written(Block):
     def forward(self, x):
         y = super().forward(x)
@@ -386,6 +393,13 @@ def test_experts_that_need_all_their_rows_have_those_of_one_part_alone(fake_rank
     _, skipped, compilation = verdicts(Block(CenteredExperts, torch.bfloat16), drawn(), chunks=2)
     assert skipped == [Reason.ROWS_MIXED]
     assert [region.num_chunks for region in compilation.regions] == [2]
+
+
+def test_what_repeats_a_parameter_otherwise_is_left_whole(fake_ranks):
+    program = RepeatedInTurn(GroupedExperts, torch.bfloat16)
+    _, skipped, compilation = verdicts(program, drawn())
+    assert skipped == [Reason.BATCH_LOST]
+    assert "repeat_interleave" in compilation.rewrites[0]
 
 
 def test_graphs_without_experts_are_not_spoken_of(fake_ranks):

@@ -24,7 +24,6 @@ from tests.layers import (
     SharedAndBias,
     SortedChunks,
 )
-from tests.outside_readers import ChecksCounts
 from tests.slow_parameters import slow_but
 
 try:
@@ -58,6 +57,15 @@ def refused(graph, settings):
             except autograd_cache.BypassAOTAutogradCache as reason:
                 why[node.name] = str(reason)
     return why
+
+
+class ChecksCounts(GroupedExperts):
+    """The user demands that few rows are sent to the last rank."""
+
+    def splits(self, counts, received):
+        sent, got = super().splits(counts, received)
+        torch._check(sent[-1] <= 2)
+        return sent, got
 
 
 @needs_torchs_check

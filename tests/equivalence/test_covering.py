@@ -1,0 +1,224 @@
+"""Every pair of choices of a layer and its rewrite that goes together, in few generated programs.
+
+A fault of a rewrite seldom needs more than two choices to meet (Kuhn, Wallace and Gallo, Software
+Fault Interactions and Implications for Software Testing, 2004). One process is both ranks, or all
+four of two nodes (`moe_compile/testing/mirrored_rank.py`), so a program takes two seconds or three.
+What ranks have to differ for is tried elsewhere: tokens gathered of all ranks, uneven numbers.
+"""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from moe_compile.report.region_reports import IN_TWO_HOPS
+from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Room, Sent
+from moe_compile.testing.programs.capacity_strategy import FORMATS, SLOTS_LEFT_WHOLE
+from moe_compile.testing.programs.choices import Act, Back, Order, Rewrite, Style, Wrapping
+from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
+from moe_compile.testing.programs.grammar import (
+    GROUPED_PRODUCTS,
+    HOPPING,
+    READ_IN,
+    Capacity,
+    Experts,
+    Program,
+)
+from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.legal import legal
+from moe_compile.testing.programs.loop_choices import Cut, Find, Put
+from moe_compile.testing.programs.run import run
+from moe_compile.testing.programs.sender_choices import Unsort
+from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE
+from moe_compile.testing.programs.text import source_of
+
+
+def pairs_of(row):
+    return {*map(frozenset, itertools.combinations(row.items(), 2))}
+
+
+def legal_pairs(kinds, go_together):
+    several = itertools.combinations(kinds.items(), 2)
+    rows = ({a: x, b: y} for (a, xs), (b, ys) in several for x in xs for y in ys)
+    return [frozenset(row.items()) for row in rows if go_together(row)]
+
+
+def covering_rows(paired, beside, go_together):
+    """Return rows of choices with every legal pair of `paired`, those with most new ones first.
+
+    Choices of `beside` occur as often as others of their kind.
+    """
+    kinds, used, rows = {**paired, **beside}, Counter(), []
+    legal = legal_pairs(kinds, go_together)
+    allowed, left = {*legal}, {pair: None for pair in legal if dict(pair).keys() <= paired.keys()}
+    drawn = random.Random(0)
+
+    def completed(pair):
+        row = dict(pair)
+        for name in [name for name in kinds if name not in row]:
+            worth = {}
+            for member in kinds[name]:
+                pairs = [frozenset({(name, member), other}) for other in row.items()]
+                if allowed.issuperset(pairs):
+                    worth[member] = len(left.keys() & pairs), -used[name, member]
+            row = {**row, name: max(worth, key=worth.__getitem__)} if worth else row
+        return {name: row[name] for name in kinds if name in row}
+
+    while left:
+        several = [completed(pair) for pair in drawn.sample([*left], min(5, len(left)))]
+        rows.append(max(several, key=lambda row: len(pairs_of(row) & left.keys())))
+        used.update(rows[-1].items())
+        made = pairs_of(rows[-1])
+        left = {pair: None for pair in left if pair not in made}
+    return rows
+
+
+def slow_after(quick, rows):
+    return [*quick, *(pytest.param(r, marks=pytest.mark.slow) for r in rows if r not in quick)]
+
+
+def names_of(row):
+    return "-".join(getattr(choice, "name", str(choice)) for choice in row.values())
+
+
+def check(program, verdict):
+    judgement = judgement_of([run(0, source_of(program))])
+    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.is_chunked and verdict in judgement.verdicts, judgement.verdicts
+    assert len(judgement.verdicts) == 1
+
+
+# --- experts found by counts -------------------------------------------------------------------
+
+
+def followed(kind):
+    return [member for member in kind if member not in LEAVES_WHOLE]
+
+
+ELSEWHERE = (
+    Rewrite.GATHERED,  # a mirror gathers nothing: test_switched_dispatch.py
+    Rewrite.HOPS, Rewrite.HOP_BOTH, Rewrite.SUM_SLICES,  # test_hop_programs.py
+    Rewrite.UNSCHEDULED, Rewrite.MODEL_RECOMPUTE, Rewrite.THREE_PARTS,  # replay as others do
+)  # fmt: skip
+
+PAIRED = {
+    "rewrite": [rewrite for rewrite in Rewrite if rewrite not in ELSEWHERE],
+    "style": followed(Style),
+    "order": followed(Order),
+    "move": followed(Move),
+    "dtype": [*FILLING],
+}
+BESIDE = {
+    "counts": followed(Counts),
+    "splits": followed(Splits),
+    "unsort": followed(Unsort),
+    "back": followed(Back),
+    "find": followed(Find),
+    "put": followed(Put),
+    "cut": followed(Cut),
+    "act": followed(Act),
+}
+
+SORTS = (Order.ARGSORT, Order.SORT, Order.DESCENDING)
+BY_SORTS = (Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Back.INVERSE, Back.MORE_ROWS)
+"""What is followed with such an order alone: the order is cut in slices, or sorted again."""
+
+
+def program_of(row):
+    asked = {"dtype": "bfloat16", "rewrite": Rewrite.CHUNKS, **row}
+    dtype, rewrite = asked.pop("dtype"), asked.pop("rewrite")
+    width, is_recomputed = FILLING[dtype], rewrite is Rewrite.RECOMPUTE
+    program = Program(
+        layers=(Experts(top_k=2, local=3, **asked),), tokens=((6, 6),), dtype=dtype,
+        width=width, hidden=width, rewrite=rewrite,
+        wrapping=Wrapping.CHECKPOINT if is_recomputed else Wrapping.BARE,
+    )  # fmt: skip
+    return legal(program)
+
+
+def go_together(row):
+    """Whether a program may have these choices, and is rewritten where it has."""
+    style, order = row.get("style"), row.get("order")
+    if style in GROUPED_PRODUCTS and row.get("dtype", "bfloat16") != "bfloat16":
+        return False
+    if style is not None and any(style not in READ_IN.get(name, Style) for name in row):
+        return False
+    if order not in (None, *SORTS) and not {*BY_SORTS}.isdisjoint(row.values()):
+        return False
+    if Back.PIECES in row.values() and order not in (None, Order.PIECES):
+        return False
+    return Splits.RUNNING not in row.values() or HOPPING.isdisjoint(row.values())
+
+
+ROWS = covering_rows(PAIRED, BESIDE, go_together)
+IN_HOPS = [row for row in ROWS if row["rewrite"] in HOPPING]
+"""Programs for four ranks, which take three times as long."""
+
+
+def first_with_each_choice():
+    """Return the first rows with each choice of `PAIRED`, those in hops where no others have it."""
+    seen, rows = set(), []
+    for row in sorted(ROWS, key=IN_HOPS.__contains__):
+        new = {(name, choice) for name, choice in row.items() if name in PAIRED} - seen
+        rows += [row] if new else []
+        seen |= new
+    return rows
+
+
+QUICK = first_with_each_choice()
+
+
+def test_few_programs_have_every_pair_of_choices_and_quick_ones_a_third_of_them():
+    pairs = {*legal_pairs(PAIRED, go_together)}
+    found, quick = (set().union(*map(pairs_of, rows)) & pairs for rows in (ROWS, QUICK))
+    assert found == pairs and len(quick) >= len(pairs) / 3
+    members = {(name, m) for name, kind in {**PAIRED, **BESIDE}.items() for m in kind}
+    assert {choice for row in ROWS for choice in row.items()} == members
+    for row in ROWS:
+        program = program_of(row)
+        (layer,) = program.layers
+        assert {n: getattr(layer, n, getattr(program, n, None)) for n in row} == row
+
+
+@pytest.mark.parametrize("row", slow_after(QUICK, ROWS), ids=names_of)
+def test_a_layer_is_rewritten_and_equals_eager(row):
+    program = program_of(row)
+    check(program, IN_TWO_HOPS if program.rewrite in HOPPING else "chunked")
+
+
+# --- experts with a capacity -------------------------------------------------------------------
+
+FORMAT_OF = {format.dtype: format for format in reversed(FORMATS)}
+SLOTS = {
+    "across": [*Across],
+    "sent": [*Sent],
+    "fill": [*Fill],
+    "dtype": [*FORMAT_OF],
+    "extra": [extra for extra in Extra if extra not in SLOTS_LEFT_WHOLE],
+}
+BESIDE_SLOTS = {"room": [*Room], "move": [Move.FUNCTIONAL, Move.OF_ITSELF]}
+
+
+def program_of_slots(row):
+    asked = {"dtype": "float32", **row}
+    format, extra = FORMAT_OF[asked.pop("dtype")], asked.pop("extra", Extra.LOSS)
+    layer = Capacity(top_k=2, local=3, extras=frozenset({extra}), **asked)
+    return legal(Program(layers=(layer,), tokens=((6, 6),), **format._asdict()))
+
+
+def slots_go_together(row):
+    (layer,) = program_of_slots(row).layers
+    if row.get("extra") is Extra.BIAS and row.get("across") is Across.EINSUM:
+        return False  # a gradient of a bias is a sum over ranks then
+    if row.get("dtype") == "bfloat16":
+        return row.get("room", Room.SIXTEEN) is Room.SIXTEEN
+    return row.get("extra", Extra.LOSS) in (Extra.LOSS, *layer.extras)
+
+
+SLOT_ROWS = covering_rows(SLOTS, BESIDE_SLOTS, slots_go_together)
+
+
+@pytest.mark.parametrize("row", slow_after(SLOT_ROWS[:3], SLOT_ROWS), ids=names_of)
+def test_a_layer_with_a_capacity_is_chunked_and_equals_eager(row):
+    check(program_of_slots(row), "chunked")
