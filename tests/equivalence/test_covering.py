@@ -129,9 +129,11 @@ def program_of(row):
     asked = {"dtype": "bfloat16", "rewrite": Rewrite.CHUNKS, **row}
     dtype, rewrite = asked.pop("dtype"), asked.pop("rewrite")
     width, is_recomputed = FILLING[dtype], rewrite is Rewrite.RECOMPUTE
+    kinds = {**PAIRED, **BESIDE}
+    seed = sum(kinds[name].index(choice) for name, choice in row.items())  # routed otherwise each
     program = Program(
         layers=(Experts(top_k=2, local=3, **asked),), tokens=((6, 6),), dtype=dtype,
-        width=width, hidden=width, rewrite=rewrite,
+        width=width, hidden=width, rewrite=rewrite, seed=seed,
         wrapping=Wrapping.CHECKPOINT if is_recomputed else Wrapping.BARE,
     )  # fmt: skip
     return legal(program)
@@ -140,8 +142,9 @@ def program_of(row):
 def go_together(row):
     """Whether a program may have these choices, and is rewritten where it has."""
     style, order = row.get("style"), row.get("order")
-    if style in GROUPED_PRODUCTS and row.get("dtype", "bfloat16") != "bfloat16":
-        return False
+    is_wide = row.get("dtype", "bfloat16") != "bfloat16"
+    if style in GROUPED_PRODUCTS and (is_wide or order is Order.DESCENDING):
+        return False  # torch has such products in bfloat16; weights turned round are not cut
     if style is not None and any(style not in READ_IN.get(name, Style) for name in row):
         return False
     if order not in (None, *SORTS) and not {*BY_SORTS}.isdisjoint(row.values()):
@@ -169,12 +172,15 @@ def first_with_each_choice():
 QUICK = first_with_each_choice()
 
 
-def test_few_programs_have_every_pair_of_choices_and_quick_ones_a_third_of_them():
-    pairs = {*legal_pairs(PAIRED, go_together)}
-    found, quick = (set().union(*map(pairs_of, rows)) & pairs for rows in (ROWS, QUICK))
-    assert found == pairs and len(quick) >= len(pairs) / 3
-    members = {(name, m) for name, kind in {**PAIRED, **BESIDE}.items() for m in kind}
-    assert {choice for row in ROWS for choice in row.items()} == members
+def choices_of(rows):
+    return {choice for row in rows for choice in row.items()}
+
+
+def test_few_programs_have_every_pair_of_choices_and_quick_ones_each_choice():
+    assert len(ROWS) < 130 and len(QUICK) < 20
+    assert set().union(*map(pairs_of, ROWS)) >= {*legal_pairs(PAIRED, go_together)}
+    paired, beside = ({(n, m) for n in kinds for m in kinds[n]} for kinds in (PAIRED, BESIDE))
+    assert choices_of(QUICK) >= paired and choices_of(ROWS) == paired | beside
     for row in ROWS:
         program = program_of(row)
         (layer,) = program.layers
