@@ -46,7 +46,7 @@ from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
-from moe_compile.graph.outer_terms import note_outer_terms
+from moe_compile.graph.outer_gradients import note_outer_gradients
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
@@ -214,12 +214,12 @@ def _run_dynamo_level(
     state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
     if state.config.strict:
-        refuse_unmet(state.journal, compilation.site)
+        raise_if_strict(state.journal, compilation.site)
     dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
     levels.append(level_value(gm.graph, state, dropped=dropped))
     compilation.add_level(state)
     gm.recompile()
-    note_outer_terms(gm.graph)
+    note_outer_gradients(gm.graph)
     recomputed, functions = names_of_recomputed(gm.graph), names_of_functions(gm.graph)
     for child, body in gm.named_children():
         if isinstance(body, fx.GraphModule) and child not in functions:
@@ -286,7 +286,7 @@ def _warn_once(text: str) -> None:
     LOG.warning("%s", text)
 
 
-def refuse_unmet(journal: Journal, where: str) -> None:
+def raise_if_strict(journal: Journal, where: str) -> None:
     """Raise RegionRefused for the first verdict of what an option asked for and did not get.
 
     `where` is the place in the user's source that is compiled, for verdicts without their own.
@@ -295,7 +295,7 @@ def refuse_unmet(journal: Journal, where: str) -> None:
     if unmet is not None:
         option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
         raise RegionRefused(
-            f"{unmet.where or where}: {option} asks for what is not done to {unmet}. "
+            f"{unmet.where or where}: {option} was requested but is not applied to {unmet}. "
             f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run it "
             "as it is"
         )

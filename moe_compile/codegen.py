@@ -111,7 +111,7 @@ def _identity(state: CompileState) -> str:
 def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> bool:
     """Run one level on a graph of AOTAutograd; return whether a pass failed on it.
 
-    Says in the state which direction the graph is.
+    Sets `state.is_backward`.
     """
     state.is_backward = any(map(is_tangent, graph.nodes))
     if level not in (POST_GRAD, RECORD, PIN):  # these come later on their graph

@@ -60,8 +60,8 @@ class MegaMoEConfig:
     "auto" takes what is predicted to be fastest (docs/planner.md) where `equal_tokens` is promised
     and sizes are static, else min(2, local experts)."""
     chunk_by: Literal["auto", "experts", "tokens"] = "auto"
-    """What a region is divided by. "experts" changes no bit. "tokens" gives every chunk a share of
-    each expert's rows, for ranks with few local experts: weight gradients are then summed over
+    """What a region is divided by. "experts" is exact. "tokens" gives every chunk a share of each
+    expert's rows, for ranks with few local experts: weight gradients are then summed over
     chunks, and in float32 and float64 outputs round differently too
     (docs/wire.md#chunks-of-tokens). "auto": experts; where `chunks` is "auto" and `numerics`
     "bounded" or "lossy", either, by price."""
@@ -125,9 +125,9 @@ class MegaMoEConfig:
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False
-    """Your promise that in every step all ranks have the same number of tokens, which no rank can
-    see. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges of
-    one region, one after another, may change places."""
+    """You assert that in every step all ranks have the same number of tokens, which megamoe cannot
+    check. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges
+    of one region, one after another, may change places."""
     schedule: bool = True
     """Reorder launches, waits and compute so that collectives run under compute."""
     recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
@@ -157,8 +157,8 @@ class MegaMoEConfig:
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False
     """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
-    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`) and what it is meant for is not
-    proven safe, and where a pass fails."""
+    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`) and the rewrite applies but is
+    not proven to be safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""

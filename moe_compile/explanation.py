@@ -27,7 +27,7 @@ from torch._guards import CompileContext
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_graphs
 from moe_compile.config import PREFIX, MegaMoEConfig, from_sources
-from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.report.compilations import Compilation
@@ -111,7 +111,7 @@ class _Seen:
             self.note(broken)
         if not user_order(gm):
             return
-        copied = pristine_copy(gm)
+        copied = copy_of_graph(gm)
         state, compilation = rewrite(copied, self.config)
         self.compilations.append(compilation)
         if not state.has_work:

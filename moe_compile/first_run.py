@@ -21,8 +21,8 @@ import torch
 import torch.fx as fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import forget_slice_sizes
-from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.user_order import UserOrder
 from moe_compile.runtime.agreement import Agreement, Calls, Turn, current_agreement
 from moe_compile.runtime.call_log import Program
@@ -56,7 +56,7 @@ class AsWritten:
             for index, place in enumerate(places)
         ]
         return AsWritten(
-            gm=pristine_copy(gm),
+            gm=copy_of_graph(gm),
             inputs=fakes,
             tracing=TracingContext.try_get(),
             compiling=CompileContext.try_get(),
@@ -70,7 +70,7 @@ class AsWritten:
         self, compile_graph: Callable[[fx.GraphModule, list[Any]], Compiled]
     ) -> Compiled:
         """Return the graph compiled without a pass of ours while Dynamo still learns its guards."""
-        copy = pristine_copy(self.gm)
+        copy = copy_of_graph(self.gm)
         forget_slice_sizes(copy.graph)
         return compile_graph(copy, self.inputs)
 
@@ -81,7 +81,7 @@ class AsWritten:
         Where the compiler asks for such the graph runs node by node instead, right for all sizes;
         and where it fails: other ranks may already wait in what this call launches.
         """
-        fallback = pristine_copy(self.gm)
+        fallback = copy_of_graph(self.gm)
         forget_slice_sizes(self.gm.graph)
         try:
             with tracing(self.tracing), compile_context(self.compiling):

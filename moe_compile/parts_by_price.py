@@ -25,7 +25,7 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import has_static_inputs, is_all_to_all
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
@@ -150,7 +150,7 @@ class _Programs:
         """Return the rewritten copy, its state, and the most chunks of a region in it."""
         key = num_parts, chunks
         if key not in self._made:
-            copied = pristine_copy(self._gm)
+            copied = copy_of_graph(self._gm)
             config = replace(self._config, batch_parts=num_parts, chunks=chunks)
             state, compilation = self._rewrite(copied, config)
             most = max((region.num_chunks for region in compilation.regions), default=1)

@@ -25,7 +25,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import has_static_inputs
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
@@ -111,7 +111,7 @@ class Rewrite(GraphPass, Generic[Proposal]):
         if state.predict is None or not _can_price(graph, state):
             return None, {}
         assert graph.owning_module is not None
-        whole, rewritten = (pristine_copy(graph.owning_module) for _ in range(2))
+        whole, rewritten = (copy_of_graph(graph.owning_module) for _ in range(2))
         self.apply(rewritten.graph, proposals, state)
         rewritten.graph.lint()
         rewritten.recompile()

@@ -17,7 +17,7 @@ from typing import Final
 
 from moe_compile.hardware.cluster import Fit
 from moe_compile.simulator import published as paper
-from moe_compile.simulator import systems
+from moe_compile.simulator import setups
 from moe_compile.simulator.checks import check_table_5, eos_mfu_percent
 from moe_compile.simulator.step import predict_step
 
@@ -29,7 +29,7 @@ EOS_GRID: Final = tuple(round(0.800 + 0.001 * i, 3) for i in range(401))
 
 def fit_bytedance() -> Fit:
     """Return the fit of H800: compute and link together, then the baseline's slow operators."""
-    start = Fit(imbalance=systems.shipped("h800").fit("bytedance").imbalance)
+    start = Fit(imbalance=setups.shipped("h800").fit("bytedance").imbalance)
     grid = [
         replace(start, compute=compute, link=link)
         for compute, link in itertools.product(COMPUTE_GRID, LINK_GRID)
@@ -41,7 +41,7 @@ def fit_bytedance() -> Fit:
 
 def fit_eos() -> Fit:
     """Return the fit of Eos: compute from its one row, link taken over from H800."""
-    link = systems.shipped("h800").fit("bytedance").link
+    link = setups.shipped("h800").fit("bytedance").link
     rows = [row for row in paper.EOS if row.is_fitted]
     grid = [Fit(compute=compute, link=link) for compute in EOS_GRID]
     return min(
@@ -52,7 +52,7 @@ def fit_eos() -> Fit:
 def _megascale_errors(fit: Fit) -> Iterable[float]:
     for row in paper.TABLE_3:
         if row.megascale_is_fitted:
-            yield predict_step(systems.megascale(row.gpus, fit)).seconds / row.megascale_s - 1.0
+            yield (predict_step(setups.megascale(row.gpus, fit)).seconds / row.megascale_s - 1.0)
     for check in check_table_5(fit).rows:
         yield check.error_percent / 100.0
 
@@ -60,7 +60,7 @@ def _megascale_errors(fit: Fit) -> Iterable[float]:
 def _megatron_errors(fit: Fit) -> Iterable[float]:
     for row in paper.TABLE_3:
         if row.megatron_is_fitted:
-            yield predict_step(systems.megatron(row.gpus, fit)).seconds / row.megatron_s - 1.0
+            yield (predict_step(setups.megatron(row.gpus, fit)).seconds / row.megatron_s - 1.0)
 
 
 def _squares(errors: Iterable[float]) -> float:

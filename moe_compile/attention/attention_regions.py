@@ -11,8 +11,8 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Factor
-from moe_compile.attention.head_tracking import Tracker
+from moe_compile.dims.factors import Factor
+from moe_compile.dims.tracker import Tracker
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.kernel_bits import HeadBits
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from moe_compile.attention.head_tracking import is_movement
+from moe_compile.dims.tracker import is_movement
 from moe_compile.graph.modes import chooses_attention
 from moe_compile.graph.query import is_all_gather, is_launch, overload_name
 

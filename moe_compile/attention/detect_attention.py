@@ -29,7 +29,6 @@ from moe_compile.attention.attention_surroundings import (
     movements_above,
     nearest_launches,
 )
-from moe_compile.attention.head_factors import Lost, size_of
 from moe_compile.attention.head_inputs import heads_read
 from moe_compile.attention.head_proof import (
     check_escapes,
@@ -39,7 +38,8 @@ from moe_compile.attention.head_proof import (
     no_region,
     track,
 )
-from moe_compile.attention.head_tracking import Tracker, is_even_exchange, is_movement, sizes_of
+from moe_compile.dims.factors import Lost, size_of
+from moe_compile.dims.tracker import Tracker, is_even_exchange, is_movement, sizes_of
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import (
     argument_of,

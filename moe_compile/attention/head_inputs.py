@@ -18,12 +18,12 @@ from collections.abc import Sequence
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.attention.head_factors import Factor, Lost, flat, holds
-from moe_compile.attention.head_tracking import Tracker, is_form
-from moe_compile.attention.move_arguments import moved
+from moe_compile.dims.arguments import moved
+from moe_compile.dims.factors import Factor, Lost, flat, holds
+from moe_compile.dims.tracker import Tracker, is_form
+from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import has_gradient, is_launch, operator_at, value_of
-from moe_compile.graph.same_tensor import maker, readers
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 

@@ -14,7 +14,8 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.attention.attention_surroundings import movements_above
-from moe_compile.attention.head_factors import (
+from moe_compile.dims.arguments import argument, values_moved
+from moe_compile.dims.factors import (
     Dims,
     Factor,
     Lost,
@@ -23,9 +24,8 @@ from moe_compile.attention.head_factors import (
     holds,
     unify,
 )
-from moe_compile.attention.head_rules import step
-from moe_compile.attention.head_tracking import CUTS, Tracker, is_movement, move_name
-from moe_compile.attention.move_arguments import argument, values_moved
+from moe_compile.dims.rules import step
+from moe_compile.dims.tracker import CUTS, Tracker, is_movement, move_name
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_launch, operator_at

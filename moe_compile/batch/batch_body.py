@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.attention.head_factors import Factor, Lost, flat
-from moe_compile.attention.head_rules import operator_name
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
 from moe_compile.batch.spread_parameters import is_spread
 from moe_compile.batch.taken_places import counts_places
-from moe_compile.capacity.expert_rules import one_index
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.expert_rules import one_index
+from moe_compile.dims.factors import Factor, Lost, flat
+from moe_compile.dims.rules import operator_name
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import is_pure

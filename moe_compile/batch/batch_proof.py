@@ -41,9 +41,6 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, statically_known_true
 
-from moe_compile.attention.head_factors import Factor, Lost, flat, holds
-from moe_compile.attention.head_rules import operator_name
-from moe_compile.attention.head_tracking import is_even_exchange
 from moe_compile.batch.batch_body import Dependents, body_of
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_terms import loss_arguments, terms_of
@@ -52,7 +49,9 @@ from moe_compile.batch.sharded_rules import is_about_ranks, keeps_indices
 from moe_compile.batch.sorted_factors import check_factors
 from moe_compile.batch.token_shares import check_share, find_share
 from moe_compile.capacity.detect_capacity import find_capacity_regions
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Factor, Lost, flat, holds
+from moe_compile.dims.rules import operator_name
+from moe_compile.dims.tracker import ExpertTracker, is_even_exchange
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
@@ -145,6 +144,8 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
         proof, rows = prove_rows_independent(region), find_token_rows(region, dependence)
         if isinstance(proof, Refused):
             raise Left(proof.reason, proof.detail)
+        if proof.whole:  # right for all rows of an expert, of which a part of the batch has some
+            raise Left(Reason.ROWS_MIXED, operator_at(proof.whole[0][0]))
         if isinstance(rows, Left):
             raise rows
         if rows.chosen is None or not rows.is_chosen_once:

@@ -1,7 +1,7 @@
 """Follow factors through what stands around experts: routers, attention, masks, embeddings.
 
 Contract
-    Adds to `capacity/expert_rules.py` operators that a whole block is written with. One that
+    Adds to `dims/expert_rules.py` operators that a whole block is written with. One that
     neither knows raises Lost. What makes an element depend on all indices of a dimension is noted
     in `Tracker.closed`.
 
@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
-from moe_compile.attention.head_rules import CASTS, operator_name, pointwise
-from moe_compile.attention.move_arguments import from_left, moved
 from moe_compile.batch.operators_run import check_numbers, is_run, run_rule, writes_own
 from moe_compile.batch.sharded_rules import sharded_rule
 from moe_compile.batch.taken_places import is_taken, taken
-from moe_compile.capacity import expert_rules
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims import expert_rules
+from moe_compile.dims.arguments import from_left, moved
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
+from moe_compile.dims.rules import CASTS, operator_name, pointwise
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import body_named, is_flex_attention, is_higher_order

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, flat, holds
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Dims, Factor, flat, holds
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import TokenPart, TokenRows
 

@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
-from moe_compile.attention.size_numbers import SizeNumbers
 from moe_compile.batch import batch_rules
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.batch.token_shares import dims_of_slice
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
+from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.regions.row_chain import num_rows

@@ -19,13 +19,12 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, regroup, size_of, unify
-from moe_compile.attention.head_rules import meeting
-from moe_compile.attention.head_tracking import is_movement
-from moe_compile.attention.move_arguments import from_left
 from moe_compile.batch.batch_terms import loss_arguments
-from moe_compile.capacity.expert_rules import is_known_by_name
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.arguments import from_left
+from moe_compile.dims.expert_rules import is_known_by_name
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, regroup, size_of, unify
+from moe_compile.dims.rules import meeting
+from moe_compile.dims.tracker import ExpertTracker, is_movement
 from moe_compile.graph.dependence import storages, written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, fake_mode_of, running_on

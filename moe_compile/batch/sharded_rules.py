@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, regroup, size_of
-from moe_compile.attention.move_arguments import moved
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.arguments import moved
+from moe_compile.dims.factors import Dims, Factor, Lost, regroup, size_of
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.query import (
     called_name,
     group_name,

@@ -12,9 +12,9 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Factor, flat
 from moe_compile.batch.batch_split import SplitRegion
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Factor, flat
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.query import argument_of, operator_at
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.left import Left

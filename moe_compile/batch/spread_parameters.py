@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds, size_of
-from moe_compile.attention.move_arguments import moved
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.arguments import moved
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds, size_of
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.query import called_name, has_gradient, tensor_of
 
 EXPANDS: Final = frozenset({"expand", "broadcast_to"})

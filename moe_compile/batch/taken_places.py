@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Lost, flat, unify
-from moe_compile.attention.head_rules import meeting
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Dims, Lost, flat, unify
+from moe_compile.dims.rules import meeting
+from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.query import is_integer, operator_at, tensor_of
 from moe_compile.graph.torch_calls import torch_name
 

@@ -18,12 +18,11 @@ from collections.abc import Collection
 import torch.distributed as dist
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat
-from moe_compile.attention.head_rules import CASTS
-from moe_compile.attention.head_tracking import is_movement
 from moe_compile.batch.batch_split import SplitRegion, TokenShare
 from moe_compile.batch.sharded_rules import same_on, summed_over, takes_own_part
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Dims, Factor, Lost, flat
+from moe_compile.dims.rules import CASTS
+from moe_compile.dims.tracker import ExpertTracker, is_movement
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_launch, known_rows, operator_at
 from moe_compile.graph.torch_calls import torch_name

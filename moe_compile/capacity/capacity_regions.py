@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Factor
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.factors import Factor
+from moe_compile.dims.tracker import ExpertTracker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

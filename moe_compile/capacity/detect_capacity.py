@@ -35,15 +35,14 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, holds
 from moe_compile.attention.head_inputs import read_from_outside
 from moe_compile.attention.head_proof import check_escapes
-from moe_compile.attention.head_rules import operator_name
-from moe_compile.attention.head_tracking import is_even_exchange, move_name
-from moe_compile.attention.move_arguments import joined
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.capacity.expert_rules import follow
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims.arguments import joined
+from moe_compile.dims.expert_rules import follow
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds
+from moe_compile.dims.rules import operator_name
+from moe_compile.dims.tracker import ExpertTracker, is_even_exchange, move_name
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.legality import Legality

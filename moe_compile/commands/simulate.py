@@ -19,7 +19,7 @@ from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_
 from moe_compile.simulator.layer_time import time_layer
 from moe_compile.simulator.layouts import check_layouts
 from moe_compile.simulator.models import MODELS
-from moe_compile.simulator.part_shares import find_part_shares
+from moe_compile.simulator.parts_table import find_part_shares
 from moe_compile.simulator.scenario import (
     DEFAULT_FIT,
     default_fit,

@@ -5,7 +5,7 @@ numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gra
 from its last reader to its first, and running a reader later moves its term to the front. The first
 two terms may change places, adding two numbers commutes, if they are terms of two readers that add
 one each, `x * x` adds two, and lie in memory alike (see below); but no two of a graph
-inside another, where terms from outside come before them (outer_terms.py).
+inside another, where terms from outside come before them (outer_gradients.py).
 
 Contract
     A reader is known to add one term only where running it on the tracer's values shows one edge
@@ -34,6 +34,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, fake_mode_of, running_on
@@ -46,7 +47,6 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.graph.same_tensor import maker, readers
 
 OUTER_TERMS: Final = "megamoe_outer_terms"
 """Key in the `meta` of an input: terms of its gradient come before those of its graph's readers."""

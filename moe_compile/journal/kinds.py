@@ -17,4 +17,4 @@ class Kind(enum.Enum):
     DONE = "it is as wanted"
     NO_GAIN = "it would not pay"
     NOT_POSSIBLE = "it cannot be done in the number or form asked for"
-    UNPROVEN = "it is meant, and not proven to keep what it must"
+    UNPROVEN = "the rewrite applies here, but is not proven to be safe"

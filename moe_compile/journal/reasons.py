@@ -49,7 +49,10 @@ class Reason(enum.Enum):
     ALREADY_DONE = "nothing is left to do", Kind.DONE
 
     # parts of the batch
-    NO_BATCH = "no dimension of its inputs divides all of it, experts included", Kind.UNPROVEN
+    NO_BATCH = (
+        "no input dimension can be split so that every operator treats the parts independently",
+        Kind.UNPROVEN,
+    )
     BATCH_MIXED = "something is computed from several parts of the batch", Kind.UNPROVEN
     BATCH_LOST = "the batch was not followed through an operator", Kind.UNPROVEN
     BATCH_RANDOM = "it draws random numbers, and parts would draw others", Kind.UNPROVEN
@@ -172,8 +175,8 @@ class Reason(enum.Enum):
     HEADS_LOST = "the index of the heads cannot be followed", Kind.UNPROVEN
     VARIES_BY_HEAD = "its mask varies by head", Kind.UNPROVEN
     GRADIENT_BESIDE = (
-        "a gradient flows into what heads share or no exchange brings: groups would round it "
-        "otherwise",
+        "the gradient of a tensor that heads share, or that no exchange brings, would be summed in "
+        "another order by groups",
         Kind.UNPROVEN,
     )
     MAY_ROUND = (

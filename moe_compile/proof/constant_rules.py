@@ -17,7 +17,7 @@ from moe_compile.proof.operator_call import (
     Call,
     is_small_integer,
 )
-from moe_compile.regions.row_domain import Fixed, Formulas, Opaque, Value
+from moe_compile.regions.row_domain import Fixed, Formulas, UnknownIndex, Value
 
 FILLS: Final = frozenset(
     {
@@ -60,7 +60,7 @@ def _number(call: Call, value: Any) -> Value:
     formula = call.facts.formula_written(value)
     is_small = all(type(size) is int for size in out.shape) and out.numel() <= MOST_CELLS
     if formula is None or out.dtype is not torch.int64 or not is_small:
-        return Opaque()
+        return UnknownIndex()
     return Formulas((formula,) * out.numel())
 
 
@@ -75,7 +75,7 @@ def fixed(call: Call) -> Value | list[Value]:
     if call.name == "arange" and dependent:
         start = call.facts.formula(call.argument("start", 0))
         step = call.facts.formula(call.argument("step", 1))
-        return Opaque(is_arange=bool(start == 0 and step == 1))
+        return UnknownIndex(is_arange=bool(start == 0 and step == 1))
     if dependent:
         spread = uniform and (
             call.name in SPREADS or (call.is_pointwise and not call.reads_counts())
@@ -83,7 +83,7 @@ def fixed(call: Call) -> Value | list[Value]:
         zero = call.name in SAME_VALUES and all(isinstance(v, Fixed) and v.is_zero for v in values)
         empty = any(isinstance(v, Fixed) and v.is_uninitialised for v in values)
         constant = Fixed(is_uniform=True, is_zero=zero, is_uninitialised=empty)
-        return [constant if spread else Opaque() for _ in call.outputs]
+        return [constant if spread else UnknownIndex() for _ in call.outputs]
     whole = all(isinstance(v, Fixed) and v.values is not None for v in values)
     outputs = call.outputs
     if whole and len(outputs) == 1 and is_small_integer(outputs[0]):

@@ -31,14 +31,14 @@ from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Formulas,
+    IndexPerColumn,
     Labels,
     LabelTable,
-    Opaque,
     Outside,
     Permutation,
-    Places,
+    RunPositions,
+    UnknownIndex,
     Value,
-    Wide,
     reads_outside,
 )
 
@@ -85,14 +85,14 @@ def from_counts(call: Call) -> Value | list[Value]:
     if any(is_differentiable(node) for v in outside for node in v.nodes):
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     tainted = bool(outside) or any(map(reads_outside, values))
-    return [Opaque(reads_outside=tainted) for _ in call.outputs]
+    return [UnknownIndex(reads_outside=tainted) for _ in call.outputs]
 
 
 def _as_held(call: Call, result: Value | list[Value]) -> list[Value]:
     """Return formulas whose numbers the type may not hold as what is not followed."""
     each = result if isinstance(result, list) else [result] * len(call.outputs)
     held = [_is_held(v, t.dtype) for v, t in zip(each, call.outputs, strict=True)]
-    return [value if kept else Opaque() for value, kept in zip(each, held, strict=True)]
+    return [value if kept else UnknownIndex() for value, kept in zip(each, held, strict=True)]
 
 
 def _is_held(value: Value, dtype: torch.dtype) -> bool:
@@ -118,7 +118,7 @@ def _kept(call: Call) -> Value | None:
     if out.dtype not in (*EXACT, source.dtype) or call.shape(out) != call.shape(source):
         return None
     value = call.value(source)
-    is_index = isinstance(value, Permutation | Places | Opaque | Wide)
+    is_index = isinstance(value, Permutation | RunPositions | UnknownIndex | IndexPerColumn)
     if is_index and {source.dtype, out.dtype} - WHOLE:
         return value if out.dtype is source.dtype else None  # a cast may lose what an index says
     return value if isinstance(value, FROM_COUNTS) else None
@@ -128,13 +128,15 @@ def _reshaped(call: Call, values: list[Value]) -> Value | None:
     """Return an index as wide as rows, or the vector taken of one; None of what is neither."""
     known = values[0] if len(values) == 1 and call.name in RESHAPES else None
     source, out = call.inputs[0], call.outputs[0]
-    if not isinstance(known, Permutation | Places | Opaque | Wide) or not _keeps_rows(call):
+    if not isinstance(
+        known, Permutation | RunPositions | UnknownIndex | IndexPerColumn
+    ) or not _keeps_rows(call):
         return None
-    if isinstance(known, Wide):
+    if isinstance(known, IndexPerColumn):
         return known if out.dim() > 1 else known.index
     is_vector = source.dim() == 1 and source.dtype in WHOLE
     is_column = out.dim() > 1 and all(width == 1 for width in call.shape(out)[1:])
-    return Wide(known) if is_vector and is_column else None
+    return IndexPerColumn(known) if is_vector and is_column else None
 
 
 def _keeps_rows(call: Call) -> bool:

@@ -9,8 +9,7 @@ Contract
     An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
 
 Reads and writes at the places of whole runs of rows, as a search for an expert finds them.
-A run is read or written whole. Where others were not written, nothing is said of them but what
-was known before.
+A run is read or written whole. Rows that were not written keep the value they had.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from moe_compile.proof.spread_rules import entries
 from moe_compile.regions.filled_orders import at_places, order_along, put
 from moe_compile.regions.row_domain import (
     Fixed,
-    Groups,
+    GroupOfRow,
     Labels,
-    Opaque,
     Order,
     Outside,
     Permutation,
-    Places,
     Rows,
+    RunPositions,
     Segment,
     Selected,
+    UnknownIndex,
     Value,
     is_padding,
     join,
@@ -64,7 +63,7 @@ def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | 
         return _gather_rows(call, form, base, index)
     if isinstance(index, Labels):
         return _by_label(call, form, base, index)
-    if isinstance(index, Groups) and (spread := entries(call, form.base, form.dim, index)):
+    if isinstance(index, GroupOfRow) and (spread := entries(call, form.base, form.dim, index)):
         return spread
     if isinstance(base, Outside):
         per_row = call.facts.depends_on_counts(form.index.shape[0])
@@ -130,14 +129,14 @@ def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
         if rows.order != index.source:
             raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
         return Rows(rows.dim, index.target)
-    if not isinstance(index, Opaque):
+    if not isinstance(index, UnknownIndex):
         raise Left(Reason.ROWS_MIXED, call.name)
     if index.reads_outside:
         raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     return Rows(rows.dim, _select(call, form, rows.order, index))
 
 
-def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
+def _select(call: Call, form: Indexing, order: Order, index: UnknownIndex) -> Order:
     total = call.shape(form.index)[0]
     if index.is_arange and total == length(order):
         return order
@@ -156,7 +155,7 @@ def _select(call: Call, form: Indexing, order: Order, index: Opaque) -> Order:
     return (Segment(Selected(index, order), total, None),)
 
 
-def _undone(order: Order, index: Opaque) -> Order | None:
+def _undone(order: Order, index: UnknownIndex) -> Order | None:
     """Return the order before a gather by all of `index`, when `order` is just what that gave."""
     selected = order[0].rows if order else None
     if not isinstance(selected, Selected) or selected.index is not index:
@@ -197,7 +196,7 @@ def _inverse(call: Call, form: Indexing) -> Value | None:
     """Return the inverse of an index: `inverse[index] = arange(n)`, written over or into zeros."""
     assert form.source is not None
     base, index, source = (call.value(t) for t in (form.base, form.index, form.source))
-    counts_up = isinstance(source, Opaque) and source.is_arange and isinstance(base, Fixed)
+    counts_up = isinstance(source, UnknownIndex) and source.is_arange and isinstance(base, Fixed)
     lengths = {call.shape(t)[0] for t in (form.base, form.index, form.source) if t.dim() == 1}
     if len(lengths) != 1 or form.base.dim() != 1 or form.source.dim() != 1:
         return None
@@ -207,8 +206,8 @@ def _inverse(call: Call, form: Indexing) -> Value | None:
         return None
     if counts_up and isinstance(index, Permutation):
         return Permutation(index.target, index.source)
-    if counts_up and isinstance(index, Opaque) and not index.reads_outside:
-        return Opaque(is_permutation=index.is_permutation, inverse_of=index)
+    if counts_up and isinstance(index, UnknownIndex) and not index.reads_outside:
+        return UnknownIndex(is_permutation=index.is_permutation, inverse_of=index)
     return None
 
 
@@ -220,7 +219,7 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
             raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
         return join([index.source, (padding(behind, unfilled=base.is_uninitialised),)])
     selected = order[0].rows if order else None
-    if not isinstance(index, Opaque) or not isinstance(selected, Selected):
+    if not isinstance(index, UnknownIndex) or not isinstance(selected, Selected):
         raise Left(Reason.ROWS_OUT_OF_ORDER, call.name)
     if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
         raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
@@ -237,14 +236,14 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     return selected.parent
 
 
-def places_named(form: Indexing, index: Value) -> Places | None:
+def places_named(form: Indexing, index: Value) -> RunPositions | None:
     """Return the places that `index` names, as indices or as a mask; None of another index."""
     if form.index.dtype is torch.bool:
         return places_of(index) if isinstance(index, Labels) else None
-    return index if isinstance(index, Places) else None
+    return index if isinstance(index, RunPositions) else None
 
 
-def gather_places(call: Call, form: Indexing, base: Value, places: Places) -> Value | None:
+def gather_places(call: Call, form: Indexing, base: Value, places: RunPositions) -> Value | None:
     """Return rows, labels, a constant or an index read at the places of some runs."""
     call.known.searches = True
     before = order_along(base, form.dim, call.shape(form.base)[form.dim])
@@ -261,7 +260,7 @@ def gather_places(call: Call, form: Indexing, base: Value, places: Places) -> Va
     return None
 
 
-def scatter_places(call: Call, form: Indexing, places: Places) -> Value:
+def scatter_places(call: Call, form: Indexing, places: RunPositions) -> Value:
     """Return what `form.base` holds once its source was written at `places`, or added there."""
     assert form.source is not None
     call.known.searches = True

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from moe_compile.proof.operator_call import Call, dim_of
-from moe_compile.regions.row_domain import Value, Wide
+from moe_compile.regions.row_domain import IndexPerColumn, Value
 
 INDEX_TYPES: Final = (torch.int32, torch.int64)
 MASKED: Final = ("index", "index_put", "_unsafe_index_put")
@@ -65,7 +65,7 @@ def indexing(call: Call) -> Indexing | None:
 def index_of(call: Call, form: Indexing) -> Value:
     """Return what is known of the vector by which rows are moved."""
     value = call.value(form.index)
-    return value.index if isinstance(value, Wide) and call.name in ELEMENTWISE else value
+    return value.index if isinstance(value, IndexPerColumn) and call.name in ELEMENTWISE else value
 
 
 def _moves_rows(
@@ -74,7 +74,7 @@ def _moves_rows(
     """Whether an operator with an index for each element moves whole rows along dim 0."""
     if base.dim() == 1:
         return index.dim() == 1
-    of_rows = dim == 0 and isinstance(call.value(index), Wide)
+    of_rows = dim == 0 and isinstance(call.value(index), IndexPerColumn)
     given = [t for t in (index, source) if t is not None]
     alike = [call.shape(t)[1:] == call.shape(base)[1:] for t in given]
     return of_rows and index.dim() == base.dim() and all(alike)

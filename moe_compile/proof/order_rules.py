@@ -17,16 +17,16 @@ from moe_compile.proof.view_rules import slice_bounds
 from moe_compile.regions.filled_orders import pieces_of
 from moe_compile.regions.row_domain import (
     Formulas,
+    IndexPerColumn,
     Labels,
-    Opaque,
     Order,
     Outside,
     Permutation,
-    Places,
     Rows,
+    RunPositions,
     Segment,
+    UnknownIndex,
     Value,
-    Wide,
     cut,
     length,
 )
@@ -43,13 +43,13 @@ def sort(call: Call) -> list[Value]:
     if isinstance(key, Labels) and call.inputs[0].dim() == 1:
         return list(_sort_labels(key, descending))
     if isinstance(key, Permutation) and not descending and call.inputs[0].dim() == 1:
-        return [Opaque(is_arange=True), Permutation(key.target, key.source)]
+        return [UnknownIndex(is_arange=True), Permutation(key.target, key.source)]
     if call.inputs[0].dim() != 1:
-        return [Opaque(reads_outside=True), Opaque(reads_outside=True)]
-    tainted = isinstance(key, Outside) or (isinstance(key, Opaque) and key.reads_outside)
-    inverse = key if isinstance(key, Opaque) and not tainted and not descending else None
-    order = Opaque(is_permutation=True, inverse_of=inverse, reads_outside=tainted)
-    return [Opaque(reads_outside=tainted), order]
+        return [UnknownIndex(reads_outside=True), UnknownIndex(reads_outside=True)]
+    tainted = isinstance(key, Outside) or (isinstance(key, UnknownIndex) and key.reads_outside)
+    inverse = key if isinstance(key, UnknownIndex) and not tainted and not descending else None
+    order = UnknownIndex(is_permutation=True, inverse_of=inverse, reads_outside=tainted)
+    return [UnknownIndex(reads_outside=tainted), order]
 
 
 def _check_stable(call: Call) -> None:
@@ -62,7 +62,7 @@ def _check_stable(call: Call) -> None:
 
 def _are_distinct(key: Value) -> bool:
     """Whether no two elements are equal."""
-    if isinstance(key, Opaque):
+    if isinstance(key, UnknownIndex):
         return key.is_permutation or key.is_arange
     return isinstance(key, Permutation)
 
@@ -79,13 +79,13 @@ def repeat_interleave(call: Call) -> Value | None:
     """Return the index of the count each row belongs to; rows follow the order of the counts."""
     repeats = call.value(call.inputs[0])
     if not isinstance(repeats, Formulas):
-        return Opaque(reads_outside=isinstance(repeats, Outside))
+        return UnknownIndex(reads_outside=isinstance(repeats, Outside))
     order: list[Segment] = []
     labels: list[int] = []
     for label, cell in enumerate(repeats.cells):
         runs = call.facts.runs(cell)
         if runs is None:
-            return Opaque()
+            return UnknownIndex()
         order += runs
         labels += [label] * len(runs)
     return Labels(tuple(order), tuple(labels))
@@ -96,18 +96,18 @@ def nonzero(call: Call) -> Value | None:
     labels = call.value(call.inputs[0])
     if not isinstance(labels, Labels) or call.inputs[0].dim() != 1:
         return None
-    return Wide(places_of(labels))
+    return IndexPerColumn(places_of(labels))
 
 
-def places_of(labels: Labels) -> Places:
+def places_of(labels: Labels) -> RunPositions:
     """Return the places whose label is not 0."""
-    return Places(labels.order, tuple(i for i, value in enumerate(labels.values) if value))
+    return RunPositions(labels.order, tuple(i for i, value in enumerate(labels.values) if value))
 
 
 def parts(call: Call) -> list[Value] | None:
     """Return the parts of a permutation, cut where runs of what it gathers end; None of others."""
     value = call.value(call.inputs[0])
-    is_arange = isinstance(value, Opaque) and value.is_arange
+    is_arange = isinstance(value, UnknownIndex) and value.is_arange
     index = _of_rows_received(call) if is_arange else value
     if not isinstance(index, Permutation) or call.inputs[0].dim() != 1:
         return None
@@ -117,7 +117,7 @@ def parts(call: Call) -> list[Value] | None:
         return None
     if any(segment not in place for piece in pieces for segment in piece):
         return None
-    return [Places(index.source, tuple(place[segment] for segment in p)) for p in pieces]
+    return [RunPositions(index.source, tuple(place[segment] for segment in p)) for p in pieces]
 
 
 def _of_rows_received(call: Call) -> Permutation | None:
@@ -129,11 +129,11 @@ def _of_rows_received(call: Call) -> Permutation | None:
 def joined(call: Call) -> Value | None:
     """Return the permutation that parts of one come to, all of it; None of others."""
     places = [call.value(tensor) for tensor in call.inputs] if call.name == "cat" else []
-    sources = {part.source for part in places if isinstance(part, Places)}
-    if len(sources) != 1 or not all(isinstance(part, Places) for part in places):
+    sources = {part.source for part in places if isinstance(part, RunPositions)}
+    if len(sources) != 1 or not all(isinstance(part, RunPositions) for part in places):
         return None
     (source,) = sources
-    kept = [i for part in places if isinstance(part, Places) for i in part.kept]
+    kept = [i for part in places if isinstance(part, RunPositions) for i in part.kept]
     if sorted(kept) != [*range(len(source))]:
         return None
     return Permutation(source, tuple(source[i] for i in kept))

@@ -32,10 +32,10 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
+from moe_compile.graph.aliases import origin
 from moe_compile.graph.inner_graphs import body_named, is_higher_order
 from moe_compile.graph.modes import Mode, modes, modes_around
 from moe_compile.graph.query import is_leaf, value_of, waits_on
-from moe_compile.graph.same_tensor import origin
 from moe_compile.proof.constant_nodes import constant_nodes, constants_behind
 from moe_compile.regions.outside_reads import is_differentiable
 from moe_compile.regions.regions import MoERegion

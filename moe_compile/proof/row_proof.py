@@ -79,16 +79,16 @@ from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
     Formulas,
+    IndexPerColumn,
     Labels,
     OfExpert,
-    Opaque,
     Order,
     Outside,
     Permutation,
-    Places,
     Rows,
+    RunPositions,
+    UnknownIndex,
     Value,
-    Wide,
     length,
     reads_outside,
 )
@@ -161,7 +161,7 @@ class _Proof:
         if given.node in self.region.others:
             behind = constants_behind(given.node)
             return Outside(frozenset({given.node}), behind=behind, is_given=True)
-        return Opaque()  # until a dispatch tells their order; nothing reads them before
+        return UnknownIndex()  # until a dispatch tells their order; nothing reads them before
 
     def follow(self, step: Step) -> None:
         """Note what `step` makes known; raise Left where the proof ends."""
@@ -244,7 +244,7 @@ class _Proof:
             raise Left(Reason.UNKNOWN_OPERATOR, str(step.node.target))
         tainted = any(map(reads_outside, values))
         self.known.forget_aliases(step.tensor)
-        self.known.set(step.tensor, Opaque(reads_outside=tainted))
+        self.known.set(step.tensor, UnknownIndex(reads_outside=tainted))
 
     def check_combine(self) -> None:
         """Raise Left unless all rows sent back stand in the order received."""
@@ -437,7 +437,7 @@ def is_channels_last(rows: torch.Tensor) -> bool:
 
 def _sized(tensor: torch.Tensor, value: Value) -> tuple[Any, Order] | None:
     """Return the size that is the number of rows of an order, and the order; None without one."""
-    if isinstance(value, Wide):
+    if isinstance(value, IndexPerColumn):
         return _sized(tensor, value.index)
     if isinstance(value, Rows):
         return tensor.shape[value.dim], value.order
@@ -445,4 +445,4 @@ def _sized(tensor: torch.Tensor, value: Value) -> tuple[Any, Order] | None:
         return tensor.shape[0], value.order
     if isinstance(value, Permutation):
         return tensor.shape[0], value.source
-    return (tensor.shape[0], value.target) if isinstance(value, Places) else None
+    return (tensor.shape[0], value.target) if isinstance(value, RunPositions) else None

@@ -47,8 +47,8 @@ from moe_compile.regions.row_domain import (
     OfExpert,
     Order,
     Outside,
+    PerExpertTable,
     Rows,
-    Spread,
     Value,
     length,
 )
@@ -228,7 +228,7 @@ def apply(call: Call) -> Value | list[Value]:
     values = [call.value(t) for t in call.inputs]
     if any(isinstance(v, OfExpert) for v in values):
         raise Left(Reason.ROWS_MIXED, f"{call.name} of what was made of all rows of an expert")
-    if any(isinstance(v, Spread) for v in values):
+    if any(isinstance(v, PerExpertTable) for v in values):
         return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):

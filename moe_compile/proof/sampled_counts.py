@@ -46,15 +46,15 @@ from moe_compile.regions.count_facts import CountFacts, Premise
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import (
     Formulas,
-    Groups,
+    GroupOfRow,
+    IndexPerColumn,
     Labels,
-    Opaque,
     Order,
     Permutation,
-    Places,
+    RunPositions,
     Segment,
     Selected,
-    Wide,
+    UnknownIndex,
     is_padding,
     is_selected,
     reads_outside,
@@ -131,9 +131,9 @@ def check_single_experts(
             raise Left(Reason.FAILS_WITHOUT_ROWS, detail) from error
 
 
-def _indices(given: Iterable[Order | Selected]) -> set[Opaque]:
+def _indices(given: Iterable[Order | Selected]) -> set[UnknownIndex]:
     """Return the indices that chose rows, those behind them included."""
-    found: set[Opaque] = set()
+    found: set[UnknownIndex] = set()
     for one in given:
         if isinstance(one, Selected):
             found |= {one.index, *_indices([one.parent])}
@@ -236,7 +236,7 @@ class SampledRows:
         self._sample = sample
         self._first: dict[object, int] = {}
         self._next = 0
-        self._indices: dict[Opaque, torch.Tensor] = {}
+        self._indices: dict[UnknownIndex, torch.Tensor] = {}
         self._all_chosen: dict[Selected, _Numbered] = {}
         self._orders: dict[Order, _Numbered] = {}
         self._order(facts.root)  # whole runs are met before any part of one
@@ -322,7 +322,7 @@ class SampledRows:
     def check(self, claim: Claim, tensor: torch.Tensor) -> None:
         """Raise unless `tensor` holds what the proof followed."""
         value = claim.value
-        if isinstance(value, Wide):
+        if isinstance(value, IndexPerColumn):
             columns = tensor.flatten(1)
             if not torch.equal(columns, columns[:, :1].expand_as(columns)):
                 raise Differs("an index is not the same all along a row")
@@ -335,7 +335,7 @@ class SampledRows:
             sizes = self._lengths(value.order)
             labels = torch.tensor(value.values, device="cpu")
             holds = torch.equal(labels[_runs(sizes)], tensor.long().reshape(-1))
-        elif isinstance(value, Places):
+        elif isinstance(value, RunPositions):
             runs = _runs(self._lengths(value.source))
             places = [(runs == kept).nonzero().reshape(-1) for kept in value.kept]
             holds = torch.equal(torch.cat([_NONE, *places]), tensor.long().reshape(-1))
@@ -345,25 +345,25 @@ class SampledRows:
             _, after = self._order(value.target)
             holds = _is_permutation(tensor) and torch.equal(before[tensor.long()], after)
         else:
-            assert isinstance(value, Opaque)
+            assert isinstance(value, UnknownIndex)
             holds = self._check_opaque(value, tensor)
         if not holds:
             raise Differs(f"{type(value).__name__} not as followed")
 
-    def _check_opaque(self, value: Opaque, tensor: torch.Tensor) -> bool:
+    def _check_opaque(self, value: UnknownIndex, tensor: torch.Tensor) -> bool:
         if tensor.dim() == 1 and not tensor.is_floating_point():
             self._indices.setdefault(value, tensor.long().clone())
         of = value.inverse_of
         if of is not None and of.is_permutation and of in self._indices:
             undone = self._indices[of][tensor.long()]
             return bool(torch.equal(undone, torch.arange(len(tensor), device="cpu")))
-        if isinstance(value, Groups):
+        if isinstance(value, GroupOfRow):
             return self._are_groups(value, tensor)
         if value.is_arange:
             return torch.equal(tensor.long(), torch.arange(len(tensor), device="cpu"))
         return _is_permutation(tensor) if value.is_permutation else True
 
-    def _are_groups(self, value: Groups, tensor: torch.Tensor) -> bool:
+    def _are_groups(self, value: GroupOfRow, tensor: torch.Tensor) -> bool:
         sizes = torch.tensor([self._length(size) for size in value.sizes], device="cpu")
         runs = _runs(sizes)
         behind = tensor[len(runs) :]

@@ -19,11 +19,11 @@ from moe_compile.proof.grouped_rules import check_groups
 from moe_compile.proof.operator_call import SAME_VALUES, Call
 from moe_compile.regions.row_domain import (
     Formulas,
-    Groups,
-    Opaque,
+    GroupOfRow,
     Outside,
+    PerExpertTable,
     Rows,
-    Spread,
+    UnknownIndex,
     Value,
     length,
 )
@@ -34,23 +34,23 @@ def groups(call: Call) -> Value | None:
     ends, places = (call.value(call.argument(name)) for name in ("sorted_sequence", "self"))
     if not isinstance(ends, Formulas) or call.argument("sorted_sequence").dim() != 1:
         return None
-    if not isinstance(places, Opaque) or not places.is_arange:
+    if not isinstance(places, UnknownIndex) or not places.is_arange:
         return None
     is_plain = call.argument("side") is None and call.argument("sorter") is None
     if not is_plain or not call.argument("right"):
         return None
     starts = (0, *ends.cells[:-1])
-    return Groups(sizes=tuple(b - a for a, b in zip(starts, ends.cells, strict=True)))
+    return GroupOfRow(sizes=tuple(b - a for a, b in zip(starts, ends.cells, strict=True)))
 
 
-def entries(call: Call, base: torch.Tensor, dim: int, index: Groups) -> Value | None:
+def entries(call: Call, base: torch.Tensor, dim: int, index: GroupOfRow) -> Value | None:
     """Return a table read by group; None where its entries are not one for each and a constant."""
     table = call.value(base)
     if not isinstance(table, Outside) or dim != 0 or table.behind != 1:
         return None
     if base.shape[0] != len(index.sizes) + 1:
         return None
-    return Spread(table.nodes, index.sizes)
+    return PerExpertTable(table.nodes, index.sizes)
 
 
 def with_spread(call: Call) -> Value:
@@ -59,10 +59,12 @@ def with_spread(call: Call) -> Value:
     Of other operators nothing is known.
     """
     values = [call.value(t) for t in call.inputs]
-    if len(values) == 1 and call.name in SAME_VALUES and isinstance(values[0], Spread):
+    if len(values) == 1 and call.name in SAME_VALUES and isinstance(values[0], PerExpertTable):
         return values[0]
     rows = [(t, v) for t, v in zip(call.inputs, values, strict=True) if isinstance(v, Rows)]
-    spread = [(t, v) for t, v in zip(call.inputs, values, strict=True) if isinstance(v, Spread)]
+    spread = [
+        (t, v) for t, v in zip(call.inputs, values, strict=True) if isinstance(v, PerExpertTable)
+    ]
     if not call.is_pointwise or len(values) != 2 or len(rows) != 1 or len(spread) != 1:
         raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     (tensor, row), (table, entry) = rows[0], spread[0]

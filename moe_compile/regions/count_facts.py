@@ -1,8 +1,8 @@
 """What the counts say: which expert a size belongs to, and when it is zero.
 
 Contract
-    Every size is a formula in the counts, one symbol per count. What is not known to be one
-    belongs to no expert, and is never zero.
+    Every size is a formula in the counts, one symbol per count. A size that
+    is not known as a formula belongs to no expert, and counts as never zero.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Contract
     A part that was written holds what was written; all others hold what they held.
-    Memory that nothing filled is added to nothing: its values are anybody's.
+    Memory that nothing filled is added to nothing: its values are undefined.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from moe_compile.regions.row_domain import (
     UNFILLED,
     Fixed,
     Order,
-    Places,
     Rows,
+    RunPositions,
     Value,
     cut,
     is_padding,
@@ -40,13 +40,13 @@ def pieces_of(order: Order, sizes: Sequence[sympy.Expr]) -> list[Order] | None:
     return None if pieces is None or pieces.pop() else pieces
 
 
-def at_places(order: Order, places: Places) -> Order | None:
+def at_places(order: Order, places: RunPositions) -> Order | None:
     """Return what stands at `places` of `order`; None where those are not of such rows."""
     pieces = pieces_of(order, [segment.length for segment in places.source])
     return None if pieces is None else join(pieces[i] for i in places.kept)
 
 
-def put(order: Order, places: Places, source: Order, *, adds: bool = False) -> Order | None:
+def put(order: Order, places: RunPositions, source: Order, *, adds: bool = False) -> Order | None:
     """Return `order` with `source` written at `places`, or added; None where not followed."""
     pieces = pieces_of(order, [segment.length for segment in places.source])
     given = pieces_of(source, [segment.length for segment in places.target])

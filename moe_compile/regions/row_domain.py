@@ -39,7 +39,7 @@ PADDING, UNFILLED = "padding", "unfilled"
 class Selected:
     """The rows that `index` gathered from rows in the order `parent`."""
 
-    index: Opaque
+    index: UnknownIndex
     parent: Order
 
 
@@ -93,7 +93,7 @@ class Permutation:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RunPositions:
     """`[R]` indices: of rows in order `source`, where the segments `kept` stand, one by one."""
 
     source: Order
@@ -107,32 +107,32 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Opaque:
+class UnknownIndex:
     """Computed from the counts in a way not followed; equal only to itself."""
 
     is_permutation: bool = False
-    inverse_of: Opaque | None = None
+    inverse_of: UnknownIndex | None = None
     """Where that is a permutation; what sorts any other index is no less an index."""
     is_arange: bool = False
     reads_outside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
+class IndexPerColumn:
     """`[R, ...]`: every entry of row i is `index[i]`, as of `index[:, None].expand(-1, D)`."""
 
-    index: Permutation | Places | Opaque
+    index: Permutation | RunPositions | UnknownIndex
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Groups(Opaque):
+class GroupOfRow(UnknownIndex):
     """`[R]` integers: the group that each place is in; behind the last group, their number."""
 
     sizes: tuple[sympy.Expr, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LabelTable(Opaque):
+class LabelTable(UnknownIndex):
     """Several labels for every row: along `dim` one entry of `values` for each segment."""
 
     order: Order = ()
@@ -141,7 +141,7 @@ class LabelTable(Opaque):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class PerExpertTable:
     """`[R, ...]`: what a table from outside has for the group of each place, entry e for group e.
 
     Constants behind the last group.
@@ -172,20 +172,20 @@ Value = (
     | Formulas
     | Labels
     | Permutation
-    | Places
-    | Opaque
-    | Wide
-    | Spread
+    | RunPositions
+    | UnknownIndex
+    | IndexPerColumn
+    | PerExpertTable
     | Rows
     | OfExpert
 )
-FROM_COUNTS = (Formulas, Labels, Permutation, Places, Opaque, Wide)
+FROM_COUNTS = (Formulas, Labels, Permutation, RunPositions, UnknownIndex, IndexPerColumn)
 
 
 def reads_outside(value: Value) -> bool:
     """Whether the value was computed from tensors outside the region, beside the counts."""
-    index = value.index if isinstance(value, Wide) else value
-    return isinstance(index, Opaque) and index.reads_outside
+    index = value.index if isinstance(value, IndexPerColumn) else value
+    return isinstance(index, UnknownIndex) and index.reads_outside
 
 
 def length(order: Order) -> sympy.Expr:

@@ -1,9 +1,9 @@
 """What the graph around regions still reads of them once they are rewritten, and what dies.
 
 Contract
-    Rewrites with a `Surroundings` may be applied together: nothing that stays tells that their
-    regions ran later, and every host integer that the graph outside needs is still read: by the
-    region's one read where all its readers stand behind that, else where it was.
+    Rewrites with a `Surroundings` may be applied together: no node that stays can observe that
+    their regions ran later, and every host integer that the graph outside needs is still read: by
+    the region's one read where all its readers stand behind that, else where it was.
     Assertions stay, but for those that the dispatch's own demands imply.
 """
 

@@ -69,7 +69,7 @@ def _named(decision: Decision) -> list[Priced]:
 def _advice(one: Priced, decision: Decision) -> str:
     less = 1.0 - one.us / decision.chosen.us
     why = "it changes bits" if one.is_lossy else "options ask for another"
-    return f"not chosen, since {why}: {one.candidate}, predicted {less:.1%} less"
+    return f"faster, but not chosen since {why}: {one.candidate}, predicted {less:.1%} less"
 
 
 def _routing(decision: Decision) -> str:

@@ -12,7 +12,9 @@ from typing import Final, Self
 
 from moe_compile.journal.entries import Verdict
 
-AS_WRITTEN: Final = "run as written: the ranks differ in what they made of it or in what they run"
+AS_WRITTEN: Final = (
+    "run as written: ranks compiled it differently, and all run the original program"
+)
 DOES_NOT_COMPILE: Final = "run as written: what the passes made of it does not compile"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
 

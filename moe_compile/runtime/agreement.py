@@ -11,7 +11,8 @@ Contract
     callable begins; where a rank waits for another that launched something else on the group since,
     by torch's own count of launches; and where it waits for one that left the process group.
     Only plans differ, or one rank launches in two calls what another launches in one: all ranks
-    run the user's order. A cut through what runs rewritten on some rank ends every rank.
+    run the user's order. If a graph of one rank ends inside a rewritten program of another rank,
+    every rank ends.
     A rank waits for others only before the first run of what is rewritten, or of what is as written
     on a group whose ranks ran something rewritten, and no longer than the process group's own
     timeout; then it names the ranks that did not come. A rank that is late or was killed is waited

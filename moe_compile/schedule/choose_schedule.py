@@ -46,7 +46,7 @@ from moe_compile.schedule.list_schedule import (
     nearest_launch,
 )
 from moe_compile.schedule.liveness import Liveness
-from moe_compile.schedule.memory_room import MemoryRoom
+from moe_compile.schedule.memory_headroom import MemoryHeadroom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import Clock, simulate
 
@@ -139,11 +139,11 @@ def _scheduled_in_room(
     if liveness.peak_bytes(lean) > allowed_bytes:
         place = {node: i for i, node in enumerate(lean)}
         as_lean = Policy(key=lambda _, node: (float(place[node]),))
-        lean = list_schedule(problem, as_lean, MemoryRoom(liveness, known, allowed_bytes))
+        lean = list_schedule(problem, as_lean, MemoryHeadroom(liveness, known, allowed_bytes))
     if liveness.peak_bytes(lean) <= allowed_bytes:
         ways.append((lean, True))
     for policy, (order, looks_ahead) in itertools.product(POLICIES, ways):
-        room = MemoryRoom(liveness, order, allowed_bytes, looks_ahead=looks_ahead)
+        room = MemoryHeadroom(liveness, order, allowed_bytes, looks_ahead=looks_ahead)
         yield _candidate(problem, liveness, list_schedule(problem, policy, room))
 
 

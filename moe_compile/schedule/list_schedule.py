@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_compile.schedule.memory_room import MemoryRoom
+from moe_compile.schedule.memory_headroom import MemoryHeadroom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import Clock
 
@@ -79,7 +79,7 @@ def incoming_order(problem: ScheduleProblem) -> list[int]:
 
 
 def list_schedule(
-    problem: ScheduleProblem, policy: Policy, room: MemoryRoom | None = None
+    problem: ScheduleProblem, policy: Policy, room: MemoryHeadroom | None = None
 ) -> list[int]:
     """Return an order of the nodes by `policy`, of what there is room for."""
     return _Run(problem, policy, room).order()
@@ -88,7 +88,9 @@ def list_schedule(
 class _Run:
     """One list scheduling, under way."""
 
-    def __init__(self, problem: ScheduleProblem, policy: Policy, room: MemoryRoom | None) -> None:
+    def __init__(
+        self, problem: ScheduleProblem, policy: Policy, room: MemoryHeadroom | None
+    ) -> None:
         self.problem = problem
         self.policy = policy
         self.room = room

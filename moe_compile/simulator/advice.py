@@ -13,7 +13,7 @@ from typing import Final
 from moe_compile.hardware.cluster import ClusterProfile
 from moe_compile.hardware.detect import profile_of_chip
 from moe_compile.hardware.devices import Device, Machine
-from moe_compile.simulator import systems
+from moe_compile.simulator import setups
 from moe_compile.simulator.layer_time import time_layer
 from moe_compile.simulator.method import Method, Overlap
 from moe_compile.simulator.models import TABLE_2, ModelShape
@@ -163,7 +163,7 @@ def _compiler_methods(model: ModelShape, wire_bytes: float) -> list[Method]:
 
 
 def _layer_us(model: ModelShape, profile: ClusterProfile, method: Method) -> float:
-    fit, job = profile.fit("none"), systems.MEGASCALE_JOB
+    fit, job = profile.fit("none"), setups.MEGASCALE_JOB
     setting = Setting(model=model, profile=profile, fit=fit, method=method, job=job)
     return time_layer(setting.costs).total_us
 

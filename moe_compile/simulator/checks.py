@@ -12,7 +12,7 @@ from typing import Final
 
 from moe_compile.hardware.cluster import Fit
 from moe_compile.simulator import published as paper
-from moe_compile.simulator import systems
+from moe_compile.simulator import setups
 from moe_compile.simulator.method import Attention, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step
@@ -85,10 +85,10 @@ def check_speedups() -> Check:
 def check_table_5(fit: Fit | None = None) -> Check:
     """Return the paper's ablation; fitted, so no evidence."""
     steps = [
-        predict_step(systems.megascale(paper.TABLE_5_GPUS, fit, method)).seconds
-        for _, method in systems.ABLATION
+        predict_step(setups.megascale(paper.TABLE_5_GPUS, fit, method)).seconds
+        for _, method in setups.ABLATION
     ]
-    names = [name for name, _ in systems.ABLATION]
+    names = [name for name, _ in setups.ABLATION]
     return Check(
         title="352B on 240 H800, speed-up over TP + TP without overlap",
         source=paper.MEGASCALE_TABLE_5,
@@ -141,10 +141,13 @@ def check_eos(fit: Fit | None = None) -> Check:
 
 def check_deepseek() -> Check:
     """Return DeepSeek-V3's own run under every set of constants there is; none saw it."""
-    bytedance, eos = systems.shipped("h800").fit("bytedance"), systems.shipped("h100").fit("eos")
+    bytedance, eos = (
+        setups.shipped("h800").fit("bytedance"),
+        setups.shipped("h100").fit("eos"),
+    )
     imbalance = bytedance.imbalance
     fits = (
-        ("no fit", systems.shipped("h800").fit("routed")),
+        ("no fit", setups.shipped("h800").fit("routed")),
         ("Eos's fit", Fit(compute=eos.compute, link=eos.link, imbalance=imbalance)),
         ("ByteDance's fit", bytedance),
     )
@@ -166,14 +169,14 @@ def check_deepseek() -> Check:
 
 def rank_deepseek() -> dict[str, float]:
     """Return tokens per second and GPU of DeepSeek-V3's run by overlap, without a fit."""
-    fit = systems.shipped("h800").fit("routed")
+    fit = setups.shipped("h800").fit("routed")
     order = (Overlap.SEQUENTIAL, Overlap.INTER_OP, Overlap.TWO_BATCHES, Overlap.IDEAL)
     return {overlap.value: deepseek_tokens_per_gpu_s(overlap, fit) for overlap in order}
 
 
 def eos_mfu_percent(row: paper.EosRow, fit: Fit | None = None) -> float:
     """Return the predicted MFU of a row in its own convention: attention counted in full."""
-    profile, model = systems.shipped("h100"), find_model(row.model)
+    profile, model = setups.shipped("h100"), find_model(row.model)
     method = Method(
         attention=Attention.HEADS,
         ranks=row.tensor,
@@ -195,7 +198,7 @@ def eos_mfu_percent(row: paper.EosRow, fit: Fit | None = None) -> float:
 
 def deepseek_tokens_per_gpu_s(overlap: Overlap, fit: Fit) -> float:
     """Return what DeepSeek-V3's run would train per GPU under an overlap."""
-    setting = systems.deepseek(overlap, fit)
+    setting = setups.deepseek(overlap, fit)
     return predict_step(setting).tokens_per_s / setting.job.gpus
 
 
@@ -205,7 +208,7 @@ def _step_rows(fit: Fit | None) -> Iterator[Row]:
             label=f"Megatron-LM, {row.gpus} GPUs",
             unit="s",
             published=row.megatron_s,
-            predicted=predict_step(systems.megatron(row.gpus, fit)).seconds,
+            predicted=predict_step(setups.megatron(row.gpus, fit)).seconds,
             is_fitted=row.megatron_is_fitted,
         )
     for row in paper.TABLE_3:
@@ -213,14 +216,14 @@ def _step_rows(fit: Fit | None) -> Iterator[Row]:
             label=f"MegaScale-MoE, {row.gpus} GPUs",
             unit="s",
             published=row.megascale_s,
-            predicted=predict_step(systems.megascale(row.gpus, fit)).seconds,
+            predicted=predict_step(setups.megascale(row.gpus, fit)).seconds,
             is_fitted=row.megascale_is_fitted,
         )
 
 
 def _speedup(gpus: int, batch: int | None = None) -> float:
-    settings = systems.megatron(gpus), systems.megascale(gpus)
-    slow, fast = (predict_step(systems.with_batch(s, batch)).seconds for s in settings)
+    settings = setups.megatron(gpus), setups.megascale(gpus)
+    slow, fast = (predict_step(setups.with_batch(s, batch)).seconds for s in settings)
     return slow / fast
 
 

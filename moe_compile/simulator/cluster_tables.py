@@ -19,7 +19,7 @@ from rich.table import Table
 from moe_compile.report.explain import LOG_WIDTH
 from moe_compile.simulator.checks import Check, Row
 from moe_compile.simulator.explain import Bound, Change
-from moe_compile.simulator.part_shares import PartShares
+from moe_compile.simulator.parts_table import PartShares
 from moe_compile.simulator.scenario import Prediction
 
 NOTE: Final = "Predicted by formulas; nothing was run."

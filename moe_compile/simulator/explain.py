@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit
-from moe_compile.simulator import systems
+from moe_compile.simulator import setups
 from moe_compile.simulator.layer_time import bound_us, time_layer
 from moe_compile.simulator.method import Attention, Experts, Method, Overlap
 from moe_compile.simulator.models import TABLE_2, ModelShape, find_model
@@ -75,8 +75,8 @@ def predict_own_part(gpus: int) -> Change:
     not need them; one chunk, for moving rows to make two costs more than they hide. Row operators
     count as all fast, which no one has measured.
     """
-    baseline = systems.megatron(gpus)
-    own = _job(baseline, virtual_stages=systems.MEGASCALE_JOB.virtual_stages, gradient_bytes=2)
+    baseline = setups.megatron(gpus)
+    own = _job(baseline, virtual_stages=setups.MEGASCALE_JOB.virtual_stages, gradient_bytes=2)
     own = _method(own, has_slow_operators=False, experts=Experts.SOME)
     own = _method(own, overlap=Overlap.INTER_OP)
     seconds = predict_step(own).seconds
@@ -87,8 +87,8 @@ def predict_own_part(gpus: int) -> Change:
 
 def find_bounds(profile: ClusterProfile, fit: Fit) -> tuple[Bound, ...]:
     """Return the bound of every model of MegaScale-MoE's table 2, and of DeepSeek-V3."""
-    one_node = tuple((model, Method(), systems.MEGASCALE_JOB) for model in TABLE_2)
-    far = (find_model("deepseek-v3"), systems.DEEPSEEK, systems.DEEPSEEK_JOB)
+    one_node = tuple((model, Method(), setups.MEGASCALE_JOB) for model in TABLE_2)
+    far = (find_model("deepseek-v3"), setups.DEEPSEEK, setups.DEEPSEEK_JOB)
     return tuple(
         _bound(Setting(model=model, profile=profile, fit=fit, method=method, job=job))
         for model, method, job in (*one_node, far)
@@ -96,9 +96,9 @@ def find_bounds(profile: ClusterProfile, fit: Fit) -> tuple[Bound, ...]:
 
 
 def _steps(gpus: int) -> Iterator[tuple[str, str, Setting]]:
-    now = systems.megatron(gpus)
+    now = setups.megatron(gpus)
     yield "Megatron-LM", "the baseline", now
-    now = _job(now, virtual_stages=systems.MEGASCALE_JOB.virtual_stages)
+    now = _job(now, virtual_stages=setups.MEGASCALE_JOB.virtual_stages)
     yield "+ interleaved pipeline", "the recipe: pipeline_parallel_schedule", now
     now = _job(now, gradient_bytes=2)
     yield "+ bf16 gradients", "compress_gradients: gradient_wire", now

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from moe_compile.simulator import systems
+from moe_compile.simulator import setups
 from moe_compile.simulator.checks import RATIO, Check, Row
 from moe_compile.simulator.layer_time import time_layer
 from moe_compile.simulator.method import Attention, Experts, Method
@@ -28,7 +28,7 @@ def layout_gains(model: ModelShape) -> dict[str, float]:
 
     Rows go to experts by all-to-all or all-gather, whichever is faster.
     """
-    profile = systems.shipped("h800")
+    profile = setups.shipped("h800")
     times = {}
     for name, method in LAYOUTS.items():
         ways = (method, replace(method, gathers_rows=True))
@@ -38,7 +38,7 @@ def layout_gains(model: ModelShape) -> dict[str, float]:
                 profile=profile,
                 fit=profile.fit("bytedance"),
                 method=way,
-                job=systems.MEGASCALE_JOB,
+                job=setups.MEGASCALE_JOB,
             )
             for way in ways
         )

@@ -14,14 +14,14 @@ from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig, nearest
 from moe_compile.hardware.cluster import ClusterProfile, load_cluster
-from moe_compile.simulator import systems
+from moe_compile.simulator import setups
 from moe_compile.simulator.layer_time import bound_us
 from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step
 
 BASELINE: Final = "megatron-like"
-"""Name of the schedule of `systems.MEGATRON`: tensor parallelism, nothing overlapped."""
+"""Name of the schedule of `setups.MEGATRON`: tensor parallelism, nothing overlapped."""
 CHUNKS: Final = (2, 4, 8)
 OWN_CHUNKS: Final = (2, 4)
 """Of experts, by megamoe between nodes."""
@@ -35,8 +35,8 @@ DEFAULT_FIT: Final[Mapping[str, str]] = {"h800": "bytedance", "h100": "eos"}
 UNFITTED: Final[Mapping[str, str]] = {"deepseek-v3": "routed"}
 """Model on a cluster of others -> fit: one cluster's constants are wrong by 20 % on another."""
 DEFAULTS: Final[Mapping[str, tuple[Method, Job]]] = {
-    "352b": (systems.MEGASCALE, systems.MEGASCALE_JOB),
-    "deepseek-v3": (systems.DEEPSEEK, systems.DEEPSEEK_JOB),
+    "352b": (setups.MEGASCALE, setups.MEGASCALE_JOB),
+    "deepseek-v3": (setups.DEEPSEEK, setups.DEEPSEEK_JOB),
 }
 """Model -> method and job of its published runs."""
 
@@ -187,7 +187,7 @@ def _with(setting: Setting, method: Method) -> Setting:
 
 def _baseline(setting: Setting) -> Setting:
     """Return tensor parallelism over as many ranks as share attention, as Megatron-LM has it."""
-    method = replace(systems.MEGATRON, ranks=setting.method.ranks)
+    method = replace(setups.MEGATRON, ranks=setting.method.ranks)
     job = replace(setting.job, virtual_stages=1, gradient_bytes=4, bubble_stages=None)
     return replace(setting, method=method, job=job)
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Dims, Factor, flat, group_size, holds, size_of
-from moe_compile.attention.head_tracking import CUTS, Tracker, cut_dim, is_form, move_name
-from moe_compile.attention.move_arguments import moved
+from moe_compile.dims.arguments import moved
+from moe_compile.dims.factors import Dims, Factor, flat, group_size, holds, size_of
+from moe_compile.dims.tracker import CUTS, Tracker, cut_dim, is_form, move_name
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.query import is_all_to_all, output_splits, tensor_of, value_of
 

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.utils.checkpoint import checkpoint
 
-from moe_compile import group_setup
 from moe_compile.errors import RankDisagreement
 from moe_compile.first_run import AsWritten
 from moe_compile.hardware.detect import agree_on_profile, detected_profile
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import AS_WRITTEN
-from moe_compile.runtime import agreement
+from moe_compile.runtime import agree_on_machine, agreement
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.rewrite_regions import RewriteRegions
@@ -403,8 +402,8 @@ def test_a_rank_that_waits_long_says_for_what(two_ranks):
 
 
 def find_other_machines(rank):
-    with mock.patch.object(group_setup, "own_profile", lambda: ("h200", "h100")[rank]):
-        group_setup.agree_on_machines()
+    with mock.patch.object(agree_on_machine, "own_profile", lambda: ("h200", "h100")[rank]):
+        agree_on_machine.agree_on_machines()
     found = detected_profile()
     agree_on_profile("")  # nor is this the machine of other tests
     return found

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from moe_compile import group_setup
 from moe_compile.backend import rewrite
 from moe_compile.codegen import plan_of
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.user_order import user_order
+from moe_compile.runtime import agree_on_machine
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts, LoopExperts
 from tests.slow_parameters import slow_but
@@ -109,9 +109,9 @@ def test_a_pass_that_failed_later_is_part_of_the_plan(fake_ranks):
 
 def test_a_mixed_cluster_plans_for_the_slowest_link():
     for profiles in (["h200", "a100", "h100"], ["h100", "a100", "h200"]):
-        assert group_setup.slowest(profiles) == "a100"
+        assert agree_on_machine.slowest(profiles) == "a100"
 
 
 def test_without_a_process_group_each_rank_goes_by_its_own_machine():
     assert not dist.is_initialized() or dist.get_backend() == "fake"
-    group_setup.agree_on_machines()
+    agree_on_machine.agree_on_machines()

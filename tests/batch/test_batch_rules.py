@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_compile.attention.head_factors import Factor, Lost, flat, regroup, unify
 from moe_compile.batch.batch_proof import split_around
+from moe_compile.dims.factors import Factor, Lost, flat, regroup, unify
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import has_gradient
 from moe_compile.journal.left import Left

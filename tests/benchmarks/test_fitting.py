@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.paper import fitting
 from moe_compile.simulator import published as paper
-from moe_compile.simulator.systems import shipped
+from moe_compile.simulator.setups import shipped
 
 
 def test_fitting_again_gives_the_constants_the_profiles_carry():

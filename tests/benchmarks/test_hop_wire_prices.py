@@ -8,7 +8,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.rates import Rates
-from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.hardware import load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.plan.candidates import Candidate
@@ -46,7 +46,7 @@ def step_us(gm, **options):
     config = MegaMoEConfig(
         codegen="fx", step_peak_bytes=2**36, numerics="lossy", **{**FREE, **options}
     )
-    copied = pristine_copy(gm)
+    copied = copy_of_graph(gm)
     compile_state, _ = rewrite(copied, config)
     inputs = [n.meta["example_value"] for n in copied.graph.find_nodes(op="placeholder")]
     measures = [predicted_measures(m.graph) for m in trace_both(copied, inputs, compile_state)]
@@ -90,7 +90,7 @@ def test_a_price_is_near_the_time_of_the_schedule(block_of, nodes):
     """Flat within a hundredth; in hops what a compiler fuses behind them is not known of."""
     gm, hardware = block_of(*CASES[0])
     config = MegaMoEConfig(nodes="auto", hardware=hardware)
-    work = region_work(pristine_copy(gm), config)
+    work = region_work(copy_of_graph(gm), config)
     rates = Rates.of(load_profile(hardware), work.num_ranks, work.hops.num_local)
     way = Candidate(nodes=nodes, num_chunks=2, **EIGHT)
     _, us = step_us(gm, hardware=hardware, nodes=nodes, chunks=2, hop_slices=1, **EIGHT)

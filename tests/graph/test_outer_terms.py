@@ -8,7 +8,7 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import bodies
 from moe_compile.graph.legality import Hazard, Legality
-from moe_compile.graph.outer_terms import note_outer_terms
+from moe_compile.graph.outer_gradients import note_outer_gradients
 from tests.graph.test_legality import called, graph_of
 
 
@@ -42,7 +42,7 @@ PROGRAMS = {
 
 def innermost(graph):
     """Note outer terms all the way in; return the first graph without a graph inside."""
-    note_outer_terms(graph)
+    note_outer_gradients(graph)
     body = next((body for node in graph.nodes for body in bodies(node)), None)
     return graph if body is None else innermost(body.graph)
 

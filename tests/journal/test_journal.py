@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from moe_compile.backend import refuse_unmet, rewrite
+from moe_compile.backend import raise_if_strict, rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import OFF, MegaMoEConfig
 from moe_compile.errors import RegionRefused
@@ -64,14 +64,14 @@ def test_strict_raises_for_what_is_asked_for_meant_and_unproven(option, reason):
     journal = Journal()
     verdict = Verdict(candidate="region 0", reason=reason, option=option, where="model.py:3 in f")
     journal.add("dynamo", PassReport(pass_name="p", skipped=(verdict,)))
-    refuse_unmet(journal, "elsewhere")  # it was not asked for by name
+    raise_if_strict(journal, "elsewhere")  # it was not asked for by name
     asked = Verdict(candidate="region 0", reason=reason, option=option, is_asked=True)
     journal.add("dynamo", PassReport(pass_name="p", skipped=(asked,)))
     if reason.kind is not Kind.UNPROVEN:
-        refuse_unmet(journal, "elsewhere")
+        raise_if_strict(journal, "elsewhere")
         return
     with pytest.raises(RegionRefused) as raised:
-        refuse_unmet(journal, "elsewhere")
+        raise_if_strict(journal, "elsewhere")
     said = str(raised.value)
     assert said.startswith(f"elsewhere: megamoe.{option} ") and reason.value in said
     assert f"megamoe.{option} = {OFF[option][0]!r}" in said

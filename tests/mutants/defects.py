@@ -285,8 +285,8 @@ DEFECTS: Final = (
         "rows that lie by columns are taken to lie by rows",
         (
             Change(
-                PROOF,
-                "d < row_dim or self.facts.depends_on_counts(rows.stride(d))",
+                f"{ROUNDING}/cpu_bits.py",
+                "d < row_dim or call.facts.depends_on_counts(rows.stride(d))",
                 "d < row_dim",
             ),
         ),
@@ -295,7 +295,7 @@ DEFECTS: Final = (
         "slots of experts with a capacity go to another chunk than theirs",
         (
             Change(
-                "passes/kinds/by_capacity.py",
+                "passes/replay/capacity_chunks.py",
                 "zip(chunks, pieces.cut(source), strict=True)",
                 "zip(chunks, pieces.cut(source)[::-1], strict=True)",
             ),

@@ -26,7 +26,7 @@ class Group:
 
 ROWS: Final = (
     "row_rules", "view_rules", "index_rules", "order_rules", "count_rules",
-    "row_proof", "grouped_rules", "understood_arguments", "sampled_rows",
+    "row_proof", "grouped_rules", "sampled_counts",
 )  # fmt: skip
 
 PROOF: Final = "tests/proof/test_row_proof.py"
@@ -78,7 +78,7 @@ GROUPS: Final = (
             "moe_compile/graph/gradient_order.py",
             "moe_compile/graph/effects.py",
             "moe_compile/graph/dependence.py",
-            "moe_compile/graph/same_tensor.py",
+            "moe_compile/graph/aliases.py",
             "moe_compile/graph/memory.py",
             "moe_compile/regions/rewrites.py",
             "moe_compile/regions/surroundings.py",

@@ -104,7 +104,7 @@ def test_with_all_to_all_a_faster_way_that_gathers_is_advice(fake_ranks):
     assert plan.left["dispatch"].reason is Reason.NOT_ASKED
     assert any(map(is_all_to_all, graph.nodes))
     said = [s for s in decision_remarks(plan.decision) if s.endswith("less") and "gathered" in s]
-    assert said[0].startswith("not chosen, since it changes bits: tokens all-gathered")
+    assert said[0].startswith("faster, but not chosen since it changes bits: tokens all-gathered")
 
 
 def test_a_bitwise_gather_that_options_exclude_is_not_called_lossy(fake_ranks):

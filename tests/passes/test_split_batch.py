@@ -36,6 +36,7 @@ from tests.dispatch_layers import (
     WeightedInOrder,
 )
 from tests.layers import GroupedExperts, SegmentStarts, SharedAndBias
+from tests.loop_layers import CenteredExperts
 from tests.slow_parameters import one_per_reason, slow_but
 
 
@@ -378,6 +379,13 @@ def test_experts_with_a_capacity_drop_what_is_too_much_of_the_whole_batch(fake_r
     assert len(compilation.regions) == 1
     with pytest.raises(RegionRefused, match="batch_parts"):
         verdicts(OfCapacity(fake_ranks), drawn(), strict=True)
+
+
+def test_experts_that_need_all_their_rows_have_those_of_one_part_alone(fake_ranks):
+    """In chunks of experts an expert has all its rows, and such a layer runs in them."""
+    _, skipped, compilation = verdicts(Block(CenteredExperts, torch.bfloat16), drawn(), chunks=2)
+    assert skipped == [Reason.ROWS_MIXED]
+    assert [region.num_chunks for region in compilation.regions] == [2]
 
 
 def test_graphs_without_experts_are_not_spoken_of(fake_ranks):

@@ -15,8 +15,8 @@ from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
 from moe_compile.hardware import GroupLink, load_profile
 from moe_compile.hardware.profile import read_profile
@@ -136,7 +136,7 @@ def test_a_price_has_the_bytes_of_every_hop_that_is_emitted(group_of, style, way
     asked = {"nodes": way.nodes, "chunks": way.num_chunks, "hop_slices": way.hop_slices}
     wires = {"dispatch_wire": way.dispatch_wire, "combine_wire": way.combine_wire}
     config = MegaMoEConfig(**asked, **wires, strict=True, codegen="fx", hardware="h100")
-    priced = bytes_priced(region_work(pristine_copy(gm), config), way)
+    priced = bytes_priced(region_work(copy_of_graph(gm), config), way)
     for emitted, expected in zip(bytes_emitted(gm, group, config), priced, strict=True):
         assert emitted == pytest.approx(expected, rel=2e-3)
 

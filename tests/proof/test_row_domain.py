@@ -3,10 +3,10 @@
 import sympy
 from torch.utils._sympy.functions import FloorDiv
 
-from moe_compile.regions.row_domain import Opaque, Segment, Selected, cut
+from moe_compile.regions.row_domain import Segment, Selected, UnknownIndex, cut
 
 FIRST, SECOND = sympy.symbols("first second", integer=True, nonnegative=True)
-ORDER = (Segment("run", FIRST, 0), Segment(Selected(Opaque(), ()), SECOND, None))
+ORDER = (Segment("run", FIRST, 0), Segment(Selected(UnknownIndex(), ()), SECOND, None))
 
 
 def test_a_cut_behind_a_run_takes_it_whole():

@@ -14,7 +14,7 @@ from moe_compile.proof.operator_call import Claim
 from moe_compile.proof.sampled_counts import SampledRows
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.regions import RowProof
-from moe_compile.regions.row_domain import Labels, Opaque, Segment, Selected
+from moe_compile.regions.row_domain import Labels, Segment, Selected, UnknownIndex
 from tests.layers import STYLES, GroupedExperts
 from tests.proof.test_row_orders import put_back, verdict_on
 from tests.proof.verdicts import judge, layer_of, tokens
@@ -297,7 +297,7 @@ FORMS = {
 @pytest.mark.parametrize("is_permutation", [True, False])
 def test_groups_with_padding_have_room_by_the_form_of_their_size(form, is_permutation):
     facts = facts_of(2, 2)
-    rows = Selected(Opaque(is_permutation=is_permutation), facts.root)
+    rows = Selected(UnknownIndex(is_permutation=is_permutation), facts.root)
     size, has_room = FORMS[form]
     needed = facts.rows_of(1)
     expected = size(needed) == needed if is_permutation else has_room

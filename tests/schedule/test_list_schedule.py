@@ -20,7 +20,7 @@ from moe_compile.schedule.list_schedule import (
     nearest_launch,
 )
 from moe_compile.schedule.liveness import Liveness
-from moe_compile.schedule.memory_room import MemoryRoom
+from moe_compile.schedule.memory_headroom import MemoryHeadroom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
 from tests.scheduled_layers import ChunkedMoE, c10d, one_rank_group, post_grad_graphs
@@ -84,7 +84,7 @@ def test_every_policy_stays_within_the_memory_it_is_given(layer_problems, policy
     for problem, liveness in layer_problems:
         known = incoming_order(problem)
         allowed = (1 + increase) * liveness.peak_bytes(known)
-        order = list_schedule(problem, policy, MemoryRoom(liveness, known, allowed))
+        order = list_schedule(problem, policy, MemoryHeadroom(liveness, known, allowed))
         check_precedences(problem, order)
         assert liveness.peak_bytes(order) <= allowed
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_compile.schedule.liveness import Liveness
-from moe_compile.schedule.memory_room import MemoryRoom
+from moe_compile.schedule.memory_headroom import MemoryHeadroom
 
 
 @st.composite
@@ -32,7 +32,7 @@ def test_a_node_fits_where_running_it_and_then_the_rest_in_order_does(liveness, 
     number = len(liveness.uses)
     known = list(range(number))
     allowed = liveness.peak_bytes(known) + data.draw(st.integers(0, 6))
-    room, ran = MemoryRoom(liveness, known, allowed), []
+    room, ran = MemoryHeadroom(liveness, known, allowed), []
     while len(ran) < number:
         left = [node for node in known if node not in ran]
         assert room.next_known() == left[0]
@@ -57,5 +57,5 @@ def test_several_that_are_said_to_fit_do(liveness, data):
     while (more := set().union(together, *(needed(liveness, n) for n in together))) != together:
         together = more
     rest = [node for node in known if node not in together]
-    if MemoryRoom(liveness, known, allowed).fits(together):
+    if MemoryHeadroom(liveness, known, allowed).fits(together):
         assert liveness.peak_bytes([*sorted(together), *rest]) <= allowed

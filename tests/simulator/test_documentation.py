@@ -8,9 +8,9 @@ import pytest
 from moe_compile.simulator import checks
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.method import Crossing
-from moe_compile.simulator.part_shares import costs_of, find_part_shares, share_of_bound
+from moe_compile.simulator.parts_table import costs_of, find_part_shares, share_of_bound
 from moe_compile.simulator.scenario import make_setting, predict, schedules
-from moe_compile.simulator.systems import shipped
+from moe_compile.simulator.setups import shipped
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_compile.simulator.layer_time import bound_us, time_layer
 from moe_compile.simulator.method import Attention, Method, Overlap
-from moe_compile.simulator.part_shares import find_part_shares, limit_us
+from moe_compile.simulator.parts_table import find_part_shares, limit_us
 from moe_compile.simulator.scenario import make_setting
 
 CLUSTERS = ("h100", "h800")

@@ -9,7 +9,7 @@ from moe_compile.simulator import published as paper
 from moe_compile.simulator.explain import explain_speedup, find_bounds
 from moe_compile.simulator.layouts import check_layouts, layout_gains
 from moe_compile.simulator.models import TABLE_2, find_model
-from moe_compile.simulator.systems import shipped
+from moe_compile.simulator.setups import shipped
 
 
 def test_table_3_holds_on_rows_that_nothing_was_fitted_on():

@@ -16,7 +16,7 @@ import torch.fx as fx
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import CHOICES, MegaMoEConfig
-from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation
@@ -99,7 +99,7 @@ def alternatives(
     for numerics in CHOICES["numerics"]:
         free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
         asked = replace(config, **free, numerics=numerics)
-        found.append(Rewritten.of(numerics, pristine_copy(gm), inputs, asked))
+        found.append(Rewritten.of(numerics, copy_of_graph(gm), inputs, asked))
     return found
 
 

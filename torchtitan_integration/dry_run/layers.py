@@ -32,7 +32,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from moe_compile.config import from_sources, split_options
 from moe_compile.cost.amounts import amounts_of, ranks_of
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.pristine import pristine_copy
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import (
     group_name,
     is_all_to_all,
@@ -173,7 +173,7 @@ def _trace(
 ) -> Traced:
     given = from_sources(options=split_options(options)[0], environment={})
     config = replace(given, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
-    as_written = pristine_copy(gm)
+    as_written = copy_of_graph(gm)
     asked = Rewritten.of("as asked", gm, inputs, config)
     traced = Traced(kind="", compilation=asked.compilation)
     plain: list[Rewritten] = []
@@ -181,7 +181,7 @@ def _trace(
     if asked.compilation.has_regions:
         say("what is chosen")
         nothing = replace(config, **NOTHING_HIDDEN)
-        plain = [Rewritten.of("nothing hidden", pristine_copy(as_written), inputs, nothing)]
+        plain = [Rewritten.of("nothing hidden", copy_of_graph(as_written), inputs, nothing)]
         others = alternatives(as_written, inputs, config) if has_choices else []
     distinct = {one.what: one for one in reversed(others) if one.what != asked.what}
     say(", ".join(one.name for one in (asked, *plain, *distinct.values())))

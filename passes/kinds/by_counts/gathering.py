@@ -16,8 +16,8 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.read_regions import Replayed, read_work
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
-from moe_compile.graph.pristine import pristine_copy
 from moe_compile.graph.query import known_rows, operator_at, tensor_of, waits_on
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -158,7 +158,7 @@ def gathered_work(
     rewrite = gathering(form.region, proof, regions, found)
     written = form.region.dispatch.graph
     assert written.owning_module is not None
-    graph = pristine_copy(written.owning_module).graph
+    graph = copy_of_graph(written.owning_module).graph
     env = dict(zip(written.nodes, graph.nodes, strict=True))
     theirs = frozenset(env[node] for node in env if layer is not None and node not in layer)
     form, rewrite = _carried((form, rewrite), env, proof.facts)

@@ -16,7 +16,7 @@ ON_MODULE: Final = ("_param_name_to_source", "_source_to_user_stacks", "_backwar
 ON_INPUT: Final = "_dynamo_source"
 
 
-def pristine_copy(gm: fx.GraphModule) -> fx.GraphModule:
+def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """Return the copy; later edits of `gm` do not reach it."""
     graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
     env: dict[fx.Node, fx.Node] = {}
@@ -29,7 +29,7 @@ def pristine_copy(gm: fx.GraphModule) -> fx.GraphModule:
     copy = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
-            setattr(copy, name, pristine_copy(child))
+            setattr(copy, name, copy_of_graph(child))
     copy.meta = dict(gm.meta)
     for name in ON_MODULE:
         if hasattr(gm, name):

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.attention.head_factors import Lost
-from moe_compile.attention.size_numbers import SizeNumbers
+from moe_compile.dims.factors import Lost
+from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.graph.query import expression_of
 from tests.capture import dynamo_graphs
 

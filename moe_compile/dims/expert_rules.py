@@ -1,7 +1,7 @@
 """Follow factors through products, selections of one index and joins of all.
 
 Contract
-    Adds to `attention/head_rules.py` what experts are written with. An operator that neither
+    Adds to `dims/rules.py` what experts are written with. An operator that neither
     knows raises Lost.
 """
 
@@ -12,13 +12,12 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.attention import head_rules
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, unify
-from moe_compile.attention.head_rules import operator_name
-from moe_compile.attention.head_tracking import CUTS, cut_dim, move_name
-from moe_compile.attention.linear_layers import linear_of
-from moe_compile.attention.move_arguments import dim_of, from_left, joined, moved
-from moe_compile.capacity.expert_tracking import ExpertTracker
+from moe_compile.dims import rules
+from moe_compile.dims.arguments import dim_of, from_left, joined, moved
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, unify
+from moe_compile.dims.products import linear_of
+from moe_compile.dims.rules import operator_name
+from moe_compile.dims.tracker import CUTS, ExpertTracker, cut_dim, move_name
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import argument_of, is_launch, is_wait, operator_at, tensor_of
 
@@ -35,7 +34,7 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
     tracker.inherit(node, [] if _joins(node) else sources)
     rule = RULES.get(_name(node))
     if rule is None or is_launch(node) or is_wait(node):
-        head_rules.step(tracker, node)
+        rules.step(tracker, node)
     elif written_arguments(node):
         raise Lost(f"{operator_at(node)} writes in place")
     else:
@@ -45,7 +44,7 @@ def follow(tracker: ExpertTracker, node: fx.Node) -> None:
 def is_known_by_name(node: fx.Node) -> bool:
     """Whether there is a rule for the operator that `node` calls."""
     name = _name(node)
-    return name in RULES or name in head_rules.RULES
+    return name in RULES or name in rules.RULES
 
 
 def _name(node: fx.Node) -> str:
@@ -65,7 +64,7 @@ def _stacked(tracker: ExpertTracker, node: fx.Node) -> Dims:
     parts = joined(node)
     given = len(tracker.sizes_of(parts[0]))
     factor = tracker.join(node, parts)
-    dims = head_rules.stacked(tracker, node)
+    dims = rules.stacked(tracker, node)
     if factor is not None:
         dims[dim_of(node, given + 1, default=0)] = [factor]
     return dims
@@ -83,7 +82,7 @@ def _item(tracker: ExpertTracker, node: fx.Node) -> Dims:
         at = dim_of(source, len(tracker.dims(source)), default=0)
         return _without(tracker, node, source, at, index)
     if (at_index := one_index(node)) is None:
-        return head_rules.RULES["getitem"](tracker, node)
+        return rules.RULES["getitem"](tracker, node)
     return _without(tracker, node, source, *at_index)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from moe_compile.attention.head_factors import Lost
-from moe_compile.attention.move_arguments import argument, dim_of, joined, moved
+from moe_compile.dims.arguments import argument, dim_of, joined, moved
+from moe_compile.dims.factors import Lost
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 import torch.fx as fx
 
+from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.gradient_order import OUTER_TERMS, adds_gradient
 from moe_compile.graph.inner_graphs import bodies
 from moe_compile.graph.query import has_gradient
-from moe_compile.graph.same_tensor import maker, readers
 
 
-def note_outer_terms(graph: fx.Graph) -> None:
+def note_outer_gradients(graph: fx.Graph) -> None:
     """Note the inputs of the graphs that operators of `graph` run."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:

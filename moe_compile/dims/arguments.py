@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from moe_compile.attention.head_factors import Lost
+from moe_compile.dims.factors import Lost
 from moe_compile.graph.query import argument_of, called_name, operator_at
 
 PARAMETERS: Final[dict[str, tuple[str, ...]]] = {

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from moe_compile.schedule.liveness import Liveness
 
 
-class MemoryRoom:
+class MemoryHeadroom:
     """Live bytes now, and at each node that is left once it is its turn in the known order."""
 
     def __init__(

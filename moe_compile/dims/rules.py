@@ -16,9 +16,9 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.attention.head_factors import Dims, Factor, Lost, flat, size_of, unify
-from moe_compile.attention.head_tracking import Tracker, is_movement
-from moe_compile.attention.move_arguments import argument, dim_of, joined, moved
+from moe_compile.dims.arguments import argument, dim_of, joined, moved
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
+from moe_compile.dims.tracker import Tracker, is_movement
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import operator_at, value_of
 

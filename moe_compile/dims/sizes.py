@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from moe_compile.attention.head_factors import Lost
+from moe_compile.dims.factors import Lost
 from moe_compile.graph.query import expression_of, number_of, value_of, where_equal
 
 FIRST: Final = 2**61
