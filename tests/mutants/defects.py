@@ -295,7 +295,7 @@ DEFECTS: Final = (
         "slots of experts with a capacity go to another chunk than theirs",
         (
             Change(
-                "passes/kinds/by_capacity.py",
+                "passes/replay/capacity_chunks.py",
                 "zip(chunks, pieces.cut(source), strict=True)",
                 "zip(chunks, pieces.cut(source)[::-1], strict=True)",
             ),
