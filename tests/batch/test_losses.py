@@ -2,19 +2,22 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_compile.testing.mirrored_rank import become_mirrored
-from tests.batch.drawn_blocks import DTYPE, EXPERTS, FORMS, WIDTH, DrawnBlock
-from tests.batch.test_drawn_blocks import in_parts, same
+from passes.normalize_exchanges import NormalizeExchanges
+from passes.split_batch import SplitBatch
+from tests.batch_layers import POSITIONS, WIDTH, Block
+from tests.capture import state
+from tests.layers import GroupedExperts
 from tests.slow_parameters import slow_but
 
-PARTS, POSITIONS = (3, 2), 4
+DTYPE, EXPERTS = torch.bfloat16, 4
+PARTS = (3, 2)
 SHARES = [size / sum(PARTS) for size in PARTS]
 
 
-class WithLosses(DrawnBlock):
+class WithLosses(Block):
     """Returns a load-balancing loss and the sum of squared logits too, as routers are trained."""
 
     def pieces(self, x):
@@ -33,7 +36,7 @@ class WithLosses(DrawnBlock):
         return EXPERTS * (mean * load / load.sum()).sum()
 
 
-class OfTorch(DrawnBlock):
+class OfTorch(Block):
     """Returns losses of torch and a loss of each sequence's own load beside the output."""
 
     def forward(self, x, target):
@@ -68,7 +71,7 @@ class ByTorch(OfTorch):
     """Has the averages over targets made by torch."""
 
     def forward(self, x, target):
-        y = DrawnBlock.forward(self, x)
+        y = Block.forward(self, x)
         logits = (y @ self.moe.router).float()
         by_token = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
         smooth = F.cross_entropy(logits.mT, target, ignore_index=-1, label_smoothing=0.1)
@@ -76,7 +79,7 @@ class ByTorch(OfTorch):
         return y, torch.stack([by_token, smooth, *self.means(y), squares])
 
 
-class OverSequences(DrawnBlock):
+class OverSequences(Block):
     """Its loss takes sequences for classes."""
 
     def forward(self, x):
@@ -84,7 +87,7 @@ class OverSequences(DrawnBlock):
         return y, F.cross_entropy(y.float().transpose(0, 1), torch.zeros(y.shape[1:]).long())
 
 
-class PerPosition(DrawnBlock):
+class PerPosition(Block):
     """Its loss divides by another size than that of the batch."""
 
     def forward(self, x):
@@ -111,8 +114,26 @@ class Mixed(WithLosses):
 
 def made(kind):
     become_mirrored()
-    forms = {name: choices[0] for name, choices in FORMS.items()}
-    return kind(["attention", "norm", "experts"], forms, "compare", 2, dist.group.WORLD, POSITIONS)
+    return kind(GroupedExperts, DTYPE, experts=EXPERTS)
+
+
+def in_parts(block, parts, reports):
+    """Return `block` run by its Dynamo graph, once `split_batch` has been at it."""
+
+    def split(gm, example_inputs):
+        NormalizeExchanges().run(gm.graph, state())
+        reports.append(SplitBatch().run(gm.graph, state(batch_parts=parts)))
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    return torch.compile(block, backend=split, fullgraph=True)
+
+
+def same(theirs, ours):
+    if theirs is None or ours is None:
+        return theirs is ours
+    return torch.equal(theirs, ours)
 
 
 def drawn():
@@ -174,7 +195,7 @@ def test_losses_of_torch_are_those_of_all_targets_added_up_by_part():
     for part, own, back, share in zip(
         cut.split(PARTS), target.split(PARTS), gradient.split(PARTS), SHARES, strict=True
     ):
-        output = DrawnBlock.forward(theirs, part)
+        output = Block.forward(theirs, part)
         (by_token, smooth, squares), _ = theirs.sums(output, own)
         means = [mean * share for mean in theirs.means(output)]
         of_parts.append(torch.stack([by_token / counted, smooth / counted, *means, squares]))
