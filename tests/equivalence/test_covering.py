@@ -155,14 +155,15 @@ def go_together(row):
 
 
 ROWS = covering_rows(PAIRED, BESIDE, go_together)
-IN_HOPS = [row for row in ROWS if row["rewrite"] in HOPPING]
-"""Programs for four ranks, which take three times as long."""
 
 
 def first_with_each_choice():
-    """Return the first rows with each choice of `PAIRED`, those in hops where no others have it."""
+    """Return the first rows with each choice of `PAIRED`.
+
+    Rows in hops are for four ranks and take three times as long: test_hop_programs.py has some.
+    """
     seen, rows = set(), []
-    for row in sorted(ROWS, key=IN_HOPS.__contains__):
+    for row in (row for row in ROWS if row["rewrite"] not in HOPPING):
         new = {(name, choice) for name, choice in row.items() if name in PAIRED} - seen
         rows += [row] if new else []
         seen |= new
@@ -177,10 +178,11 @@ def choices_of(rows):
 
 
 def test_few_programs_have_every_pair_of_choices_and_quick_ones_each_choice():
-    assert len(ROWS) < 130 and len(QUICK) < 20
+    assert len(ROWS) < 130 and len(QUICK) < 16
     assert set().union(*map(pairs_of, ROWS)) >= {*legal_pairs(PAIRED, go_together)}
     paired, beside = ({(n, m) for n in kinds for m in kinds[n]} for kinds in (PAIRED, BESIDE))
-    assert choices_of(QUICK) >= paired and choices_of(ROWS) == paired | beside
+    assert choices_of(QUICK) >= paired - {("rewrite", rewrite) for rewrite in HOPPING}
+    assert choices_of(ROWS) == paired | beside
     for row in ROWS:
         program = program_of(row)
         (layer,) = program.layers
