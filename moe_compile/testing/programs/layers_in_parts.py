@@ -1,22 +1,29 @@
-"""A generated program of which some layers run in parts of the batch and the others whole.
+"""A generated program in parts of its batch: some layers, or a step of all of it.
 
 Contract
-    So runs what is compiled in pieces, each checkpointed layer by itself, or the layers on one side
-    of a graph break, where some pieces may be left whole. Gradients of parameters are added up from
-    the first part on, of each backward by itself. A layer that nothing tells of sequences is
-    divided by rows. Of layers that return more than rows nothing is known: `MoreThanRows`.
+    Some layers run in parts and others whole where a program is compiled in pieces: each
+    checkpointed layer by itself, or the layers on one side of a graph break. Gradients of
+    parameters are added up from the first part on, of each backward by itself. A layer that nothing
+    tells of sequences is divided by rows. Of layers that return more than rows nothing is known:
+    `MoreThanRows`.
+    A step of all of it runs on one part of the batch after another, eagerly or by a backend of
+    torch. Output and gradients are those of gradient accumulation over the parts; what was
+    accumulated before is added last, as a compiled backward adds up parts by itself. The program is
+    left as it was: its counts, integers and random numbers are those of one run of the whole.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from moe_compile.testing.programs.backwards import GoBack, Step
 from passes.replay.batch_parts import part_sizes
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
@@ -108,3 +115,62 @@ class _OneAfterAnother(torch.autograd.Function):
             if grad is not None:
                 leaf.grad = grad if leaf.grad is None else grad + leaf.grad
         return torch.cat([part.grad for part in ctx.parts]), None, None, None
+
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+def accumulated(
+    program: nn.Module,
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    sizes: list[int],
+    backwards: Sequence[GoBack],
+) -> dict[str, Any]:
+    """Return output and gradients once all `backwards` went through the same graphs, in turn.
+
+    `function` runs the program.
+    """
+    x = x.detach().clone().requires_grad_(bool(backwards))
+    total = _gradients(program, x)
+    with _untouched(program), torch.set_grad_enabled(bool(backwards)):
+        results = [function(part) for part in x.split(sizes)]
+        for go_back in backwards:
+            x.grad = None
+            program.zero_grad()
+            for (y, extra), part in zip(results, gradient.split(sizes), strict=True):
+                go_back(Step([y, *extra], part, x, program), retain=True)
+            fresh = _gradients(program, x)
+            total = {name: _plus(kept, fresh[name]) for name, kept in total.items()}
+    return {"output": torch.cat([y.detach() for y, _ in results]), **total}
+
+
+def _gradients(program: nn.Module, x: torch.Tensor) -> Gradients:
+    own = {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
+    return {"input gradient": x.grad, **own}
+
+
+def _plus(kept: torch.Tensor | None, fresh: torch.Tensor | None) -> torch.Tensor | None:
+    if kept is None or fresh is None:
+        return fresh if kept is None else kept
+    return kept + fresh
+
+
+@contextmanager
+def _untouched(program: nn.Module) -> Iterator[None]:
+    """Put back what running `program` changes: buffers, integers, gradients, random numbers."""
+    buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
+    gradients = {p: p.grad for p in program.parameters()}
+    integers = [(vars(m), k, v) for m in program.modules() for k, v in vars(m).items()]
+    integers = [(own, k, v) for own, k, v in integers if type(v) is int]
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        for name, buffer in program.named_buffers():
+            buffer.copy_(buffers[name])
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    for own, name, value in integers:
+        own[name] = value

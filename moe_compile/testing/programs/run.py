@@ -11,11 +11,6 @@ Contract
     its layers or in some, since a layer that is left as it is rounds nothing.
     What may run in parts of its batch computes what eager does of the whole, or adds up over parts.
     A program that raises eagerly must raise compiled too, in the same step.
-
-A step of a generated program eagerly on one part of its batch after another.
-Output and gradients are those of gradient accumulation over the parts; what was accumulated
-before is added last, as a compiled backward adds up parts by itself. The program is left as it
-was: its counts, integers and random numbers are those of one run of the whole.
 """
 
 from __future__ import annotations
@@ -28,8 +23,7 @@ import linecache
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -47,10 +41,15 @@ from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.testing.cpu_rounding.cpu_bits import recorded_bits
 from moe_compile.testing.joining import rank_device
 from moe_compile.testing.mirrored_rank import TableLayout, become_mirrored
-from moe_compile.testing.programs.backwards import GoBack, Step, backwards_of
+from moe_compile.testing.programs.backwards import Step, backwards_of
 from moe_compile.testing.programs.differences import Named, all_differences
 from moe_compile.testing.programs.groups import register_nodes
-from moe_compile.testing.programs.layers_in_parts import divide_layers, layers_in_a_row, some_layers
+from moe_compile.testing.programs.layers_in_parts import (
+    accumulated,
+    divide_layers,
+    layers_in_a_row,
+    some_layers,
+)
 from passes.replay.batch_parts import part_sizes
 
 REWRITTEN: Final = ("chunked", "all-gathered", IN_TWO_HOPS)
@@ -447,62 +446,3 @@ def _update(program: nn.Module) -> None:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-Gradients = dict[str, torch.Tensor | None]
-
-
-def accumulated(
-    program: nn.Module,
-    function: Callable[..., Any],
-    x: torch.Tensor,
-    gradient: torch.Tensor,
-    sizes: list[int],
-    backwards: Sequence[GoBack],
-) -> dict[str, Any]:
-    """Return output and gradients once all `backwards` went through the same graphs, in turn.
-
-    `function` runs the program.
-    """
-    x = x.detach().clone().requires_grad_(bool(backwards))
-    total = _gradients(program, x)
-    with _untouched(program), torch.set_grad_enabled(bool(backwards)):
-        results = [function(part) for part in x.split(sizes)]
-        for go_back in backwards:
-            x.grad = None
-            program.zero_grad()
-            for (y, extra), part in zip(results, gradient.split(sizes), strict=True):
-                go_back(Step([y, *extra], part, x, program), retain=True)
-            fresh = _gradients(program, x)
-            total = {name: _plus(kept, fresh[name]) for name, kept in total.items()}
-    return {"output": torch.cat([y.detach() for y, _ in results]), **total}
-
-
-def _gradients(program: nn.Module, x: torch.Tensor) -> Gradients:
-    own = {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
-    return {"input gradient": x.grad, **own}
-
-
-def _plus(kept: torch.Tensor | None, fresh: torch.Tensor | None) -> torch.Tensor | None:
-    if kept is None or fresh is None:
-        return fresh if kept is None else kept
-    return kept + fresh
-
-
-@contextmanager
-def _untouched(program: nn.Module) -> Iterator[None]:
-    """Put back what running `program` changes: buffers, integers, gradients, random numbers."""
-    buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
-    gradients = {p: p.grad for p in program.parameters()}
-    integers = [(vars(m), k, v) for m in program.modules() for k, v in vars(m).items()]
-    integers = [(own, k, v) for own, k, v in integers if type(v) is int]
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-    with torch.no_grad():
-        for name, buffer in program.named_buffers():
-            buffer.copy_(buffers[name])
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    for own, name, value in integers:
-        own[name] = value
