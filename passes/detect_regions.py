@@ -38,9 +38,9 @@ class DetectRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.found`; a region that a proof refuses is found all the same."""
-        found = Findings()
+        found, facts = Findings(), state.facts_of(graph)
         for kind in KINDS:
-            new = kind.find(graph, state.config, found)
+            new = kind.find(facts, state.config, found)
             others = (other for other in found.others if other.candidate not in new.exchanges)
             found = Findings(
                 by_kind={**found.by_kind, kind.name: new.found}, others=(*others, *new.others)

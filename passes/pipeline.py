@@ -174,6 +174,7 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
     results: list[PassReport | Dropped] = []
     result: PassReport | Dropped
     known = level.given
+    state.facts_of(graph).forget()
     _show(graph, state, f"before_{level.passes[0].name}")
     for p in level.passes:
         if f"{p.name} {state.graph_name}" in state.dropped:
@@ -206,7 +207,7 @@ def _show(graph: fx.Graph, state: CompileState, step: str) -> None:
 
 
 def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport | Dropped:
-    before = Snapshot(graph)
+    before, facts = Snapshot(graph), state.facts_of(graph)
     try:
         with without_saved_tensors_hooks():
             report = p.run(graph, state)
@@ -220,6 +221,9 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
         known = isinstance(error, MegaMoEError)
         LOG.debug("%s", reason if known else traceback.format_exc())
         return Dropped(p.name, Reason.FAILED, reason)
+    finally:
+        if facts.has_any and not before.holds(graph):
+            facts.forget()
     return report
 
 

@@ -24,6 +24,7 @@ from benchmarks.planner.simulated_layer import TOKENS, simulated_us
 from moe_compile.cost.rates import CONSTANTS, Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
@@ -91,7 +92,7 @@ def layers(wanted: Sequence[tuple[ModelShape, int]] | None = None) -> Iterator[P
     groups = {num: fake_group(num) for num in {num for _, num in wanted}}
     for shape, num_ranks in wanted:
         graph = capture_layer(shape, groups[num_ranks], TOKENS)
-        (region,), _ = find_moe_regions(graph)
+        (region,), _ = find_moe_regions(GraphFacts(graph))
         proof = prove_rows_independent(region)
         assert not isinstance(proof, Refused), proof
         work = work_of_experts(region, proof, load_profile("h100"))

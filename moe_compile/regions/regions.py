@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import waits_on
 from moe_compile.journal.reasons import Reason
 
@@ -88,6 +89,8 @@ class MoERegion:
     """Name of the process group of the exchanges."""
     num_ranks: int
     num_local_experts: int
+    facts: GraphFacts = field(compare=False, repr=False)
+    """Of its graph."""
 
     def __post_init__(self) -> None:
         """Raise ContractViolation when the pieces do not fit together."""

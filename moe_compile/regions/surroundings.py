@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import (
     is_host_arithmetic,
     is_pure,
@@ -39,8 +38,7 @@ def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
     """Return what becomes of the graph by these rewrites of its regions."""
     if not rewrites:
         return Aftermath(around={}, dead=())
-    graph = rewrites[0].region.result.graph
-    legality = Legality(Dependence(graph), graph)
+    legality = rewrites[0].region.facts.legality
     found: dict[str, Surroundings | Refused] = {}
     for rewrite in rewrites:
         if (refused := _check_motion(rewrite, legality)) is not None:
@@ -62,7 +60,7 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
     body = [n for n in (*region.body, *rewrite.before) if n is not region.result]
     behind = [n for n in rewrite.behind if n is not rewrite.replaced]
     bulk = _never_negative(_host_reads(region), rewrite.proof)
-    part = order_of_gradients(rewrite, bulk, legality.dependence)
+    part = order_of_gradients(rewrite, bulk)
     together = [*body, *region.between]
     copied, none = memory_of(region), frozenset[int]()
     for moved, anchor, anew in (
@@ -79,7 +77,7 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
         if (other := find_later_reader(served, source, legality.dependence)) is not None:
             detail = f"{operator_at(source)} is read by {operator_at(other)} too"
             return Refused(candidate=region.name, reason=Reason.GRADIENT_ORDER, detail=detail)
-    if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
+    if (overtaken := find_overtaken(region, bulk)) is not None:
         writer, reader = overtaken
         detail = f"{operator_at(writer)} would run before {operator_at(reader)}"
         return Refused(candidate=region.name, reason=Reason.MUTATED_MEANWHILE, detail=detail)

@@ -23,8 +23,8 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.read_regions import work_of_attention
 from moe_compile.cost.traced_nodes import TracedNodes
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place, value_of
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.kinds import Kind
@@ -59,10 +59,10 @@ class ByHeads(RegionKind[Planned[Attention]]):
 
     name: ClassVar[str] = "attention"
 
-    def find(self, graph: fx.Graph, config: MegaMoEConfig, before: Findings) -> Finds:
+    def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
         """Return every attention operator, those of regions first."""
         del config, before
-        regions, without = find_attention(graph)
+        regions, without = find_attention(facts)
         found: list[Found[Attention]] = [
             Found(region=region, where=source_place(region.core)) for region in regions
         ]
@@ -72,17 +72,14 @@ class ByHeads(RegionKind[Planned[Attention]]):
         launches = frozenset(launch.name for region in regions for launch in region.launches)
         return Finds(found=tuple(found), exchanges=launches)
 
-    def plan(
-        self, graph: fx.Graph, state: CompileState, layers: Layers
-    ) -> tuple[Planned[Attention], ...]:
+    def plan(self, state: CompileState, layers: Layers) -> tuple[Planned[Attention], ...]:
         """Return the plan of every attention operator."""
-        del graph
         found = state.found.by_kind[self.name]
         return tuple(_planned(one, one.region, state, layers) for one in found)
 
-    def emit(self, one: Planned[Attention], state: CompileState, dependence: Dependence) -> Emitted:
+    def emit(self, one: Planned[Attention], state: CompileState) -> Emitted:
         """Emit attention in groups of heads."""
-        del state, dependence
+        del state
         region = one.found.region
         assert isinstance(region, AttentionRegion)
         body = sorted({*region.body})

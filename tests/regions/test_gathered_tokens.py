@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile import backend
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
@@ -30,7 +31,7 @@ def tokens():
 def found_in(style, group):
     """Return the regions and refusals of a layer's only graph."""
     (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, LOCAL, group), tokens())
-    return find_moe_regions(gm.graph)
+    return find_moe_regions(GraphFacts(gm.graph))
 
 
 @pytest.mark.parametrize("style", STYLES, ids=names(STYLES))

@@ -18,7 +18,6 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -46,7 +45,6 @@ ONE_NODE: Final = Left(
 def divided_form(
     experts: FoundExperts,
     found: TokenRows | Left,
-    dependence: Dependence,
     *,
     rounds: bool,
 ) -> DividedForm | Left:
@@ -71,7 +69,7 @@ def divided_form(
         region=region,
         found=found,
         chosen=found.chosen,
-        told=_told(region, dependence),
+        told=_told(region),
         nodes=nodes,
         rounds=rounds,
     )
@@ -126,7 +124,7 @@ def against_routing(found: TokenRows, *, rounds: bool = False) -> Reason | None:
     return Reason.TENSOR_FLOAT if _rounds_weights(found) else None
 
 
-def _told(region: MoERegion, dependence: Dependence) -> tuple[fx.Node, ...]:
+def _told(region: MoERegion) -> tuple[fx.Node, ...]:
     """Return what stands between the exchange of counts and the counts received, both included.
 
     () where that exchange brings the counts of all ranks for all experts.
@@ -134,7 +132,7 @@ def _told(region: MoERegion, dependence: Dependence) -> tuple[fx.Node, ...]:
     counts = tensor_of(region.received_counts)
     if counts is None or counts.numel() != region.num_ranks * region.num_local_experts:
         return ()
-    exchange = region.count_exchange
+    exchange, dependence = region.count_exchange, region.facts.dependence
     above = dependence.above([region.received_counts], stops={exchange})
     between = above & dependence.below([exchange])
     return tuple(dependence.in_order({exchange, region.received_counts} | between))
@@ -163,11 +161,10 @@ def hop_forms(
     experts: FoundExperts,
     config: MegaMoEConfig,
     found: TokenRows | Left,
-    dependence: Dependence,
 ) -> Forms:
     """Return the forms that the option may come to."""
     return {
-        nodes: divided_form(experts, found, dependence, rounds=nodes == "rounded")
+        nodes: divided_form(experts, found, rounds=nodes == "rounded")
         for nodes in TRIED[config.nodes]
     }
 
@@ -231,7 +228,7 @@ class HopParts(NamedTuple):
 
 
 def plan_hop_parts(
-    experts: FoundExperts, config: MegaMoEConfig, dependence: Dependence, decision: Decision | None
+    experts: FoundExperts, config: MegaMoEConfig, decision: Decision | None
 ) -> HopParts:
     """Return the parts; "auto" is what the planner decided for two hops, else one."""
     chosen = None if decision is None else decision.chosen.candidate
@@ -249,6 +246,6 @@ def plan_hop_parts(
     bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
     if find_mixing(region, proof, bounds, by_tokens=False) is not None:
         return HopParts(1, num_slices, Left(Reason.ROWS_MIXED))
-    if chunk_without_gradient(region, proof, bounds, dependence) is not None:
+    if chunk_without_gradient(region, proof, bounds) is not None:
         return HopParts(1, num_slices, Left(Reason.NO_GRADIENT))
     return HopParts(num_chunks, num_slices, why)
