@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
+from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.attention.attention_surroundings import (
     backend_choices,
     is_tensor_parallel,
@@ -63,20 +63,18 @@ TENSOR_PARALLEL: Final = (
 COMPUTES: Final = "an operator between the exchange and attention is no movement of data"
 
 
-def find_attention(facts: GraphFacts) -> tuple[list[AttentionRegion], list[AttentionRefused]]:
-    """Return the attention regions of a Dynamo graph in graph order, and the other attentions."""
+def find_attention(facts: GraphFacts) -> tuple[list[AttentionRegion], dict[fx.Node, Left]]:
+    """Return the attention regions of a Dynamo graph, and why other attention is of none."""
     cores = [n for n in facts.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
     regions: list[AttentionRegion] = []
-    refused: list[AttentionRefused] = []
+    refused: dict[fx.Node, Left] = {}
     for core in cores:
         try:
             regions.append(_region(core, facts))
-        except Left as e:
-            one = AttentionRefused(name=core.name, core=core, reason=e.reason, detail=e.detail)
-            refused.append(one)
-        except Lost as e:
-            lost = Reason.HEADS_LOST
-            refused.append(AttentionRefused(name=core.name, core=core, reason=lost, detail=str(e)))
+        except Left as why:
+            refused[core] = Left(why.reason, why.detail)
+        except Lost as why:
+            refused[core] = Left(Reason.HEADS_LOST, str(why))
     return regions, refused
 
 

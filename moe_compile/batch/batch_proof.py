@@ -71,7 +71,7 @@ from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TOPK, TokenIndex, index_in_columns
@@ -141,8 +141,8 @@ def _regions(facts: GraphFacts) -> Proven:
     found = []
     for region in regions:
         proof, rows = prove_rows_independent(region), find_token_rows(region)
-        if isinstance(proof, Refused):
-            raise Left(proof.reason, proof.detail)
+        if isinstance(proof, Left):
+            raise proof
         if proof.whole:  # right for all rows of an expert, of which a part of the batch has some
             raise Left(Reason.ROWS_MIXED, operator_at(proof.whole[0][0]))
         if isinstance(rows, Left):

@@ -56,9 +56,9 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class CapacityFound:
 
     regions: tuple[CapacityRegion, ...] = ()
     """In graph order."""
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[Verdict, ...] = ()
     """What was meant to be a region."""
     exchanges: frozenset[str] = frozenset()
     """Names of the exchanges of both."""
@@ -84,7 +84,7 @@ def find_capacity_regions(
     if len(exchanges) < 2:
         return CapacityFound()
     regions: list[CapacityRegion] = []
-    refused: list[Refused] = []
+    refused: list[Verdict] = []
     used = set[fx.Node]()
     for dispatch in exchanges:
         below = facts.dependence.below([dispatch]) - {dispatch} - used
@@ -112,7 +112,7 @@ def _back(
 
 def _region(
     name: str, dispatch: fx.Node, back: fx.Node, facts: GraphFacts
-) -> CapacityRegion | Refused | None:
+) -> CapacityRegion | Verdict | None:
     """Return the region between two exchanges, why it is refused, or None where it is none."""
     waits = waits_on(back)
     if not waits:
@@ -135,7 +135,7 @@ def _region(
         why, detail = Reason.CAPACITY_AT_RUN_TIME, ""
     elif not is_meant:
         return None
-    return Refused(candidate=name, reason=why, detail=detail, is_region=True)
+    return Verdict(candidate=name, reason=why, detail=detail, is_region=True)
 
 
 def _follow(tracker: ExpertTracker, body: list[fx.Node]) -> None:

@@ -59,25 +59,26 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import MoERegion, Refused, exchanges
+from moe_compile.regions.regions import MoERegion, exchanges
 from moe_compile.regions.replayable import check_surroundings
 from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
 
 
-def find_moe_regions(facts: GraphFacts) -> tuple[list[MoERegion], list[Refused]]:
+def find_moe_regions(facts: GraphFacts) -> tuple[list[MoERegion], list[Verdict]]:
     """Return the regions of a Dynamo graph in graph order, and a refusal per other launch."""
     launches = [node for node in facts.graph.nodes if is_launch(node)]
     search = _Search(facts, launches)
     regions: list[MoERegion] = []
-    refused: dict[fx.Node, Refused] = {}
+    refused: dict[fx.Node, Verdict] = {}
     matched: dict[fx.Node, _Match] = {}
     used = search.used
     for launch in launches:
         if launch in used:
             continue
         pair = search.match(launch)
-        if isinstance(pair, Refused):
+        if isinstance(pair, Verdict):
             refused[launch] = pair
             continue
         used |= {pair.count_exchange, *pair.payloads.dispatches, *pair.payloads.combines}
@@ -109,40 +110,40 @@ class _Search:
         self.used: set[fx.Node] = set()
         """Launches of which nothing more is to be said."""
 
-    def match(self, dispatch: fx.Node) -> _Match | Refused:
+    def match(self, dispatch: fx.Node) -> _Match | Verdict:
         """Return what belongs to a dispatch of rows, or why a launch is none."""
         dependence, launches, used = self.facts.dependence, self.launches, self.used
         if (back := self._reduce_scatter_of(dispatch)) is not None:
             used.add(back)
             detail = f"sums are reduced at {source_place(back) or back.name}"
-            return Refused(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
+            return Verdict(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
         if not is_all_to_all(dispatch):
             detail = "a gather, a reduction or a broadcast"
-            return Refused(
-                candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_candidate=False
+            return Verdict(
+                candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_told=False
             )
         if is_integer(dispatch):
-            return Refused(
+            return Verdict(
                 candidate=dispatch.name, reason=Reason.NO_ROWS, detail="it carries integers"
             )
         if not has_dynamic_splits(dispatch):
             sizes = {*output_splits(dispatch), *input_splits(dispatch)}
             reason = Reason.EVEN_SPLITS if len(sizes) <= 1 else Reason.NO_COUNT_EXCHANGE
-            return Refused(candidate=dispatch.name, reason=reason)
+            return Verdict(candidate=dispatch.name, reason=reason)
         below = dependence.below([dispatch])
         free = (c for c in launches if c in below and c not in used and is_combine_of(dispatch, c))
         combine = next(free, None)
         if combine is None or not waits_on(combine):
-            return Refused(candidate=dispatch.name, reason=Reason.NO_COMBINE)
+            return Verdict(candidate=dispatch.name, reason=Reason.NO_COMBINE)
         splits = [s for s in (*output_splits(dispatch), *input_splits(dispatch))]
         above = dependence.above(s for s in splits if isinstance(s, fx.Node))
         counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
         if not counts:
             used.add(combine)  # what is wrong is said of the dispatch
-            return Refused(candidate=dispatch.name, reason=Reason.NO_COUNT_EXCHANGE)
+            return Verdict(candidate=dispatch.name, reason=Reason.NO_COUNT_EXCHANGE)
         return _Match(self._payloads(dispatch, combine), counts[-1])
 
-    def around_others(self, refused: Refused, match: _Match, regions: list[MoERegion]) -> Refused:
+    def around_others(self, refused: Verdict, match: _Match, regions: list[MoERegion]) -> Verdict:
         """Return the refusal of a match; that of a first hop where all inside are regions.
 
         There rows go to the group's peers, on to their experts, and back in two hops as well.
@@ -210,9 +211,9 @@ def _is_count_exchange(launch: fx.Node) -> bool:
     return is_all_gather(launch) or (is_all_to_all(launch) and not has_dynamic_splits(launch))
 
 
-def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Refused:
-    def refuse(reason: Reason, detail: str = "") -> Refused:
-        return Refused(candidate=name, reason=reason, detail=detail, is_region=True)
+def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Verdict:
+    def refuse(reason: Reason, detail: str = "") -> Verdict:
+        return Verdict(candidate=name, reason=reason, detail=detail, is_region=True)
 
     exchange, payloads, dependence = match.count_exchange, match.payloads, facts.dependence
     (counted,) = exchanges([exchange])
@@ -266,7 +267,8 @@ def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Refused:
         num_local_experts=num_experts // num_ranks,
         facts=facts,
     )
-    return check_surroundings(region) or region
+    why = check_surroundings(region)
+    return region if why is None else refuse(why.reason, why.detail)
 
 
 BY_INDEX: Final = frozenset(

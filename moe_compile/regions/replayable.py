@@ -18,24 +18,25 @@ from moe_compile.graph.query import (
     operator_at,
     output_splits,
 )
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.sent_counts import counted_by, forms_of_counts
 
 
-def check_surroundings(region: MoERegion) -> Refused | None:
+def check_surroundings(region: MoERegion) -> Left | None:
     """Refuse what replaying the body later, on parts of the rows, would change outside it."""
     inside = set(region.body)
     splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
     for size in splits:
         if isinstance(size, fx.Node) and size not in inside:
-            return _refused(region, Reason.NO_COUNT_EXCHANGE, size)
+            return Left(Reason.NO_COUNT_EXCHANGE, operator_at(size))
     for node in region.between:
         if may_draw(node) or not (is_host_arithmetic(node) or is_pure(node)):
-            return _refused(region, Reason.ESCAPES, node)
+            return Left(Reason.ESCAPES, operator_at(node))
     for node in region.row_side:
         if node.op == "call_method" and node.target in ("item", "tolist"):
-            return _refused(region, Reason.HOST_READ_OF_ROWS, node)
+            return Left(Reason.HOST_READ_OF_ROWS, operator_at(node))
     return _check_launches(region) or _check_writes(region, inside)
 
 
@@ -50,33 +51,33 @@ def memory_of(region: MoERegion) -> frozenset[int]:
     return made - frozenset(s for node in given for s in storages(node))
 
 
-def _check_launches(region: MoERegion) -> Refused | None:
+def _check_launches(region: MoERegion) -> Left | None:
     """Refuse other collectives than the exchanges of the rows, and rows sent on before the end."""
     for one in region.dispatched:
         beside = (o.result for o in region.dispatched if o is not one)
         others = region.facts.dependence.below(beside)
         if one.launch in others:
-            return _refused(region, Reason.COMMUNICATES, one.launch)
+            return Left(Reason.COMMUNICATES, operator_at(one.launch))
     for node in region.body:
         if is_launch(node) and node not in region.launches:
             is_beside = node in region.count_side and has_dynamic_splits(node)
             reason = Reason.SPLIT_OTHERWISE if is_beside else Reason.COMMUNICATES
-            return _refused(region, reason, node)
+            return Left(reason, operator_at(node))
     return None
 
 
-def _check_writes(region: MoERegion, inside: set[fx.Node]) -> Refused | None:
+def _check_writes(region: MoERegion, inside: set[fx.Node]) -> Left | None:
     outside = frozenset(s for node in (*region.inputs, *region.others) for s in storages(node))
     for writer, written in region.facts.dependence.writes.items():
         if writer in inside and (written & outside or not written):
-            return _refused(region, Reason.MUTATES_OUTSIDE, writer)
+            return Left(Reason.MUTATES_OUTSIDE, operator_at(writer))
         if _rewrites_counts(writer, written, region):
-            return _refused(region, Reason.MUTATED_MEANWHILE, writer)
+            return Left(Reason.MUTATED_MEANWHILE, operator_at(writer))
     body = [node for node in region.body if node is not region.result]
     legality = region.facts.legality
     obstacle = legality.written_meanwhile(body, region.result, memory_of(region))
     if obstacle is not None:
-        return _refused(region, Reason.MUTATED_MEANWHILE, obstacle.because_of)
+        return Left(Reason.MUTATED_MEANWHILE, operator_at(obstacle.because_of))
     return None
 
 
@@ -91,7 +92,3 @@ def _rewrites_counts(writer: fx.Node, written: frozenset[int], region: MoERegion
         return False
     memory = frozenset(s for form in forms for s in storages(form))
     return not written or bool(written & memory)
-
-
-def _refused(region: MoERegion, reason: Reason, node: fx.Node) -> Refused:
-    return Refused(candidate=region.name, reason=reason, detail=operator_at(node), is_region=True)

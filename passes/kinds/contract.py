@@ -17,9 +17,9 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.graph.facts import GraphFacts
+from moe_compile.journal.entries import Verdict
 from moe_compile.plan.planned import Findings, Found, Planned
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import Refused
 from moe_compile.report.region_reports import AttentionReport, RegionReport
 
 P = TypeVar("P", bound=Planned[Any])
@@ -31,7 +31,7 @@ class Finds:
 
     found: tuple[Found[Any], ...]
     """What is planned, with or without a region."""
-    others: tuple[Refused, ...] = ()
+    others: tuple[Verdict, ...] = ()
     """Exchanges, and regions that were matched, of which nothing is planned."""
     exchanges: frozenset[str] = frozenset()
     """Names of the exchanges that other kinds are to say nothing of."""

@@ -22,7 +22,8 @@ from tests.slow_parameters import one_per_reason, slow_but
 def find(style, group, heads=8, kv_heads=4, batch=4):
     layer = style(16, heads, kv_heads, 8, group)
     (gm,) = dynamo_graphs(layer, torch.randn(batch, 6, 16))
-    return find_attention(GraphFacts(gm.graph))
+    regions, refused = find_attention(GraphFacts(gm.graph))
+    return regions, [*refused.values()]
 
 
 REGIONS = [

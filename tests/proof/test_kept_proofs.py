@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.facts import GraphFacts
+from moe_compile.journal.left import Left
 from moe_compile.proof import kept_proofs, row_proof
 from moe_compile.proof.region_form import form_of
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from tests.batch_layers import POSITIONS, Block
 from tests.batch_layers import WIDTH as BLOCK_WIDTH
 from tests.capture import dynamo_graphs
@@ -186,7 +187,7 @@ def test_a_constant_that_makes_an_index_wrong_is_refused_beside_a_like_region(fa
     wrong.first = 1
     (_, first), (_, second) = proofs([right, wrong], tokens())
     assert isinstance(first, RowProof)
-    assert isinstance(second, Refused)
+    assert isinstance(second, Left)
     assert made == ["region 0", "region 1"]
 
 
@@ -210,8 +211,7 @@ def test_a_refusal_is_of_the_lines_of_its_own_region(fake_ranks, made):
 
     first, other = (alike(style, fake_ranks, 1)[0] for style in (Refusing, Elsewhere))
     (_, one), (_, two) = proofs([first, other], tokens())
-    assert isinstance(one, Refused)
-    assert (one.candidate, two.candidate) == ("region 0", "region 1")
+    assert isinstance(one, Left) and isinstance(two, Left)
     assert one.reason is two.reason
     assert one.detail != two.detail
     assert made == ["region 0", "region 1"]

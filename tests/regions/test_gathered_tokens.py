@@ -37,7 +37,7 @@ def found_in(style, group):
 @pytest.mark.parametrize("style", STYLES, ids=names(STYLES))
 def test_gathered_tokens_of_experts_are_named_with_what_to_do(fake_ranks, style):
     regions, refused = found_in(style, fake_ranks)
-    (left,) = unmatched(refused, {})
+    (left,) = unmatched(refused)
     assert (regions, left.reason, left.is_dispatch) == ([], Reason.TOKENS_GATHERED, True)
     assert left.detail.startswith("sums are reduced at gathering_layers.py:")
     assert left.reason.kind is Kind.NOT_POSSIBLE  # `strict` lets it pass
@@ -47,7 +47,7 @@ def test_gathered_tokens_of_experts_are_named_with_what_to_do(fake_ranks, style)
 def test_other_gathers_and_reductions_are_not_spoken_of(fake_ranks, style):
     regions, refused = found_in(style, fake_ranks)
     assert {other.reason for other in refused} == {Reason.NO_ROWS}
-    assert not unmatched(refused, {})
+    assert not unmatched(refused)
     assert len(regions) == (style is AroundExchanges)
 
 

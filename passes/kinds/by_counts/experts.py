@@ -52,7 +52,7 @@ from moe_compile.plan.hop_prices import price_hops
 from moe_compile.plan.plan import ExpertsPlan
 from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, TokenRows
@@ -230,7 +230,7 @@ def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
     after = examine_surroundings([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
         around = after.around[draft.region.name]
-        if isinstance(around, Refused):
+        if isinstance(around, Left):
             draft.refuse(around)
             continue
         draft.around = around
@@ -258,7 +258,7 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Rewrite:
 def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
     """Return the grouped products whose weights go in pieces, one for each chunk."""
     is_whole = draft.by_tokens or draft.num_chunks == 1
-    return () if is_whole or isinstance(draft.proof, Refused) else draft.proof.sliceable
+    return () if is_whole or isinstance(draft.proof, Left) else draft.proof.sliceable
 
 
 def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
@@ -301,18 +301,18 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
         hop_slices=1 if draft.divided is None else draft.num_slices,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
-        unproven=draft.proof.reason.name if isinstance(draft.proof, Refused) else "",
+        unproven=draft.proof.reason.name if isinstance(draft.proof, Left) else "",
     )
 
 
 def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     """Return what of the options is not done to a region's chunks and dispatch, and why."""
-    why: dict[str, Left | Refused | None] = {
+    why: dict[str, Left | None] = {
         "dispatch": draft.not_gathered,
         "nodes": draft.not_divided,
         "chunk_edges": draft.even_edges,
     }
-    if isinstance(draft.proof, Refused):
+    if isinstance(draft.proof, Left):
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:
         why["chunks"] = draft.not_chunked
@@ -322,7 +322,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
 def check_chunks(draft: Draft) -> None:
     """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
     is_flat = draft.gathered is None and draft.divided is None
-    if isinstance(draft.proof, Refused) or draft.num_chunks == 1 or not is_flat:
+    if isinstance(draft.proof, Left) or draft.num_chunks == 1 or not is_flat:
         return
     region, proof, by_tokens = draft.region, draft.proof, draft.by_tokens
     num, by_load = draft.num_chunks, draft.by_load
@@ -334,9 +334,7 @@ def check_chunks(draft: Draft) -> None:
     chunk = chunk_without_gradient(region, proof, bounds)
     if chunk is not None:
         detail = f"chunk {chunk} of {num}"
-        draft.refuse(
-            Refused(candidate=region.name, reason=Reason.NO_GRADIENT, detail=detail, is_region=True)
-        )
+        draft.refuse(Left(Reason.NO_GRADIENT, detail))
 
 
 LOG: Final = logging.getLogger(__name__)

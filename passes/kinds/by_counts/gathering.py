@@ -28,7 +28,7 @@ from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.body_needs import needs_of_body
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
@@ -47,7 +47,7 @@ def gathered_form(
     found: TokenRows | Left,
 ) -> GatheredForm | Left:
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
-    if isinstance(experts.proof, Refused):
+    if isinstance(experts.proof, Left):
         return Left(Reason.NOT_PROVEN, experts.proof.reason.value)
     if (unfit := why_mixed(experts.proof) or why_rounded(experts.proof)) is not None:
         return unfit
@@ -59,7 +59,7 @@ def gathered_form(
         return Left(Reason.TOKENS_MAY_DIFFER)
     after = examine_surroundings([gathering(experts.region, experts.proof, regions, found)])
     around = after.around[experts.region.name]
-    if isinstance(around, Refused):
+    if isinstance(around, Left):
         return Left(Reason.NOT_PROVEN, around.reason.value)
     needs = needs_of_body(experts.region)
     if needs.reads_sent:
@@ -193,7 +193,7 @@ def _apply(form: GatheredForm, rewrite: Rewrite) -> frozenset[fx.Node]:
     """Rewrite the region; return what tells every rank what all ranks route where."""
     after = examine_surroundings([rewrite])
     around = after.around[form.region.name]
-    assert not isinstance(around, Refused)  # as `gathered_form` has asked
+    assert not isinstance(around, Left)  # as `gathered_form` has asked
     gathered = emit_gathered(form, around, rank=0)  # the same on every rank: ranks decide alike
     replace_uses(around.sizes)
     replace_uses({**gathered.instead, form.found.sums.total: gathered.result})

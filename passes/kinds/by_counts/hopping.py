@@ -26,7 +26,7 @@ from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.decide import Hopping
 from moe_compile.plan.node_rounding import node_rounding_of
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, TokenRows
@@ -56,7 +56,7 @@ def divided_form(
     nodes = node_groups_of(region.group)
     if nodes is None or nodes.num_nodes == 1:
         return ONE_NODE if nodes is not None else Left(Reason.NO_NODE_GROUPS)
-    if isinstance(proof, Refused):
+    if isinstance(proof, Left):
         return Left(Reason.NOT_PROVEN, proof.reason.value)
     if (rounded := why_rounded(proof)) is not None:
         return rounded
@@ -74,7 +74,7 @@ def divided_form(
         rounds=rounds,
     )
     around = examine_surroundings([dividing(form, proof)]).around[region.name]
-    if isinstance(around, Refused):
+    if isinstance(around, Left):
         return Left(Reason.NOT_PROVEN, around.reason.value)
     return form
 
@@ -241,7 +241,7 @@ def plan_hop_parts(
         return HopParts(1, num_slices, Left(Reason.TWO_HOPS))
     region, proof = experts.region, experts.proof
     num_chunks, why = plan_num_chunks(config, region.num_local_experts, decision)
-    if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
+    if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Left):
         return HopParts(num_chunks, num_slices, why)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
     if find_mixing(region, proof, bounds, by_tokens=False) is not None:
