@@ -5,6 +5,7 @@ Contract
     Rewrites of other distributions follow the last pass on the Dynamo graph, by name.
     A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
     What needs a fact that a dropped pass owed is left out as well, and the report says so.
+    What is known of a graph (`CompileState.facts_of`) is forgotten once a pass has changed it.
     `TORCH_LOGS=+passes.pipeline` prints the graph before a level, and after each pass that changed
     it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`.
 """

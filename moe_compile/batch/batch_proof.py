@@ -148,7 +148,7 @@ def _regions(facts: GraphFacts) -> Proven:
         if isinstance(rows, Left):
             raise rows
         if rows.chosen is None or not rows.is_chosen_once:
-            known = TokenIndex(frozenset().union(*facts.dependence.writes.values()))
+            known = TokenIndex(facts.dependence.written)
             cause = region.counts if rows.chosen is not None else known.not_chosen(rows.index)
             raise Left(Reason.CHOSEN_TWICE, operator_at(cause))
         share = find_share(region, rows)

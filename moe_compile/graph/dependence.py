@@ -117,6 +117,7 @@ class Dependence:
             for node in graph.nodes
             if (written := written_arguments(node))
         }
+        self.written = frozenset().union(*self.writes.values())
         self._later: dict[fx.Node, list[fx.Node]] = {}
         self._earlier: dict[fx.Node, list[fx.Node]] = {}
         for writer, storage in self.writes.items():

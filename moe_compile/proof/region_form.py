@@ -141,7 +141,11 @@ class _Writer:
         if body is not None:
             self.lines.append(f"{place} {self._graph(body)}")
             return
-        said = self._value(value_of(node)), is_differentiable(made), constants_behind(node)
+        said = (
+            self._value(value_of(node)),
+            is_differentiable(made),
+            constants_behind(node, self.region),
+        )
         of = place if made is node else self._place(made)
         self.lines.append(f"{place} of {of} {node.op in ('placeholder', 'get_attr')} {said}")
 

@@ -159,7 +159,7 @@ class _Proof:
         if given.node is self.region.counts:
             return Formulas(self.facts.sent)
         if given.node in self.region.others:
-            behind = constants_behind(given.node)
+            behind = constants_behind(given.node, self.region)
             return Outside(frozenset({given.node}), behind=behind, is_given=True)
         return UnknownIndex()  # until a dispatch tells their order; nothing reads them before
 

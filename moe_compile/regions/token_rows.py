@@ -72,7 +72,7 @@ def _find(region: MoERegion) -> TokenRows:
     assert gathered is not None
     tokens, index = gathered
     after, found = find_token_sum(region.result, num_rows(region.rows), dependence)
-    known = TokenIndex(frozenset().union(*dependence.writes.values()))
+    known = TokenIndex(dependence.written)
     of_each = known.rows_of_each_token(index, tokens)
     part = known.part_of(index) if of_each is None else None
     rows_per_token = of_each if part is None else part.rows_per_token
