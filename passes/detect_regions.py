@@ -21,7 +21,6 @@ from moe_compile.graph.query import source_place
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.plan.planned import Findings
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import Refused
 from passes.contract import Fact, GraphPass
 from passes.kinds import KINDS
 from passes.normalize.function_exchanges import Unknown, exchanges_of
@@ -38,14 +37,16 @@ class DetectRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.found`; a region that a proof refuses is found all the same."""
-        found = Findings()
+        found, facts = Findings(), state.facts_of(graph)
         for kind in KINDS:
-            new = kind.find(graph, state.config, found)
-            others = (other for other in found.others if other.candidate not in new.exchanges)
+            new = kind.find(facts, state.config, found)
+            kept = (other for other in found.others if other.candidate not in new.exchanges)
             found = Findings(
-                by_kind={**found.by_kind, kind.name: new.found}, others=(*others, *new.others)
+                by_kind={**found.by_kind, kind.name: new.found}, others=(*kept, *new.others)
             )
-        state.found = replace(found, others=(*found.others, *_inside_functions(graph)))
+        left = (*found.others, *_inside_functions(graph))
+        others = tuple(_told(graph, other, state.config) for other in left)
+        state.found = replace(found, others=others)
         for region in found.regions:
             state.num_marked += 1
             mark_region(region.launches, str(state.num_marked))
@@ -54,33 +55,23 @@ class DetectRegions(GraphPass):
             pass_name=self.name,
             applied=tuple(region.name for region in found.regions),
             skipped=(
-                *(_verdict(graph, other, state.config) for other in state.found.others),
-                *(
-                    Verdict(candidate=none.candidate, reason=none.reason, detail=none.detail)
-                    for none in candidates
-                    if isinstance(none, Refused)
-                ),
+                *others,
+                *(none for none in candidates if isinstance(none, Verdict)),
             ),
         )
 
 
-def _inside_functions(graph: fx.Graph) -> Iterator[Refused]:
-    """Yield a refusal for each exchange that is still inside an autograd function."""
+def _inside_functions(graph: fx.Graph) -> Iterator[Verdict]:
+    """Yield a verdict on each exchange that is still inside an autograd function."""
     for node in filter(is_autograd_function, graph.nodes):
         found = exchanges_of(node)
         if isinstance(found, Unknown):
-            yield Refused(candidate=node.name, reason=found.reason, detail=found.because)
+            yield Verdict(candidate=node.name, reason=found.reason, detail=found.because)
 
 
-def _verdict(graph: fx.Graph, other: Refused, config: MegaMoEConfig) -> Verdict:
+def _told(graph: fx.Graph, other: Verdict, config: MegaMoEConfig) -> Verdict:
     """Say of an exchange why it is of no region: one that dispatches rows was meant to be."""
     options = ("chunks", "dispatch", "dispatch_wire", "combine_wire") if other.is_region else ()
     option = next(filter(config.asks_for, options or ("chunks",)), "")
-    return Verdict(
-        candidate=other.candidate,
-        reason=other.reason,
-        detail=other.detail,
-        option=option,
-        is_asked=bool(option),
-        where=next((source_place(n) for n in graph.nodes if n.name == other.candidate), ""),
-    )
+    where = next((source_place(n) for n in graph.nodes if n.name == other.candidate), "")
+    return replace(other, option=option, is_asked=bool(option), where=where)

@@ -27,9 +27,7 @@ from typing import ClassVar, Final
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter, erase_dead, replace_uses
-from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import number_of, tensor_of
 from moe_compile.journal.entries import Verdict
 from moe_compile.plan.state import CompileState
@@ -81,7 +79,7 @@ class FuseTokenSums(Rewrite[Fused]):
         is_asked = state.config.allows(self.numerics)
         if not is_asked or self.name in state.config.disable_passes or not state.found.experts:
             return []
-        legality = Legality(Dependence(graph), graph)
+        legality = state.facts_of(graph).legality
         regions = (one.region for one in state.found.experts)
         forms = (fused_sums_of(one.result, num_rows(one.rows), legality) for one in regions)
         return [form for form in forms if isinstance(form, FusedSums)]
@@ -93,7 +91,7 @@ class FuseTokenSums(Rewrite[Fused]):
         """
         if not (state.results and state.config.allows(self.numerics)):
             return Proposed()
-        legality = Legality(Dependence(graph), graph)
+        legality = state.facts_of(graph).legality
         proposals, skipped = [], []
         for one in state.experts:
             name = one.found.region.name
@@ -109,12 +107,14 @@ class FuseTokenSums(Rewrite[Fused]):
     def apply(self, graph: fx.Graph, proposals: tuple[Fused, ...], state: CompileState) -> None:
         """Emit each, and erase what stood there."""
         rows = {one.found.region.name: one.found.region.rows for one in state.experts}
+        facts = state.facts_of(graph)
         for one in proposals:
-            legality = Legality(Dependence(graph), graph)
-            form = fused_sums_of(state.results[one.region], num_rows(rows[one.region]), legality)
+            result, num_sent = state.results[one.region], num_rows(rows[one.region])
+            form = fused_sums_of(result, num_sent, facts.legality)
             if isinstance(form, Verdict):
                 raise ContractViolation(f"{one} are no more what they were: {form.why}")
             _carry_out(form)
+            facts.forget()
 
 
 def _proposed(region: str, form: FusedSums) -> Fused:

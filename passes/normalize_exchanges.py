@@ -48,8 +48,9 @@ from moe_compile.graph.edit import (
     replace_uses,
     substitute,
 )
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.inner_graphs import bodies, is_autograd_function
-from moe_compile.graph.modes import Mode, changes_mode, modes
+from moe_compile.graph.modes import changes_mode
 from moe_compile.graph.query import (
     C10D,
     called_name,
@@ -84,8 +85,9 @@ class NormalizeExchanges(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Rewrite each launch together with what hides it, its wait or its result."""
-        del state
-        waits, writes = split_waits(graph), write_elsewhere(graph)
+        facts, waits = state.facts_of(graph), split_waits(graph)
+        facts.forget()
+        writes = write_elsewhere(facts)
         found: list[tuple[fx.Node, fx.Node]] = []
         skipped: list[Verdict] = []
         launches = [node for node in graph.nodes if is_launch(node)]
@@ -101,7 +103,7 @@ class NormalizeExchanges(GraphPass):
         functions = {node: exchanges_of(node) for node in filter(is_autograd_function, graph.nodes)}
         replaced = {node: one for node, one in functions.items() if isinstance(one, list)}
         skipped += _left(functions)
-        fills = find_fills(graph)
+        fills = find_fills(facts)
         for launch, (args, kwargs) in placed.items():
             launch.args, launch.kwargs = args, kwargs
         for launch, hiding in found:
@@ -253,14 +255,11 @@ class Fill:
     source: fx.Node
 
 
-def find_fills(graph: fx.Graph) -> list[Fill]:
+def find_fills(facts: GraphFacts) -> list[Fill]:
     """Return the fills after which memory may be read where its source is."""
-    copies = (n for n in graph.nodes if n.op == "call_method" and n.target == "copy_")
+    copies = (n for n in facts.graph.nodes if n.op == "call_method" and n.target == "copy_")
     fills = [fill for copy in copies if (fill := _fill(copy)) is not None]
-    if not fills:
-        return []
-    dependence, mode_of = Dependence(graph), modes(graph)
-    return [fill for fill in fills if _is_only_read(fill, dependence, mode_of)]
+    return [fill for fill in fills if _is_only_read(fill, facts)]
 
 
 def _fill(copy: fx.Node) -> Fill | None:
@@ -288,18 +287,18 @@ def _is_brought(node: fx.Node) -> bool:
     return is_wait(node) and len(node.users) == 1
 
 
-def _is_only_read(fill: Fill, dependence: Dependence, mode_of: Mapping[fx.Node, Mode]) -> bool:
-    place = dependence.position
+def _is_only_read(fill: Fill, facts: GraphFacts) -> bool:
+    place = facts.dependence.position
     if any(place[user] < place[fill.copy] for user in fill.memory.users):
         return False
     tensor = tensor_of(fill.source)
     flows = tensor is not None and tensor.requires_grad
-    if flows and mode_of[fill.copy][0] is not mode_of[fill.source][0]:
+    if flows and facts.modes[fill.copy][0] is not facts.modes[fill.source][0]:
         return False
     memory = storages(fill.memory) | storages(fill.source)
     return not any(
         not written or written & memory
-        for writer, written in dependence.writes.items()
+        for writer, written in facts.dependence.writes.items()
         if writer is not fill.copy and place[writer] > place[fill.source]
     )
 
@@ -313,12 +312,11 @@ def read_sources(fills: list[Fill]) -> None:
         erase_dead([fill.memory, fill.copy])
 
 
-def write_elsewhere(graph: fx.Graph) -> list[fx.Node]:
+def write_elsewhere(facts: GraphFacts) -> list[fx.Node]:
     """Have writes by index into new memory write a copy, and what reads the memory read that."""
-    writes = [n for n in graph.nodes if n.op == "call_method" and n.target in ELSEWHERE]
+    writes = [n for n in facts.graph.nodes if n.op == "call_method" and n.target in ELSEWHERE]
     writes = [write for write in writes if _is_new(write.args[0])]
-    dependence = Dependence(graph) if writes else None
-    found = [write for write in writes if dependence is not None and _is_alone(write, dependence)]
+    found = [write for write in writes if _is_alone(write, facts.dependence)]
     for write in found:
         memory, value = write.args[0], tensor_of(write)
         assert isinstance(memory, fx.Node) and value is not None
@@ -328,6 +326,8 @@ def write_elsewhere(graph: fx.Graph) -> list[fx.Node]:
             read_instead(reader, memory, total)
         replace_uses({write: total})
         erase_dead([write])
+    if found:
+        facts.forget()
     return found
 
 

@@ -5,6 +5,7 @@ Contract
     Rewrites of other distributions follow the last pass on the Dynamo graph, by name.
     A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
     What needs a fact that a dropped pass owed is left out as well, and the report says so.
+    What is known of a graph (`CompileState.facts_of`) is forgotten once a pass has changed it.
     `TORCH_LOGS=+passes.pipeline` prints the graph before a level, and after each pass that changed
     it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`.
 """
@@ -174,6 +175,7 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
     results: list[PassReport | Dropped] = []
     result: PassReport | Dropped
     known = level.given
+    state.facts_of(graph).forget()
     _show(graph, state, f"before_{level.passes[0].name}")
     for p in level.passes:
         if f"{p.name} {state.graph_name}" in state.dropped:
@@ -206,7 +208,7 @@ def _show(graph: fx.Graph, state: CompileState, step: str) -> None:
 
 
 def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport | Dropped:
-    before = Snapshot(graph)
+    before, facts = Snapshot(graph), state.facts_of(graph)
     try:
         with without_saved_tensors_hooks():
             report = p.run(graph, state)
@@ -220,6 +222,9 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
         known = isinstance(error, MegaMoEError)
         LOG.debug("%s", reason if known else traceback.format_exc())
         return Dropped(p.name, Reason.FAILED, reason)
+    finally:
+        if facts.has_any and not before.holds(graph):
+            facts.forget()
     return report
 
 

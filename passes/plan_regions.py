@@ -38,7 +38,7 @@ class PlanRegions(GraphPass):
             is_recomputed=state.is_recomputed,
             sums=FuseTokenSums().expected(graph, state),
         )
-        state.planned = {kind.name: kind.plan(graph, state, layers) for kind in KINDS}
+        state.planned = {kind.name: kind.plan(state, layers) for kind in KINDS}
         return PassReport(
             pass_name=self.name,
             applied=tuple(one.found.name for one in state.regions if one.is_rewritten),

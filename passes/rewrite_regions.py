@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, erase_unused, move_before, replace_uses
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
@@ -36,9 +35,9 @@ class RewriteRegions(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Emit every region anew, have its readers read that, erase what nothing needs."""
-        dependence = Dependence(graph)
+        dead = state.facts_of(graph).dependence.in_order(state.dead)  # read before the first edit
         emitted = [
-            kind.emit(one, state, dependence)
+            kind.emit(one, state)
             for kind in KINDS
             for one in state.planned[kind.name]
             if one.is_rewritten
@@ -47,7 +46,7 @@ class RewriteRegions(GraphPass):
             replace_uses(new.instead)
             for nodes, place in new.moved:
                 move_before(nodes, place)
-        erase_dead(dependence.in_order(state.dead))
+        erase_dead(dead)
         for new in emitted:
             erase_unused(new.body)
         forget_bindings(graph)

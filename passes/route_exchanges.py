@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.edit import Emitter, erase_unused, replace_uses, substitute
-from moe_compile.graph.modes import Mode, modes
+from moe_compile.graph.modes import Mode
 from moe_compile.graph.query import waits_on
 from moe_compile.journal.entries import Verdict, judged
 from moe_compile.journal.reasons import Reason
@@ -62,7 +62,7 @@ class RouteExchanges(Rewrite[Routed]):
         """Return the exchanges that the transport can carry, every launch of them."""
         if state.config.transport == FUNCTIONAL:
             return Proposed()
-        in_force = modes(graph)
+        in_force = state.facts_of(graph).modes
         found = [
             _routed(one, exchange, launches, state, in_force)
             for one in state.experts

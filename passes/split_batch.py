@@ -29,8 +29,8 @@ from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.dims.factors import Lost, holds
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_dead, read_instead
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.inner_graphs import body_named
 from moe_compile.graph.modes import changes_mode, modes, running_under
 from moe_compile.graph.observation import call, fake_mode_of, running_on
@@ -72,7 +72,7 @@ class SplitBatch(GraphPass):
         if num_parts == 1:
             return PassReport(pass_name=self.name)
         try:
-            split = find_batch_split(graph, num_parts)
+            split = find_batch_split(state.facts_of(graph), num_parts)
             if split is None:
                 return PassReport(pass_name=self.name)
             _carry_out(graph, split, num_parts)
@@ -162,12 +162,12 @@ def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[in
 
     Modes may be switched between a region's rows and their sums: for what other parts run there.
     """
-    dependence = Dependence(graph)
-    regions = {region.dispatch: region for region in find_moe_regions(graph)[0]}
+    found_in_parts, _ = find_moe_regions(GraphFacts(graph))
+    regions = {region.dispatch: region for region in found_in_parts}
     for env, share in zip(parts.envs, shares, strict=True):
         for one in split.regions:
             region = regions.get(env[one.region.dispatch])
-            found = None if region is None else read_token_rows(region, dependence)
+            found = None if region is None else read_token_rows(region)
             if not isinstance(found, TokenRows):
                 raise ContractViolation(f"{one.region.name} is none in a part: {found}")
             if found.part != split.tokens_of(one.share, share):

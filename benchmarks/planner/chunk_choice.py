@@ -24,13 +24,14 @@ from benchmarks.planner.simulated_layer import TOKENS, simulated_us
 from moe_compile.cost.rates import CONSTANTS, Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import load_profile
+from moe_compile.journal.left import Left
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.regions import Refused
 from moe_compile.simulator.models import ModelShape
 
 PROFILES: Final = ("h100", "h800", "h200")
@@ -91,9 +92,9 @@ def layers(wanted: Sequence[tuple[ModelShape, int]] | None = None) -> Iterator[P
     groups = {num: fake_group(num) for num in {num for _, num in wanted}}
     for shape, num_ranks in wanted:
         graph = capture_layer(shape, groups[num_ranks], TOKENS)
-        (region,), _ = find_moe_regions(graph)
+        (region,), _ = find_moe_regions(GraphFacts(graph))
         proof = prove_rows_independent(region)
-        assert not isinstance(proof, Refused), proof
+        assert not isinstance(proof, Left), proof
         work = work_of_experts(region, proof, load_profile("h100"))
         assert work is not None
         yield PlannedLayer(shape=shape, num_ranks=num_ranks, work=work)

@@ -10,7 +10,6 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
-from moe_compile.graph.dependence import Dependence
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Decision
@@ -44,7 +43,7 @@ class GatherableLayer:
         state = CompileState(config=config, hardware=load_profile("cpu"))
         DetectRegions().run(graph, state)
         (found,) = state.found.experts
-        rows = find_token_rows(found.region, Dependence(found.region.result.graph))
+        rows = find_token_rows(found.region)
         form = gathered_form(found, [found.region], config, rows)
         assert isinstance(form, GatheredForm), form
         assert isinstance(found.proof, RowProof)

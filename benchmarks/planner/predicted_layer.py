@@ -14,13 +14,13 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.hardware import HardwareProfile, load_profile
+from moe_compile.journal.left import Left
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.decide import decide_experts
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import Refused
 from passes.detect_regions import DetectRegions
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import Level, run_level
@@ -73,7 +73,7 @@ def predict_layer(
     state = CompileState(config=PLANNED, hardware=load_profile(PLANNED.hardware))
     run_level(FOUND, capture(module, tokens), state)
     (found,) = state.found.experts
-    assert not isinstance(found.proof, Refused), found.proof
+    assert not isinstance(found.proof, Left), found.proof
     work = work_of_experts(found.region, found.proof, state.hardware)
     assert work is not None
     return PredictedLayer(found=found, work=replace(work, imbalance=imbalance))

@@ -103,13 +103,3 @@ class AttentionRegion:
         """Every exchange of the region."""
         back = [node for node in self.outward if node in self.tracker.sent]
         return (*self.exchanges, *back)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionRefused:
-    """An attention operator left alone, and why."""
-
-    name: str
-    core: fx.Node
-    reason: Reason
-    detail: str = ""

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.attention.attention_regions import AttentionRefused, AttentionRegion
+from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.attention.attention_surroundings import (
     backend_choices,
     is_tensor_parallel,
@@ -33,14 +33,14 @@ from moe_compile.attention.head_inputs import heads_read
 from moe_compile.attention.head_proof import (
     check_escapes,
     check_heads_stay,
-    check_meanwhile,
     find_heads,
     no_region,
     track,
 )
 from moe_compile.dims.factors import Lost, size_of
 from moe_compile.dims.tracker import Tracker, is_even_exchange, is_movement, sizes_of
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
+from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import (
     argument_of,
     group_name,
@@ -63,26 +63,23 @@ TENSOR_PARALLEL: Final = (
 COMPUTES: Final = "an operator between the exchange and attention is no movement of data"
 
 
-def find_attention(graph: fx.Graph) -> tuple[list[AttentionRegion], list[AttentionRefused]]:
-    """Return the attention regions of a Dynamo graph in graph order, and the other attentions."""
-    cores = [n for n in graph.nodes if n.op == "call_function" and n.target in ATTENTION]
+def find_attention(facts: GraphFacts) -> tuple[list[AttentionRegion], dict[fx.Node, Left]]:
+    """Return the attention regions of a Dynamo graph, and why other attention is of none."""
+    cores = [n for n in facts.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
     regions: list[AttentionRegion] = []
-    refused: list[AttentionRefused] = []
-    dependence = Dependence(graph) if cores else None
+    refused: dict[fx.Node, Left] = {}
     for core in cores:
-        assert dependence is not None
         try:
-            regions.append(_region(core, dependence))
-        except Left as e:
-            one = AttentionRefused(name=core.name, core=core, reason=e.reason, detail=e.detail)
-            refused.append(one)
-        except Lost as e:
-            lost = Reason.HEADS_LOST
-            refused.append(AttentionRefused(name=core.name, core=core, reason=lost, detail=str(e)))
+            regions.append(_region(core, facts))
+        except Left as why:
+            refused[core] = Left(why.reason, why.detail)
+        except Lost as why:
+            refused[core] = Left(Reason.HEADS_LOST, str(why))
     return regions, refused
 
 
-def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
+def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
+    dependence = facts.dependence
     operands = [argument_of(core, i, name) for i, name in enumerate(("query", "key", "value"))]
     above = [movements_above(operand) for operand in operands]
     entering = [[n for n in moved if is_launch(n)] for moved in above]
@@ -107,7 +104,7 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
     found = bits().heads(core, operands, num_kv_heads)
     refused = bool(found.groups) and bits().refuses
     rounds = refused or _sizes_differ(operands) or _has_local_gradient(operands, sources)
-    cut = heads_read(tracker, head, body, core, dependence, may_round=rounds) if head else []
+    cut = heads_read(tracker, head, body, core, facts, may_round=rounds) if head else []
     region = AttentionRegion(
         name=core.name,
         core=core,
@@ -129,8 +126,21 @@ def _region(core: fx.Node, dependence: Dependence) -> AttentionRegion:
         num_ranks=len(output_splits(exchanges[0])),
     )
     check_escapes(region.body[:-1], region.body)
-    check_meanwhile(region.body, core, dependence)
+    _check_meanwhile(region, facts.legality)
     return region
+
+
+def _check_meanwhile(region: AttentionRegion, legality: Legality) -> None:
+    """Refuse when the body would compute something else, or tell otherwise, just before `core`.
+
+    Nor may others write what it reads before its last node.
+    """
+    body, core = region.body, region.core
+    obstacle = legality.obstacle([n for n in body if n is not core], core)
+    last = legality.dependence.in_order(body)[-1]
+    obstacle = obstacle or legality.written_meanwhile(body, last)
+    if obstacle is not None:
+        raise obstacle.left
 
 
 def _sizes_differ(operands: Sequence[fx.Node]) -> bool:

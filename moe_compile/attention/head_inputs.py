@@ -13,7 +13,7 @@ exchange gives the same layout to those of the whole and of groups.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
 from torch.utils import _pytree as pytree
@@ -22,7 +22,7 @@ from moe_compile.dims.arguments import moved
 from moe_compile.dims.factors import Factor, Lost, flat, holds
 from moe_compile.dims.tracker import Tracker, is_form
 from moe_compile.graph.aliases import maker, readers
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import has_gradient, is_launch, operator_at, value_of
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -33,7 +33,7 @@ def heads_read(
     head: Factor,
     body: Sequence[fx.Node],
     core: fx.Node,
-    dependence: Dependence,
+    facts: GraphFacts,
     *,
     may_round: bool,
 ) -> list[fx.Node]:
@@ -42,16 +42,16 @@ def heads_read(
     Refuses what is made only after `core`, where the groups run, and a gradient that groups would
     add up in another order; with `may_round` not that of what no exchange brings.
     """
-    found = []
+    found, position = [], facts.dependence.position
     for source, by in read_from_outside(body).items():
-        if dependence.position[source] > dependence.position[core]:
+        if position[source] > position[core]:
             raise Lost(f"{operator_at(source)} is made after the attention")
         with_heads = _with_heads(tracker, source, head)
         terms = [reader for reader in by if has_gradient(source) and has_gradient(reader)]
         beside = not may_round and not all(map(is_launch, terms))
         if beside or (terms and not _all_hold(with_heads, head)):
             raise Left(Reason.GRADIENT_BESIDE, operator_at(source))
-        if len(terms) > 1 and not _added_up_alone(source, terms, dependence):
+        if len(terms) > 1 and not _added_up_alone(source, terms, position):
             raise Left(Reason.GRADIENT_ORDER, operator_at(source))
         if with_heads:
             found.append(source)
@@ -90,10 +90,11 @@ def _all_hold(factors: Sequence[Factor], head: Factor) -> bool:
     return bool(found) and all(_all_hold(piece, head) for f in found for piece in f.pieces)
 
 
-def _added_up_alone(source: fx.Node, by: Sequence[fx.Node], dependence: Dependence) -> bool:
+def _added_up_alone(
+    source: fx.Node, by: Sequence[fx.Node], position: Mapping[fx.Node, int]
+) -> bool:
     """Whether the gradient of `source` is the sum of what its readers in `by` give, from the last
     to the first, and only then of what other readers give."""
-    position = dependence.position
     others = [n for n in readers(maker(source)) if n not in by or source not in n.all_input_nodes]
     first = position[by[0]]
     late = any(position[n] > first and (value_of(n) is None or has_gradient(n)) for n in others)

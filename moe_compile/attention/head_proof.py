@@ -26,8 +26,6 @@ from moe_compile.dims.factors import (
 )
 from moe_compile.dims.rules import step
 from moe_compile.dims.tracker import CUTS, Tracker, is_movement, move_name
-from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_launch, operator_at
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -148,16 +146,3 @@ def check_escapes(nodes: Iterable[fx.Node], body: Collection[fx.Node]) -> None:
     for node in nodes:
         if any(user not in inside for user in node.users):
             raise Left(Reason.ESCAPES, operator_at(node))
-
-
-def check_meanwhile(body: Collection[fx.Node], core: fx.Node, dependence: Dependence) -> None:
-    """Refuse when `body` would compute something else, or tell otherwise, just before `core`.
-
-    Nor may others write what it reads before its last node.
-    """
-    legality = Legality(dependence, core.graph)
-    obstacle = legality.obstacle([n for n in body if n is not core], core)
-    last = dependence.in_order(body)[-1]
-    obstacle = obstacle or legality.written_meanwhile(body, last)
-    if obstacle is not None:
-        raise obstacle.left

@@ -24,15 +24,14 @@ from moe_compile.dims.factors import Factor, Lost, flat
 from moe_compile.dims.rules import operator_name
 from moe_compile.dims.tracker import ExpertTracker
 from moe_compile.graph.constant_tensors import maker_of
-from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
-from moe_compile.graph.legality import Legality
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.modes import (
     changes_autocast,
     changes_grad_mode,
     changes_mode,
     chooses_attention,
-    modes,
 )
 from moe_compile.graph.query import called_name, has_gradient, operator_at, tensor_of
 from moe_compile.journal.left import Left
@@ -72,14 +71,9 @@ class Dependents:
         """Return what depends on the batch."""
         return self.apart | self.routed
 
-    def end(
-        self,
-        graph: fx.Graph,
-        dependence: Dependence,
-        sums: set[fx.Node],
-    ) -> None:
+    def end(self, facts: GraphFacts, sums: set[fx.Node]) -> None:
         """Take in what leaves the graph, of parts and of `sums` over the batch."""
-        (output,) = graph.find_nodes(op="output")
+        (output,), dependence = facts.graph.find_nodes(op="output"), facts.dependence
         given = {*output.all_input_nodes}
         ends = [n for n in dependence.needs(output) if n in given or n not in self.counters]
         leaving = [n for n in ends if n in self.routed]
@@ -90,19 +84,18 @@ class Dependents:
 
 
 def body_of(
-    graph: fx.Graph,
-    dependence: Dependence,
+    facts: GraphFacts,
     regions: tuple[SplitRegion, ...],
     tracker: ExpertTracker,
     batch: Factor,
     found: Dependents,
 ) -> BatchSplit:
     """Return the split of a graph of which `found` depends on the batch."""
-    (output,) = graph.find_nodes(op="output")
+    (output,), dependence = facts.graph.find_nodes(op="output"), facts.dependence
     spread = {n for n in found.cut if n in found.needed and is_spread(n, tracker, batch)}
-    made = _made_of_parameters(found, dependence) | spread
+    made = _made_of_parameters(found, facts) | spread
     body = dependence.in_order((found.nodes & found.needed) | made)
-    legality = Legality(dependence, graph)
+    legality = facts.legality
     obstacle = legality.obstacle(body, output, keeps_modes=True)
     obstacle = obstacle or legality.obstacle(found.kept, output)
     if obstacle is not None:
@@ -122,8 +115,8 @@ def body_of(
         anew=tuple(node for node in given if node in anew),
         spread=frozenset(spread),
         written=tuple(node for node in given if dependence.writers(node)),
-        segments=tuple(_segments(graph, regions, set(body))),
-        alone=tuple(_read_alone(body, found.cut, regions, dependence)),
+        segments=tuple(_segments(facts, regions, set(body))),
+        alone=tuple(_read_alone(body, found.cut, regions)),
         results=tuple(n for n in output.all_input_nodes if n in found.apart),
         summed=tuple(dependence.in_order(found.summed)),
         kept=tuple(dependence.in_order(found.kept)),
@@ -132,12 +125,12 @@ def body_of(
     )
 
 
-def _made_of_parameters(found: Dependents, dependence: Dependence) -> set[fx.Node]:
+def _made_of_parameters(found: Dependents, facts: GraphFacts) -> set[fx.Node]:
     """Return what gives parameters a gradient and has no batch, but for their only views.
 
     Parts may share a view, and add up its gradient, where nothing else adds to the same elements.
     """
-    made = set[fx.Node]()
+    made, dependence = set[fx.Node](), facts.dependence
     for node in dependence.in_order(found.needed - found.nodes - set(found.cut)):
         if node.op not in ("call_function", "call_method") or not has_gradient(node):
             continue
@@ -180,12 +173,13 @@ def _outer_of_rows(
 
 
 def _segments(
-    graph: fx.Graph, regions: Iterable[SplitRegion], body: Collection[fx.Node]
+    facts: GraphFacts, regions: Iterable[SplitRegion], body: Collection[fx.Node]
 ) -> Iterator[tuple[fx.Node, ...]]:
     """Yield the body, with the switches of modes in it, in runs that end with launches of rows."""
     launches = {n for one in regions for n in (one.region.dispatch, one.region.combine)}
+    graph, mode_of = facts.graph, facts.modes
     (output,) = graph.find_nodes(op="output")
-    grad_modes = [modes(graph)[node][0] for node in (next(iter(graph.nodes)), output)]
+    grad_modes = [mode_of[node][0] for node in (next(iter(graph.nodes)), output)]
     state = _State(*grad_modes)
     nodes: list[fx.Node] = []
     is_begun = is_launched = False
@@ -248,7 +242,6 @@ def _read_alone(
     body: Collection[fx.Node],
     cut: Iterable[fx.Node],
     regions: Iterable[SplitRegion],
-    dependence: Dependence,
 ) -> Iterator[fx.Node]:
     """Yield what has a gradient, is whole for every part, and is to have a name for each.
 
@@ -256,7 +249,7 @@ def _read_alone(
     is read within a region: chunks, and the hops of rows, run readers later, behind other parts'.
     """
     ours = {*body, *cut}
-    within = {node for one in regions for node in inside(one, dependence)}
+    within = {node for one in regions for node in inside(one)}
     times: dict[fx.Node, int] = {}
     for node in body:
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):

@@ -55,6 +55,7 @@ from moe_compile.dims.tracker import ExpertTracker, is_even_exchange
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import (
     called_name,
     expression_of,
@@ -70,7 +71,7 @@ from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TOPK, TokenIndex, index_in_columns
@@ -80,31 +81,29 @@ ADDS_TO: Final = frozenset({"add_", "__iadd__", "iadd"})
 Proven = list[tuple[SplitRegion, RowProof]]
 
 
-def find_batch_split(graph: fx.Graph, num_parts: int) -> BatchSplit | None:
-    """Return how `graph` runs on parts of its batch; None where it has no MoE region.
+def find_batch_split(facts: GraphFacts, num_parts: int) -> BatchSplit | None:
+    """Return how a graph runs on parts of its batch; None where it has no MoE region.
 
     Raises Left or Lost where parts are not proven to compute what the whole does.
     """
-    dependence = Dependence(graph)
-    regions = _regions(graph, dependence)
+    regions = _regions(facts)
     if not regions:
-        with_capacity = find_capacity_regions(graph, (), 0)
+        with_capacity = find_capacity_regions(facts, (), 0)
         if with_capacity.exchanges:
             raise Left(Reason.BATCH_CAPACITY, ", ".join(sorted(with_capacity.exchanges)))
         return None
-    split = split_around(graph, dependence, regions, num_parts)
+    split = split_around(facts, regions, num_parts)
     is_settled = settle_size(split.tracker.numbers.size(split.size), num_parts)
-    return split if is_settled else find_batch_split(graph, num_parts)  # of a number now
+    return split if is_settled else find_batch_split(facts, num_parts)  # of a number now
 
 
-def split_around(
-    graph: fx.Graph, dependence: Dependence, regions: Proven, num_parts: int
-) -> BatchSplit:
-    """Return how `graph` runs on parts of its batch, whose regions these are, each with its proof.
+def split_around(facts: GraphFacts, regions: Proven, num_parts: int) -> BatchSplit:
+    """Return how a graph runs on parts of its batch, whose regions these are, each with its proof.
 
     Raises Left or Lost where parts are not proven to compute what the whole does.
     """
-    tracker, lost = follow_graph(graph, [split for split, _ in regions], dependence)
+    graph = facts.graph
+    tracker, lost = follow_graph(graph, [split for split, _ in regions])
     if unknown := next((n for n in graph.find_nodes(op="placeholder") if n in lost), None):
         raise Lost(lost[unknown])
     why: Left | Lost | None = None
@@ -113,7 +112,7 @@ def split_around(
         try:
             if batch.size < num_parts:
                 raise Left(Reason.BATCH_TOO_SMALL, f"{batch.size} for {num_parts} parts")
-            return _Proof(graph, dependence, regions, tracker, lost, batch).split()
+            return _Proof(facts, regions, tracker, lost, batch).split()
         except (Left, Lost) as refused:
             why = refused if why is None or batch in of_tokens else why
     if _is_one_sequence(graph, tracker, of_tokens):
@@ -135,24 +134,24 @@ def _is_one_sequence(graph: fx.Graph, tracker: ExpertTracker, of_tokens: list[Fa
     return any(len(d) > 1 and not d[0] and d[1][:1] and d[1][0] in of_tokens for d in dims)
 
 
-def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
-    regions, others = find_moe_regions(graph)
+def _regions(facts: GraphFacts) -> Proven:
+    regions, others = find_moe_regions(facts)
     if unproven := next((other for other in others if other.is_region), None):
         raise Left(unproven.reason, unproven.detail)
     found = []
     for region in regions:
-        proof, rows = prove_rows_independent(region), find_token_rows(region, dependence)
-        if isinstance(proof, Refused):
-            raise Left(proof.reason, proof.detail)
+        proof, rows = prove_rows_independent(region), find_token_rows(region)
+        if isinstance(proof, Left):
+            raise proof
         if proof.whole:  # right for all rows of an expert, of which a part of the batch has some
             raise Left(Reason.ROWS_MIXED, operator_at(proof.whole[0][0]))
         if isinstance(rows, Left):
             raise rows
         if rows.chosen is None or not rows.is_chosen_once:
-            known = TokenIndex(frozenset().union(*dependence.writes.values()))
+            known = TokenIndex(facts.dependence.written)
             cause = region.counts if rows.chosen is not None else known.not_chosen(rows.index)
             raise Left(Reason.CHOSEN_TWICE, operator_at(cause))
-        share = find_share(rows, dependence)
+        share = find_share(region, rows)
         found.append((SplitRegion(region=region, found=rows, share=share), proof))
     return found
 
@@ -161,12 +160,21 @@ def _regions(graph: fx.Graph, dependence: Dependence) -> Proven:
 class _Proof:
     """The proof for one factor."""
 
-    graph: fx.Graph
-    dependence: Dependence
+    facts: GraphFacts
     regions: Proven
     tracker: ExpertTracker
     lost: dict[fx.Node, str]
     batch: Factor
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph."""
+        return self.facts.graph
+
+    @property
+    def dependence(self) -> Dependence:
+        """Who needs whom in it."""
+        return self.facts.dependence
 
     def split(self) -> BatchSplit:
         """Return the split by this factor; raise where it is not proven."""
@@ -174,7 +182,7 @@ class _Proof:
         found = self._dependents(mixing)
         self._check_inputs(found)
         self._note_counters(found)
-        found.end(self.graph, self.dependence, self._sums(found))
+        found.end(self.facts, self._sums(found))
         self._check_routed(found)
         for split, _ in self.regions:
             if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
@@ -182,9 +190,9 @@ class _Proof:
             check_factors(split, self.tracker)
             if split.share is not None:
                 given = {n for n in found.cut if n.op == "placeholder"}
-                check_share(split, split.share, self.tracker, self.dependence, given)
+                check_share(split, split.share, self.tracker, given)
         splits = tuple(split for split, _ in self.regions)
-        return body_of(self.graph, self.dependence, splits, self.tracker, self.batch, found)
+        return body_of(self.facts, splits, self.tracker, self.batch, found)
 
     def _dependents(self, mixing: Collection[fx.Node]) -> Dependents:
         found = Dependents()
@@ -273,7 +281,7 @@ class _Proof:
             in_columns = filter(None, map(index_in_columns, (rows.gather, rows.sums.total)))
             chosen = [n for n in (rows.chosen,) if n is not None]
             stops = {*chosen, *(n for one in chosen for n in one.all_input_nodes), *found.apart}
-            known |= inside(split, self.dependence)
+            known |= inside(split)
             known |= self.dependence.above((*ends, *in_columns), stops=stops) & found.routed
         kept = self.dependence.in_order(found.kept)
         if bad := next((n for n in kept if not self._is_done_once(n, found)), None):

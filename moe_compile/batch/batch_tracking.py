@@ -19,20 +19,19 @@ from moe_compile.batch.token_shares import dims_of_slice
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
 from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.dims.tracker import ExpertTracker
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.regions.row_chain import num_rows
 from moe_compile.regions.token_sums import base_of
 
 
 def follow_graph(
-    graph: fx.Graph, regions: Collection[SplitRegion], dependence: Dependence
+    graph: fx.Graph, regions: Collection[SplitRegion]
 ) -> tuple[ExpertTracker, dict[fx.Node, str]]:
     """Return the factors of all that can be followed, and why other nodes cannot."""
     came_back = {num_rows(s.region.result): num_rows(s.region.rows) for s in regions}
     tracker, lost = ExpertTracker(SizeNumbers(graph, came_back)), dict[fx.Node, str]()
     sums = {split.found.sums.total: split for split in regions}
-    inner = {n for split in regions for n in inside(split, dependence)} - sums.keys()
+    inner = {n for split in regions for n in inside(split)} - sums.keys()
     slices = {n: split for split in regions if split.share is not None for n in split.share.slices}
     for node in graph.nodes:
         if node.op == "placeholder" and tensor_of(node) is not None:
@@ -78,9 +77,9 @@ def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> N
         lost.setdefault(node, f"{operator_at(node)}: {refused}")
 
 
-def inside(split: SplitRegion, dependence: Dependence) -> set[fx.Node]:
+def inside(split: SplitRegion) -> set[fx.Node]:
     """Return what sends counts, and brings rows to their experts and back to the sums."""
-    region, found = split.region, split.found
+    region, found, dependence = split.region, split.found, split.region.facts.dependence
     sent = dependence.below([region.counts]) & dependence.above([region.count_exchange])
     return {
         *sent,

@@ -23,16 +23,16 @@ from moe_compile.batch.sharded_rules import same_on, summed_over, takes_own_part
 from moe_compile.dims.factors import Dims, Factor, Lost, flat
 from moe_compile.dims.rules import CASTS
 from moe_compile.dims.tracker import ExpertTracker, is_movement
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_launch, known_rows, operator_at
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
+from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import TokenRows
 
 
-def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
+def find_share(region: MoERegion, found: TokenRows) -> TokenShare | None:
     """Return the share of which a region has the rows, None where it has those of all tokens.
 
     Raises Left where the rows are those of other tokens, or their sums are not added up over the
@@ -52,7 +52,7 @@ def find_share(found: TokenRows, dependence: Dependence) -> TokenShare | None:
     orders += filter(None, map(known.order_of, (found.index, found.sums.index)))
     shifted = (node for node in map(known.origin, orders) if known.unshifted(node)[0] is not node)
     return TokenShare(
-        ranks=_summing_ranks(found, dependence, num_tokens // of_mine, first // of_mine),
+        ranks=_summing_ranks(region, found, num_tokens // of_mine, first // of_mine),
         number=first // of_mine,
         factor=Factor(of_mine),
         rows_per_token=found.part.rows_per_token,
@@ -80,12 +80,10 @@ def _is_slice(node: fx.Node, bounds: tuple[int, int, int], num_tokens: int) -> b
     return is_known and given.indices(num_tokens) == bounds
 
 
-def _summing_ranks(
-    found: TokenRows, dependence: Dependence, size: int, number: int
-) -> tuple[int, ...]:
+def _summing_ranks(region: MoERegion, found: TokenRows, size: int, number: int) -> tuple[int, ...]:
     """Return the ranks over which the sums of the rows are added up; raise Left without them."""
-    summing = set[tuple[int, ...]]()
-    for node in dependence.below([found.sums.total], stops=_Summing()) - {found.sums.total}:
+    summing, total = set[tuple[int, ...]](), found.sums.total
+    for node in region.facts.dependence.below([total], stops=_Summing()) - {total}:
         if ranks := summed_over(node):
             summing.add(ranks)
         elif not _may_be_done_to_sums(node):
@@ -126,7 +124,6 @@ def check_share(
     split: SplitRegion,
     share: TokenShare,
     tracker: ExpertTracker,
-    dependence: Dependence,
     given: Collection[fx.Node],
 ) -> None:
     """Refuse unless all of the ranks have the tokens, and their experts and scores.
@@ -150,4 +147,4 @@ def check_share(
             raise Left(
                 Reason.BATCH_MIXED, f"{operator_at(node)} may differ on ranks that share tokens"
             )
-        todo += dependence.needs(node)
+        todo += split.region.facts.dependence.needs(node)

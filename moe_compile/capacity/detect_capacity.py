@@ -43,9 +43,8 @@ from moe_compile.dims.expert_rules import follow
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds
 from moe_compile.dims.rules import operator_name
 from moe_compile.dims.tracker import ExpertTracker, is_even_exchange, move_name
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.gradient_order import find_later_reader
-from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import (
     group_name,
     has_gradient,
@@ -57,9 +56,9 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +67,32 @@ class CapacityFound:
 
     regions: tuple[CapacityRegion, ...] = ()
     """In graph order."""
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[Verdict, ...] = ()
     """What was meant to be a region."""
     exchanges: frozenset[str] = frozenset()
     """Names of the exchanges of both."""
 
 
-def find_capacity_regions(graph: fx.Graph, taken: Collection[fx.Node], first: int) -> CapacityFound:
+def find_capacity_regions(
+    facts: GraphFacts, taken: Collection[fx.Node], first: int
+) -> CapacityFound:
     """Return the regions of a Dynamo graph and what was refused.
 
     `taken` are exchanges of other regions, `first` is the number of the first region.
     """
-    exchanges = [n for n in graph.nodes if is_even_exchange(n) and n not in taken]
+    exchanges = [n for n in facts.graph.nodes if is_even_exchange(n) and n not in taken]
     if len(exchanges) < 2:
         return CapacityFound()
-    dependence = Dependence(graph)
     regions: list[CapacityRegion] = []
-    refused: list[Refused] = []
+    refused: list[Verdict] = []
     used = set[fx.Node]()
     for dispatch in exchanges:
-        back = None if dispatch in used else _back(dispatch, exchanges, used, dependence)
+        below = facts.dependence.below([dispatch]) - {dispatch} - used
+        back = None if dispatch in used else _back(dispatch, exchanges, below)
         if back is None or is_integer(dispatch):
             continue
         name = f"region {first + len(regions) + len(refused)}"
-        found = _region(name, dispatch, back, dependence)
+        found = _region(name, dispatch, back, facts)
         if isinstance(found, CapacityRegion):
             regions.append(found)
         elif found is not None:
@@ -102,34 +103,28 @@ def find_capacity_regions(graph: fx.Graph, taken: Collection[fx.Node], first: in
 
 
 def _back(
-    dispatch: fx.Node,
-    exchanges: Collection[fx.Node],
-    used: Collection[fx.Node],
-    dependence: Dependence,
+    dispatch: fx.Node, exchanges: Collection[fx.Node], below: Collection[fx.Node]
 ) -> fx.Node | None:
-    """Return the exchange that may bring back what `dispatch` sends."""
-    below = dependence.below([dispatch]) - {dispatch}
+    """Return the exchange that may bring back what `dispatch` sends: the first `below` it."""
     group = group_name(dispatch)
-    return next(
-        (n for n in exchanges if n in below and n not in used and group_name(n) == group), None
-    )
+    return next((n for n in exchanges if n in below and group_name(n) == group), None)
 
 
 def _region(
-    name: str, dispatch: fx.Node, back: fx.Node, dependence: Dependence
-) -> CapacityRegion | Refused | None:
+    name: str, dispatch: fx.Node, back: fx.Node, facts: GraphFacts
+) -> CapacityRegion | Verdict | None:
     """Return the region between two exchanges, why it is refused, or None where it is none."""
     waits = waits_on(back)
     if not waits:
         return None
-    result = waits[-1]
+    result, dependence = waits[-1], facts.dependence
     between = dependence.below([dispatch]) & dependence.above([result], stops=[dispatch])
     body = dependence.in_order(between)
     tracker = ExpertTracker()
     try:
         _follow(tracker, body)
         experts = _experts(tracker)
-        return prove(name, tracker, experts, body, dependence) if experts else None
+        return prove(name, tracker, experts, body, facts) if experts else None
     except Lost as lost:
         why, detail = Reason.EXPERTS_LOST, str(lost)
     except Left as refusal:
@@ -140,7 +135,7 @@ def _region(
         why, detail = Reason.CAPACITY_AT_RUN_TIME, ""
     elif not is_meant:
         return None
-    return Refused(candidate=name, reason=why, detail=detail, is_region=True)
+    return Verdict(candidate=name, reason=why, detail=detail, is_region=True)
 
 
 def _follow(tracker: ExpertTracker, body: list[fx.Node]) -> None:
@@ -253,7 +248,7 @@ def prove(
     tracker: ExpertTracker,
     candidates: Sequence[Factor],
     body: Sequence[fx.Node],
-    dependence: Dependence,
+    facts: GraphFacts,
 ) -> CapacityRegion:
     """Return the region of `body`, which `tracker` followed; raise where it is not proven."""
     dispatch, result = body[0], body[-1]
@@ -274,7 +269,7 @@ def prove(
         combine=combine,
         result=result,
         body=tuple(body),
-        cut=tuple(_inputs_to_cut(tracker, experts, expert_of, body, dependence)),
+        cut=tuple(_inputs_to_cut(tracker, experts, expert_of, body, facts)),
         tracker=tracker,
         experts=experts,
         expert_of={node: index for node, index in expert_of.items() if index != WHOLE},
@@ -283,8 +278,7 @@ def prove(
     )
     check_escapes(body[:-1], body)
     _check_gradients(region, expert_of)
-    legality = Legality(dependence, result.graph)
-    if (obstacle := legality.obstacle(body[:-1], result)) is not None:
+    if (obstacle := facts.legality.obstacle(body[:-1], result)) is not None:
         raise obstacle.left
     return region
 
@@ -336,7 +330,7 @@ def _inputs_to_cut(
     experts: Factor,
     expert_of: dict[fx.Node, int],
     body: Sequence[fx.Node],
-    dependence: Dependence,
+    facts: GraphFacts,
 ) -> list[fx.Node]:
     """Return what has the index of experts of what `body` reads from outside.
 
@@ -351,7 +345,7 @@ def _inputs_to_cut(
             continue
         if _num_places(tracker, source, experts) > 1:
             raise Lost(f"{operator_at(source)} has experts in several dimensions")
-        if (other := find_later_reader(by, source, dependence)) is not None:
+        if (other := find_later_reader(by, source, facts.dependence)) is not None:
             raise Left(
                 Reason.GRADIENT_ORDER, f"{operator_at(source)} is read by {operator_at(other)} too"
             )

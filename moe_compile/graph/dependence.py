@@ -117,6 +117,7 @@ class Dependence:
             for node in graph.nodes
             if (written := written_arguments(node))
         }
+        self.written = frozenset().union(*self.writes.values())
         self._later: dict[fx.Node, list[fx.Node]] = {}
         self._earlier: dict[fx.Node, list[fx.Node]] = {}
         for writer, storage in self.writes.items():
@@ -137,6 +138,17 @@ class Dependence:
         """Return what writes the memory of the tensors that `node` makes, in graph order."""
         mine = storages(node)
         return [writer for writer, written in self.writes.items() if written & mine]
+
+    def is_filled_first(self, node: fx.Node) -> bool:
+        """Whether all that writes the memory of `node` runs before anything else reads it.
+
+        So it is with zeros to which ones are added in place.
+        """
+        writers = self.writers(node)
+        mine = frozenset().union(*(self.writes[writer] for writer in writers))
+        last = max(map(self.position.__getitem__, writers), default=-1)
+        before = (n for n, position in self.position.items() if position < last)
+        return all(n in writers or not self.reads(n) & mine for n in before)
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return what needs `node`: its users, and later readers of what it wrote."""

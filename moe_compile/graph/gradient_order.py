@@ -27,7 +27,7 @@ readers of which the same is known. A dimension along which one number is repeat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
@@ -75,7 +75,7 @@ def find_reordered(
         elif _has_stale_view(source, anchor, dependence):
             return next(r for r in adding if r in together), source
         for last in (set[fx.Node](), _views_among_outputs(source, adding)):
-            order = _Order(dependence, anchor, last)
+            order = _Order(dependence.position, anchor, last)
             before = sorted(adding, key=order.before, reverse=True)
             after = sorted(adding, key=lambda r: order.after(r, r in together, part(r, source)))
             if not _is_same_sum(before, after[::-1], source):
@@ -109,9 +109,10 @@ def find_later_reader(
 class _Order:
     """When readers run, as keys to sort them by."""
 
-    def __init__(self, dependence: Dependence, anchor: fx.Node, last: set[fx.Node]) -> None:
-        self._position, self._there = dependence.position, dependence.position[anchor]
-        self._last = last
+    def __init__(
+        self, position: Mapping[fx.Node, int], anchor: fx.Node, last: set[fx.Node]
+    ) -> None:
+        self._position, self._there, self._last = position, position[anchor], last
 
     def before(self, reader: fx.Node) -> tuple[int, int, int, int]:
         """Return where the reader runs; those of `last` with the output."""

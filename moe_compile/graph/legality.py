@@ -30,7 +30,6 @@ from moe_compile.graph.modes import (
     changes_mode,
     chooses_attention,
     entered_since,
-    modes,
 )
 from moe_compile.graph.query import has_gradient, is_launch, is_wait, operator_at, value_of
 from moe_compile.journal.left import Left
@@ -79,11 +78,12 @@ class Obstacle:
 class Legality:
     """What may be done to one graph; stale once the graph is edited."""
 
-    def __init__(self, dependence: Dependence, graph: fx.Graph) -> None:
-        """Read `graph`, of which `dependence` is."""
-        self.dependence, self.graph = dependence, graph
+    def __init__(
+        self, dependence: Dependence, graph: fx.Graph, modes: Mapping[fx.Node, Mode]
+    ) -> None:
+        """Read `graph`, of which `dependence` and the modes of all nodes are."""
+        self.dependence, self.graph, self._modes = dependence, graph, modes
         self._position = dependence.position
-        self._modes = modes(graph)
         self._moves_memory = next(filter(moves_memory, graph.nodes), None)
 
     def obstacle(

@@ -10,10 +10,14 @@ Contract
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch.fx as fx
+
+VALUES: Final = ("val", "example_value")
+"""Keys in the meta of a node: what the tracer found it to make."""
 
 
 class Snapshot:
@@ -22,6 +26,11 @@ class Snapshot:
     def __init__(self, graph: fx.Graph) -> None:
         """Look at `graph`; the tensors its meta holds are shared, not copied."""
         self._nodes = [_Node.of(node) for node in graph.nodes]
+
+    def holds(self, graph: fx.Graph) -> bool:
+        """Whether `graph` has the same nodes in the same order, which call and read the same."""
+        pairs = itertools.zip_longest(self._nodes, graph.nodes)
+        return all(kept is not None and kept.is_still(node) for kept, node in pairs)
 
     def restore(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """Make `graph` what it was; return each node of then with the one that it is now."""
@@ -60,6 +69,16 @@ class _Node:
     @staticmethod
     def of(node: fx.Node) -> _Node:
         return _Node(node, node.op, node.target, node.args, node.kwargs, node.name, dict(node.meta))
+
+    def is_still(self, node: fx.Node | None) -> bool:
+        """Whether `node` is the same, and calls and reads the same; its value too."""
+        return (
+            node is self.node
+            and node.target is self.target
+            and node.args is self.args
+            and node.kwargs is self.kwargs
+            and all(node.meta.get(key) is self.meta.get(key) for key in VALUES)
+        )
 
     def copy_to(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> fx.Node:
         """Add a node like it to `graph`, its arguments as `env` has them."""

@@ -9,8 +9,8 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.journal.kinds import Kind
@@ -31,6 +31,15 @@ class Verdict:
     """Whether that option asks for it, not only allows it, as "auto" may."""
     where: str = ""
     """The user's line it stands on, where that is known: `file.py:line in function`."""
+    is_region: bool = False
+    """Whether a dispatch, its combine and its counts were matched, and then refused."""
+    is_told: bool = True
+    """Whether a report has it among exchanges of no region: not a gather of parameters, say."""
+
+    @property
+    def is_dispatch(self) -> bool:
+        """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
+        return self.is_region or self.reason.kind in ACTED_ON
 
     @property
     def is_unmet(self) -> bool:
@@ -130,6 +139,10 @@ class Journal:
         return [data for graph, result in self.records if (data := _as_data(graph, result))]
 
 
+OF_VERDICTS: Final = ("candidate", "reason", "detail", "option", "is_asked", "where")
+"""What of a verdict is on record."""
+
+
 def _as_data(graph: str, result: PassReport | Dropped) -> dict[str, Any]:
     said: dict[str, Any] = {"graph": graph, "pass": result.pass_name}
     if isinstance(result, Dropped):
@@ -138,7 +151,8 @@ def _as_data(graph: str, result: PassReport | Dropped) -> dict[str, Any]:
     if not (result.applied or result.skipped or result.measures):
         return {}
     skipped = [
-        {**asdict(verdict), "reason": verdict.reason.value, "to_do": REMEDIES[verdict.reason]}
+        {name: getattr(verdict, name) for name in OF_VERDICTS}
+        | {"reason": verdict.reason.value, "to_do": REMEDIES[verdict.reason]}
         for verdict in result.skipped
     ]
     return {

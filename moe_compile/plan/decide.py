@@ -19,6 +19,7 @@ from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.left import Left
 from moe_compile.plan.candidates import (
     CHUNKS,
     FORWARD_ALONE,
@@ -33,7 +34,6 @@ from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.region_tasks import price_us
-from moe_compile.regions.regions import Refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def decide_experts(
     """
     if not asks_planner(config, can_gather=gathering is not None, can_hop=hopping is not None):
         return None
-    if isinstance(found.proof, Refused):
+    if isinstance(found.proof, Left):
         return None
     work = work_of_experts(found.region, found.proof, hardware, layer)
     if work is None:

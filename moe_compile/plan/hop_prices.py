@@ -15,9 +15,10 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.left import Left
 from moe_compile.plan.candidates import HOPS, Candidate
 from moe_compile.plan.region_tasks import price_us
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +32,13 @@ class HopPrices:
 
 def price_hops(
     region: MoERegion,
-    proof: RowProof | Refused,
+    proof: RowProof | Left,
     shape: HopShape,
     hardware: HardwareProfile,
     layer: TracedNodes,
 ) -> HopPrices:
     """Return what the region takes in its `layer`."""
-    work = None if isinstance(proof, Refused) else work_of_experts(region, proof, hardware, layer)
+    work = None if isinstance(proof, Left) else work_of_experts(region, proof, hardware, layer)
     if work is None:
         return HopPrices(shape=shape, us={})
     rates = Rates.of(hardware, work.num_ranks, shape.num_local)

@@ -23,11 +23,11 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
-from moe_compile.regions.regions import MoERegion, Refused, Region, RowProof
+from moe_compile.regions.regions import MoERegion, Region, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm
 
-R = TypeVar("R", bound=Region | Refused)
+R = TypeVar("R", bound=Region | Verdict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +42,11 @@ class Found(Generic[R]):
     @property
     def name(self) -> str:
         """Return the name of the region, or of what is none."""
-        region: Region | Refused = self.region
-        return region.candidate if isinstance(region, Refused) else region.name
+        region: Region | Verdict = self.region
+        return region.candidate if isinstance(region, Verdict) else region.name
 
     def verdicts(
-        self, config: MegaMoEConfig, left: Mapping[str, Left | Refused | None]
+        self, config: MegaMoEConfig, left: Mapping[str, Left | None]
     ) -> dict[str, Verdict]:
         """Return by option the verdict on what is not done to it, as `left` says."""
         return {
@@ -66,7 +66,7 @@ class Found(Generic[R]):
 class FoundExperts(Found[MoERegion]):
     """A MoE region, with its proof."""
 
-    proof: RowProof | Refused
+    proof: RowProof | Left
     num_host_reads: int
     """Times the host waits for integers of the region, as the model is written."""
     rows: Mapping[str, torch.Tensor | None]
@@ -82,14 +82,14 @@ class Findings:
 
     by_kind: Mapping[str, tuple[Found[Any], ...]] = field(default_factory=dict)
     """Name of a kind -> its candidates."""
-    others: tuple[Refused, ...] = ()
+    others: tuple[Verdict, ...] = ()
     """Exchanges of no region, and regions that were matched and then refused."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
         """Return all regions, of every kind."""
         found = (one.region for each in self.by_kind.values() for one in each)
-        return tuple(region for region in found if not isinstance(region, Refused))
+        return tuple(region for region in found if not isinstance(region, Verdict))
 
     @property
     def experts(self) -> tuple[FoundExperts, ...]:
@@ -134,7 +134,7 @@ class PlannedExperts(Planned[MoERegion]):
 
     found: FoundExperts
     plan: ExpertsPlan
-    proof: RowProof | Refused
+    proof: RowProof | Left
     """That of the region as it is planned: replayed, it may be refused for more than it was."""
     gathered: GatheredForm | None = None
     """How its tokens are gathered, where they are."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.journal.reasons import Reason
@@ -84,6 +85,14 @@ class CompileState:
     """Which AOTAutograd graph is at hand."""
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
+
+    _facts: GraphFacts | None = None
+
+    def facts_of(self, graph: fx.Graph) -> GraphFacts:
+        """Return what is known of the graph at hand, the same to all passes until one edits it."""
+        if self._facts is None or self._facts.graph is not graph:
+            self._facts = GraphFacts(graph)
+        return self._facts
 
     def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
         """Forget the Dynamo graph before; `name` is that of the next."""

@@ -6,13 +6,13 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import storages, written_arguments
+from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import may_draw
 from moe_compile.graph.query import argument_of, is_launch, tensor_of
 from moe_compile.regions.regions import MoERegion
@@ -23,31 +23,25 @@ CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 def constant_nodes(region: MoERegion) -> list[fx.Node]:
     """Return the inputs of `region` made of constants alone, and what makes them, in order."""
     graph = region.result.graph
-    needed = _above(_constants(graph, _written(graph)), region.others)
+    needed = _above(_constants(region), region.others)
     return [node for node in graph.nodes if node in needed]
 
 
-def constants_behind(node: fx.Node) -> int:
+def constants_behind(node: fx.Node, region: MoERegion) -> int:
     """Return how many entries along dim 0 are constants, put behind one other tensor by `node`."""
     if node.target not in CONCATENATIONS or argument_of(node, 1, "dim", 0) != 0:
         return 0
     parts = argument_of(node, 0, "tensors")
-    written = _written(node.graph)
-    if len(parts) != 2 or storages(node) & written:
+    if len(parts) != 2 or storages(node) & region.facts.dependence.written:
         return 0
-    behind = tensor_of(parts[1]) if parts[1] in _constants(node.graph, written) else None
+    behind = tensor_of(parts[1]) if parts[1] in _constants(region) else None
     size = behind.shape[0] if behind is not None and behind.dim() else 0
     return size if isinstance(size, int) else 0
 
 
-def _written(graph: fx.Graph) -> set[Any]:
-    """Return the memory that is written anywhere in the graph."""
-    return {s for n in graph.nodes for a in written_arguments(n) for s in storages(a)}
-
-
-def _constants(graph: fx.Graph, written: Set[Any]) -> set[fx.Node]:
-    constant: set[fx.Node] = set()
-    for node in graph.nodes:
+def _constants(region: MoERegion) -> set[fx.Node]:
+    constant, written = set[fx.Node](), region.facts.dependence.written
+    for node in region.result.graph.nodes:
         tensor = tensor_of(node)
         if tensor is None or not _is_call(node) or storages(node) & written:
             continue

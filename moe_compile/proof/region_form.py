@@ -104,7 +104,7 @@ class _Writer:
     def form(self) -> RegionForm:
         region, constants = self.region, constant_nodes(self.region)
         inputs = [region.counts, region.received_counts, *(one.sent for one in region.dispatched)]
-        body, mode_of = [*constants, *region.body], modes(region.result.graph)
+        body, mode_of = [*constants, *region.body], region.facts.modes
         around = [torch.get_num_threads(), *modes_around()]
         self.lines.append(repr([region.num_ranks, region.num_local_experts, *around]))
         for node in dict.fromkeys([*inputs, *region.others]):
@@ -141,7 +141,11 @@ class _Writer:
         if body is not None:
             self.lines.append(f"{place} {self._graph(body)}")
             return
-        said = self._value(value_of(node)), is_differentiable(made), constants_behind(node)
+        said = (
+            self._value(value_of(node)),
+            is_differentiable(made),
+            constants_behind(node, self.region),
+        )
         of = place if made is node else self._place(made)
         self.lines.append(f"{place} of {of} {node.op in ('placeholder', 'get_attr')} {said}")
 

@@ -74,7 +74,7 @@ from moe_compile.proof.trace_steps import (
 from moe_compile.proof.written_parts import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
 from moe_compile.regions.outside_reads import Reads, is_differentiable
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -94,7 +94,7 @@ from moe_compile.regions.row_domain import (
 )
 
 
-def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> RowProof | Refused:
+def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> RowProof | Left:
     """Return what chunking `region` may rely on, or why not.
 
     `may_round`: sums over rows may round otherwise, by the bounds of `outside_reads`.
@@ -105,7 +105,7 @@ def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> Row
     if kept is not None:
         return kept
     found = _proven(region, may_round=False)
-    rounds = may_round and isinstance(found, Refused)
+    rounds = may_round and isinstance(found, Left)
     if rounds:  # else the proof is the same
         found = _proven(region, may_round=True)
     if form is not None and isinstance(found, RowProof):
@@ -113,29 +113,29 @@ def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> Row
     return found
 
 
-def _proven(region: MoERegion, *, may_round: bool) -> RowProof | Refused:
+def _proven(region: MoERegion, *, may_round: bool) -> RowProof | Left:
     trace = trace_body(region, may_round=may_round)
     if not isinstance(trace, Trace):
-        return _refused(region, *trace)
+        return _refused(*trace)
     proof = _Proof(region, trace, Reads(may_share=may_round))
     for moment, step in enumerate(trace.steps):
         try:
             proof.known.moment = moment
             proof.follow(step)
         except Left as unproven:
-            return _refused(region, step.node, unproven)
+            return _refused(step.node, unproven)
         except UNTRACEABLE as error:
             covered = Left(Reason.UNKNOWN_OPERATOR, f"{type(error).__name__}: {error}")
-            return _refused(region, step.node, covered)
+            return _refused(step.node, covered)
     found = proof.bits.found
     if found is not None and bits().refuses:
-        return _refused(region, found.node, Left(Reason.MAY_ROUND, found.detail))
+        return _refused(found.node, Left(Reason.MAY_ROUND, found.detail))
     try:
         proof.check_combine()
         proof.check_reordered()
         return proof.result(proof.check_premises(trace))
     except Left as unproven:
-        return _refused(region, region.combine, unproven)
+        return _refused(region.combine, unproven)
 
 
 class _Proof:
@@ -159,7 +159,7 @@ class _Proof:
         if given.node is self.region.counts:
             return Formulas(self.facts.sent)
         if given.node in self.region.others:
-            behind = constants_behind(given.node)
+            behind = constants_behind(given.node, self.region)
             return Outside(frozenset({given.node}), behind=behind, is_given=True)
         return UnknownIndex()  # until a dispatch tells their order; nothing reads them before
 
@@ -309,15 +309,13 @@ def _sizes_outside(region: MoERegion) -> list[object]:
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
-def _refused(region: MoERegion, node: fx.Node, why: Left) -> Refused:
+def _refused(node: fx.Node, why: Left) -> Left:
     """Return the refusal, naming the operator and the user's line."""
     operator = operator_of(node)
     where = [f"{operator}: {why.detail}" if why.detail else operator]
     lines = (line.strip() for line in node.meta.get("stack_trace", "").splitlines())
     where += [line for line in lines if line.strip("^~ ")][-2:]
-    return Refused(
-        candidate=region.name, reason=why.reason, detail=" | ".join(where), is_region=True
-    )
+    return Left(why.reason, " | ".join(where))
 
 
 def gradient_of(known: Knowledge, step: GradientOf) -> Value:

@@ -178,7 +178,7 @@ def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[f
     sources = [region.counts, region.received_counts, *received.values()]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
     made_stable = frozenset(filter(is_open_sort, body)) if may_round else frozenset()
-    runner = _Runner(region, _Recorder(made_stable), modes(region.result.graph), received)
+    runner = _Runner(region, _Recorder(made_stable), region.facts.modes, received)
     try:
         _run_on_fakes(runner, sources, [*constants, *body])
     except _Stopped as stopped:

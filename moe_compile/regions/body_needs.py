@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import expression_of, tensor_of, value_of, waits_on
 from moe_compile.regions.regions import MoERegion
 
@@ -33,7 +32,7 @@ class BodyNeeds:
 
 def needs_of_body(region: MoERegion) -> BodyNeeds:
     """Return what of `region` is needed to compute what its combine sends."""
-    dependence = Dependence(region.result.graph)
+    dependence = region.facts.dependence
     received = (region.dispatch, *waits_on(region.dispatch))
     rows = next((t for n in reversed(received) if (t := tensor_of(n)) is not None), None)
     total = None if rows is None else expression_of(rows.shape[0])

@@ -31,7 +31,7 @@ Worked example: tokens and their probabilities are sent, `[R, D]` and `[R]`, bot
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -39,7 +39,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import (
     called_name,
     expression_of,
@@ -59,36 +59,37 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import MoERegion, Refused, exchanges
+from moe_compile.regions.regions import MoERegion, exchanges
 from moe_compile.regions.replayable import check_surroundings
 from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
 
 
-def find_moe_regions(graph: fx.Graph) -> tuple[list[MoERegion], list[Refused]]:
+def find_moe_regions(facts: GraphFacts) -> tuple[list[MoERegion], list[Verdict]]:
     """Return the regions of a Dynamo graph in graph order, and a refusal per other launch."""
-    dependence = Dependence(graph)
-    launches = [node for node in graph.nodes if is_launch(node)]
+    launches = [node for node in facts.graph.nodes if is_launch(node)]
+    search = _Search(facts, launches)
     regions: list[MoERegion] = []
-    refused: dict[fx.Node, Refused] = {}
+    refused: dict[fx.Node, Verdict] = {}
     matched: dict[fx.Node, _Match] = {}
-    used: set[fx.Node] = set()
+    used = search.used
     for launch in launches:
         if launch in used:
             continue
-        pair = _match(launch, launches, used, dependence)
-        if isinstance(pair, Refused):
+        pair = search.match(launch)
+        if isinstance(pair, Verdict):
             refused[launch] = pair
             continue
         used |= {pair.count_exchange, *pair.payloads.dispatches, *pair.payloads.combines}
         num_matched = len(regions) + sum(r.is_region for r in refused.values())
-        region = _region(pair, dependence, f"region {num_matched}")
+        region = _region(pair, facts, f"region {num_matched}")
         if isinstance(region, MoERegion):
             regions.append(region)
         else:
             refused[launch], matched[launch] = region, pair
     for launch, pair in matched.items():
-        refused[launch] = _around_others(refused[launch], pair, launches, regions, dependence)
+        refused[launch] = search.around_others(refused[launch], pair, regions)
     others = [r for launch, r in refused.items() if r.is_region or launch not in used]
     return regions, others
 
@@ -101,47 +102,120 @@ class _Match:
     count_exchange: fx.Node
 
 
-def _match(
-    dispatch: fx.Node, launches: list[fx.Node], used: set[fx.Node], dependence: Dependence
-) -> _Match | Refused:
-    if (back := reduce_scatter_of(dispatch, launches, dependence)) is not None:
-        used.add(back)
-        detail = f"sums are reduced at {source_place(back) or back.name}"
-        return Refused(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
-    if not is_all_to_all(dispatch):
-        detail = "a gather, a reduction or a broadcast"
-        return Refused(
-            candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_candidate=False
+class _Search:
+    """Looks for the regions of one graph, one launch after another."""
+
+    def __init__(self, facts: GraphFacts, launches: Sequence[fx.Node]) -> None:
+        self.facts, self.launches = facts, launches
+        self.used: set[fx.Node] = set()
+        """Launches of which nothing more is to be said."""
+
+    def match(self, dispatch: fx.Node) -> _Match | Verdict:
+        """Return what belongs to a dispatch of rows, or why a launch is none."""
+        dependence, launches, used = self.facts.dependence, self.launches, self.used
+        if (back := self._reduce_scatter_of(dispatch)) is not None:
+            used.add(back)
+            detail = f"sums are reduced at {source_place(back) or back.name}"
+            return Verdict(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
+        if not is_all_to_all(dispatch):
+            detail = "a gather, a reduction or a broadcast"
+            return Verdict(
+                candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_told=False
+            )
+        if is_integer(dispatch):
+            return Verdict(
+                candidate=dispatch.name, reason=Reason.NO_ROWS, detail="it carries integers"
+            )
+        if not has_dynamic_splits(dispatch):
+            sizes = {*output_splits(dispatch), *input_splits(dispatch)}
+            reason = Reason.EVEN_SPLITS if len(sizes) <= 1 else Reason.NO_COUNT_EXCHANGE
+            return Verdict(candidate=dispatch.name, reason=reason)
+        below = dependence.below([dispatch])
+        free = (c for c in launches if c in below and c not in used and is_combine_of(dispatch, c))
+        combine = next(free, None)
+        if combine is None or not waits_on(combine):
+            return Verdict(candidate=dispatch.name, reason=Reason.NO_COMBINE)
+        splits = [s for s in (*output_splits(dispatch), *input_splits(dispatch))]
+        above = dependence.above(s for s in splits if isinstance(s, fx.Node))
+        counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
+        if not counts:
+            used.add(combine)  # what is wrong is said of the dispatch
+            return Verdict(candidate=dispatch.name, reason=Reason.NO_COUNT_EXCHANGE)
+        return _Match(self._payloads(dispatch, combine), counts[-1])
+
+    def around_others(self, refused: Verdict, match: _Match, regions: list[MoERegion]) -> Verdict:
+        """Return the refusal of a match; that of a first hop where all inside are regions.
+
+        There rows go to the group's peers, on to their experts, and back in two hops as well.
+        """
+        dependence, launches = self.facts.dependence, self.launches
+        own = {match.count_exchange, *match.payloads.dispatches, *match.payloads.combines}
+        inside = (
+            dependence.below(own) & dependence.above(match.payloads.combines) & set(launches) - own
         )
-    if is_integer(dispatch):
-        return Refused(candidate=dispatch.name, reason=Reason.NO_ROWS, detail="it carries integers")
-    if not has_dynamic_splits(dispatch):
-        sizes = {*output_splits(dispatch), *input_splits(dispatch)}
-        reason = Reason.EVEN_SPLITS if len(sizes) <= 1 else Reason.NO_COUNT_EXCHANGE
-        return Refused(candidate=dispatch.name, reason=reason)
-    below = dependence.below([dispatch])
-    free = (c for c in launches if c in below and c not in used and is_combine_of(dispatch, c))
-    combine = next(free, None)
-    if combine is None or not waits_on(combine):
-        return Refused(candidate=dispatch.name, reason=Reason.NO_COMBINE)
-    splits = [s for s in (*output_splits(dispatch), *input_splits(dispatch))]
-    above = dependence.above(s for s in splits if isinstance(s, fx.Node))
-    counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
-    if not counts:
-        used.add(combine)  # what is wrong is said of the dispatch
-        return Refused(candidate=dispatch.name, reason=Reason.NO_COUNT_EXCHANGE)
-    return _Match(find_payloads(dispatch, combine, launches, used, dependence), counts[-1])
+        of_region = {
+            launch: region
+            for region in regions
+            for launch in (region.count_exchange, *region.launches)
+        }
+        is_hop = bool(inside) and inside <= of_region.keys()
+        if refused.reason is not Reason.COMMUNICATES or not is_hop:
+            return refused
+        hops = ", ".join(dict.fromkeys(of_region[n].name for n in launches if n in inside))
+        first, last = match.payloads.main, match.payloads.combines[-1]
+        detail = f"{hops} between {operator_at(first)} and {operator_at(last)}"
+        return replace(refused, reason=Reason.OUTER_HOP, detail=detail)
+
+    def _reduce_scatter_of(self, gather: fx.Node) -> fx.Node | None:
+        """Return the reduce-scatter of what experts make of the tokens that `gather` brings."""
+        waits = waits_on(gather)
+        tokens = tensor_of(waits[-1]) if waits else None
+        if not is_all_gather(gather) or tokens is None or not tokens.is_floating_point():
+            return None
+        dependence = self.facts.dependence
+        below = dependence.below([gather]) - {gather}
+        back = next((n for n in self.launches if n in below and is_reduce_scatter(n)), None)
+        sums = tensor_of(back.all_input_nodes[0]) if back is not None else None
+        if back is None or sums is None or group_name(back) != group_name(gather):
+            return None
+        between = (below & dependence.above([back])) - {back}
+        if any(is_launch(node) for node in between) or not _as_many_rows(tokens, sums):
+            return None
+        moves = [node for node in between if _moves_rows(node, between)]
+        return back if len(moves) >= PICKED_AND_PUT_BACK else None
+
+    def _payloads(self, dispatch: fx.Node, combine: fx.Node) -> Payloads:
+        """Return `dispatch`, `combine`, and what travels beside them.
+
+        That is what is split alike and needed for what comes back, and what comes back of what was
+        sent; nothing that needs what came back.
+        """
+        dependence = self.facts.dependence
+        free = [n for n in self.launches if is_all_to_all(n) and n not in self.used]
+        alike = [n for n in free if n is dispatch or _is_same_exchange(dispatch, n)]
+        swapped = [n for n in free if n is combine or is_combine_of(dispatch, n)]
+        there, back = {dispatch}, {combine}
+        while True:
+            below, above = dependence.below(there), dependence.above(back)
+            after = dependence.below({user for launch in back for user in launch.users})
+            new_there = {n for n in alike if n in above and n not in after} - there - back
+            new_back = {n for n in swapped if n in below and n not in after} - there - back
+            if not new_there and not new_back:
+                break
+            there |= new_there
+            back |= new_back
+        return Payloads(tuple(dependence.in_order(there)), tuple(dependence.in_order(back)))
 
 
 def _is_count_exchange(launch: fx.Node) -> bool:
     return is_all_gather(launch) or (is_all_to_all(launch) and not has_dynamic_splits(launch))
 
 
-def _region(match: _Match, dependence: Dependence, name: str) -> MoERegion | Refused:
-    def refuse(reason: Reason, detail: str = "") -> Refused:
-        return Refused(candidate=name, reason=reason, detail=detail, is_region=True)
+def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Verdict:
+    def refuse(reason: Reason, detail: str = "") -> Verdict:
+        return Verdict(candidate=name, reason=reason, detail=detail, is_region=True)
 
-    exchange, payloads = match.count_exchange, match.payloads
+    exchange, payloads, dependence = match.count_exchange, match.payloads, facts.dependence
     (counted,) = exchanges([exchange])
     got, counts = counted.result, forms_of_counts(exchange)[-1]
     there, back = map(exchanges, (payloads.dispatches, payloads.combines))
@@ -191,33 +265,10 @@ def _region(match: _Match, dependence: Dependence, name: str) -> MoERegion | Ref
         group=group_name(rows.launch),
         num_ranks=num_ranks,
         num_local_experts=num_experts // num_ranks,
+        facts=facts,
     )
-    return check_surroundings(region, dependence) or region
-
-
-def _around_others(
-    refused: Refused,
-    match: _Match,
-    launches: list[fx.Node],
-    regions: list[MoERegion],
-    dependence: Dependence,
-) -> Refused:
-    """Return the refusal of dispatches and combines; of a first hop where all inside are regions.
-
-    That is where rows go to the group's peers, on to their experts, and back in two hops as well.
-    """
-    own = {match.count_exchange, *match.payloads.dispatches, *match.payloads.combines}
-    inside = dependence.below(own) & dependence.above(match.payloads.combines) & set(launches) - own
-    of_region = {
-        launch: region for region in regions for launch in (region.count_exchange, *region.launches)
-    }
-    is_hop = bool(inside) and inside <= of_region.keys()
-    if refused.reason is not Reason.COMMUNICATES or not is_hop:
-        return refused
-    hops = ", ".join(dict.fromkeys(of_region[n].name for n in launches if n in inside))
-    first, last = match.payloads.main, match.payloads.combines[-1]
-    detail = f"{hops} between {operator_at(first)} and {operator_at(last)}"
-    return replace(refused, reason=Reason.OUTER_HOP, detail=detail)
+    why = check_surroundings(region)
+    return region if why is None else refuse(why.reason, why.detail)
 
 
 BY_INDEX: Final = frozenset(
@@ -232,29 +283,6 @@ MADE: Final = ("zeros", "ones", "empty", "full", "arange", "rand")
 """What names of operators have that read no value of a tensor that they are given."""
 
 PICKED_AND_PUT_BACK: Final = 2
-
-
-def reduce_scatter_of(
-    gather: fx.Node, launches: Collection[fx.Node], dependence: Dependence
-) -> fx.Node | None:
-    """Return the reduce-scatter of what experts make of the tokens that `gather` brings, or None.
-
-    `launches` are those of the graph, in its order.
-    """
-    waits = waits_on(gather)
-    tokens = tensor_of(waits[-1]) if waits else None
-    if not is_all_gather(gather) or tokens is None or not tokens.is_floating_point():
-        return None
-    below = dependence.below([gather]) - {gather}
-    back = next((n for n in launches if n in below and is_reduce_scatter(n)), None)
-    sums = tensor_of(back.all_input_nodes[0]) if back is not None else None
-    if back is None or sums is None or group_name(back) != group_name(gather):
-        return None
-    between = (below & dependence.above([back])) - {back}
-    if any(is_launch(node) for node in between) or not _as_many_rows(tokens, sums):
-        return None
-    moves = [node for node in between if _moves_rows(node, between)]
-    return back if len(moves) >= PICKED_AND_PUT_BACK else None
 
 
 def _as_many_rows(tokens: torch.Tensor, sums: torch.Tensor) -> bool:
@@ -312,34 +340,6 @@ class Payloads:
         """The dispatch of the rows: the one that sends most bytes a row, integers aside."""
         rows = [launch for launch in self.dispatches if not is_integer(launch)]
         return max(rows or self.dispatches, key=_row_bytes)  # of equal ones the first
-
-
-def find_payloads(
-    dispatch: fx.Node,
-    combine: fx.Node,
-    launches: Iterable[fx.Node],
-    used: Collection[fx.Node],
-    dependence: Dependence,
-) -> Payloads:
-    """Return `dispatch`, `combine`, and what travels beside them.
-
-    That is what is split alike and needed for what comes back, and what comes back of what was
-    sent; nothing that needs what came back. `used` are of other regions.
-    """
-    free = [n for n in launches if is_all_to_all(n) and n not in used]
-    alike = [n for n in free if n is dispatch or _is_same_exchange(dispatch, n)]
-    swapped = [n for n in free if n is combine or is_combine_of(dispatch, n)]
-    there, back = {dispatch}, {combine}
-    while True:
-        below, above = dependence.below(there), dependence.above(back)
-        after = dependence.below({user for launch in back for user in launch.users})
-        new_there = {n for n in alike if n in above and n not in after} - there - back
-        new_back = {n for n in swapped if n in below and n not in after} - there - back
-        if not new_there and not new_back:
-            break
-        there |= new_there
-        back |= new_back
-    return Payloads(tuple(dependence.in_order(there)), tuple(dependence.in_order(back)))
 
 
 def is_combine_of(dispatch: fx.Node, other: fx.Node) -> bool:

@@ -82,7 +82,7 @@ def _order_and_first(sums: TokenSum, legality: Legality) -> tuple[fx.Node, int |
 
     Raises Left unless tokens that have rows follow one another, and no other has any.
     """
-    known = TokenIndex(frozenset().union(*legality.dependence.writes.values()))
+    known = TokenIndex(legality.dependence.written)
     rows, num_terms = tensor_of(sums.rows), number_of(sums.num_slots)
     if not sums.is_order or num_terms is None:
         raise Left(Reason.NO_SLOTS, operator_at(sums.total))

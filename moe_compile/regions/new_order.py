@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from moe_compile.graph import gradient_order
 from moe_compile.graph.aliases import maker
-from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.dependence import storages
 from moe_compile.graph.query import value_of
 from moe_compile.regions.host_reads import is_host_read, is_move_to_host
 from moe_compile.regions.regions import MoERegion
@@ -33,15 +33,13 @@ class Part(enum.IntEnum):
     FROM_ROWS = 3
 
 
-def parts(
-    region: MoERegion, bulk: Collection[fx.Node], dependence: Dependence
-) -> dict[fx.Node, Part]:
+def parts(region: MoERegion, bulk: Collection[fx.Node]) -> dict[fx.Node, Part]:
     """Return where each node of the region runs, if the one read makes the host reads `bulk`.
 
     Reads that need what the host must read before, by data or by a write in place, are no part of
     the one read.
     """
-    counted = set(region.count_side)
+    counted, dependence = set(region.count_side), region.facts.dependence
     numbers = [n for n in region.count_side if is_host_read(n) or _is_number(n)]
     after = dependence.below(numbers)
     together = [n for n in bulk if after.isdisjoint(dependence.needs(n))]
@@ -57,9 +55,7 @@ def parts(
     return {**found, **dict.fromkeys(together, Part.THE_READ)}
 
 
-def order_of_gradients(
-    rewrite: Rewrite, bulk: Collection[fx.Node], dependence: Dependence
-) -> gradient_order.Part | None:
+def order_of_gradients(rewrite: Rewrite, bulk: Collection[fx.Node]) -> gradient_order.Part | None:
     """Return the order in which the new form reads what autograd adds gradients to.
 
     Where counts come first that is: the rows, for all chunks; the weights of sliced products, in
@@ -68,7 +64,7 @@ def order_of_gradients(
     """
     if not rewrite.counts_first:
         return None
-    region, part_of = rewrite.region, parts(rewrite.region, bulk, dependence)
+    region, part_of = rewrite.region, parts(rewrite.region, bulk)
     dispatches = {one.launch for one in region.dispatched}
 
     def part(reader: fx.Node, source: fx.Node) -> int:
@@ -88,11 +84,10 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def find_overtaken(
-    region: MoERegion, bulk: Collection[fx.Node], dependence: Dependence
-) -> tuple[fx.Node, fx.Node] | None:
+def find_overtaken(region: MoERegion, bulk: Collection[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
     """Return a write of the region, and what reads the same memory before and would do so after."""
-    place, part = dependence.position, parts(region, bulk, dependence)
+    dependence, part = region.facts.dependence, parts(region, bulk)
+    place = dependence.position
     for writer, written in dependence.writes.items():
         for node in region.body if writer in part else ():
             late = part[node] > part[writer] or is_move_to_host(node)

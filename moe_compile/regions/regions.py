@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import waits_on
-from moe_compile.journal.reasons import Reason
 
 if TYPE_CHECKING:  # it names reasons of this module
     from moe_compile.regions.count_facts import CountFacts
@@ -88,6 +88,8 @@ class MoERegion:
     """Name of the process group of the exchanges."""
     num_ranks: int
     num_local_experts: int
+    facts: GraphFacts = field(compare=False, repr=False)
+    """Of its graph."""
 
     def __post_init__(self) -> None:
         """Raise ContractViolation when the pieces do not fit together."""
@@ -144,25 +146,6 @@ def exchanges(launches: Iterable[fx.Node]) -> list[Exchange]:
 
 def _in_order(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
     return tuple(sorted(exchanges, key=lambda one: one.launch))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
-    """A candidate left alone, and why."""
-
-    candidate: str
-    reason: Reason
-    detail: str = ""
-    is_region: bool = False
-    """Whether a dispatch, its combine and its counts were matched."""
-    is_candidate: bool = True
-    """Whether it is an all-to-all, or gathers tokens for experts."""
-
-    def __str__(self) -> str:
-        """Return `candidate: reason (detail)`."""
-        return f"{self.candidate}: {self.reason.value}" + (
-            f" ({self.detail})" if self.detail else ""
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

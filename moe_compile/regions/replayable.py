@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence, storages
+from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_host_arithmetic, is_pure, may_draw
-from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import (
     has_dynamic_splits,
     input_splits,
@@ -19,25 +18,26 @@ from moe_compile.graph.query import (
     operator_at,
     output_splits,
 )
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.sent_counts import counted_by, forms_of_counts
 
 
-def check_surroundings(region: MoERegion, dependence: Dependence) -> Refused | None:
+def check_surroundings(region: MoERegion) -> Left | None:
     """Refuse what replaying the body later, on parts of the rows, would change outside it."""
     inside = set(region.body)
     splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
     for size in splits:
         if isinstance(size, fx.Node) and size not in inside:
-            return _refused(region, Reason.NO_COUNT_EXCHANGE, size)
+            return Left(Reason.NO_COUNT_EXCHANGE, operator_at(size))
     for node in region.between:
         if may_draw(node) or not (is_host_arithmetic(node) or is_pure(node)):
-            return _refused(region, Reason.ESCAPES, node)
+            return Left(Reason.ESCAPES, operator_at(node))
     for node in region.row_side:
         if node.op == "call_method" and node.target in ("item", "tolist"):
-            return _refused(region, Reason.HOST_READ_OF_ROWS, node)
-    return _check_launches(region, dependence) or _check_writes(region, dependence, inside)
+            return Left(Reason.HOST_READ_OF_ROWS, operator_at(node))
+    return _check_launches(region) or _check_writes(region, inside)
 
 
 def memory_of(region: MoERegion) -> frozenset[int]:
@@ -51,52 +51,44 @@ def memory_of(region: MoERegion) -> frozenset[int]:
     return made - frozenset(s for node in given for s in storages(node))
 
 
-def _check_launches(region: MoERegion, dependence: Dependence) -> Refused | None:
+def _check_launches(region: MoERegion) -> Left | None:
     """Refuse other collectives than the exchanges of the rows, and rows sent on before the end."""
     for one in region.dispatched:
-        others = dependence.below(o.result for o in region.dispatched if o is not one)
+        beside = (o.result for o in region.dispatched if o is not one)
+        others = region.facts.dependence.below(beside)
         if one.launch in others:
-            return _refused(region, Reason.COMMUNICATES, one.launch)
+            return Left(Reason.COMMUNICATES, operator_at(one.launch))
     for node in region.body:
         if is_launch(node) and node not in region.launches:
             is_beside = node in region.count_side and has_dynamic_splits(node)
             reason = Reason.SPLIT_OTHERWISE if is_beside else Reason.COMMUNICATES
-            return _refused(region, reason, node)
+            return Left(reason, operator_at(node))
     return None
 
 
-def _check_writes(
-    region: MoERegion, dependence: Dependence, inside: set[fx.Node]
-) -> Refused | None:
+def _check_writes(region: MoERegion, inside: set[fx.Node]) -> Left | None:
     outside = frozenset(s for node in (*region.inputs, *region.others) for s in storages(node))
-    for writer, written in dependence.writes.items():
+    for writer, written in region.facts.dependence.writes.items():
         if writer in inside and (written & outside or not written):
-            return _refused(region, Reason.MUTATES_OUTSIDE, writer)
-        if _rewrites_counts(writer, written, region, dependence):
-            return _refused(region, Reason.MUTATED_MEANWHILE, writer)
+            return Left(Reason.MUTATES_OUTSIDE, operator_at(writer))
+        if _rewrites_counts(writer, written, region):
+            return Left(Reason.MUTATED_MEANWHILE, operator_at(writer))
     body = [node for node in region.body if node is not region.result]
-    graph = region.result.graph
-    legality = Legality(dependence, graph)
+    legality = region.facts.legality
     obstacle = legality.written_meanwhile(body, region.result, memory_of(region))
     if obstacle is not None:
-        return _refused(region, Reason.MUTATED_MEANWHILE, obstacle.because_of)
+        return Left(Reason.MUTATED_MEANWHILE, operator_at(obstacle.because_of))
     return None
 
 
-def _rewrites_counts(
-    writer: fx.Node, written: frozenset[int], region: MoERegion, dependence: Dependence
-) -> bool:
+def _rewrites_counts(writer: fx.Node, written: frozenset[int], region: MoERegion) -> bool:
     """Whether `writer` may part the counts that the region reads from those that were exchanged.
 
     They are the same only while nothing writes any form of them from the first change of form on.
     """
     forms = forms_of_counts(region.count_exchange)
-    place = dependence.position
+    place = region.facts.dependence.position
     if not place[counted_by(forms, region.count_exchange)] < place[writer] < place[region.result]:
         return False
     memory = frozenset(s for form in forms for s in storages(form))
     return not written or bool(written & memory)
-
-
-def _refused(region: MoERegion, reason: Reason, node: fx.Node) -> Refused:
-    return Refused(candidate=region.name, reason=reason, detail=operator_at(node), is_region=True)

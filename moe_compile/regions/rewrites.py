@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.journal.left import Left
+from moe_compile.regions.regions import MoERegion, RowProof
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,7 @@ class Surroundings:
 class Aftermath:
     """What becomes of a graph by rewrites applied together."""
 
-    around: Mapping[str, Surroundings | Refused]
+    around: Mapping[str, Surroundings | Left]
     """By the region's name."""
     dead: tuple[fx.Node, ...]
     """What nothing needs any more, in graph order."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import (
     is_host_arithmetic,
     is_pure,
@@ -26,11 +25,12 @@ from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_assertion, operator_at, value_of
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.new_order import find_overtaken, order_of_gradients
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.replayable import memory_of
 from moe_compile.regions.rewrites import Aftermath, Rewrite, Surroundings
 
@@ -39,9 +39,8 @@ def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
     """Return what becomes of the graph by these rewrites of its regions."""
     if not rewrites:
         return Aftermath(around={}, dead=())
-    graph = rewrites[0].region.result.graph
-    legality = Legality(Dependence(graph), graph)
-    found: dict[str, Surroundings | Refused] = {}
+    legality = rewrites[0].region.facts.legality
+    found: dict[str, Surroundings | Left] = {}
     for rewrite in rewrites:
         if (refused := _check_motion(rewrite, legality)) is not None:
             found[rewrite.region.name] = refused
@@ -56,13 +55,13 @@ def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
     return Aftermath(around=found, dead=tuple(together.dead()))
 
 
-def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
+def _check_motion(rewrite: Rewrite, legality: Legality) -> Left | None:
     """Refuse a region that computes otherwise, or tells otherwise, where it would run."""
     region = rewrite.region
     body = [n for n in (*region.body, *rewrite.before) if n is not region.result]
     behind = [n for n in rewrite.behind if n is not rewrite.replaced]
     bulk = _never_negative(_host_reads(region), rewrite.proof)
-    part = order_of_gradients(rewrite, bulk, legality.dependence)
+    part = order_of_gradients(rewrite, bulk)
     together = [*body, *region.between]
     copied, none = memory_of(region), frozenset[int]()
     for moved, anchor, anew in (
@@ -73,16 +72,15 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Refused | None:
             moved, anchor, part, enters_autocast=rewrite.enters_autocast, anew=anew
         )
         if (obstacle := found) is not None:
-            left = obstacle.left
-            return Refused(candidate=region.name, reason=left.reason, detail=left.detail)
+            return obstacle.left
     for source, served in rewrite.read_once:
         if (other := find_later_reader(served, source, legality.dependence)) is not None:
             detail = f"{operator_at(source)} is read by {operator_at(other)} too"
-            return Refused(candidate=region.name, reason=Reason.GRADIENT_ORDER, detail=detail)
-    if (overtaken := find_overtaken(region, bulk, legality.dependence)) is not None:
+            return Left(Reason.GRADIENT_ORDER, detail)
+    if (overtaken := find_overtaken(region, bulk)) is not None:
         writer, reader = overtaken
         detail = f"{operator_at(writer)} would run before {operator_at(reader)}"
-        return Refused(candidate=region.name, reason=Reason.MUTATED_MEANWHILE, detail=detail)
+        return Left(Reason.MUTATED_MEANWHILE, detail)
     return None
 
 
@@ -144,16 +142,15 @@ class _Together:
         inputs = {i for rewrite in self._rewrites for i in rewrite.inputs}
         return self._legality.unneeded(self._candidates, given, self._implied, inputs)
 
-    def escaping_rows(self) -> dict[str, Refused]:
+    def escaping_rows(self) -> dict[str, Left]:
         """Return the regions whose rows something outside needs."""
         dead = set(self.dead())
         found = {}
         for rewrite in self._rewrites:
             alive = [node for node in rewrite.rows if node not in dead]
             if alive:
-                name = rewrite.region.name
                 detail = f"{operator_at(alive[-1])} is read by {_a_reader(alive[-1], dead)}"
-                found[name] = Refused(candidate=name, reason=Reason.ESCAPES, detail=detail)
+                found[rewrite.region.name] = Left(Reason.ESCAPES, detail)
         return found
 
     def read_hosts(self) -> dict[str, Surroundings]:

@@ -67,21 +67,9 @@ def counts_values(
         return False
 
 
-def is_filled_first(node: fx.Node, dependence: Dependence) -> bool:
-    """Whether all that writes the memory of `node` runs before anything else reads it.
-
-    So it is with zeros to which ones are added in place.
-    """
-    writers = dependence.writers(node)
-    mine = frozenset().union(*(dependence.writes[writer] for writer in writers))
-    last = max(map(dependence.position.__getitem__, writers), default=-1)
-    before = (n for n, position in dependence.position.items() if position < last)
-    return all(n in writers or not dependence.reads(n) & mine for n in before)
-
-
 def _steps(counts: fx.Node, chosen: fx.Node, dependence: Dependence) -> list[fx.Node] | None:
     """Return what makes `counts` of `chosen` alone, in order; None where more is needed."""
-    if not is_filled_first(counts, dependence):
+    if not dependence.is_filled_first(counts):
         return None
     found: set[fx.Node] = set()
     todo = [counts, *dependence.writers(counts)]

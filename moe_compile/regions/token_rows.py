@@ -16,9 +16,7 @@ from typing import Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import may_attend
-from moe_compile.graph.legality import Legality
 from moe_compile.graph.modes import changes_mode, chooses_attention
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.graph.torch_calls import arguments_of
@@ -26,7 +24,7 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_chain import RowChain, num_rows, only_reader, shape_of, type_of
-from moe_compile.regions.token_counts import counts_values, is_filled_first
+from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import (
     TokenIndex,
     is_same_value,
@@ -39,18 +37,15 @@ from moe_compile.regions.token_sums import find_token_sum
 WHOLE_ROW: Final = slice(None, None, None)
 
 
-def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | Left:
-    """Return where the rows of `region` come from and go to, or why a switch must not be made.
-
-    `dependence` is of its graph.
-    """
-    found = read_token_rows(region, dependence)
+def find_token_rows(region: MoERegion) -> TokenRows | Left:
+    """Return where the rows of `region` come from and go to, or why a switch must not be made."""
+    found, dependence = read_token_rows(region), region.facts.dependence
     if isinstance(found, Left):
         return found
     kept = [found.tokens, found.index, found.sums.index, region.counts, *found.factors]
     kept += [n for n in (found.sums.base, found.sums.weights) if n is not None]
     for node in kept:
-        if node is region.counts and is_filled_first(node, dependence):
+        if node is region.counts and dependence.is_filled_first(node):
             continue
         if writers := dependence.writers(node):
             return Left(Reason.WRITTEN, f"{operator_at(node)} by {operator_at(writers[0])}")
@@ -60,15 +55,16 @@ def find_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | Le
     return found
 
 
-def read_token_rows(region: MoERegion, dependence: Dependence) -> TokenRows | Left:
+def read_token_rows(region: MoERegion) -> TokenRows | Left:
     """Return where the rows of `region` come from and go to, whatever is switched meanwhile."""
     try:
-        return _find(region, dependence)
+        return _find(region)
     except Left as stopped:
         return stopped
 
 
-def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
+def _find(region: MoERegion) -> TokenRows:
+    dependence = region.facts.dependence
     for one in (*region.beside, *region.back_beside):
         raise Left(Reason.NOT_BY_ROW, operator_at(one.launch))
     gather, before = _up_to_gather(region.rows)
@@ -76,14 +72,13 @@ def _find(region: MoERegion, dependence: Dependence) -> TokenRows:
     assert gathered is not None
     tokens, index = gathered
     after, found = find_token_sum(region.result, num_rows(region.rows), dependence)
-    known = TokenIndex(frozenset().union(*dependence.writes.values()))
+    known = TokenIndex(dependence.written)
     of_each = known.rows_of_each_token(index, tokens)
     part = known.part_of(index) if of_each is None else None
     rows_per_token = of_each if part is None else part.rows_per_token
     summed_by = known.order_of(index) if found.is_order else index
-    legality = Legality(dependence, region.result.graph)
     in_slots = not found.is_order or rows_per_token == found.num_slots
-    if not in_slots or not is_same_value(summed_by, found.index, legality):
+    if not in_slots or not is_same_value(summed_by, found.index, region.facts.legality):
         raise Left(Reason.OTHER_INDEX, operator_at(found.total))
     if found.needs_all and of_each is None:
         raise Left(Reason.NO_SUM, operator_at(found.tail[0]))

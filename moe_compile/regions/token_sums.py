@@ -63,17 +63,17 @@ def find_token_sum(
     chain = RowChain()
     node = result
     while True:
-        user = _reader(node)
+        user, steps = _reader(node), _Steps(node, num_sent, dependence)
         if torch_name(user) in ADDS:
-            return chain, _by_index(user, node, dependence)
+            return chain, _by_index(user, steps)
         if user.target is operator.setitem:
-            return chain, _in_order(user, node, num_sent, dependence)
+            return chain, _in_order(user, steps)
         if torch_name(user) == "index_copy":
-            return chain, _copied_in_order(user, node, num_sent, dependence)
+            return chain, _copied_in_order(user, steps)
         if (order := _order_undone(user, node)) is not None:
             inverse = _index_of(user)
             before = (inverse, user) if len(inverse.users) == 1 else (user,)
-            return chain, _by_token(user, _Steps(node, num_sent), order, before)
+            return chain, _by_token(user, steps, order, before)
         if chain.add(user, Reason.NO_SUM) is not node:
             raise Left(Reason.NOT_BY_ROW, operator_at(user))
         node = user
@@ -158,12 +158,12 @@ def _sum_by_index(total: fx.Node) -> _SumByIndex | None:
     return _SumByIndex(*nodes) if is_plain and len(nodes) == 3 else None
 
 
-def _by_index(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum:
-    found = _sum_by_index(total)
+def _by_index(total: fx.Node, steps: _Steps) -> TokenSum:
+    found, rows = _sum_by_index(total), steps.rows
     by_row = found is not None and found.rows is rows and found.base is not rows
     if found is None or not by_row or type_of(total) is not type_of(rows):
         raise Left(Reason.NO_SUM, operator_at(total))
-    adds_nothing = is_zeros(found.base) and not dependence.writers(found.base)
+    adds_nothing = is_zeros(found.base) and not steps.dependence.writers(found.base)
     return TokenSum(
         rows=rows,
         total=total,
@@ -175,9 +175,9 @@ def _by_index(total: fx.Node, rows: fx.Node, dependence: Dependence) -> TokenSum
     )
 
 
-def _in_order(write: fx.Node, rows: fx.Node, num_sent: object, dependence: Dependence) -> TokenSum:
+def _in_order(write: fx.Node, steps: _Steps) -> TokenSum:
     """Read the form that puts rows in order, `k` to a token, and sums these."""
-    tokens, _, written = write.args
+    (tokens, _, written), rows, dependence = write.args, steps.rows, steps.dependence
     order, is_filled = _index_of(write), is_zeros(tokens)
     alone = (is_filled or _is_made(tokens, EMPTY)) and written is rows
     if not alone or not isinstance(tokens, fx.Node) or not isinstance(order, fx.Node):
@@ -185,7 +185,6 @@ def _in_order(write: fx.Node, rows: fx.Node, num_sent: object, dependence: Depen
     readers = [user for user in tokens.users if user is not write]
     if len(readers) != 1 or dependence.position[readers[0]] < dependence.position[write]:
         raise Left(Reason.NO_SUM, operator_at(write))
-    steps = _Steps(rows, num_sent)
     found = _by_token(tokens, steps, order, (*_made_with(tokens), write), readers[0])
     own = {write, *found.tail[found.tail.index(readers[0]) :]}
     if not {*dependence.writers(tokens)} <= own:
@@ -193,19 +192,17 @@ def _in_order(write: fx.Node, rows: fx.Node, num_sent: object, dependence: Depen
     return replace(found, memory=tokens, needs_all=not is_filled)
 
 
-def _copied_in_order(
-    write: fx.Node, rows: fx.Node, num_sent: object, dependence: Dependence
-) -> TokenSum:
+def _copied_in_order(write: fx.Node, steps: _Steps) -> TokenSum:
     """Read the form that puts rows in order in a copy of memory that nothing else has."""
     given = arguments_of(write, "index_copy", "input", "dim", "index", "source") or {}
-    memory, order, is_rows = given.get("input"), given.get("index"), given.get("source") is rows
-    is_filled = is_zeros(memory)
+    memory, order, source = (given.get(name) for name in ("input", "index", "source"))
+    is_filled, is_rows = is_zeros(memory), source is steps.rows
     alone = (is_filled or _is_made(memory, EMPTY)) and is_rows and given.get("dim") in (0, -2)
     if not alone or not isinstance(memory, fx.Node) or not isinstance(order, fx.Node):
         raise Left(Reason.NO_SUM, operator_at(write))
-    if len(memory.users) != 1 or dependence.writers(memory):
+    if len(memory.users) != 1 or steps.dependence.writers(memory):
         raise Left(Reason.NO_SUM, operator_at(write))
-    found = _by_token(write, _Steps(rows, num_sent), order, (*_made_with(memory), write))
+    found = _by_token(write, steps, order, (*_made_with(memory), write))
     return replace(found, memory=memory, needs_all=not is_filled)
 
 
@@ -242,8 +239,8 @@ def _by_token(
 class _Steps:
     """What becomes of rows in order, one step after another: each is known, or Left."""
 
-    def __init__(self, rows: fx.Node, num_sent: object) -> None:
-        self.rows = rows
+    def __init__(self, rows: fx.Node, num_sent: object, dependence: Dependence) -> None:
+        self.rows, self.dependence = rows, dependence
         self._num_sent = num_sent
         self.nodes: list[fx.Node] = []
         self.weights: fx.Node | None = None

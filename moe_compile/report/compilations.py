@@ -10,18 +10,17 @@ sharded parameters, are no candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch.fx as fx
 
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
-from moe_compile.journal.entries import Journal, PassReport
+from moe_compile.journal.entries import Journal, PassReport, Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.journal.remedies import ACTED_ON, REMEDIES, to_do, with_change
+from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import Refused
 from moe_compile.report.graph_breaks import (
     GraphBreak,
     frames_left_out,
@@ -48,7 +47,7 @@ class Compilation:
     settings: str = ""
     settings_off: tuple[str, ...] = ()
     """Settings of Inductor that were asked for and are off (`torch_quirks.inductor_settings`)."""
-    unmatched: list[Unmatched] = field(default_factory=list)
+    unmatched: list[Verdict] = field(default_factory=list)
     """All-to-alls of no region, the most telling first."""
     place_of_exchange: str = ""
     """The user's line of the first all-to-all; "" without one."""
@@ -72,7 +71,7 @@ class Compilation:
         self.regions += [report for report in said if isinstance(report, RegionReport)]
         self.attention += [report for report in said if isinstance(report, AttentionReport)]
         self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
-        self.unmatched += unmatched(state.found.others, _places(state))
+        self.unmatched += unmatched(state.found.others)
 
     def run_as_written(self, why: str) -> None:
         """Take in that the program runs as it was written, for the reason `why`."""
@@ -100,7 +99,7 @@ class Compilation:
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
     @property
-    def unmatched_dispatches(self) -> list[Unmatched]:
+    def unmatched_dispatches(self) -> list[Verdict]:
         """Exchanges that dispatch rows as those of experts do, and were not matched."""
         return [left for left in self.unmatched if left.is_dispatch and not left.is_region]
 
@@ -157,13 +156,6 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     )
 
 
-def _places(state: CompileState) -> dict[str, str]:
-    """Return the user's line of each exchange of no region in the Dynamo graph at hand."""
-    mine = (r for graph, r in state.journal.records if graph == state.graph_name)
-    reports = (r for r in mine if isinstance(r, PassReport) and r.pass_name == "detect_regions")
-    return {verdict.candidate: verdict.where for r in reports for verdict in r.skipped}
-
-
 def _rewritten(report: PassReport) -> list[str]:
     price = ""
     if {"predicted_us", "predicted_us_before"} <= report.measures.keys():
@@ -188,50 +180,8 @@ TELLING: Final = (
 """The most telling reason first; all others after these."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unmatched:
-    """An exchange without a region."""
-
-    name: str
-    reason: Reason
-    detail: str
-    is_region: bool
-    """Whether a dispatch, its counts and its combine were matched, and then refused."""
-    where: str
-    """The user's line of it; "" where that is not known."""
-
-    @property
-    def why(self) -> str:
-        """Return `reason (detail)`."""
-        return self.reason.value + (f" ({self.detail})" if self.detail else "")
-
-    def __str__(self) -> str:
-        """Return `name: reason (detail)`."""
-        return f"{self.name}: {self.why}"
-
-    @property
-    def remedy(self) -> str:
-        """What the user can do about it."""
-        return REMEDIES[self.reason]
-
-    @property
-    def is_dispatch(self) -> bool:
-        """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
-        return self.is_region or self.reason.kind in ACTED_ON
-
-
-def unmatched(others: Iterable[Refused], places: Mapping[str, str]) -> list[Unmatched]:
-    """Return the exchanges among `others`, the most telling first; `places` are theirs by name."""
-    found = [
-        Unmatched(
-            name=d.candidate,
-            reason=d.reason,
-            detail=d.detail,
-            is_region=d.is_region,
-            where=places.get(d.candidate, ""),
-        )
-        for d in others
-        if d.is_candidate
-    ]
+def unmatched(others: Iterable[Verdict]) -> list[Verdict]:
+    """Return the exchanges among `others` that a report speaks of, the most telling first."""
     rank = {reason: place for place, reason in enumerate(TELLING)}
-    return sorted(found, key=lambda u: (not u.is_region, rank.get(u.reason, len(rank))))
+    told = (one for one in others if one.is_told)
+    return sorted(told, key=lambda one: (not one.is_region, rank.get(one.reason, len(rank))))

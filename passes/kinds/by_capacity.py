@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-import torch.fx as fx
-
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.read_regions import work_of_capacity
 from moe_compile.cost.traced_nodes import TracedNodes
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.kinds import Kind
@@ -58,28 +56,23 @@ class ByCapacity(RegionKind[Planned[CapacityRegion]]):
 
     name: ClassVar[str] = "capacity"
 
-    def find(self, graph: fx.Graph, config: MegaMoEConfig, before: Findings) -> Finds:
+    def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
         """Return the regions among the exchanges that no other kind has; numbers go on."""
         del config
         taken = {launch for region in before.regions for launch in region.launches}
         first = len(before.experts) + sum(other.is_region for other in before.others)
-        even = find_capacity_regions(graph, taken, first)
+        even = find_capacity_regions(facts, taken, first)
         found = tuple(Found(region=r, where=source_place(r.dispatch)) for r in even.regions)
         return Finds(found=found, others=even.refused, exchanges=even.exchanges)
 
-    def plan(
-        self, graph: fx.Graph, state: CompileState, layers: Layers
-    ) -> tuple[Planned[CapacityRegion], ...]:
+    def plan(self, state: CompileState, layers: Layers) -> tuple[Planned[CapacityRegion], ...]:
         """Return the plan of every region."""
-        del graph
         found = state.found.by_kind[self.name]
         return tuple(_planned(one, state, layers.around(one.region)) for one in found)
 
-    def emit(
-        self, one: Planned[CapacityRegion], state: CompileState, dependence: Dependence
-    ) -> Emitted:
+    def emit(self, one: Planned[CapacityRegion], state: CompileState) -> Emitted:
         """Emit experts with a capacity in chunks."""
-        del state, dependence
+        del state
         region = one.found.region
         bounds = chunk_bounds(region.num_local_experts, one.plan.num_chunks)
         result = emit_capacity_chunks(region, bounds)

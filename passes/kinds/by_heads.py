@@ -23,10 +23,11 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.read_regions import work_of_attention
 from moe_compile.cost.traced_nodes import TracedNodes
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place, value_of
 from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.entries import Verdict
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -44,13 +45,12 @@ from moe_compile.plan.decide import choose
 from moe_compile.plan.plan import RegionPlan
 from moe_compile.plan.planned import Findings, Found, Planned
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import Refused
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.region_reports import CHUNKED, AttentionReport
 from passes.kinds.contract import Emitted, Finds, RegionKind
 from passes.replay.factor_pieces import Pieces
 
-Attention: TypeAlias = AttentionRegion | Refused
+Attention: TypeAlias = AttentionRegion | Verdict
 OPTION: Final = "attention_chunks"
 
 
@@ -59,30 +59,27 @@ class ByHeads(RegionKind[Planned[Attention]]):
 
     name: ClassVar[str] = "attention"
 
-    def find(self, graph: fx.Graph, config: MegaMoEConfig, before: Findings) -> Finds:
+    def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
         """Return every attention operator, those of regions first."""
         del config, before
-        regions, without = find_attention(graph)
+        regions, without = find_attention(facts)
         found: list[Found[Attention]] = [
             Found(region=region, where=source_place(region.core)) for region in regions
         ]
-        for one in without:
-            why = Refused(candidate=one.name, reason=one.reason, detail=one.detail)
-            found.append(Found(region=why, where=source_place(one.core)))
+        for core, why in without.items():
+            none = Verdict(candidate=core.name, reason=why.reason, detail=why.detail)
+            found.append(Found(region=none, where=source_place(core)))
         launches = frozenset(launch.name for region in regions for launch in region.launches)
         return Finds(found=tuple(found), exchanges=launches)
 
-    def plan(
-        self, graph: fx.Graph, state: CompileState, layers: Layers
-    ) -> tuple[Planned[Attention], ...]:
+    def plan(self, state: CompileState, layers: Layers) -> tuple[Planned[Attention], ...]:
         """Return the plan of every attention operator."""
-        del graph
         found = state.found.by_kind[self.name]
         return tuple(_planned(one, one.region, state, layers) for one in found)
 
-    def emit(self, one: Planned[Attention], state: CompileState, dependence: Dependence) -> Emitted:
+    def emit(self, one: Planned[Attention], state: CompileState) -> Emitted:
         """Emit attention in groups of heads."""
-        del state, dependence
+        del state
         region = one.found.region
         assert isinstance(region, AttentionRegion)
         body = sorted({*region.body})
@@ -115,11 +112,11 @@ def _planned(
     found: Found[Attention], region: Attention, state: CompileState, layers: Layers
 ) -> Planned[Attention]:
     config = state.config
-    if isinstance(region, Refused):
+    if isinstance(region, Verdict):
         unproven = region.reason.name if region.reason.kind is Kind.UNPROVEN else ""
         plan, left = (
             RegionPlan(group="", unproven=unproven),
-            found.verdicts(config, {OPTION: region}),
+            found.verdicts(config, {OPTION: Left(region.reason, region.detail)}),
         )
         return Planned(found=found, plan=plan, option=OPTION, left=left)
     decision = decide_attention(region, config, state.hardware, layers.around(region))

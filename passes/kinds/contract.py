@@ -16,10 +16,10 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
+from moe_compile.journal.entries import Verdict
 from moe_compile.plan.planned import Findings, Found, Planned
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import Refused
 from moe_compile.report.region_reports import AttentionReport, RegionReport
 
 P = TypeVar("P", bound=Planned[Any])
@@ -31,7 +31,7 @@ class Finds:
 
     found: tuple[Found[Any], ...]
     """What is planned, with or without a region."""
-    others: tuple[Refused, ...] = ()
+    others: tuple[Verdict, ...] = ()
     """Exchanges, and regions that were matched, of which nothing is planned."""
     exchanges: frozenset[str] = frozenset()
     """Names of the exchanges that other kinds are to say nothing of."""
@@ -58,19 +58,19 @@ class RegionKind(ABC, Generic[P]):
     """Key of its regions in the plan that ranks compare."""
 
     @abstractmethod
-    def find(self, graph: fx.Graph, config: MegaMoEConfig, before: Findings) -> Finds:
-        """Return what `graph` has of this kind; `before` is what kinds before it found."""
+    def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
+        """Return what a graph has of this kind; `before` is what kinds before it found."""
 
     @abstractmethod
-    def plan(self, graph: fx.Graph, state: CompileState, layers: Layers) -> tuple[P, ...]:
+    def plan(self, state: CompileState, layers: Layers) -> tuple[P, ...]:
         """Return the plan of all that was found of this kind; `layers` are the graph's.
 
         Notes in `state` what later passes need to know of the graph as it is.
         """
 
     @abstractmethod
-    def emit(self, one: P, state: CompileState, dependence: Dependence) -> Emitted:
-        """Emit one region as it is planned; `dependence` is of the graph as it was."""
+    def emit(self, one: P, state: CompileState) -> Emitted:
+        """Emit one region as it is planned; facts are of the graph as it was before the first."""
 
     @abstractmethod
     def say(self, one: P, config: MegaMoEConfig) -> RegionReport | AttentionReport:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import input_splits, output_splits, tensor_of
 from moe_compile.regions.new_order import parts
@@ -42,7 +41,6 @@ def read_chunks(
     whole: Replay,
     replays: Sequence[Replay],
     around: Surroundings,
-    dependence: Dependence,
     *,
     received: Sequence[fx.Node] = (),
     others: tuple[fx.Node, int] | None = None,
@@ -56,13 +54,13 @@ def read_chunks(
     reads = BulkRead(emit)
     sent, got = input_splits(region.dispatch), output_splits(region.dispatch)
     asked = (*around.bulk, *around.served) if is_alone else around.bulk
-    wanted, part = needed_for(asked, region, dependence), parts(region, around.bulk, dependence)
+    wanted, part = needed_for(asked, region), parts(region, around.bulk)
     for replay in replays:
         emit_until_reads(emit, region, replay, reads, part, wanted)
     of_chunks = {n for n in (*sent, *got) if all(n in reads.asked_by(r) for r in replays)}
     if not is_alone:
         read_whole = [node for node in around.served if node not in of_chunks]
-        served = needed_for(read_whole, region, dependence)
+        served = needed_for(read_whole, region)
         emit_until_reads(emit, region, whole, reads, part, served)
     rows_sent, rows_received = [], []
     told = received or (region.received_counts,) * len(replays)

@@ -41,7 +41,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, input_splits, output_splits, tensor_of, waits_on
 from moe_compile.ops.hop_rows import BACK_ROWS, CHUNK_ROWS, HOP_SIZES
@@ -107,13 +106,10 @@ class _Arrived:
     """Those that the model has before its dispatch."""
 
 
-def emit_divided(
-    form: DividedForm, proof: RowProof, cut: Cut, around: Surroundings, dependence: Dependence
-) -> Divided:
+def emit_divided(form: DividedForm, proof: RowProof, cut: Cut, around: Surroundings) -> Divided:
     """Emit the region in its new form; the old one is for the caller to take out.
 
     `around` says where the host reads, and which host reads of the region others need.
-    `dependence` is of the graph as it was before any region was emitted.
     """
     region = form.region
     table = exchange_table(form, cut)
@@ -130,8 +126,8 @@ def emit_divided(
         replays += [Replay(e, env, prune_other_experts(region, proof, e)) for env, e in pairs]
     sizes = emit.call(HOP_SIZES, table.everyone, table.tokens, list(cut.edges), form.nodes.place)
     told = {"received": table.received, "others": (sizes, Sizes.number(form, cut))}
-    reads = read_chunks(emit, region, whole, replays, around, dependence, **told)
-    emit = Emitter(_first_place(region, around, dependence))
+    reads = read_chunks(emit, region, whole, replays, around, **told)
+    emit = Emitter(_first_place(region, around))
     hops = emit_hops(emit, form, cut, table, Sizes.of(form, cut, reads.others), reads.received)
     emit = Emitter(region.result)
     for replay in replays:
@@ -146,12 +142,12 @@ def emit_divided(
     return Divided(instead | served | divided.instead, divided.hops, divided.combines)
 
 
-def _first_place(region: MoERegion, around: Surroundings, dependence: Dependence) -> fx.Node:
+def _first_place(region: MoERegion, around: Surroundings) -> fx.Node:
     """Return where what the host reads is there, and all that the model sends.
 
     Hops without gradients may be launched there: before the host reads for what follows.
     """
-    place, dispatch = dependence.position, region.dispatched[0].launch
+    place, dispatch = region.facts.dependence.position, region.dispatched[0].launch
     return dispatch if place[around.read_at] < place[dispatch] else region.result
 
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.gathered_rows import LOCAL_ROWS
@@ -105,14 +104,13 @@ def _read_host(
     for counts in routing.counts:
         reads.add(emit.method("sum", writer.mine(counts)))
     whole = Replay(range(region.num_local_experts), {})
-    dependence = Dependence(region.result.graph)
-    part_of = parts(region, around.bulk, dependence)
+    part_of = parts(region, around.bulk)
     if around.served:
         counts = emit.method("sum", emit.call(torch.stack, list(routing.counts)), 0)
         whole.env[region.received_counts] = writer.received(counts)
-        needed = needed_for(around.served, region, dependence)
+        needed = needed_for(around.served, region)
         emit_until_reads(emit, region, whole, reads, part_of, needed)
-    wanted = needed_for(around.bulk, region, dependence) & set(form.needs.nodes)
+    wanted = needed_for(around.bulk, region) & set(form.needs.nodes)
     for part in slices:
         emit_until_reads(emit, region, part.replay, reads, part_of, wanted)
     values = reads.finish()

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import called_name, has_gradient, overload_name, value_of, waits_on
 from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.prune import Pruned, prune_other_experts
 
 
 def chunk_without_gradient(
-    region: MoERegion, proof: RowProof, bounds: Iterable[range], dependence: Dependence
+    region: MoERegion, proof: RowProof, bounds: Iterable[range]
 ) -> int | None:
     """Return the first chunk whose rows get no gradient where the region's do, None without one."""
-    whole = _paths(region, Pruned(), dependence)
+    whole = _paths(region, Pruned())
     for chunk, experts in enumerate(bounds):
         pruned = prune_other_experts(region, proof, experts)
-        if pruned.nodes and _paths(region, pruned, dependence) != whole:
+        if pruned.nodes and _paths(region, pruned) != whole:
             return chunk
     return None
 
@@ -41,7 +40,7 @@ class _Paths:
     """Dispatch and combine: what the one brought gets a gradient by the other."""
 
 
-def _paths(region: MoERegion, pruned: Pruned, dependence: Dependence) -> _Paths:
+def _paths(region: MoERegion, pruned: Pruned) -> _Paths:
     of_dispatch = {
         one.launch: [one.launch, *waits_on(one.launch)]
         for one in region.dispatched
@@ -58,7 +57,7 @@ def _paths(region: MoERegion, pruned: Pruned, dependence: Dependence) -> _Paths:
         if node in pruned.nodes or node in given or not carries:
             continue
         gone = pruned.nodes | pruned.dropped_from.get(node, set())
-        inputs = [i for i in _differentiated(node, dependence) if i not in gone]
+        inputs = [i for i in _differentiated(node, region) if i not in gone]
         if any(i in differentiable or (i not in body and has_gradient(i)) for i in inputs):
             differentiable.add(node)
         sources[node] = set().union(*(sources.get(i, set()) for i in inputs))
@@ -66,11 +65,11 @@ def _paths(region: MoERegion, pruned: Pruned, dependence: Dependence) -> _Paths:
     return _Paths(frozenset(combines & differentiable), frozenset(there))
 
 
-def _differentiated(node: fx.Node, dependence: Dependence) -> list[fx.Node]:
+def _differentiated(node: fx.Node, region: MoERegion) -> list[fx.Node]:
     """Return what `node` may give a gradient to, writers of what it reads among them."""
     name = overload_name(node).partition("::")[2] or called_name(node)
     if name.endswith("_like") or name.startswith("new_"):  # read a form and no value
         return []
-    needs = dependence.needs(node)
+    needs = region.facts.dependence.needs(node)
     shapes = node.all_input_nodes[1:] if name.endswith("_as") else []
     return [n for n in needs if n not in shapes]

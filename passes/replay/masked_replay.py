@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.modes import entered_since, modes
+from moe_compile.graph.modes import Mode, entered_since
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.regions import MoERegion, RowProof
@@ -71,20 +70,19 @@ def emit_chunks(
     proof: RowProof,
     num_chunks: int,
     around: Surroundings,
-    dependence: Dependence,
     *,
     by_tokens: bool = False,
     rank_by_load: int | None = None,
 ) -> Chunked:
     """Emit the region in `num_chunks` chunks before its result.
 
-    `dependence` is of the graph as it was before any region was emitted. `around` says where the
-    host reads, and which host reads of the region others need: they join the bulk read. A chunk
-    holds whole experts or, `by_tokens`, a share of each's rows. Which experts follows from the rows
-    they have where `rank_by_load` is given: this rank.
+    `around` says where the host reads, and which host reads of the region others need: they join
+    the bulk read. A chunk holds whole experts or, `by_tokens`, a share of each's rows. Which
+    experts follows from the rows they have where `rank_by_load` is given: this rank.
     What was the region before stays, for the caller to replace and to erase.
     """
-    early, emit = AutocastEmitter(around.read_at), AutocastEmitter(region.result)
+    places, mode_of = (around.read_at, region.result), region.facts.modes
+    early, emit = (AutocastEmitter(place, mode_of) for place in places)
     by_load = rank_by_load is not None
     axis = _split(early, region, num_chunks, by_tokens, rank_by_load)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens, by_load=by_load)
@@ -94,7 +92,7 @@ def emit_chunks(
     ]
     whole = Replay(range(region.num_local_experts), {})
     others = None if axis.num_experts is None else (axis.num_experts, num_chunks)
-    reads = read_chunks(early, region, whole, replays, around, dependence, others=others)
+    reads = read_chunks(early, region, whole, replays, around, others=others)
     rows_per_chunk, sizes = reads.sent, reads.others or [len(chunk) for chunk in bounds]
 
     order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
@@ -172,10 +170,10 @@ def experts_of_chunks(
 class AutocastEmitter(Emitter):
     """Appends nodes before `anchor`, copies under autocast as their originals."""
 
-    def __init__(self, anchor: fx.Node) -> None:
-        """Read the modes of the nodes that stand in the graph now: copied are these."""
+    def __init__(self, anchor: fx.Node, modes: Mapping[fx.Node, Mode]) -> None:
+        """Copy nodes that `modes` has."""
         super().__init__(anchor)
-        self._modes = modes(anchor.graph)
+        self._modes = modes
         self._open: list[tuple[fx.Node, fx.Node]] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

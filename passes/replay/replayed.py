@@ -15,7 +15,6 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter, recompute_between
 from moe_compile.regions.host_reads import is_move_to_host
 from moe_compile.regions.new_order import Part
@@ -35,10 +34,10 @@ class Replay:
     pruned: Pruned = field(default_factory=Pruned)
 
 
-def needed_for(reads: Iterable[fx.Node], region: MoERegion, dependence: Dependence) -> set[fx.Node]:
+def needed_for(reads: Iterable[fx.Node], region: MoERegion) -> set[fx.Node]:
     """Return the nodes of the region that these host reads depend on, and the reads."""
     given = {*region.inputs, *region.others}
-    return dependence.above(reads, stops=given) & set(region.count_side)
+    return region.facts.dependence.above(reads, stops=given) & set(region.count_side)
 
 
 def emit_until_reads(

@@ -8,6 +8,7 @@ import torch
 
 from moe_compile.attention import detect_attention, head_inputs, head_proof
 from moe_compile.attention.detect_attention import find_attention
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.legality import REASONS
 from moe_compile.journal.reasons import Reason
 from tests import attention_layers as layers
@@ -21,7 +22,8 @@ from tests.slow_parameters import one_per_reason, slow_but
 def find(style, group, heads=8, kv_heads=4, batch=4):
     layer = style(16, heads, kv_heads, 8, group)
     (gm,) = dynamo_graphs(layer, torch.randn(batch, 6, 16))
-    return find_attention(gm.graph)
+    regions, refused = find_attention(GraphFacts(gm.graph))
+    return regions, [*refused.values()]
 
 
 REGIONS = [

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_compile.batch.batch_proof import split_around
 from moe_compile.dims.factors import Factor, Lost, flat, regroup, unify
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import has_gradient
 from moe_compile.journal.left import Left
 from tests.capture import dynamo_graphs
@@ -185,7 +185,7 @@ def proven(program, x):
     """Return how `program` runs on two parts of `x`, None where it is refused."""
     (gm,) = dynamo_graphs(program, x.clone().requires_grad_())
     try:
-        return split_around(gm.graph, Dependence(gm.graph), [], 2)
+        return split_around(GraphFacts(gm.graph), [], 2)
     except (Left, Lost):
         return None
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from moe_compile.batch.batch_proof import split_around
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from tests.capture import dynamo_graphs
 from tests.slow_parameters import slow_but
 
@@ -53,7 +53,7 @@ def indices_apart(code, num_masks=SEQUENCES):
     given = (num_masks, None, POSITIONS, POSITIONS, "cpu")
     blocks = create_block_mask(code if code is causal else partial(code, ids=ids), *given)
     gm, *_ = dynamo_graphs(lambda x, blocks: flex_attention(x, x, x, block_mask=blocks), x, blocks)
-    return split_around(gm.graph, Dependence(gm.graph), [], 2).size
+    return split_around(GraphFacts(gm.graph), [], 2).size
 
 
 @pytest.mark.parametrize("num_masks", slow_but([SEQUENCES], [1, SEQUENCES]))

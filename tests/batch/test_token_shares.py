@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_reduce
 
 from moe_compile.batch.batch_proof import find_batch_split
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.left import Left
 from moe_compile.testing.mirrored_rank import become_mirrored
 from tests.batch_layers import POSITIONS, WIDTH
@@ -68,7 +69,7 @@ class Turned(SharedInOrderWeighted):
 def split_of(program):
     x = torch.randn(4, POSITIONS, WIDTH).bfloat16()
     (gm,) = dynamo_graphs(program, x)
-    return find_batch_split(gm.graph, 2)
+    return find_batch_split(GraphFacts(gm.graph), 2)
 
 
 def made(model, layer=SharedInOrderWeighted):

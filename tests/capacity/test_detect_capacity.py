@@ -72,7 +72,7 @@ def test_a_capacity_of_run_time_is_named_and_no_error(fake_ranks, style):
     found, report = detected(layer(undropped(style), fake_ranks), rows())
     (refused,) = (left for left in found.others if left.is_region)
     assert found.by_kind["capacity"] == () and refused.reason is Reason.CAPACITY_AT_RUN_TIME
-    assert [left.is_dispatch for left in unmatched(found.others, {})] == [True]
+    assert [left.is_dispatch for left in unmatched(found.others)] == [True]
     assert not any(verdict.is_unmet for verdict in report.skipped)
 
 
@@ -93,7 +93,7 @@ def test_other_even_exchanges_are_no_dispatch_and_not_said_to_be_one(fake_ranks,
     assert found.by_kind["capacity"] == ()
     reasons = {Reason.EVEN_SPLITS, Reason.NO_ROWS}
     assert found.others and all(left.reason in reasons for left in found.others)
-    assert not any(left.is_dispatch for left in unmatched(found.others, {}))
+    assert not any(left.is_dispatch for left in unmatched(found.others))
     assert not any(verdict.is_unmet for verdict in report.skipped)
 
 

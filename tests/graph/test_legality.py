@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.effects import draws_random, is_pure
-from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.facts import GraphFacts
+from moe_compile.graph.legality import Hazard
 from moe_compile.graph.modes import changes_mode
 from tests.capture import dynamo_graphs
 from tests.this_torch import has_autocast_by_functions, need
@@ -37,7 +37,7 @@ def called(graph, name):
 def hazard(program, moved="sin", anchor="neg"):
     """Return what forbids running the first `moved` just before the first `anchor`."""
     graph = graph_of(program)
-    obstacle = Legality(Dependence(graph), graph).obstacle(
+    obstacle = GraphFacts(graph).legality.obstacle(
         called(graph, moved)[:1], called(graph, anchor)[0]
     )
     return None if obstacle is None else obstacle.hazard
@@ -218,7 +218,7 @@ def unneeded(program, candidates, replaced=()):
     graph = graph_of(program)
     nodes = [n for name in candidates for n in called(graph, name)]
     given = dict.fromkeys(n for name in replaced for n in called(graph, name))
-    return [n.name for n in Legality(Dependence(graph), graph).unneeded(nodes, given)]
+    return [n.name for n in GraphFacts(graph).legality.unneeded(nodes, given)]
 
 
 def fills_what_is_returned(x):
@@ -275,7 +275,7 @@ def test_what_is_still_to_be_made_needs_what_it_will_read():
 
     graph = graph_of(program)
     rows, result = called(graph, "mul"), called(graph, "neg")
-    legality, made = Legality(Dependence(graph), graph), dict.fromkeys(result)
+    legality, made = GraphFacts(graph).legality, dict.fromkeys(result)
     assert legality.unneeded([*rows, *result], made) == [*rows, *result]
     assert legality.unneeded([*rows, *result], made, read_anew=rows) == result
 
@@ -287,7 +287,7 @@ def test_a_write_into_an_input_is_needed_whoever_reads_it():
 
     graph = graph_of(program, torch.zeros(3))
     writes = called(graph, "add_")
-    assert writes and Legality(Dependence(graph), graph).unneeded(writes, {}) == []
+    assert writes and GraphFacts(graph).legality.unneeded(writes, {}) == []
 
 
 @pytest.mark.parametrize("is_returned", [True, False])
@@ -306,7 +306,7 @@ def test_a_triton_kernel_is_needed_while_what_it_wrote_is(is_returned):
         settings = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1,)], "kwargs": tensors}
         kernel = graph.call_function(triton_kernel_wrapper_mutation, kwargs=settings)
     graph.erase_node(copy)
-    dead = Legality(Dependence(graph), graph).unneeded([kernel, target], {})
+    dead = GraphFacts(graph).legality.unneeded([kernel, target], {})
     assert dead == ([] if is_returned else [target, kernel])
 
 
@@ -317,7 +317,7 @@ def test_a_random_draw_that_nobody_reads_is_needed_for_those_that_follow():
 
     graph = graph_of(program)
     draws = [n for n in graph.nodes if draws_random(n)]
-    assert draws and Legality(Dependence(graph), graph).unneeded(draws, {}) == []
+    assert draws and GraphFacts(graph).legality.unneeded(draws, {}) == []
 
 
 def test_an_assertion_of_the_user_is_needed_and_so_is_what_it_reads():
@@ -328,7 +328,7 @@ def test_an_assertion_of_the_user_is_needed_and_so_is_what_it_reads():
 
     graph = graph_of(program, torch.tensor(3))
     (read,) = called(graph, "item")
-    assert Legality(Dependence(graph), graph).unneeded([read], {}) == []
+    assert GraphFacts(graph).legality.unneeded([read], {}) == []
 
 
 @pytest.mark.parametrize("name", ["dropout", "add_", "_set_grad_enabled"])

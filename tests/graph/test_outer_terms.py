@@ -5,9 +5,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import bodies
-from moe_compile.graph.legality import Hazard, Legality
+from moe_compile.graph.legality import Hazard
 from moe_compile.graph.outer_gradients import note_outer_gradients
 from tests.graph.test_legality import called, graph_of
 
@@ -50,9 +51,7 @@ def innermost(graph):
 @pytest.mark.parametrize(("program", "has_terms"), PROGRAMS.values(), ids=PROGRAMS)
 def test_two_terms_of_an_input_change_places_only_where_none_comes_before_them(program, has_terms):
     graph = innermost(graph_of(program))
-    obstacle = Legality(Dependence(graph), graph).obstacle(
-        called(graph, "sin"), called(graph, "neg")[0]
-    )
+    obstacle = GraphFacts(graph).legality.obstacle(called(graph, "sin"), called(graph, "neg")[0])
     assert (obstacle is not None) is has_terms
     if has_terms:
         assert obstacle.hazard is Hazard.GRADIENT_ORDER

@@ -161,14 +161,14 @@ DEFECTS: Final = (
         (
             Change(
                 "passes/rewrite_regions.py",
-                "            kind.emit(one, state, dependence)\n",
+                "            kind.emit(one, state)\n",
                 "            new\n",
             ),
             Change(
                 "passes/rewrite_regions.py",
                 "            if one.is_rewritten\n        ]\n",
                 "            if one.is_rewritten\n"
-                "            for new in [kind.emit(one, state, dependence)]\n"
+                "            for new in [kind.emit(one, state)]\n"
                 "            if not replace_uses(new.instead)\n        ]\n",
             ),
         ),

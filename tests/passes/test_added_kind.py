@@ -39,20 +39,20 @@ class ByColumns(RegionKind):
 
     name = "round trips"
 
-    def find(self, graph, config, before):
-        there, back = filter(is_all_to_all, graph.nodes)
+    def find(self, facts, config, before):
+        there, back = filter(is_all_to_all, facts.graph.nodes)
         last = next(node for node in back.users if is_wait(node))
-        body = tuple(node for node in graph.nodes if there <= node <= last)
+        body = tuple(node for node in facts.graph.nodes if there <= node <= last)
         found = Found(region=RoundTrip("trip", (there, back), body), where=source_place(there))
         return Finds(found=(found,), exchanges=frozenset({there.name, back.name}))
 
-    def plan(self, graph, state, layers):
+    def plan(self, state, layers):
         (found,) = state.found.by_kind[self.name]
         assert found.region in state.found.regions and layers.around(found.region)
         plan = RegionPlan(group=group_name(found.region.launches[0]), num_chunks=2)
         return (Planned(found=found, plan=plan, remarks=("in halves",)),)
 
-    def emit(self, one, state, dependence):
+    def emit(self, one, state):
         region, halves = one.found.region, []
         emit, (sent, *_) = Emitter(region.result), region.body[0].all_input_nodes
         parts = emit.call(torch.chunk, sent, 2, 1)

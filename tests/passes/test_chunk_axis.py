@@ -5,6 +5,7 @@ import torch
 from torch.fx.node import map_arg
 
 from moe_compile.graph.edit import Emitter
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import tensor_of
 from moe_compile.regions.detect_moe import find_moe_regions
 from passes.replay.chunk_axis import split_by_experts, split_by_tokens
@@ -16,7 +17,7 @@ from tests.slow_parameters import slow_but
 
 def region_of(style, group):
     (gm,) = dynamo_graphs(layer_of(style, group), tokens())
-    ((region,), _) = find_moe_regions(gm.graph)
+    ((region,), _) = find_moe_regions(GraphFacts(gm.graph))
     return region
 
 

@@ -14,7 +14,6 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.rewrite_costs import PLACE_KERNELS
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter, tensor_of
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import extra_bytes
@@ -48,7 +47,7 @@ def priced(gm, **options):
     DetectRegions().run(gm.graph, ours)
     (found,) = ours.found.experts
     regions = [found.region]
-    rows = find_token_rows(found.region, Dependence(gm.graph))
+    rows = find_token_rows(found.region)
     form = gathered_form(found, regions, ours.config, rows)
     rounding = rounding_of(form.found)
     work = work_of_experts(found.region, found.proof, ours.hardware)

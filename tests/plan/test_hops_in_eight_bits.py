@@ -16,7 +16,6 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.copied_graph import copy_of_graph
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
 from moe_compile.hardware import GroupLink, load_profile
 from moe_compile.hardware.profile import read_profile
@@ -58,9 +57,8 @@ def region_work(gm, config):
     compile_state = state()
     DetectRegions().run(gm.graph, compile_state)
     (found,) = compile_state.found.experts
-    dependence = Dependence(gm.graph)
-    rows = find_token_rows(found.region, dependence)
-    hopping = hopping_of(hop_forms(found, config, rows, dependence))
+    rows = find_token_rows(found.region)
+    hopping = hopping_of(hop_forms(found, config, rows))
     work = work_of_experts(found.region, found.proof, compile_state.hardware)
     return dataclasses.replace(work, hops=hopping.shape, weighted=hopping.weighted)
 

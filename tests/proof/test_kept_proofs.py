@@ -10,11 +10,13 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.facts import GraphFacts
+from moe_compile.journal.left import Left
 from moe_compile.proof import kept_proofs, row_proof
 from moe_compile.proof.region_form import form_of
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from tests.batch_layers import POSITIONS, Block
 from tests.batch_layers import WIDTH as BLOCK_WIDTH
 from tests.capture import dynamo_graphs
@@ -39,7 +41,7 @@ def made(monkeypatch):
 def proofs(layers, x, **settings):
     """Return the regions of `layers`, one after another, each with its verdict."""
     (gm,) = dynamo_graphs(nn.Sequential(*layers), x)
-    regions, _ = find_moe_regions(gm.graph)
+    regions, _ = find_moe_regions(GraphFacts(gm.graph))
     return [(region, prove_rows_independent(region, **settings)) for region in regions]
 
 
@@ -185,7 +187,7 @@ def test_a_constant_that_makes_an_index_wrong_is_refused_beside_a_like_region(fa
     wrong.first = 1
     (_, first), (_, second) = proofs([right, wrong], tokens())
     assert isinstance(first, RowProof)
-    assert isinstance(second, Refused)
+    assert isinstance(second, Left)
     assert made == ["region 0", "region 1"]
 
 
@@ -209,8 +211,7 @@ def test_a_refusal_is_of_the_lines_of_its_own_region(fake_ranks, made):
 
     first, other = (alike(style, fake_ranks, 1)[0] for style in (Refusing, Elsewhere))
     (_, one), (_, two) = proofs([first, other], tokens())
-    assert isinstance(one, Refused)
-    assert (one.candidate, two.candidate) == ("region 0", "region 1")
+    assert isinstance(one, Left) and isinstance(two, Left)
     assert one.reason is two.reason
     assert one.detail != two.detail
     assert made == ["region 0", "region 1"]
@@ -218,7 +219,7 @@ def test_a_refusal_is_of_the_lines_of_its_own_region(fake_ranks, made):
 
 def test_what_the_tracer_learns_of_a_size_is_in_the_form(fake_ranks):
     (gm,) = dynamo_graphs(*alike(GroupedExperts, fake_ranks, 1), tokens())
-    (region,), _ = find_moe_regions(gm.graph)
+    (region,), _ = find_moe_regions(GraphFacts(gm.graph))
     before = form_of(region).key
     assert form_of(region).key == before
     size = next(s for node in region.body for s in sizes_of(node))
@@ -228,7 +229,7 @@ def test_what_the_tracer_learns_of_a_size_is_in_the_form(fake_ranks):
 
 def test_another_relation_of_sizes_is_another_form(fake_ranks):
     (gm,) = dynamo_graphs(*alike(GroupedExperts, fake_ranks, 1), tokens())
-    (region,), _ = find_moe_regions(gm.graph)
+    (region,), _ = find_moe_regions(GraphFacts(gm.graph))
     node = next(n for n in region.row_side if sizes_of(n))
     value, (rows,) = node.meta["example_value"], sizes_of(node)
     other = next(s for n in region.body for s in sizes_of(n) if s.node.expr != rows.node.expr)

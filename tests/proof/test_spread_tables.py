@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.journal.left import Left
+from moe_compile.regions.regions import RowProof
 from tests.layers import GroupedExperts
 from tests.proof.verdicts import WIDTH, judge, layer_of, tokens
 from tests.slow_parameters import slow_but
@@ -104,4 +105,4 @@ REFUSED = {
 @pytest.mark.parametrize("case", slow_but([*REFUSED][::4], REFUSED))
 def test_what_would_mix_experts_or_read_more_than_constants_is_refused(fake_ranks, case):
     found = verdict(fake_ranks, **REFUSED[case])
-    assert isinstance(found, Refused)
+    assert isinstance(found, Left)

@@ -6,8 +6,9 @@
 import pytest
 import torch
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from tests.proof.test_row_orders import verdict_on
 from tests.proof.verdicts import WIDTH
 from tests.slow_parameters import slow_but
@@ -130,7 +131,7 @@ OTHERS = {
 def test_other_indices_are_refused(fake_ranks, case):
     body, reason = OTHERS[case]
     verdict = verdict_on(body, fake_ranks)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Left)
     assert verdict.reason is reason, verdict
 
 
@@ -166,11 +167,11 @@ def crossed(m, x, c):
 
 def test_a_write_through_a_view_of_parts_of_rows_is_refused(fake_ranks):
     verdict = verdict_on(lambda m, x, c: sorted_back(m, x, c, some_of_each), fake_ranks)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Left)
 
 
 def test_a_write_through_a_view_in_which_rows_lie_otherwise_is_refused(fake_ranks):
-    assert isinstance(verdict_on(crossed, fake_ranks), Refused)
+    assert isinstance(verdict_on(crossed, fake_ranks), Left)
 
 
 def test_rows_that_were_written_with_some_to_spare_are_followed_to_the_last(fake_ranks):
@@ -192,7 +193,7 @@ def test_rows_that_were_written_with_some_to_spare_are_no_rows_sent_back(fake_ra
         return more[3:]
 
     verdict = verdict_on(body, fake_ranks)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Left)
 
 
 def test_group_ends_made_of_host_integers_are_followed(fake_ranks):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from moe_compile.graph.facts import GraphFacts
+from moe_compile.journal.left import Left
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from tests.capture import dynamo_graphs
@@ -26,9 +28,9 @@ def judge(layer, x):
     except torch._dynamo.exc.UserError as error:
         pytest.skip(f"this torch cannot capture the layer: {error.msg.splitlines()[0]}")
     for gm in graphs:
-        regions, refused = find_moe_regions(gm.graph)
+        regions, refused = find_moe_regions(GraphFacts(gm.graph))
         verdicts += [prove_rows_independent(region) for region in regions]
-        verdicts += [r for r in refused if r.is_region]
+        verdicts += [Left(r.reason, r.detail) for r in refused if r.is_region]
     (verdict,) = verdicts
     return verdict
 

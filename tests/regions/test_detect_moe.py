@@ -9,6 +9,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.detect_moe import find_moe_regions
 from tests.capture import dynamo_graphs
@@ -26,7 +27,7 @@ def find(program, *inputs):
     """Return (regions, refusal reasons) over all graphs of `program`."""
     regions, refused = [], []
     for gm in dynamo_graphs(program, *inputs):
-        found, left = find_moe_regions(gm.graph)
+        found, left = find_moe_regions(GraphFacts(gm.graph))
         regions += found
         refused += [r.reason for r in left]
     return regions, refused

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile import backend
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
@@ -30,13 +31,13 @@ def tokens():
 def found_in(style, group):
     """Return the regions and refusals of a layer's only graph."""
     (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, LOCAL, group), tokens())
-    return find_moe_regions(gm.graph)
+    return find_moe_regions(GraphFacts(gm.graph))
 
 
 @pytest.mark.parametrize("style", STYLES, ids=names(STYLES))
 def test_gathered_tokens_of_experts_are_named_with_what_to_do(fake_ranks, style):
     regions, refused = found_in(style, fake_ranks)
-    (left,) = unmatched(refused, {})
+    (left,) = unmatched(refused)
     assert (regions, left.reason, left.is_dispatch) == ([], Reason.TOKENS_GATHERED, True)
     assert left.detail.startswith("sums are reduced at gathering_layers.py:")
     assert left.reason.kind is Kind.NOT_POSSIBLE  # `strict` lets it pass
@@ -46,7 +47,7 @@ def test_gathered_tokens_of_experts_are_named_with_what_to_do(fake_ranks, style)
 def test_other_gathers_and_reductions_are_not_spoken_of(fake_ranks, style):
     regions, refused = found_in(style, fake_ranks)
     assert {other.reason for other in refused} == {Reason.NO_ROWS}
-    assert not unmatched(refused, {})
+    assert not unmatched(refused)
     assert len(regions) == (style is AroundExchanges)
 
 

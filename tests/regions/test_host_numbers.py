@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from tests.proof.test_row_orders import put_back, verdict_on
 from tests.proof.verdicts import WIDTH
 from tests.slow_parameters import one_per_reason
@@ -125,7 +126,7 @@ def test_what_is_written_into_a_value_from_outside_is_no_failure_of_ours(fake_ra
         number.add_(c.max())
         return number.item()
 
-    assert isinstance(verdict_on(padded_by(written), fake_ranks), RowProof | Refused)
+    assert isinstance(verdict_on(padded_by(written), fake_ranks), RowProof | Left)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.kinds import Kind
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -23,7 +24,7 @@ def find(style, *groups):
     x = torch.randn(9, WIDTH, requires_grad=True)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         (gm,) = dynamo_graphs(layer, x)
-    return find_moe_regions(gm.graph)
+    return find_moe_regions(GraphFacts(gm.graph))
 
 
 def shapes(exchanges):

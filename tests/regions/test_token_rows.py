@@ -36,7 +36,7 @@ def found_in(style, group, *, experts=EXPERTS, top_k=TOP_K):
     ours = state()
     DetectRegions().run(gm.graph, ours)
     (found,) = ours.found.experts
-    return find_token_rows(found.region, Dependence(gm.graph))
+    return find_token_rows(found.region)
 
 
 def onto(make_base):

@@ -31,7 +31,7 @@ from moe_compile.plan.decide import named_wire, room_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.plan.uneven_price import Routing
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from passes.kinds.by_counts.draft import Draft
 
 NO_SKEW: Final = "routing_skew is 0: experts are taken to be chosen evenly"
@@ -54,7 +54,7 @@ def decide_edges(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
 def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision | None:
     """Decide on a flat exchange by a price of uneven routing, where there is one."""
     is_flat = draft.gathered is None and draft.divided is None
-    if not is_flat or isinstance(draft.proof, Refused) or draft.by_tokens:
+    if not is_flat or isinstance(draft.proof, Left) or draft.by_tokens:
         return None
     exchange = FlatExchange(
         num_chunks=draft.num_chunks,
@@ -87,7 +87,7 @@ def _why_even(draft: Draft) -> Left | None:
         return Left(Reason.GATHERED, "no chunk has experts of its own")
     if draft.divided is not None:
         return Left(Reason.TWO_HOPS)
-    if isinstance(draft.proof, Refused):
+    if isinstance(draft.proof, Left):
         return Left(Reason.NOT_PROVEN)
     if draft.num_chunks == 1:
         return draft.not_chunked or ONE_CHUNK
@@ -129,7 +129,7 @@ def decide_uneven(
     is_open = "auto" in (config.chunks, config.chunk_edges)
     if not (config.routing_skew and config.equal_tokens and is_open):
         return None
-    if isinstance(found.proof, Refused) or found.proof.expert_rows:
+    if isinstance(found.proof, Left) or found.proof.expert_rows:
         return None
     numbers: tuple[int, ...] = (exchange.num_chunks,)
     if config.chunks == "auto":

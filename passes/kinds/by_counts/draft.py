@@ -12,7 +12,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm
 
@@ -22,7 +22,7 @@ class Draft:
     """What is decided on one region so far."""
 
     found: FoundExperts
-    proof: RowProof | Refused
+    proof: RowProof | Left
     never_packed: Mapping[str, Left] = field(default_factory=dict)
     """Of `dispatch` and `combine` those whose rows must keep their number format, and why."""
     gathered: GatheredForm | None = None
@@ -71,10 +71,10 @@ class Draft:
         of["gradients"] = self.divided.dispatch_wire == "fp8"
         return node_rounding_of(self.divided.found, tuple(name for name in of if of[name]))
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, why: Left) -> None:
         """Leave the region whole."""
-        self.proof, self.num_chunks = refused, 1
-        left = Left(Reason.NOT_PROVEN, refused.reason.value)
+        self.proof, self.num_chunks = why, 1
+        left = Left(Reason.NOT_PROVEN, why.reason.value)
         if self.by_load:
             self.by_load, self.even_edges = False, left
         if self.gathered is not None:

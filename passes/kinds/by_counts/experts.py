@@ -31,8 +31,6 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
 from moe_compile.cost.traced_nodes import TracedNodes
-from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.modes import modes
 from moe_compile.graph.query import called_name, known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict
@@ -54,7 +52,7 @@ from moe_compile.plan.hop_prices import price_hops
 from moe_compile.plan.plan import ExpertsPlan
 from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Aftermath, Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, GatheredForm, TokenRows
@@ -88,7 +86,7 @@ BY_EXPERTS: Final = (
 
 
 def plan_experts(
-    graph: fx.Graph, state: CompileState, layers: Layers
+    state: CompileState, layers: Layers
 ) -> tuple[tuple[PlannedExperts, ...], tuple[fx.Node, ...]]:
     """Return the plan of every MoE region in `state.found`, and what nothing needs after it.
 
@@ -96,21 +94,19 @@ def plan_experts(
     """
     by_tokens = state.config.chunk_by == "tokens"
     drafts = [Draft(found=f, proof=f.proof, by_tokens=by_tokens) for f in state.found.experts]
-    in_force = modes(graph)
     for draft in drafts:
-        draft.never_packed = never_packed(draft.found, state.config, in_force)
+        draft.never_packed = never_packed(draft.found, state.config, draft.region.facts.modes)
     regions = [draft.region for draft in drafts]
-    dependence = Dependence(graph)
     for draft in drafts:
-        _decide_dispatch(draft, regions, state, layers.around(draft.region), dependence)
+        _decide_dispatch(draft, regions, state, layers.around(draft.region))
     for draft in drafts:
         if draft.divided is not None:
-            parts = plan_hop_parts(draft.found, state.config, dependence, draft.decision)
+            parts = plan_hop_parts(draft.found, state.config, draft.decision)
             draft.num_chunks, draft.num_slices, draft.not_chunked = parts
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
         decide_edges(draft, state, layers.around(draft.region))
-        check_chunks(draft, dependence)
+        check_chunks(draft)
     after = _examine_together(drafts)
     return tuple(_planned(draft, state.config) for draft in drafts), after.dead
 
@@ -120,11 +116,10 @@ def _decide_dispatch(
     regions: Sequence[MoERegion],
     state: CompileState,
     layer: TracedNodes,
-    dependence: Dependence,
 ) -> None:
     """Decide whether the tokens of a region are gathered."""
-    config, found = state.config, find_token_rows(draft.region, dependence)
-    forms = hop_forms(draft.found, config, found, dependence)
+    config, found = state.config, find_token_rows(draft.region)
+    forms = hop_forms(draft.found, config, found)
     hopping = hopping_of(forms)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
@@ -235,7 +230,7 @@ def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
     after = examine_surroundings([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
         around = after.around[draft.region.name]
-        if isinstance(around, Refused):
+        if isinstance(around, Left):
             draft.refuse(around)
             continue
         draft.around = around
@@ -263,7 +258,7 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Rewrite:
 def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
     """Return the grouped products whose weights go in pieces, one for each chunk."""
     is_whole = draft.by_tokens or draft.num_chunks == 1
-    return () if is_whole or isinstance(draft.proof, Refused) else draft.proof.sliceable
+    return () if is_whole or isinstance(draft.proof, Left) else draft.proof.sliceable
 
 
 def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
@@ -306,28 +301,28 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
         hop_slices=1 if draft.divided is None else draft.num_slices,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
-        unproven=draft.proof.reason.name if isinstance(draft.proof, Refused) else "",
+        unproven=draft.proof.reason.name if isinstance(draft.proof, Left) else "",
     )
 
 
 def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     """Return what of the options is not done to a region's chunks and dispatch, and why."""
-    why: dict[str, Left | Refused | None] = {
+    why: dict[str, Left | None] = {
         "dispatch": draft.not_gathered,
         "nodes": draft.not_divided,
         "chunk_edges": draft.even_edges,
     }
-    if isinstance(draft.proof, Refused):
+    if isinstance(draft.proof, Left):
         why["chunks"] = draft.proof
     elif draft.not_chunked is not None:
         why["chunks"] = draft.not_chunked
     return draft.found.verdicts(config, why)
 
 
-def check_chunks(draft: Draft, dependence: Dependence) -> None:
+def check_chunks(draft: Draft) -> None:
     """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
     is_flat = draft.gathered is None and draft.divided is None
-    if isinstance(draft.proof, Refused) or draft.num_chunks == 1 or not is_flat:
+    if isinstance(draft.proof, Left) or draft.num_chunks == 1 or not is_flat:
         return
     region, proof, by_tokens = draft.region, draft.proof, draft.by_tokens
     num, by_load = draft.num_chunks, draft.by_load
@@ -336,12 +331,10 @@ def check_chunks(draft: Draft, dependence: Dependence) -> None:
     if mixing is not None:
         draft.refuse(mixing)
         return
-    chunk = chunk_without_gradient(region, proof, bounds, dependence)
+    chunk = chunk_without_gradient(region, proof, bounds)
     if chunk is not None:
         detail = f"chunk {chunk} of {num}"
-        draft.refuse(
-            Refused(candidate=region.name, reason=Reason.NO_GRADIENT, detail=detail, is_region=True)
-        )
+        draft.refuse(Left(Reason.NO_GRADIENT, detail))
 
 
 LOG: Final = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ Contract
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch.fx as fx
@@ -18,6 +18,7 @@ from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import known_rows, operator_at, tensor_of, waits_on
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -27,8 +28,7 @@ from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.body_needs import needs_of_body
-from moe_compile.regions.count_facts import CountFacts
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
@@ -47,7 +47,7 @@ def gathered_form(
     found: TokenRows | Left,
 ) -> GatheredForm | Left:
     """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
-    if isinstance(experts.proof, Refused):
+    if isinstance(experts.proof, Left):
         return Left(Reason.NOT_PROVEN, experts.proof.reason.value)
     if (unfit := why_mixed(experts.proof) or why_rounded(experts.proof)) is not None:
         return unfit
@@ -59,7 +59,7 @@ def gathered_form(
         return Left(Reason.TOKENS_MAY_DIFFER)
     after = examine_surroundings([gathering(experts.region, experts.proof, regions, found)])
     around = after.around[experts.region.name]
-    if isinstance(around, Refused):
+    if isinstance(around, Left):
         return Left(Reason.NOT_PROVEN, around.reason.value)
     needs = needs_of_body(experts.region)
     if needs.reads_sent:
@@ -161,7 +161,8 @@ def gathered_work(
     graph = copy_of_graph(written.owning_module).graph
     env = dict(zip(written.nodes, graph.nodes, strict=True))
     theirs = frozenset(env[node] for node in env if layer is not None and node not in layer)
-    form, rewrite = _carried((form, rewrite), env, proof.facts)
+    twins = {**env, form.region.facts: GraphFacts(graph), proof.facts: proof.facts}
+    form, rewrite = _carried((form, rewrite), twins)
     old = set(graph.nodes)
     routing = _apply(form, rewrite)
     new = {node for node in graph.nodes if node not in old}
@@ -183,17 +184,16 @@ def gathered_work(
     )
 
 
-def _carried(value: Any, env: dict[fx.Node, fx.Node], facts: CountFacts | None) -> Any:
-    """Return the same said of the nodes of a copy; `facts` name no node."""
-    twins = {id(node): twin for node, twin in env.items()}
-    return copy.deepcopy(value, {**twins, id(facts): facts})
+def _carried(value: Any, twins: Mapping[Any, Any]) -> Any:
+    """Return the same said of a copy of the graph, in which `twins` take the place of others."""
+    return copy.deepcopy(value, {id(one): twin for one, twin in twins.items()})
 
 
 def _apply(form: GatheredForm, rewrite: Rewrite) -> frozenset[fx.Node]:
     """Rewrite the region; return what tells every rank what all ranks route where."""
     after = examine_surroundings([rewrite])
     around = after.around[form.region.name]
-    assert not isinstance(around, Refused)  # as `gathered_form` has asked
+    assert not isinstance(around, Left)  # as `gathered_form` has asked
     gathered = emit_gathered(form, around, rank=0)  # the same on every rank: ranks decide alike
     replace_uses(around.sizes)
     replace_uses({**gathered.instead, form.found.sums.total: gathered.result})

@@ -18,7 +18,6 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
-from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import tensor_of
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -27,7 +26,7 @@ from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.decide import Hopping
 from moe_compile.plan.node_rounding import node_rounding_of
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Rewrite
 from moe_compile.regions.surroundings import examine_surroundings
 from moe_compile.regions.token_regions import DividedForm, TokenRows
@@ -46,7 +45,6 @@ ONE_NODE: Final = Left(
 def divided_form(
     experts: FoundExperts,
     found: TokenRows | Left,
-    dependence: Dependence,
     *,
     rounds: bool,
 ) -> DividedForm | Left:
@@ -58,7 +56,7 @@ def divided_form(
     nodes = node_groups_of(region.group)
     if nodes is None or nodes.num_nodes == 1:
         return ONE_NODE if nodes is not None else Left(Reason.NO_NODE_GROUPS)
-    if isinstance(proof, Refused):
+    if isinstance(proof, Left):
         return Left(Reason.NOT_PROVEN, proof.reason.value)
     if (rounded := why_rounded(proof)) is not None:
         return rounded
@@ -71,12 +69,12 @@ def divided_form(
         region=region,
         found=found,
         chosen=found.chosen,
-        told=_told(region, dependence),
+        told=_told(region),
         nodes=nodes,
         rounds=rounds,
     )
     around = examine_surroundings([dividing(form, proof)]).around[region.name]
-    if isinstance(around, Refused):
+    if isinstance(around, Left):
         return Left(Reason.NOT_PROVEN, around.reason.value)
     return form
 
@@ -126,7 +124,7 @@ def against_routing(found: TokenRows, *, rounds: bool = False) -> Reason | None:
     return Reason.TENSOR_FLOAT if _rounds_weights(found) else None
 
 
-def _told(region: MoERegion, dependence: Dependence) -> tuple[fx.Node, ...]:
+def _told(region: MoERegion) -> tuple[fx.Node, ...]:
     """Return what stands between the exchange of counts and the counts received, both included.
 
     () where that exchange brings the counts of all ranks for all experts.
@@ -134,7 +132,7 @@ def _told(region: MoERegion, dependence: Dependence) -> tuple[fx.Node, ...]:
     counts = tensor_of(region.received_counts)
     if counts is None or counts.numel() != region.num_ranks * region.num_local_experts:
         return ()
-    exchange = region.count_exchange
+    exchange, dependence = region.count_exchange, region.facts.dependence
     above = dependence.above([region.received_counts], stops={exchange})
     between = above & dependence.below([exchange])
     return tuple(dependence.in_order({exchange, region.received_counts} | between))
@@ -163,11 +161,10 @@ def hop_forms(
     experts: FoundExperts,
     config: MegaMoEConfig,
     found: TokenRows | Left,
-    dependence: Dependence,
 ) -> Forms:
     """Return the forms that the option may come to."""
     return {
-        nodes: divided_form(experts, found, dependence, rounds=nodes == "rounded")
+        nodes: divided_form(experts, found, rounds=nodes == "rounded")
         for nodes in TRIED[config.nodes]
     }
 
@@ -231,7 +228,7 @@ class HopParts(NamedTuple):
 
 
 def plan_hop_parts(
-    experts: FoundExperts, config: MegaMoEConfig, dependence: Dependence, decision: Decision | None
+    experts: FoundExperts, config: MegaMoEConfig, decision: Decision | None
 ) -> HopParts:
     """Return the parts; "auto" is what the planner decided for two hops, else one."""
     chosen = None if decision is None else decision.chosen.candidate
@@ -244,11 +241,11 @@ def plan_hop_parts(
         return HopParts(1, num_slices, Left(Reason.TWO_HOPS))
     region, proof = experts.region, experts.proof
     num_chunks, why = plan_num_chunks(config, region.num_local_experts, decision)
-    if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Refused):
+    if num_chunks == 1 or config.chunk_by == "tokens" or isinstance(proof, Left):
         return HopParts(num_chunks, num_slices, why)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=False)
     if find_mixing(region, proof, bounds, by_tokens=False) is not None:
         return HopParts(1, num_slices, Left(Reason.ROWS_MIXED))
-    if chunk_without_gradient(region, proof, bounds, dependence) is not None:
+    if chunk_without_gradient(region, proof, bounds) is not None:
         return HopParts(1, num_slices, Left(Reason.NO_GRADIENT))
     return HopParts(num_chunks, num_slices, why)

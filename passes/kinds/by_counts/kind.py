@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layers import Layers
-from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.open_sorts import make_stable
 from moe_compile.graph.query import source_place, tensor_of
 from moe_compile.plan.planned import Findings, FoundExperts, PlannedExperts
@@ -43,18 +43,16 @@ class ByCounts(RegionKind[PlannedExperts]):
 
     name: ClassVar[str] = "experts"
 
-    def find(self, graph: fx.Graph, config: MegaMoEConfig, before: Findings) -> Finds:
+    def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
         """Return the regions, each with its proof."""
         del before
-        regions, others = find_moe_regions(graph)
+        regions, others = find_moe_regions(facts)
         found = tuple(_found(region, config) for region in regions)
         return Finds(found=found, others=tuple(others))
 
-    def plan(
-        self, graph: fx.Graph, state: CompileState, layers: Layers
-    ) -> tuple[PlannedExperts, ...]:
+    def plan(self, state: CompileState, layers: Layers) -> tuple[PlannedExperts, ...]:
         """Return the plan of every region; note launches, results and what will be dead."""
-        planned, state.dead = plan_experts(graph, state, layers)
+        planned, state.dead = plan_experts(state, layers)
         regions = [one.found.region for one in planned]
         state.launches = {
             region.name: {"dispatch": (region.dispatch,), "combine": (region.combine,)}
@@ -63,9 +61,9 @@ class ByCounts(RegionKind[PlannedExperts]):
         state.results = {region.name: region.result for region in regions}
         return planned
 
-    def emit(self, one: PlannedExperts, state: CompileState, dependence: Dependence) -> Emitted:
+    def emit(self, one: PlannedExperts, state: CompileState) -> Emitted:
         """Emit a region in its form; note its launches and its result."""
-        region, around, form = one.found.region, one.around, _form(one, dependence)
+        region, around, form = one.found.region, one.around, _form(one)
         assert around is not None
         state.launches[region.name] = {
             "dispatch": tuple(form.dispatches),
@@ -118,7 +116,7 @@ class _Form(NamedTuple):
     instead: Mapping[fx.Node, fx.Node]
 
 
-def _form(one: PlannedExperts, dependence: Dependence) -> _Form:
+def _form(one: PlannedExperts) -> _Form:
     """Emit a region on gathered tokens, in two hops, or in chunks."""
     region, proof, around = one.found.region, one.proof, one.around
     assert around is not None and isinstance(proof, RowProof)
@@ -127,15 +125,13 @@ def _form(one: PlannedExperts, dependence: Dependence) -> _Form:
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
         return _Form(gathered.gathers, gathered.reduces, instead)
     if one.divided is not None:
-        divided = emit_divided(one.divided, proof, _cut(one), around, dependence)
+        divided = emit_divided(one.divided, proof, _cut(one), around)
         return _Form(divided.hops, divided.combines, divided.instead)
     num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
     rank = _rank_in(region.group) if one.plan.by_load else None
     for sort in proof.reordered:
         make_stable(sort)
-    chunks = emit_chunks(
-        region, proof, num, around, dependence, by_tokens=by_tokens, rank_by_load=rank
-    )
+    chunks = emit_chunks(region, proof, num, around, by_tokens=by_tokens, rank_by_load=rank)
     return _Form(chunks.dispatches, chunks.combines, chunks.instead)
 
 

@@ -10,28 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moe_compile.graph.query import operator_at
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
-from moe_compile.regions.regions import MoERegion, Refused, RowProof
+from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.prune import prune_other_experts
 
 
 def find_mixing(
     region: MoERegion, proof: RowProof, bounds: Iterable[range], *, by_tokens: bool
-) -> Refused | None:
+) -> Left | None:
     """Return the refusal of chunks that would run such a node otherwise; None without one."""
     if by_tokens and proof.whole:
-        return _refused(
-            region, f"{operator_at(proof.whole[0][0])}: a chunk has not all rows of an expert"
+        return Left(
+            Reason.ROWS_MIXED,
+            f"{operator_at(proof.whole[0][0])}: a chunk has not all rows of an expert",
         )
     for chunk, experts in enumerate(bounds):
         pruned = prune_other_experts(region, proof, experts)
         for node, whose in proof.whole:
             if not whose <= set(experts) and node not in pruned.nodes:
-                return _refused(
-                    region, f"{operator_at(node)}: chunk {chunk} has no rows of its expert"
+                return Left(
+                    Reason.ROWS_MIXED,
+                    f"{operator_at(node)}: chunk {chunk} has no rows of its expert",
                 )
     return None
-
-
-def _refused(region: MoERegion, detail: str) -> Refused:
-    return Refused(candidate=region.name, reason=Reason.ROWS_MIXED, detail=detail, is_region=True)

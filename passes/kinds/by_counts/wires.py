@@ -23,7 +23,7 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.regions import MoERegion, Refused
+from moe_compile.regions.regions import MoERegion
 from passes.kinds.by_counts.draft import Draft
 
 QUANTIZED: Final = ("fp8", "fp8_forward")
@@ -108,7 +108,7 @@ def _needs_its_rows(
     launch: fx.Node, found: FoundExperts, in_force: Mapping[fx.Node, Mode]
 ) -> Reason | None:
     """Return what of the program around an exchange would not be right of rounded rows."""
-    if isinstance(found.proof, Refused) and found.proof.reason is Reason.COMMUNICATES:
+    if isinstance(found.proof, Left) and found.proof.reason is Reason.COMMUNICATES:
         return Reason.COMMUNICATES
     waits = waits_on(launch)
     if len(launch.users) != 1 or not waits:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from moe_compile.graph.query import source_place
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.ops.wire_format import BLOCK
@@ -24,7 +25,7 @@ from moe_compile.plan.dispatch_rules import (
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import PlannedExperts
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
@@ -70,7 +71,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
         num_chunks=plan.num_chunks,
         num_host_reads=one.num_host_reads,
         verdict=_verdict(one),
-        remedy=REMEDIES[one.proof.reason] if isinstance(one.proof, Refused) else "",
+        remedy=REMEDIES[one.proof.reason] if isinstance(one.proof, Left) else "",
         dispatch=plan.dispatch,
         nodes=plan.nodes,
         hop_slices=plan.hop_slices,
@@ -94,7 +95,7 @@ def _verdict(one: PlannedExperts) -> str:
         return IN_TWO_HOPS
     if one.plan.is_chunked:
         return CHUNKED
-    return one.left["chunks"].why if isinstance(one.proof, Refused) else LEFT_WHOLE
+    return one.left["chunks"].why if isinstance(one.proof, Left) else LEFT_WHOLE
 
 
 def _rounds(parameter: str) -> str:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_launch, overload_name
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.profile import RATES
@@ -26,7 +24,7 @@ class HoistAllReduce(Rewrite[Hoist]):
     name = "hoist_all_reduce"
 
     def propose(self, graph, state):
-        legality = Legality(Dependence(graph), graph)
+        legality = state.facts_of(graph).legality
         proposals, skipped = [], []
         for launch in filter(is_all_reduce, graph.nodes):
             anchor = earliest(launch, legality)

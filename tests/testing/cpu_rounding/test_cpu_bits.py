@@ -5,10 +5,11 @@ import torch
 
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.chunk_numbers import LAST_BITS
 from moe_compile.proof.kernel_bits import KernelBits, bits, bits_by
-from moe_compile.regions.regions import Refused, RowProof
+from moe_compile.regions.regions import RowProof
 from moe_compile.testing.cpu_rounding.cpu_bits import CpuBits, recorded_bits, strict_bits
 from moe_compile.testing.programs.run import BOUND_OF_LAST_BITS
 from tests.attention_layers import SplitAttention
@@ -70,7 +71,7 @@ def test_several_threads_share_rows_that_fill_vectors(fake_ranks):
 def test_a_narrow_layer_is_refused_by_the_strict_model(fake_ranks):
     with strict_bits():
         verdict = judge(layer_of(NARROW, fake_ranks), tokens(NARROW))
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Left)
     assert verdict.reason is Reason.MAY_ROUND
     assert "elements apart" in verdict.detail
 
@@ -89,7 +90,7 @@ def test_a_kept_proof_is_of_the_model_that_was_in_use(fake_ranks):
     with bits_by(KernelBits()):
         assert isinstance(judge(layer, x), RowProof)
     with strict_bits():
-        assert isinstance(judge(layer, x), Refused)
+        assert isinstance(judge(layer, x), Left)
 
 
 def test_attention_on_a_cpu_is_told_unless_heads_are_known_to_round_alike(fake_ranks):

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moe_compile.attention.detect_attention import find_attention
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.testing.cpu_rounding.head_rounding import is_fused
 from tests import attention_layers as layers
 from tests import attention_variants as variants
@@ -24,7 +25,7 @@ def region_of(style, group, head_size=8, dtype=torch.float32, **shape):
     flash = torch.backends.cuda.flash_sdp_enabled()
     try:
         (gm,) = dynamo_graphs(layer, torch.randn(sizes["batch"], 6, 16, dtype=dtype))
-        (region,), _ = find_attention(gm.graph)
+        (region,), _ = find_attention(GraphFacts(gm.graph))
     finally:
         torch.backends.cuda.enable_flash_sdp(flash)
     return region

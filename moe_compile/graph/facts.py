@@ -1,0 +1,49 @@
+"""What is known of one graph as it stands: one object that all who look at the graph share.
+
+Contract
+    A fact is read off the graph when it is first asked for, and kept until `forget`.
+    Whoever edits the graph forgets all facts at once; the runner of passes does so after each pass
+    that changed the graph. A rewrite that is to know the graph as it was asks before it edits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch.fx as fx
+
+from moe_compile.graph.dependence import Dependence
+from moe_compile.graph.legality import Legality
+from moe_compile.graph.modes import Mode, modes
+
+
+class GraphFacts:
+    """The facts of one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Look at nothing yet."""
+        self.graph = graph
+
+    @functools.cached_property
+    def dependence(self) -> Dependence:
+        """Return who needs whom."""
+        return Dependence(self.graph)
+
+    @functools.cached_property
+    def modes(self) -> dict[fx.Node, Mode]:
+        """Return the modes that every node runs under."""
+        return modes(self.graph)
+
+    @functools.cached_property
+    def legality(self) -> Legality:
+        """Return what may be done to the graph."""
+        return Legality(self.dependence, self.graph, self.modes)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a fact was asked for."""
+        return len(self.__dict__) > 1
+
+    def forget(self) -> None:
+        """Drop all facts: the graph is another now."""
+        self.__dict__ = {"graph": self.graph}
