@@ -15,6 +15,7 @@ from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.collectives import spread_of
+from moe_compile.hardware.links import sent_us
 
 US_PER_S: Final = 1e6
 UNCERTAINTY: Final = {
@@ -103,11 +104,11 @@ class Rates:
             matmul_tflops=hardware.matmul_tflops,
             memory_gb_per_s=hardware.memory_gb_per_s,
             op_overhead_us=hardware.op_overhead_us,
-            link_gb_per_s=link.gb_per_s,
+            link_gb_per_s=link.exchange_gb_per_s,
             link_latency_us=link.latency_us,
-            gather_share=link.gather_share or 1.0,
-            intra_node_gb_per_s=intra.gb_per_s if intra else 0.0,
-            intra_node_gather_share=(intra.gather_share if intra else None) or 1.0,
+            gather_share=link.gather_over_exchange or 1.0,
+            intra_node_gb_per_s=intra.exchange_gb_per_s if intra else 0.0,
+            intra_node_gather_share=(intra.gather_over_exchange if intra else None) or 1.0,
             contention=link.contention,
             overlap_slowdown=link.overlap_slowdown,
             intra_node_overlap_slowdown=intra.overlap_slowdown if intra else 0.0,
@@ -120,6 +121,10 @@ class Rates:
         """Return the time of one operator: the slower of arithmetic and memory, and launches."""
         arithmetic, memory = self._parts_us(operations, nbytes)
         return num_kernels * self.op_overhead_us + max(arithmetic, memory)
+
+    def memory_us(self, nbytes: float, kernels: float = 1.0) -> float:
+        """Return the time to move `nbytes` in so many kernels."""
+        return self.compute_us(0.0, nbytes, kernels)
 
     def compute_bound(self, operations: float, nbytes: float, num_kernels: float) -> Bound:
         """Return which of the three takes the largest part of `compute_us`."""
@@ -138,17 +143,21 @@ class Rates:
         """
         rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
         if not self.intra_node_gb_per_s:
-            return self.link_latency_us + nbytes / (rate * 1e9) * US_PER_S
+            return self.link_latency_us + sent_us(nbytes, rate)
         intra = self.intra_node_gb_per_s * (self.intra_node_gather_share if is_gather else 1.0)
         spread = spread_of(self.num_ranks, self.node_ranks, is_gather=is_gather)
-        slower = max(spread.between * nbytes / rate, spread.within * nbytes / intra)
-        return self.link_latency_us + slower / 1e9 * US_PER_S
+        slower = max(sent_us(spread.between * nbytes, rate), sent_us(spread.within * nbytes, intra))
+        return self.link_latency_us + slower
 
     def hop_us(self, nbytes: float, *, within: bool) -> float:
         """Return the time of one hop of so many bytes that leave a rank: all `within` its node, or
         all to other nodes. A profile of one link has it for both."""
         rate = self.intra_node_gb_per_s if within else 0.0
-        return self.link_latency_us + nbytes / ((rate or self.link_gb_per_s) * 1e9) * US_PER_S
+        return self.link_latency_us + sent_us(nbytes, rate or self.link_gb_per_s)
+
+    def scores_us(self, nbytes: float) -> float:
+        """Return the time of scores beside two hops: they go flat."""
+        return self.link_us(nbytes)
 
     def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
         arithmetic = operations / (self.matmul_tflops * 1e12)

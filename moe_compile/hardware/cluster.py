@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe_compile.errors import InvalidConfig, nearest
+from moe_compile.hardware.links import NETWORK, NODE, Link, links_in
 from moe_compile.hardware.profile import read_profile
 
 
@@ -77,26 +78,6 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """The way between GPUs of one domain, per GPU and direction."""
-
-    name: str
-    """`nvlink` within a node, `network` between nodes."""
-    num_ranks: int
-    """GPUs the domain joins; 0 for any number."""
-    gb_per_s: float
-    gather_share: float
-    """Of the peak, by all-gather and reduce-scatter."""
-    exchange_share: float
-    """Of the peak, by all-to-all."""
-    latency_us: float
-    contention: float
-    """Share by which compute slows while a collective runs: its kernels hold SMs."""
-    overlap_slowdown: float
-    """Share by which a collective slows while compute runs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
     """What a production cluster adds to the sum of its kernels, fitted on published rows."""
 
@@ -143,25 +124,25 @@ def load_cluster(name: str) -> ClusterProfile:
             f"{file.path}: no table {missing[0]!r}: this profile is for the compiler alone; "
             "simulate with one of a GPU, h800 for instance"
         )
+    links = links_in(file)
     try:
-        return _cluster(file.values)
+        return _cluster(file.values, links)
     except InvalidConfig as error:
         raise InvalidConfig(f"{file.path}: {error}") from None
 
 
-def _cluster(values: Mapping[str, Any]) -> ClusterProfile:
+def _cluster(values: Mapping[str, Any], links: Mapping[str, Link]) -> ClusterProfile:
     compute = dict(values["compute"])
     for key in ("grouped_forward", "grouped_weight_gradient"):
         compute[key] = Curve(tuple((float(x), float(y)) for x, y in compute.get(key, ())))
-    links = {link["name"]: _build(Link, link, "link") for link in values["link"]}
-    if set(links) != {"nvlink", "network"}:
+    if set(links) != {NODE, NETWORK}:
         raise InvalidConfig(f"links are {sorted(links)}; write one nvlink and one network")
     return ClusterProfile(
         name=values["name"],
         compute=_build(Compute, compute, "compute"),
         memory=_build(Memory, values["memory"], "memory"),
-        nvlink=links["nvlink"],
-        network=links["network"],
+        nvlink=links[NODE],
+        network=links[NETWORK],
         fits={key: _build(Fit, fit, f"fit.{key}") for key, fit in values.get("fit", {}).items()},
     )
 

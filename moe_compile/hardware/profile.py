@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Final
@@ -21,18 +21,7 @@ from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
 from moe_compile.hardware.host import NO_HOST, HostCosts, host_in, host_table
 from moe_compile.hardware.host import TABLE as HOST
-from moe_compile.hardware.links import (
-    NETWORK,
-    NODE,
-    GroupLink,
-    gather_share,
-    link_table,
-    network_origins,
-    node_link,
-    node_table,
-    tables_in,
-    with_contention,
-)
+from moe_compile.hardware.links import NETWORK, NODE, Link, link_table, links_in, with_contention
 from moe_compile.hardware.origin import check_origin
 from moe_compile.hardware.sourced_file import SourcedFile, dump_sourced, read_sourced, sourced_lines
 
@@ -44,8 +33,6 @@ RATES: Final = (
     "link_gb_per_s",
     "link_latency_us",
 )
-INTER_NODE: Final = ("contention", "overlap_slowdown", "gather_share")
-"""What a profile has of the link between nodes beside its rates, as `inter_node_*`."""
 CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
 """What `moe_compile.hardware.cluster` reads from the same file."""
 
@@ -66,14 +53,11 @@ class HardwareProfile:
     """Bandwidth of an all-to-all per rank and direction, 1e9 bytes per second."""
     link_latency_us: float
     """Time of an empty all-to-all, microseconds."""
-    node: GroupLink | None = None
+    node: Link | None = None
     """The link of groups within one node, where it is another; None where the profile is silent."""
-    inter_node_contention: float = 0.0
-    """Contention of the link between nodes."""
-    inter_node_overlap_slowdown: float = 0.0
-    """`overlap_slowdown` of the link between nodes."""
-    inter_node_gather_share: float | None = None
-    """`gather_share` of the link between nodes."""
+    network: Link | None = None
+    """The link between nodes, where a profile has it: what it loses beside compute, and its share
+    for gathers. Its rate and its latency are those above."""
     host: HostCosts = NO_HOST
     """What the host takes; nothing where the profile is silent."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -91,19 +75,21 @@ class HardwareProfile:
             if getattr(self, name) == 0:
                 raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
 
-    def link_of(self, num_ranks: int) -> GroupLink:
+    def link_of(self, num_ranks: int) -> Link:
         """Return the link of a group: a node's where so many ranks fit in one, else the rates'.
 
         Which ranks a group has is not looked at: it differs from rank to rank.
         """
         if self.node is not None and 0 < num_ranks <= self.node.num_ranks:
             return self.node
-        return GroupLink(
-            gb_per_s=self.link_gb_per_s,
-            latency_us=self.link_latency_us,
-            contention=self.inter_node_contention,
-            overlap_slowdown=self.inter_node_overlap_slowdown,
-            gather_share=self.inter_node_gather_share,
+        link = Link(gb_per_s=self.link_gb_per_s, latency_us=self.link_latency_us)
+        if (far := self.network) is None:
+            return link
+        return replace(
+            link,
+            contention=far.contention,
+            overlap_slowdown=far.overlap_slowdown,
+            gather_share=far.gather_over_exchange,
         )
 
     def as_toml(self) -> str:
@@ -113,11 +99,8 @@ class HardwareProfile:
         """
         rates = {name: getattr(self, name) for name in RATES}
         written = "\n".join([f'name = "{self.name}"', *sourced_lines(rates, self.origins)]) + "\n"
-        links = [node_table(self.node)] if self.node is not None else []
-        of_network = {name: getattr(self, f"inter_node_{name}") for name in INTER_NODE}
-        if any(of_network.values()):
-            origins = {name: self.origins.get(f"inter_node_{name}", "") for name in INTER_NODE}
-            links.append(link_table(NETWORK, of_network, origins))
+        named = ((NODE, self.node), (NETWORK, self.network))
+        links = [link_table(name, link) for name, link in named if link is not None]
         tables: dict[str, Any] = {"link": links} if links else {}
         if self.host != NO_HOST:
             tables |= {HOST: host_table(self.host)}
@@ -137,21 +120,14 @@ def load_profile(name: str) -> HardwareProfile:
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
-    links = tables_in(file)
-    inter, of_inter = links.get(NETWORK, ({}, {}))
+    links = links_in(file)
     return HardwareProfile(
-        node=node_link(*links[NODE], file.path) if NODE in links else None,
-        inter_node_contention=inter.get("contention", 0.0),
-        inter_node_overlap_slowdown=inter.get("overlap_slowdown", 0.0),
-        inter_node_gather_share=gather_share(inter) if inter else None,
+        node=links.get(NODE),
+        network=links.get(NETWORK),
         host=host_in(file),
-        origins=_own(file.origins) | (network_origins(inter, of_inter) if inter else {}),
+        origins={name: file.origins[name] for name in RATES if name in file.origins},
         **{key: file.values[key] for key in wanted},
     )
-
-
-def _own(origins: Mapping[str, str]) -> dict[str, str]:
-    return {name: origins[name] for name in RATES if name in origins}
 
 
 def read_profile(name: str) -> SourcedFile:

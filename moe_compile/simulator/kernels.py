@@ -13,14 +13,13 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.hardware.cluster import ClusterProfile, Curve, Fit, Link
+from moe_compile.hardware.cluster import ClusterProfile, Curve, Fit
 from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.links import sent_us
 
 TILE_ROWS: Final = 128
 TILE_COLUMNS: Final = 256
 """Output tile of a Hopper GEMM."""
-US_PER_GB_PER_S: Final = 1e-3
-"""Microseconds a byte takes at 1 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +80,13 @@ class Kernels:
     def gather_us(self, nbytes: float, ranks: int) -> float:
         """Return the time to all-gather to, or reduce-scatter from, `nbytes` in one node."""
         link = self.profile.nvlink
-        return self._collective_us(nbytes * leaving_share(ranks), link, link.gather_share)
+        return self._collective_us(
+            nbytes * leaving_share(ranks), link.gather_gb_per_s, link.latency_us
+        )
 
     def exchange_us(self, nbytes: float, ranks: int) -> float:
         """Return the time of an all-to-all of `nbytes` per rank in one node."""
-        link = self.profile.nvlink
-        return self._collective_us(nbytes * leaving_share(ranks), link, link.exchange_share)
+        return self.hop_us(nbytes * leaving_share(ranks), within=True)
 
     def far_exchange_us(self, between: float, within: float) -> float:
         """Return the time of an all-to-all that sends so many bytes to other nodes and within.
@@ -94,21 +94,22 @@ class Kernels:
         Both links at once: the slower counts.
         """
         near, far = self.profile.nvlink, self.profile.network
-        by_network = between / (far.gb_per_s * far.exchange_share)
-        by_nvlink = within / (near.gb_per_s * near.exchange_share)
-        us = max(by_network, by_nvlink) * US_PER_GB_PER_S + far.latency_us
-        return self.fit.link * us
+        slower = max(
+            sent_us(between, far.exchange_gb_per_s), sent_us(within, near.exchange_gb_per_s)
+        )
+        return self.fit.link * (slower + far.latency_us)
 
     def hop_us(self, nbytes: float, *, within: bool) -> float:
         """Return the time of one hop of so many bytes that leave a rank, all over one link."""
         link = self.profile.nvlink if within else self.profile.network
-        return self._collective_us(nbytes, link, link.exchange_share)
+        return self._collective_us(nbytes, link.exchange_gb_per_s, link.latency_us)
 
-    def _collective_us(self, nbytes: float, link: Link, share: float) -> float:
-        if not nbytes:
-            return 0.0
-        us = nbytes / (link.gb_per_s * share) * US_PER_GB_PER_S + link.latency_us
-        return self.fit.link * us
+    def scores_us(self, nbytes: float) -> float:
+        """Return the time of scores beside two hops: all over the network."""
+        return self.hop_us(nbytes, within=False)
+
+    def _collective_us(self, nbytes: float, gb_per_s: float, latency_us: float) -> float:
+        return self.fit.link * (sent_us(nbytes, gb_per_s) + latency_us) if nbytes else 0.0
 
     def _product_us(self, operations: float, tflops: float, nbytes: float) -> float:
         us = max(operations / (tflops * 1e6), self._moved_us(nbytes)) + self._gap_us
@@ -137,7 +138,7 @@ class Kernels:
 
     def _moved_us(self, nbytes: float) -> float:
         memory = self.profile.memory
-        return nbytes / (memory.gb_per_s * memory.share) * US_PER_GB_PER_S
+        return sent_us(nbytes, memory.gb_per_s * memory.share)
 
     @property
     def _gap_us(self) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from moe_compile.cost.hop_shape import HopShape
-from moe_compile.hardware.cluster import ClusterProfile, Fit, Link
+from moe_compile.hardware.cluster import ClusterProfile, Fit
+from moe_compile.hardware.links import Link
 from moe_compile.simulator.method import HOPS, Attention, Experts, Method, Overlap
 from moe_compile.simulator.models import ModelShape
 

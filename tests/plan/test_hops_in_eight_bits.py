@@ -18,7 +18,7 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
-from moe_compile.hardware import GroupLink, load_profile
+from moe_compile.hardware import Link, load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
@@ -81,7 +81,7 @@ def tokens():
 
 def bytes_priced(work, candidate):
     """Return the bytes of rows between nodes, inside a node and flat: forward, then backward."""
-    link = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=0.0)
+    link = Link(num_ranks=2, gb_per_s=1.0, latency_us=0.0)
     free = {"link_gb_per_s": 1.0, "link_latency_us": 0.0, "op_overhead_us": 0.0, "node": link}
     rates = Rates.of(dataclasses.replace(load_profile("h100"), **free), work.num_ranks, 2)
     found = []
