@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.cost.row_gathers import GATHERS, gathered_bytes
+from moe_compile.cost.kernel_counts import CAUSAL_SHARE, attention_operations
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import integers_taken, is_view
@@ -50,10 +50,6 @@ from moe_compile.graph.query import (
 from moe_compile.hardware.collectives import leaving_share
 
 MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
-BACKWARD_OVER_FORWARD: Final = 2.5
-"""Operations of attention's backward over its forward: five matrix products instead of two."""
-CAUSAL_SHARE: Final = 0.5
-"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
 FUSED: Final = frozenset(
     {
         "aten::_to_copy",
@@ -76,6 +72,14 @@ REDUCTIONS: Final = frozenset(
     {"_log_softmax", "_softmax", "amax", "amin", "any", "mean", "prod", "sum", "var_mean"}
 )
 """Operators whose kernels compute what they reduce."""
+GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators of torch that gather, all of which a compiler fuses with what reads the rows."""
+BY_PLACES: Final = frozenset({"sum_of_places", "dots_of_places"})
+"""Ours, of rows in several matrices by a matrix of their numbers."""
+OWN_GATHERS: Final = frozenset(
+    {"gather_quantize_pack", "gather_rows", "unpack_dequantize_permute", *BY_PLACES}
+)
+"""Ours, of rows by an index; without one all are read."""
 SCATTERS: Final = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
 CONCATENATION: Final = "cat"
 FEW: Final = 4096
@@ -266,12 +270,7 @@ def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
 
 
 def _attention_operations(node: fx.Node, sizes: NominalSizes) -> float:
-    """Two products over the pairs of query and key that are looked at, forward.
-
-    4 B H S_q S_k D times their share, where keys and values have one head size D (Dao 2023,
-    FlashAttention-2, section 4.1); backward 2.5 times as many. Only SDPA's backward is given the
-    gradient of the output before the query.
-    """
+    """Only SDPA's backward is given the gradient of the output before the query."""
     shapes = [sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
     is_backward = _is_backward(node)
     if is_backward and not is_flex_attention(node):
@@ -279,9 +278,9 @@ def _attention_operations(node: fx.Node, sizes: NominalSizes) -> float:
     if len(shapes) < 3:
         return 0.0
     query, key, value = shapes[:3]
-    forward = 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    looked_at = forward * _attended_share(node, query[-2], key[-2])
-    return looked_at * BACKWARD_OVER_FORWARD if is_backward else looked_at
+    share = _attended_share(node, query[-2], key[-2])
+    queries, widths = math.prod(query[:-1]), query[-1] + value[-1]
+    return attention_operations(queries, key[-2], widths, share, is_backward=is_backward)
 
 
 def _attended_share(attention: fx.Node, num_queries: int, num_keys: int) -> float:
@@ -425,3 +424,30 @@ def _connected(values: Sequence[Known], *, decides: bool) -> Known:
     if any(value is decides for value in values):
         return decides
     return not decides if all(isinstance(value, bool) for value in values) else None
+
+
+def reads_pieces(node: fx.Node) -> bool:
+    """Whether the operator takes rows of several matrices by their places."""
+    return overload_name(node).rpartition("::")[2] in BY_PLACES
+
+
+def gathered_bytes(gather: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
+    """Return the bytes that `gather` reads of each tensor it takes rows from; {} for no gather."""
+    op = overload_name(gather).rpartition("::")[2]
+    if op in GATHERS:
+        source = gather.all_input_nodes[0]
+        taken = float(sizes.nbytes(value_of(gather)))
+        return {source: min(taken, float(sizes.nbytes(value_of(source))))}
+    if op not in OWN_GATHERS:
+        return {}
+    sources, places = [gather.args[0]], gather
+    if op in BY_PLACES:
+        sources, places = gather.args[:2]
+    number = math.prod(_shape(places, sizes)[: 2 if op in BY_PLACES else 1])
+    share = min(1.0, number / max(sum(_shape(source, sizes)[0] for source in sources), 1))
+    return {source: share * float(sizes.nbytes(value_of(source))) for source in sources}
+
+
+def _shape(node: fx.Node, sizes: NominalSizes) -> tuple[int, ...]:
+    tensor = tensor_of(node)
+    return (1,) if tensor is None else tuple(sizes.shape(tensor))

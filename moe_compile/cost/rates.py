@@ -15,7 +15,9 @@ from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.collectives import spread_of
+from moe_compile.hardware.host import NO_HOST
 from moe_compile.hardware.links import sent_us
+from moe_compile.hardware.profile import RATES
 
 US_PER_S: Final = 1e6
 UNCERTAINTY: Final = {
@@ -176,6 +178,8 @@ class Rates:
                     yield self.scaled(name, factor)
 
 
+OF_NODE: Final = ("gb_per_s", "latency_us")
+"""Numbers of a node's link that may be off."""
 FACTS: Final = frozenset({"num_ranks", "node_ranks", "uncertainty"})
 CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 """Names of the rates that may be off."""
@@ -185,3 +189,33 @@ def share_off(origin: str) -> float:
     """Return the share by which a number may be off that comes from where `origin` says."""
     kind = origin.partition(":")[0].split(" ")[0]
     return UNCERTAINTY.get(kind, UNKNOWN)
+
+
+def perturbed_profiles(hardware: HardwareProfile) -> Iterator[HardwareProfile]:
+    """Yield `hardware` with each constant above zero up, then down, by how far it may be off.
+
+    What the host takes is off as a whole: another processor, another Python.
+    """
+    for name in RATES:
+        for factor in _factors(hardware.origins.get(name, "")):
+            if value := getattr(hardware, name):
+                yield replace(hardware, **{name: value * factor})
+    if hardware.host != NO_HOST:
+        for factor in _factors("assumed"):
+            yield replace(hardware, host=hardware.host.scaled(factor))
+    yield from _with_other_nodes(hardware)
+
+
+def _with_other_nodes(hardware: HardwareProfile) -> Iterator[HardwareProfile]:
+    if (node := hardware.node) is None:
+        return
+    for name in OF_NODE:
+        for factor in _factors("assumed"):
+            if value := getattr(node, name):
+                yield replace(hardware, node=replace(node, **{name: value * factor}))
+
+
+def _factors(origin: str) -> tuple[float, float]:
+    """Return what multiplies a number up, then down, by how far one of this origin may be off."""
+    share = share_off(origin)
+    return 1.0 + share, 1.0 - share

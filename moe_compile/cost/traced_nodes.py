@@ -35,10 +35,10 @@ from moe_compile.cost.amounts import (
     is_free,
     is_fusible,
     is_product,
+    reads_pieces,
 )
 from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight, program_of
 from moe_compile.cost.region_work import Work
-from moe_compile.cost.row_gathers import reads_pieces
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import row_gather

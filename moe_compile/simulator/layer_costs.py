@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from moe_compile.cost.rewrite_costs import ORDER_KERNELS, PLACE_BYTES, PLACE_KERNELS
+from moe_compile.cost.kernel_counts import CAUSAL_SHARE, ORDER_KERNELS, attention_operations
 from moe_compile.hardware.collectives import leaving_share, spread_of
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_sizes import BF16, LayerSizes
@@ -78,8 +78,12 @@ class RowTraffic(LayerSizes):
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
-ATTENTION_BACKWARD: Final = 2.5
-"""Operations of attention's backward over its forward: five matrix products for two."""
+PLACE_KERNELS: Final = 2.25
+"""Kernels that exchange the routing of gathered tokens and find which rows are this rank's, and of
+which tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py).
+"""
+PLACE_BYTES: Final = 8 * 12
+"""Read and written per row to tell which rows are this rank's: a dozen int64, fused in kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +151,14 @@ class LayerCosts(RowTraffic):
         )
 
     def attention_us(self, *, is_backward: bool = False) -> float:
-        """Causal attention: 4 * tokens * sequence / 2 operations per head element, forward."""
-        operations = 2.0 * self.local_tokens * self.seq_len * self.model.head_width
-        if is_backward:
-            operations *= ATTENTION_BACKWARD
+        """Causal attention."""
+        operations = attention_operations(
+            self.local_tokens,
+            self.seq_len,
+            2.0 * self.model.head_width,
+            CAUSAL_SHARE,
+            is_backward=is_backward,
+        )
         return self.kernels.attention_us(operations, is_backward=is_backward)
 
     def norm_us(self) -> float:

@@ -6,13 +6,12 @@ import itertools
 import pytest
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.hop_shape import HopShape
+from moe_compile.cost.hop_shape import INDEX_KERNELS, PLACE_KERNELS, HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.hardware import HardwareProfile, Link
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import choose_plan, extra_bytes
 from moe_compile.plan.decide import Hopping, experts_rule, wires_tried
-from moe_compile.plan.hop_times import INDEX_KERNELS, PLACE_KERNELS
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.region_tasks import price_us
 from tests.plan.test_choose_plan import region

@@ -23,8 +23,7 @@ from moe_compile.hardware.profile import read_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.hop_times import goes_in_hops
-from moe_compile.plan.region_tasks import tasks_of
+from moe_compile.plan.region_tasks import goes_in_hops, tasks_of
 from moe_compile.regions.token_rows import find_token_rows
 from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from passes.detect_regions import DetectRegions
@@ -93,8 +92,9 @@ def bytes_priced(work, candidate):
             if one.exchange in ("dispatch", "combine")
             and not goes_in_hops(one, candidate.nodes, is_forward=is_forward)
         ]
-        hops = ("hop between nodes", "hop inside the node")
-        found.append((*(sum(t.us for t in tasks if t.name == n) * 1e3 for n in hops), sum(flat)))
+        hops = ("hop 1", "hop 2")
+        sent = (sum(t.us for t in tasks if t.name.startswith(hop)) * 1e3 for hop in hops)
+        found.append((*sent, sum(flat)))
     return found
 
 
