@@ -11,7 +11,7 @@ from typing import Final
 ATTENTION_BACKWARD: Final = 2.5
 """Operations of attention's backward over its forward: five matrix products for two."""
 CAUSAL_SHARE: Final = 0.5
-"""Of all pairs of query and key: the triangle."""
+"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
 ORDER_KERNELS: Final = 9.25
 """Kernels that find each row's place by chunk and back, and gather what the host reads
 (passes/replay/row_order.py, chunk_axis.py). Counted in the graphs that the rewrites emit, as
