@@ -27,14 +27,16 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import CHUNKS, Candidate
-from moe_compile.plan.choose_uneven import EDGES, Uneven, choose_uneven
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.plan.uneven_price import (
     DRAWS,
+    EDGES,
     Groups,
     Routing,
+    Uneven,
     agreeing_us,
     all_ranks_us,
+    choose_uneven,
     even_ranges,
     ranges_by_load,
     rows_of_ranks,

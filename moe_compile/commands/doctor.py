@@ -25,7 +25,7 @@ from moe_compile.hardware.devices import Device, Machine, read_machine
 from moe_compile.hardware.profile import HardwareProfile, load_profile
 from moe_compile.simulator import setups
 from moe_compile.simulator.cluster_tables import new_console
-from moe_compile.simulator.layer_time import time_layer
+from moe_compile.simulator.layer_tasks import time_layer
 from moe_compile.simulator.method import Method, Overlap
 from moe_compile.simulator.models import TABLE_2, ModelShape
 from moe_compile.simulator.step import Setting

@@ -15,9 +15,8 @@ from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.collectives import spread_of
-from moe_compile.hardware.host import NO_HOST
 from moe_compile.hardware.links import sent_us
-from moe_compile.hardware.profile import RATES
+from moe_compile.hardware.profile import NO_HOST, RATES
 
 US_PER_S: Final = 1e6
 UNCERTAINTY: Final = {

@@ -15,8 +15,8 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig, nearest
 from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.simulator import setups
-from moe_compile.simulator.layer_sizes import BF16
-from moe_compile.simulator.layer_time import bound_us
+from moe_compile.simulator.layer_costs import BF16
+from moe_compile.simulator.layer_tasks import bound_us
 from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step

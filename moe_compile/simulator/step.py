@@ -15,7 +15,7 @@ from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.hardware.links import sent_us
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
-from moe_compile.simulator.layer_time import LayerTime, time_layer
+from moe_compile.simulator.layer_tasks import LayerTime, time_layer
 from moe_compile.simulator.method import Attention, Experts, Method
 from moe_compile.simulator.models import ModelShape
 

@@ -11,9 +11,8 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware import PROFILES, HardwareProfile, Link, load_profile
 from moe_compile.hardware.cluster import Curve, load_cluster
 from moe_compile.hardware.detect import CHIPS
-from moe_compile.hardware.host import NO_HOST
 from moe_compile.hardware.links import NUMBERS
-from moe_compile.hardware.profile import RATES
+from moe_compile.hardware.profile import NO_HOST, RATES
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
 ROOT = Path(__file__).parents[2]
