@@ -86,6 +86,7 @@ def emulated_devices() -> Mapping[str, HardwareProfile]:
         memory_gb_per_s=h100.memory_gb_per_s / SMALLER,
         node=None,
         network=None,
+        compute=None,
     )
     return {"cpu": load_profile("cpu"), "gpu-like": gpu}
 

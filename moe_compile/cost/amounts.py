@@ -48,6 +48,7 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.products import Product
 
 MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
 FUSED: Final = frozenset(
@@ -100,6 +101,8 @@ class Amounts:
 
     operations: float = 0.0
     """Floating-point operations of a matrix product."""
+    product: Product | None = None
+    """Its shape."""
     read: Mapping[fx.Node, float] = field(default_factory=dict)
     """Input -> bytes read of it."""
     written: float = 0.0
@@ -136,6 +139,7 @@ def amounts_of(node: fx.Node, sizes: NominalSizes, *, writes_joined: bool = Fals
     is_written = not (is_made_there and all(map(fuses_what_it_reads, _readers(node))))
     return Amounts(
         operations=_operations(node, sizes),
+        product=_product(node, sizes),
         read=_bytes_read(node, sizes, unfused),
         written=float(sizes.nbytes(value_of(node))) if is_written else 0.0,
         num_kernels=_kernels_of(node, sizes) if is_written else 0.0,
@@ -259,12 +263,38 @@ def _operations(node: fx.Node, sizes: NominalSizes) -> float:
     return 0.0
 
 
-def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
+def _factors(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shapes of what a product multiplies."""
     factors = [sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
-    if len(factors) < 2:
-        return 0.0
     has_addend = overload_name(node) in ("aten::addmm", "aten::baddbmm")
     left, right = factors[-2:] if has_addend else factors[:2]
+    return left, right
+
+
+def _product(node: fx.Node, sizes: NominalSizes) -> Product | None:
+    """Return the shape of a product, of groups that offsets divide with as many rows each."""
+    if not is_product(node):
+        return None
+    left, right = _factors(node, sizes)
+    rows, columns, reduction = float(left[-2]), float(right[-1]), float(left[-1])
+    if len(left) == len(right) == 3:
+        return Product(groups=left[0], rows=rows, columns=columns, reduction=reduction)
+    result = tensor_of(node)
+    if len(left) == len(right) and result is not None and result.dim() == 3:
+        groups = sizes.shape(result)[0]
+        shape = {"rows": rows, "columns": columns, "reduction": reduction / max(groups, 1)}
+        return Product(groups=groups, **shape, ragged="reduction")
+    if len(left) == len(right):
+        return Product(rows=rows, columns=columns, reduction=reduction)
+    groups = max(left, right, key=len)[0]
+    if len(left) == 3:  # columns are divided: they are the rows of the transposed product
+        rows, columns = columns, rows
+    shape = {"rows": rows / max(groups, 1), "columns": columns, "reduction": reduction}
+    return Product(groups=groups, **shape, ragged="rows")
+
+
+def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
+    left, right = _factors(node, sizes)
     groups = left[0] if len(left) == 3 and len(right) == 2 else 1
     return 2.0 * math.prod(left) * right[-1] / groups
 

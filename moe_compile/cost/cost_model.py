@@ -106,7 +106,7 @@ class _Estimator:
         found = self.amounts[node]
         if is_launch(node):
             return self._launch(node, found.link_bytes)
-        amounts = found.operations, found.nbytes, found.num_kernels
+        amounts = found.operations, found.nbytes, found.num_kernels, found.product
         return Cost(
             self.rates.compute_us(*amounts),
             bound=self.rates.compute_bound(*amounts),

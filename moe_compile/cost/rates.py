@@ -16,6 +16,7 @@ from typing import Final, Self
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.collectives import spread_of
 from moe_compile.hardware.links import sent_us
+from moe_compile.hardware.products import Compute, Product
 from moe_compile.hardware.profile import NO_HOST, RATES
 
 US_PER_S: Final = 1e6
@@ -70,6 +71,10 @@ class Rates:
     """Share by which an exchange slows while compute runs."""
     intra_node_overlap_slowdown: float = 0.0
     """`overlap_slowdown` of a node's link."""
+    compute: Compute | None = None
+    """What products reach by their shape; None where all have the rate `matmul_tflops`."""
+    large_product_rate: float = 1.0
+    """Of a product whose shape loses nothing, over `matmul_tflops`."""
     num_ranks: int = 0
     """Of the group; 0 where it is not known."""
     node_ranks: int = 1
@@ -113,23 +118,40 @@ class Rates:
             contention=link.contention,
             overlap_slowdown=link.overlap_slowdown,
             intra_node_overlap_slowdown=intra.overlap_slowdown if intra else 0.0,
+            compute=hardware.compute,
+            large_product_rate=hardware.large_product_rate if hardware.compute else 1.0,
             num_ranks=num_ranks,
             node_ranks=intra.num_ranks if intra else 1,
             uncertainty=tuple(shares.items()),
         )
 
-    def compute_us(self, operations: float, nbytes: float, num_kernels: float) -> float:
-        """Return the time of one operator: the slower of arithmetic and memory, and launches."""
-        arithmetic, memory = self._parts_us(operations, nbytes)
+    def compute_us(
+        self,
+        operations: float,
+        nbytes: float,
+        num_kernels: float,
+        product: Product | None = None,
+    ) -> float:
+        """Return the time of one operator: the slower of arithmetic and memory, and launches.
+
+        Where it is a `product`, its operations take as long as its shape says.
+        """
+        arithmetic, memory = self._parts_us(operations, nbytes, product)
         return num_kernels * self.op_overhead_us + max(arithmetic, memory)
 
     def memory_us(self, nbytes: float, kernels: float = 1.0) -> float:
         """Return the time to move `nbytes` in so many kernels."""
         return self.compute_us(0.0, nbytes, kernels)
 
-    def compute_bound(self, operations: float, nbytes: float, num_kernels: float) -> Bound:
+    def compute_bound(
+        self,
+        operations: float,
+        nbytes: float,
+        num_kernels: float,
+        product: Product | None = None,
+    ) -> Bound:
         """Return which of the three takes the largest part of `compute_us`."""
-        arithmetic, memory = self._parts_us(operations, nbytes)
+        arithmetic, memory = self._parts_us(operations, nbytes, product)
         launches = num_kernels * self.op_overhead_us
         if not max(arithmetic, memory, launches):
             return Bound.NOTHING
@@ -160,8 +182,12 @@ class Rates:
         """Return the time of scores beside two hops: they go flat."""
         return self.link_us(nbytes)
 
-    def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
+    def _parts_us(
+        self, operations: float, nbytes: float, product: Product | None
+    ) -> tuple[float, float]:
         arithmetic = operations / (self.matmul_tflops * 1e12)
+        if product is not None and self.compute is not None:
+            arithmetic /= self.large_product_rate * self.compute.share_of(product)
         memory = nbytes / (self.memory_gb_per_s * 1e9)
         return arithmetic * US_PER_S, memory * US_PER_S
 
@@ -179,7 +205,9 @@ class Rates:
 
 OF_NODE: Final = ("gb_per_s", "latency_us")
 """Numbers of a node's link that may be off."""
-FACTS: Final = frozenset({"num_ranks", "node_ranks", "uncertainty"})
+FACTS: Final = frozenset(
+    {"compute", "large_product_rate", "num_ranks", "node_ranks", "uncertainty"}
+)
 CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 """Names of the rates that may be off."""
 

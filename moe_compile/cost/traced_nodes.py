@@ -55,6 +55,7 @@ from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import row_gather
+from moe_compile.hardware.products import Product
 from moe_compile.regions.fused_sums import FusedSums
 from moe_compile.regions.regions import MoERegion, Region
 from moe_compile.source_hash import hash_of_sources
@@ -148,7 +149,8 @@ def _traced(phase: dict[str, Any]) -> TracedWork:
 
 
 def _work(fields: dict[str, Any]) -> Work:
-    return Work(**{**fields, "needs": tuple(fields["needs"])})
+    product = fields["product"] and Product(**fields["product"])
+    return Work(**{**fields, "needs": tuple(fields["needs"]), "product": product})
 
 
 NOWHERE = -1
@@ -273,6 +275,7 @@ def _work_of(
         name=node.name,
         needs=needs,
         operations=amounts.operations,
+        product=amounts.product,
         nbytes=amounts.nbytes - weights,
         weight_bytes=weights,
         written=float(sizes.nbytes(value_of(node))),

@@ -24,6 +24,7 @@ from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
 from moe_compile.hardware.links import NETWORK, NODE, Link, link_table, links_in, with_contention
+from moe_compile.hardware.products import TABLE, Compute, compute_in, compute_table
 from moe_compile.hardware.sourced_file import (
     SourcedFile,
     check_origin,
@@ -121,6 +122,11 @@ class HardwareProfile:
     for gathers. Its rate and its latency are those above."""
     host: HostCosts = NO_HOST
     """What the host takes; nothing where the profile is silent."""
+    compute: Compute | None = None
+    """What products reach by their shape; None where the profile is silent, and all have the rate
+    `matmul_tflops`."""
+    large_product_rate: float = 1.0
+    """Of a product whose shape loses nothing, over `matmul_tflops`; where `compute` says."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
 
@@ -163,6 +169,8 @@ class HardwareProfile:
         named = ((NODE, self.node), (NETWORK, self.network))
         links = [link_table(name, link) for name, link in named if link is not None]
         tables: dict[str, Any] = {"link": links} if links else {}
+        if self.compute is not None:
+            tables |= {TABLE: compute_table(self.compute)}
         if self.host != NO_HOST:
             tables |= {HOST: host_table(self.host)}
         return written + dump_sourced(tables) if tables else written
@@ -181,10 +189,13 @@ def load_profile(name: str) -> HardwareProfile:
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
-    links = links_in(file)
+    links, compute = links_in(file), compute_in(file)
+    large = compute.large_tflops / file.values["matmul_tflops"] if compute is not None else 1.0
     return HardwareProfile(
         node=links.get(NODE),
         network=links.get(NETWORK),
+        compute=compute,
+        large_product_rate=large,
         host=host_in(file),
         origins={name: file.origins[name] for name in RATES if name in file.origins},
         **{key: file.values[key] for key in wanted},

@@ -265,4 +265,7 @@ def _busy(
         link_us = rates.link_us(sent, is_gather=one.is_gather)
         return {COMPUTE: rates.op_overhead_us, LINK: link_us}
     moved = one.nbytes * rows + one.weight_bytes
-    return {COMPUTE: rates.compute_us(one.operations * rows, moved, one.num_kernels)}
+    operations, product = one.operations * rows, one.product
+    if product is not None and one.is_chunked:  # a part may fill a device better
+        operations, product = operations / max(rates.large_product_rate, 1.0), None
+    return {COMPUTE: rates.compute_us(operations, moved, one.num_kernels, product)}

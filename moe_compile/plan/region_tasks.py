@@ -48,6 +48,7 @@ from moe_compile.cost.tasks import (
     run_tasks,
 )
 from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import Candidate
 
 WHOLE: Final = -1
@@ -303,8 +304,19 @@ class _Phase:
             elif work.makes_gradient:
                 weights *= 1.0 + GRADIENT_SUM
         nbytes = (work.nbytes - self.folds.spared.get(index, 0.0)) * rows
-        us = self.rates.compute_us(work.operations * rows, nbytes + weights, work.num_kernels)
+        amounts = work.operations * rows, nbytes + weights, work.num_kernels
+        us = self.rates.compute_us(*amounts, self._product(work, chunk, load))
         return self.made.add(work.name, us, needs)
+
+    def _product(self, work: Work, chunk: int, load: Load) -> Product | None:
+        """Return the product of a task: of some of its groups, of some of the rows of each."""
+        if work.product is None:
+            return None
+        by_tokens = self.candidate.chunk_by == "tokens"
+        is_of_groups = chunk != WHOLE and not by_tokens and work.product.groups > 1.0
+        groups = load.weights if is_of_groups else 1.0
+        tokens = load.rows / groups if groups else 0.0
+        return work.product.part(groups, tokens, is_gradient=work.makes_gradient)
 
     def _load(self, work: Work, chunk: int) -> Load:
         """Return the share of `work` that a task of it has."""

@@ -9,9 +9,10 @@ import pytest
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware import PROFILES, HardwareProfile, Link, load_profile
-from moe_compile.hardware.cluster import Curve, load_cluster
+from moe_compile.hardware.cluster import load_cluster
 from moe_compile.hardware.detect import CHIPS
 from moe_compile.hardware.links import NUMBERS
+from moe_compile.hardware.products import Curve
 from moe_compile.hardware.profile import NO_HOST, RATES
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
