@@ -19,7 +19,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from moe_compile.codegen import trace_graphs
 from moe_compile.cost.amounts import Amounts
 from moe_compile.cost.cost_model import estimate_costs
-from moe_compile.cost.perturbed_profiles import perturbed_profiles
+from moe_compile.cost.rates import perturbed_profiles
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, value_of
 from moe_compile.hardware import HardwareProfile

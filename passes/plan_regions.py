@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from moe_compile.cost.layers import Layers
+from moe_compile.cost.traced_nodes import Layers
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass

@@ -32,10 +32,9 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from moe_compile.schedule.choose_schedule import Choice, choose_schedule
-from moe_compile.schedule.least_exposed import least_exposed_us
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
-from moe_compile.schedule.simulate import simulate
+from moe_compile.schedule.simulate import least_exposed_us, simulate
 from passes.contract import Fact, GraphPass
 
 HIDDEN: Final = "as much compute as is useful already runs between launch and wait"

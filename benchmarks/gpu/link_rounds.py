@@ -58,9 +58,7 @@ def check_link(record: Record, sizes: Sizes) -> None:
         hardware,
         link_gb_per_s=link_gb_per_s,
         node=None,
-        inter_node_contention=0.0,
-        inter_node_overlap_slowdown=0.0,
-        inter_node_gather_share=None,
+        network=None,
         origins=origins,
     )
     write_profile(told, profile)

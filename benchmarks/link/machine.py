@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.link.cases import Case, NodesCase
 from benchmarks.link.link_model import LinkRate
-from moe_compile.hardware import GroupLink, HardwareProfile
+from moe_compile.hardware import HardwareProfile, Link
 from moe_compile.hardware.links import NUMBERS
 from moe_compile.hardware.measure import cpu_name, memory_gb_per_s, op_overhead_us, seconds_of
 
@@ -27,7 +27,6 @@ def measure_profile(case: Case, rate: LinkRate) -> HardwareProfile:
         link_gb_per_s=rate.bytes_per_s / _sharing_adapter(case) / 1e9,
         link_latency_us=rate.latency_s * 1e6,
         node=_node_link(case, rate),
-        inter_node_overlap_slowdown=0.0,  # an exchange takes as long whatever runs beside it
         origins=_origins(),
     )
 
@@ -42,15 +41,15 @@ def _sharing_adapter(case: Case) -> int:
     return case.sharing_adapter if isinstance(case, NodesCase) else 1
 
 
-def _node_link(case: Case, rate: LinkRate) -> GroupLink | None:
+def _node_link(case: Case, rate: LinkRate) -> Link | None:
     """Return the link inside a node, where the case has nodes."""
     if not isinstance(case, NodesCase):
         return None
-    return GroupLink(
+    return Link(
         num_ranks=case.num_local,
         gb_per_s=rate.inside_bytes_per_s / 1e9,
         latency_us=rate.inside_latency_s * 1e6,
-        origins=dict.fromkeys((*NUMBERS, "gather_share"), emulated_link_origin()),
+        origins=dict.fromkeys(NUMBERS, emulated_link_origin()),
     )
 
 

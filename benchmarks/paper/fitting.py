@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from moe_compile.hardware.cluster import Fit
-from moe_compile.simulator import published as paper
-from moe_compile.simulator import setups
+from moe_compile.simulator import checks, setups
 from moe_compile.simulator.checks import check_table_5, eos_mfu_percent
 from moe_compile.simulator.step import predict_step
 
@@ -42,7 +41,7 @@ def fit_bytedance() -> Fit:
 def fit_eos() -> Fit:
     """Return the fit of Eos: compute from its one row, link taken over from H800."""
     link = setups.shipped("h800").fit("bytedance").link
-    rows = [row for row in paper.EOS if row.is_fitted]
+    rows = [row for row in checks.EOS if row.is_fitted]
     grid = [Fit(compute=compute, link=link) for compute in EOS_GRID]
     return min(
         grid, key=lambda fit: _squares(eos_mfu_percent(r, fit) / r.mfu_percent - 1.0 for r in rows)
@@ -50,7 +49,7 @@ def fit_eos() -> Fit:
 
 
 def _megascale_errors(fit: Fit) -> Iterable[float]:
-    for row in paper.TABLE_3:
+    for row in checks.TABLE_3:
         if row.megascale_is_fitted:
             yield (predict_step(setups.megascale(row.gpus, fit)).seconds / row.megascale_s - 1.0)
     for check in check_table_5(fit).rows:
@@ -58,7 +57,7 @@ def _megascale_errors(fit: Fit) -> Iterable[float]:
 
 
 def _megatron_errors(fit: Fit) -> Iterable[float]:
-    for row in paper.TABLE_3:
+    for row in checks.TABLE_3:
         if row.megatron_is_fitted:
             yield (predict_step(setups.megatron(row.gpus, fit)).seconds / row.megatron_s - 1.0)
 

@@ -22,18 +22,21 @@ from rich.table import Table
 from benchmarks.planner.chunk_choice import layers
 from benchmarks.planner.planned_models import SHAPES
 from benchmarks.planner.stated_loads import ROUTINGS, any_groups, chosen_shares, ordered
+from moe_compile.cost.hop_shape import MOVED
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import CHUNKS, Candidate
-from moe_compile.plan.choose_uneven import EDGES, Uneven, choose_uneven
-from moe_compile.plan.region_tasks import ROW_PASSES, price_us
+from moe_compile.plan.region_tasks import price_us
 from moe_compile.plan.uneven_price import (
     DRAWS,
+    EDGES,
     Groups,
     Routing,
+    Uneven,
     agreeing_us,
     all_ranks_us,
+    choose_uneven,
     even_ranges,
     ranges_by_load,
     rows_of_ranks,
@@ -101,7 +104,7 @@ class _Priced:
         us = agreeing_us(self.work, self.rates)
         if way != BY_LOAD:
             weights = sum(w.weight_bytes for w in self.work.forward if w.is_chunked)
-            us += self.rates.compute_us(0.0, ROW_PASSES * weights, 1)
+            us += self.rates.compute_us(0.0, MOVED * weights, 1)
         return us
 
 

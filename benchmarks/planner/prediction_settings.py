@@ -85,8 +85,8 @@ def emulated_devices() -> Mapping[str, HardwareProfile]:
         matmul_tflops=h100.matmul_tflops / (SMALLER * NARROWER),
         memory_gb_per_s=h100.memory_gb_per_s / SMALLER,
         node=None,
-        inter_node_contention=0.0,
-        inter_node_overlap_slowdown=0.0,
+        network=None,
+        compute=None,
     )
     return {"cpu": load_profile("cpu"), "gpu-like": gpu}
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.simulator.layer_costs import LayerCosts
-from moe_compile.simulator.layer_time import time_layer
+from moe_compile.simulator.layer_tasks import time_layer
 from moe_compile.simulator.method import Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import ModelShape
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,10 +22,10 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.hardware.detect import NO_GPU, profile_of_chip
 from moe_compile.hardware.devices import Device, Machine, read_machine
-from moe_compile.hardware.profile import load_profile
+from moe_compile.hardware.profile import HardwareProfile, load_profile
 from moe_compile.simulator import setups
 from moe_compile.simulator.cluster_tables import new_console
-from moe_compile.simulator.layer_time import time_layer
+from moe_compile.simulator.layer_tasks import time_layer
 from moe_compile.simulator.method import Method, Overlap
 from moe_compile.simulator.models import TABLE_2, ModelShape
 from moe_compile.simulator.step import Setting
@@ -56,7 +56,7 @@ def doctor(known: argparse.Namespace, machine: Machine) -> int:
             "message": machine.message,
             "devices": [dataclasses.asdict(device) for device in machine.devices],
             "profile": name,
-            "origins": dict(load_profile(name).origins),
+            "origins": {number: origin for number, _, origin in _numbers(load_profile(name))},
             "findings": list(findings),
             "choices": [dataclasses.asdict(choice) for choice in choices],
         }
@@ -124,8 +124,16 @@ def _or(value: float | None, style: str = "") -> str:
 def _print_profile(name: str, console: Console) -> None:
     profile = load_profile(name)
     console.print(f"Profile: {name}. The compiler counts with")
-    for rate, origin in profile.origins.items():
-        console.print(f"  {rate} {getattr(profile, rate):g} ({origin})")
+    for name, value, origin in _numbers(profile):
+        console.print(f"  {name} {value:g} ({origin})")
+
+
+def _numbers(profile: HardwareProfile) -> Iterator[tuple[str, float, str]]:
+    """Return the rates of a profile, then those of its links, each with its origin."""
+    named = (("", profile), ("node.", profile.node), ("network.", profile.network))
+    for label, table in named:
+        for number, origin in table.origins.items() if table is not None else ():
+            yield f"{label}{number}", getattr(table, number), origin
 
 
 def _choices(choices: Sequence[Choice]) -> Table:

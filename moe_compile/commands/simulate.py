@@ -18,14 +18,13 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.simulator import checks, setups
 from moe_compile.simulator import cluster_tables as tables
-from moe_compile.simulator.checks import RATIO, Check, Row
+from moe_compile.simulator.checks import FIGURE_14_GAINS, RATIO, Check, Row
 from moe_compile.simulator.cluster_timeline import LEGEND, chrome_trace
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
-from moe_compile.simulator.layer_time import time_layer
+from moe_compile.simulator.layer_tasks import time_layer
 from moe_compile.simulator.method import Attention, Experts, Method
 from moe_compile.simulator.models import MODELS, TABLE_2, ModelShape
 from moe_compile.simulator.parts_table import find_part_shares
-from moe_compile.simulator.published import FIGURE_14_GAINS
 from moe_compile.simulator.scenario import (
     DEFAULT_FIT,
     default_fit,

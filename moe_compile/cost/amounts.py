@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.cost.row_gathers import GATHERS, gathered_bytes
+from moe_compile.cost.kernel_counts import CAUSAL_SHARE, attention_operations
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import integers_taken, is_view
@@ -48,12 +48,9 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.products import Product
 
 MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
-BACKWARD_OVER_FORWARD: Final = 2.5
-"""Operations of attention's backward over its forward: five matrix products instead of two."""
-CAUSAL_SHARE: Final = 0.5
-"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
 FUSED: Final = frozenset(
     {
         "aten::_to_copy",
@@ -76,6 +73,14 @@ REDUCTIONS: Final = frozenset(
     {"_log_softmax", "_softmax", "amax", "amin", "any", "mean", "prod", "sum", "var_mean"}
 )
 """Operators whose kernels compute what they reduce."""
+GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators of torch that gather, all of which a compiler fuses with what reads the rows."""
+BY_PLACES: Final = frozenset({"sum_of_places", "dots_of_places"})
+"""Ours, of rows in several matrices by a matrix of their numbers."""
+OWN_GATHERS: Final = frozenset(
+    {"gather_quantize_pack", "gather_rows", "unpack_dequantize_permute", *BY_PLACES}
+)
+"""Ours, of rows by an index; without one all are read."""
 SCATTERS: Final = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
 CONCATENATION: Final = "cat"
 FEW: Final = 4096
@@ -96,6 +101,8 @@ class Amounts:
 
     operations: float = 0.0
     """Floating-point operations of a matrix product."""
+    product: Product | None = None
+    """Its shape."""
     read: Mapping[fx.Node, float] = field(default_factory=dict)
     """Input -> bytes read of it."""
     written: float = 0.0
@@ -132,6 +139,7 @@ def amounts_of(node: fx.Node, sizes: NominalSizes, *, writes_joined: bool = Fals
     is_written = not (is_made_there and all(map(fuses_what_it_reads, _readers(node))))
     return Amounts(
         operations=_operations(node, sizes),
+        product=_product(node, sizes),
         read=_bytes_read(node, sizes, unfused),
         written=float(sizes.nbytes(value_of(node))) if is_written else 0.0,
         num_kernels=_kernels_of(node, sizes) if is_written else 0.0,
@@ -255,23 +263,44 @@ def _operations(node: fx.Node, sizes: NominalSizes) -> float:
     return 0.0
 
 
-def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
+def _factors(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shapes of what a product multiplies."""
     factors = [sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
-    if len(factors) < 2:
-        return 0.0
     has_addend = overload_name(node) in ("aten::addmm", "aten::baddbmm")
     left, right = factors[-2:] if has_addend else factors[:2]
+    return left, right
+
+
+def _product(node: fx.Node, sizes: NominalSizes) -> Product | None:
+    """Return the shape of a product, of groups that offsets divide with as many rows each."""
+    if not is_product(node):
+        return None
+    left, right = _factors(node, sizes)
+    rows, columns, reduction = float(left[-2]), float(right[-1]), float(left[-1])
+    if len(left) == len(right) == 3:
+        return Product(groups=left[0], rows=rows, columns=columns, reduction=reduction)
+    result = tensor_of(node)
+    if len(left) == len(right) and result is not None and result.dim() == 3:
+        groups = sizes.shape(result)[0]
+        shape = {"rows": rows, "columns": columns, "reduction": reduction / max(groups, 1)}
+        return Product(groups=groups, **shape, ragged="reduction")
+    if len(left) == len(right):
+        return Product(rows=rows, columns=columns, reduction=reduction)
+    groups = max(left, right, key=len)[0]
+    if len(left) == 3:  # columns are divided: they are the rows of the transposed product
+        rows, columns = columns, rows
+    shape = {"rows": rows / max(groups, 1), "columns": columns, "reduction": reduction}
+    return Product(groups=groups, **shape, ragged="rows")
+
+
+def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
+    left, right = _factors(node, sizes)
     groups = left[0] if len(left) == 3 and len(right) == 2 else 1
     return 2.0 * math.prod(left) * right[-1] / groups
 
 
 def _attention_operations(node: fx.Node, sizes: NominalSizes) -> float:
-    """Two products over the pairs of query and key that are looked at, forward.
-
-    4 B H S_q S_k D times their share, where keys and values have one head size D (Dao 2023,
-    FlashAttention-2, section 4.1); backward 2.5 times as many. Only SDPA's backward is given the
-    gradient of the output before the query.
-    """
+    """Only SDPA's backward is given the gradient of the output before the query."""
     shapes = [sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
     is_backward = _is_backward(node)
     if is_backward and not is_flex_attention(node):
@@ -279,9 +308,9 @@ def _attention_operations(node: fx.Node, sizes: NominalSizes) -> float:
     if len(shapes) < 3:
         return 0.0
     query, key, value = shapes[:3]
-    forward = 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    looked_at = forward * _attended_share(node, query[-2], key[-2])
-    return looked_at * BACKWARD_OVER_FORWARD if is_backward else looked_at
+    share = _attended_share(node, query[-2], key[-2])
+    queries, widths = math.prod(query[:-1]), query[-1] + value[-1]
+    return attention_operations(queries, key[-2], widths, share, is_backward=is_backward)
 
 
 def _attended_share(attention: fx.Node, num_queries: int, num_keys: int) -> float:
@@ -425,3 +454,30 @@ def _connected(values: Sequence[Known], *, decides: bool) -> Known:
     if any(value is decides for value in values):
         return decides
     return not decides if all(isinstance(value, bool) for value in values) else None
+
+
+def reads_pieces(node: fx.Node) -> bool:
+    """Whether the operator takes rows of several matrices by their places."""
+    return overload_name(node).rpartition("::")[2] in BY_PLACES
+
+
+def gathered_bytes(gather: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]:
+    """Return the bytes that `gather` reads of each tensor it takes rows from; {} for no gather."""
+    op = overload_name(gather).rpartition("::")[2]
+    if op in GATHERS:
+        source = gather.all_input_nodes[0]
+        taken = float(sizes.nbytes(value_of(gather)))
+        return {source: min(taken, float(sizes.nbytes(value_of(source))))}
+    if op not in OWN_GATHERS:
+        return {}
+    sources, places = [gather.args[0]], gather
+    if op in BY_PLACES:
+        sources, places = gather.args[:2]
+    number = math.prod(_shape(places, sizes)[: 2 if op in BY_PLACES else 1])
+    share = min(1.0, number / max(sum(_shape(source, sizes)[0] for source in sources), 1))
+    return {source: share * float(sizes.nbytes(value_of(source))) for source in sources}
+
+
+def _shape(node: fx.Node, sizes: NominalSizes) -> tuple[int, ...]:
+    tensor = tensor_of(node)
+    return (1,) if tensor is None else tuple(sizes.shape(tensor))

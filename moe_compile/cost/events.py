@@ -47,7 +47,7 @@ class Streams:
         self._is_free = not contention and not any(slowdowns.values())
         """Whether nothing slows anything."""
         self._free_at: dict[str, float] = {}
-        self._state = _State(compute, contention, slowdowns)
+        self._state = _State(frozenset([compute]), contention, slowdowns)
 
     def serve(self, stream: str, ready: float, work: float) -> Served:
         """Give `stream` a task that may start at `ready`; see `end_of`.
@@ -122,16 +122,19 @@ class Running:
 def set_rates(
     running: Mapping[str, Running],
     now: float,
-    compute: str,
+    compute: frozenset[str],
     contention: float,
     overlap_slowdown: Mapping[str, float],
 ) -> None:
-    """Let what runs, by stream, go on from `now` as fast as it does beside the others."""
-    computes = compute in running
+    """Let what runs, by stream, go on from `now` as fast as it does beside the others.
+
+    Streams of `compute` do not slow each other: they are of several ranks.
+    """
+    computes, sends = not compute.isdisjoint(running), not running.keys() <= compute
     for stream, one in running.items():
         slowdown = 0.0
-        if stream == compute:
-            slowdown = contention if len(running) > 1 else 0.0
+        if stream in compute:
+            slowdown = contention if sends else 0.0
         elif computes:
             slowdown = overlap_slowdown.get(stream, 0.0)
         if one.stretch != 1.0 + slowdown:
@@ -142,7 +145,7 @@ def set_rates(
 class _State:
     """What runs at `now`, what is queued behind it, and how the one slows the other."""
 
-    compute: str
+    compute: frozenset[str]
     contention: float
     overlap_slowdown: Mapping[str, float]
     now: float = 0.0

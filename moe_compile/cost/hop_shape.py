@@ -90,13 +90,13 @@ class HopShape:
 
     def copied_bytes(self, rows: float) -> tuple[float, float, float]:
         """Read and written where rows are copied: before hop 1, between the hops, after hop 2."""
-        return MOVED * self._far(rows), MOVED * rows, MOVED * rows
+        return MOVED * self.far_bytes(rows), MOVED * rows, MOVED * rows
 
     def summed_bytes(self, rows: float) -> tuple[float, float, float]:
         """The same where rows are summed: before hop 2, on the node, at home."""
-        far = self._far(rows)
+        far = self.far_bytes(rows)
         return MOVED * rows, rows + far, far + rows / self.rows_per_token
 
-    def _far(self, rows: float) -> float:
+    def far_bytes(self, rows: float) -> float:
         """Return the bytes of one row for each node of a token, the own included."""
         return rows * self.nodes_per_token / self.rows_per_token

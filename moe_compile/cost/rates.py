@@ -15,6 +15,9 @@ from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.collectives import spread_of
+from moe_compile.hardware.links import sent_us
+from moe_compile.hardware.products import Compute, Product
+from moe_compile.hardware.profile import NO_HOST, RATES
 
 US_PER_S: Final = 1e6
 UNCERTAINTY: Final = {
@@ -68,6 +71,10 @@ class Rates:
     """Share by which an exchange slows while compute runs."""
     intra_node_overlap_slowdown: float = 0.0
     """`overlap_slowdown` of a node's link."""
+    compute: Compute | None = None
+    """What products reach by their shape; None where all have the rate `matmul_tflops`."""
+    large_product_rate: float = 1.0
+    """Of a product whose shape loses nothing, over `matmul_tflops`."""
     num_ranks: int = 0
     """Of the group; 0 where it is not known."""
     node_ranks: int = 1
@@ -103,27 +110,48 @@ class Rates:
             matmul_tflops=hardware.matmul_tflops,
             memory_gb_per_s=hardware.memory_gb_per_s,
             op_overhead_us=hardware.op_overhead_us,
-            link_gb_per_s=link.gb_per_s,
+            link_gb_per_s=link.exchange_gb_per_s,
             link_latency_us=link.latency_us,
-            gather_share=link.gather_share or 1.0,
-            intra_node_gb_per_s=intra.gb_per_s if intra else 0.0,
-            intra_node_gather_share=(intra.gather_share if intra else None) or 1.0,
+            gather_share=link.gather_over_exchange or 1.0,
+            intra_node_gb_per_s=intra.exchange_gb_per_s if intra else 0.0,
+            intra_node_gather_share=(intra.gather_over_exchange if intra else None) or 1.0,
             contention=link.contention,
             overlap_slowdown=link.overlap_slowdown,
             intra_node_overlap_slowdown=intra.overlap_slowdown if intra else 0.0,
+            compute=hardware.compute,
+            large_product_rate=hardware.large_product_rate if hardware.compute else 1.0,
             num_ranks=num_ranks,
             node_ranks=intra.num_ranks if intra else 1,
             uncertainty=tuple(shares.items()),
         )
 
-    def compute_us(self, operations: float, nbytes: float, num_kernels: float) -> float:
-        """Return the time of one operator: the slower of arithmetic and memory, and launches."""
-        arithmetic, memory = self._parts_us(operations, nbytes)
+    def compute_us(
+        self,
+        operations: float,
+        nbytes: float,
+        num_kernels: float,
+        product: Product | None = None,
+    ) -> float:
+        """Return the time of one operator: the slower of arithmetic and memory, and launches.
+
+        Where it is a `product`, its operations take as long as its shape says.
+        """
+        arithmetic, memory = self._parts_us(operations, nbytes, product)
         return num_kernels * self.op_overhead_us + max(arithmetic, memory)
 
-    def compute_bound(self, operations: float, nbytes: float, num_kernels: float) -> Bound:
+    def memory_us(self, nbytes: float, kernels: float = 1.0) -> float:
+        """Return the time to move `nbytes` in so many kernels."""
+        return self.compute_us(0.0, nbytes, kernels)
+
+    def compute_bound(
+        self,
+        operations: float,
+        nbytes: float,
+        num_kernels: float,
+        product: Product | None = None,
+    ) -> Bound:
         """Return which of the three takes the largest part of `compute_us`."""
-        arithmetic, memory = self._parts_us(operations, nbytes)
+        arithmetic, memory = self._parts_us(operations, nbytes, product)
         launches = num_kernels * self.op_overhead_us
         if not max(arithmetic, memory, launches):
             return Bound.NOTHING
@@ -138,20 +166,28 @@ class Rates:
         """
         rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
         if not self.intra_node_gb_per_s:
-            return self.link_latency_us + nbytes / (rate * 1e9) * US_PER_S
+            return self.link_latency_us + sent_us(nbytes, rate)
         intra = self.intra_node_gb_per_s * (self.intra_node_gather_share if is_gather else 1.0)
         spread = spread_of(self.num_ranks, self.node_ranks, is_gather=is_gather)
-        slower = max(spread.between * nbytes / rate, spread.within * nbytes / intra)
-        return self.link_latency_us + slower / 1e9 * US_PER_S
+        slower = max(sent_us(spread.between * nbytes, rate), sent_us(spread.within * nbytes, intra))
+        return self.link_latency_us + slower
 
     def hop_us(self, nbytes: float, *, within: bool) -> float:
         """Return the time of one hop of so many bytes that leave a rank: all `within` its node, or
         all to other nodes. A profile of one link has it for both."""
         rate = self.intra_node_gb_per_s if within else 0.0
-        return self.link_latency_us + nbytes / ((rate or self.link_gb_per_s) * 1e9) * US_PER_S
+        return self.link_latency_us + sent_us(nbytes, rate or self.link_gb_per_s)
 
-    def _parts_us(self, operations: float, nbytes: float) -> tuple[float, float]:
+    def scores_us(self, nbytes: float) -> float:
+        """Return the time of scores beside two hops: they go flat."""
+        return self.link_us(nbytes)
+
+    def _parts_us(
+        self, operations: float, nbytes: float, product: Product | None
+    ) -> tuple[float, float]:
         arithmetic = operations / (self.matmul_tflops * 1e12)
+        if product is not None and self.compute is not None:
+            arithmetic /= self.large_product_rate * self.compute.share_of(product)
         memory = nbytes / (self.memory_gb_per_s * 1e9)
         return arithmetic * US_PER_S, memory * US_PER_S
 
@@ -167,7 +203,11 @@ class Rates:
                     yield self.scaled(name, factor)
 
 
-FACTS: Final = frozenset({"num_ranks", "node_ranks", "uncertainty"})
+OF_NODE: Final = ("gb_per_s", "latency_us")
+"""Numbers of a node's link that may be off."""
+FACTS: Final = frozenset(
+    {"compute", "large_product_rate", "num_ranks", "node_ranks", "uncertainty"}
+)
 CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 """Names of the rates that may be off."""
 
@@ -176,3 +216,33 @@ def share_off(origin: str) -> float:
     """Return the share by which a number may be off that comes from where `origin` says."""
     kind = origin.partition(":")[0].split(" ")[0]
     return UNCERTAINTY.get(kind, UNKNOWN)
+
+
+def perturbed_profiles(hardware: HardwareProfile) -> Iterator[HardwareProfile]:
+    """Yield `hardware` with each constant above zero up, then down, by how far it may be off.
+
+    What the host takes is off as a whole: another processor, another Python.
+    """
+    for name in RATES:
+        for factor in _factors(hardware.origins.get(name, "")):
+            if value := getattr(hardware, name):
+                yield replace(hardware, **{name: value * factor})
+    if hardware.host != NO_HOST:
+        for factor in _factors("assumed"):
+            yield replace(hardware, host=hardware.host.scaled(factor))
+    yield from _with_other_nodes(hardware)
+
+
+def _with_other_nodes(hardware: HardwareProfile) -> Iterator[HardwareProfile]:
+    if (node := hardware.node) is None:
+        return
+    for name in OF_NODE:
+        for factor in _factors("assumed"):
+            if value := getattr(node, name):
+                yield replace(hardware, node=replace(node, **{name: value * factor}))
+
+
+def _factors(origin: str) -> tuple[float, float]:
+    """Return what multiplies a number up, then down, by how far one of this origin may be off."""
+    share = share_off(origin)
+    return 1.0 + share, 1.0 - share

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.cost.host import is_of_host
+from moe_compile.cost.cost_model import is_of_host
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import tensor_of

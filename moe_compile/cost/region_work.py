@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moe_compile.cost.hop_shape import HopShape
+from moe_compile.hardware.products import Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,8 @@ class Work:
     """Indices of earlier work of the same graph whose results it reads."""
     operations: float = 0.0
     """Floating-point operations of a matrix product."""
+    product: Product | None = None
+    """The shape of a matrix product."""
     nbytes: float = 0.0
     """Read and written, those of weights and their gradients excluded."""
     weight_bytes: float = 0.0

@@ -22,6 +22,16 @@ LINK: Final = "communication"
 NODE_LINK: Final = "inside the node"
 """Collectives inside a node that run beside those between nodes."""
 STREAMS: Final = (COMPUTE, LINK, NODE_LINK)
+"""Of one rank."""
+
+
+def compute_stream(rank: int) -> str:
+    """Return the name of one rank's compute stream, where there are several ranks."""
+    return f"{COMPUTE} {rank}"
+
+
+def _computes(stream: str) -> bool:
+    return stream.startswith(COMPUTE)
 
 
 class Priority(enum.Enum):
@@ -110,8 +120,8 @@ def run_tasks(
     `node_slowdown` is the overlap slowdown of collectives inside the node, where they have a
     stream of their own.
     """
-    rules = COMPUTE, contention, {LINK: overlap_slowdown, NODE_LINK: node_slowdown}
-    return _Run(tasks, rules, priority).timeline()
+    slowdowns = {LINK: overlap_slowdown, NODE_LINK: node_slowdown}
+    return _Run(tasks, contention, slowdowns, priority).timeline()
 
 
 class _Run:
@@ -120,11 +130,14 @@ class _Run:
     def __init__(
         self,
         tasks: Sequence[Task],
-        rules: tuple[str, float, Mapping[str, float]],
+        contention: float,
+        overlap_slowdown: Mapping[str, float],
         priority: Priority,
     ) -> None:
         self.tasks = tasks
-        self.rules = rules
+        self.streams = tuple(dict.fromkeys([*STREAMS, *(task.stream for task in tasks)]))
+        computes = frozenset(filter(_computes, self.streams))
+        self.rules = computes, contention, overlap_slowdown
         self.missing = [len(task.needs) for task in tasks]
         self.after: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
@@ -135,7 +148,9 @@ class _Run:
         if priority is Priority.NEXT_COLLECTIVE:
             urgency = _urgencies(tasks, self.after)
         self.keys = list(zip(urgency, (-us for us in path_us), range(len(tasks)), strict=True))
-        self.ready: dict[str, list[tuple[float, float, int]]] = {stream: [] for stream in STREAMS}
+        self.ready: dict[str, list[tuple[float, float, int]]] = {
+            stream: [] for stream in self.streams
+        }
         self.running: dict[str, Running] = {}
         self.started: dict[str, tuple[int, float]] = {}
         """Of each stream, the last task and when it started."""
@@ -155,13 +170,14 @@ class _Run:
 
     def _start(self, now: float) -> bool:
         """Give idle streams what is ready; return whether anything runs."""
-        running = self.running
-        for stream in STREAMS:
-            if stream not in running and self.ready[stream]:
-                index = heapq.heappop(self.ready[stream])[-1]
+        running, num_before = self.running, len(self.running)
+        for stream, ready in self.ready.items():
+            if ready and stream not in running:
+                index = heapq.heappop(ready)[-1]
                 running[stream] = Running.from_now(now, self.tasks[index].us)
                 self.started[stream] = index, now
-        set_rates(running, now, *self.rules)
+        if len(running) > num_before:
+            set_rates(running, now, *self.rules)
         return bool(running)
 
     def _finish(self) -> float:
@@ -177,7 +193,7 @@ class _Run:
                 del running[stream]
             over += ended
             set_rates(running, now, *self.rules)
-        for stream in over if len(over) == 1 else sorted(over, key=STREAMS.index):
+        for stream in over if len(over) == 1 else sorted(over, key=self.streams.index):
             index, start = self.started[stream]
             self.spans.append(_span(self.tasks[index], start, now))
             for later in self.after[index]:
@@ -198,7 +214,7 @@ def _urgencies(tasks: Sequence[Task], after: Sequence[Sequence[int]]) -> list[fl
     """Return the index of the earliest collective that needs each task; inf where none does."""
     urgency = [math.inf] * len(tasks)
     for index in reversed(range(len(tasks))):
-        own = float(index) if tasks[index].stream != COMPUTE else math.inf
+        own = math.inf if _computes(tasks[index].stream) else float(index)
         urgency[index] = min(own, *(urgency[i] for i in after[index]), math.inf)
     return urgency
 

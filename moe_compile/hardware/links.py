@@ -1,9 +1,7 @@
-"""Links of a profile for the compiler: read from the tables of a file, and written as such.
+"""Links of a profile: read from the tables of a file, and written as such.
 
 Contract
     A link that is read, written and read again is the same, and so are its origins.
-    A file states a peak and the share of it that exchanges reach; a `GroupLink` has their product.
-    Written, that product is the peak and the share is 1. A gather share that nobody stated is 1.
     A link states its `contention`, measured, or the `ctas` that it follows from: blocks of NCCL's
     kernels hold an SM each, and compute has the others.
 """
@@ -11,8 +9,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from moe_compile.errors import InvalidConfig
@@ -20,28 +17,53 @@ from moe_compile.hardware.sourced_file import SourcedFile
 
 NODE: Final = "nvlink"
 NETWORK: Final = "network"
-NUMBERS: Final = ("num_ranks", "gb_per_s", "latency_us", "contention", "overlap_slowdown")
-SHARES: Final = ("exchange_share", "gather_share")
-COUNTED: Final = "computed: counted in gb_per_s"
 CTAS: Final = "ctas"
+US_PER_GB_PER_S: Final = 1e-3
+"""Microseconds a byte takes at 1 GB/s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupLink:
-    """The way between the ranks of one process group, per rank and direction, by all-to-all."""
+class Link:
+    """The way between the ranks of one process group, per rank and direction."""
 
     num_ranks: int = 0
     """Ranks it joins; 0 for any number."""
     gb_per_s: float
+    """Its peak, or the rate of an all-to-all where no share of a peak is stated."""
+    exchange_share: float = 1.0
+    """Of the peak, by all-to-all."""
+    gather_share: float | None = None
+    """Of the peak, by all-gather and reduce-scatter; None where one rate is stated."""
     latency_us: float
     contention: float = 0.0
-    """Share by which compute slows while an exchange runs."""
+    """Share by which compute slows while a collective runs: its kernels hold SMs."""
     overlap_slowdown: float = 0.0
-    """Share by which an exchange slows while compute runs."""
-    gather_share: float | None = None
-    """Rate of an all-gather or a reduce-scatter over `gb_per_s`; None where one rate is stated."""
+    """Share by which a collective slows while compute runs."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Number -> where it comes from; complete when it was loaded."""
+
+    @property
+    def exchange_gb_per_s(self) -> float:
+        """Return the rate of an all-to-all."""
+        return self.gb_per_s * self.exchange_share
+
+    @property
+    def gather_gb_per_s(self) -> float:
+        """Return the rate of an all-gather or a reduce-scatter."""
+        return self.gb_per_s * (self.gather_share or self.exchange_share)
+
+    @property
+    def gather_over_exchange(self) -> float | None:
+        """Return the rate of gathers over that of exchanges; None where one rate is stated."""
+        return None if self.gather_share is None else self.gather_share / self.exchange_share
+
+
+NUMBERS: Final = tuple(one.name for one in fields(Link) if one.name != "origins")
+
+
+def sent_us(nbytes: float, gb_per_s: float) -> float:
+    """Return the time of so many bytes at a rate."""
+    return nbytes / gb_per_s * US_PER_GB_PER_S
 
 
 def with_contention(file: SourcedFile) -> SourcedFile:
@@ -70,64 +92,32 @@ def with_contention(file: SourcedFile) -> SourcedFile:
     return SourcedFile(path=file.path, values=values, origins=origins)
 
 
-def tables_in(file: SourcedFile) -> dict[str, tuple[Mapping[str, Any], dict[str, str]]]:
-    """Return the tables of a file's links by name, each with the origins of its numbers."""
-    tables = enumerate(file.values.get("link", ()))
-    return {
-        table["name"]: (table, {n: file.origins[f"link.{i}.{n}"] for n in table if n != "name"})
-        for i, table in tables
-    }
+def links_in(file: SourcedFile) -> dict[str, Link]:
+    """Return the links of a file by name; raise InvalidConfig where a table has wrong numbers."""
+    found = {}
+    for i, table in enumerate(file.values.get("link", ())):
+        name, numbers = table["name"], {key: n for key, n in table.items() if key != "name"}
+        if missing := sorted(set(NUMBERS) - set(numbers)):
+            raise InvalidConfig(
+                f"megamoe.hardware: {file.path}: link {name} has no {missing[0]}; write it and "
+                "its origin"
+            )
+        for key, number in numbers.items():
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if key not in NUMBERS or not is_number or number < 0:
+                raise InvalidConfig(
+                    f"megamoe.hardware: {file.path}: link {name}: {key} is {number!r}; write "
+                    f"{', '.join(NUMBERS)}, numbers of at least 0"
+                )
+        origins = {key: file.origins[f"link.{i}.{key}"] for key in NUMBERS}
+        found[name] = Link(**numbers, origins=origins)
+    return found
 
 
-def node_link(table: Mapping[str, Any], origins: Mapping[str, str], path: Path) -> GroupLink:
-    """Return the link of a node; raise InvalidConfig where its table lacks a number."""
-    if missing := sorted({*NUMBERS, *SHARES} - set(table)):
-        raise InvalidConfig(
-            f"megamoe.hardware: {path}: link {NODE} has no {missing[0]}; write it and its origin"
-        )
-    return GroupLink(
-        **{name: table[name] for name in NUMBERS if name != "gb_per_s"},
-        gb_per_s=table["gb_per_s"] * table["exchange_share"],
-        gather_share=gather_share(table),
-        origins={
-            **{name: origins[name] for name in NUMBERS},
-            "gb_per_s": _computed("gb_per_s", "times", table, origins),
-            "gather_share": _computed("gather_share", "over", table, origins),
-        },
-    )
-
-
-def network_origins(table: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
-    """Return the origins of what a profile has of the link between nodes, by its own names."""
-    own = {name: origins[name] for name in ("contention", "overlap_slowdown") if name in table}
-    own["gather_share"] = _computed("gather_share", "over", table, origins)
-    return {f"inter_node_{name}": origin for name, origin in own.items()}
-
-
-def gather_share(table: Mapping[str, Any]) -> float:
-    """Return the rate of gathers over that of exchanges."""
-    return float(table["gather_share"] / table["exchange_share"])
-
-
-def _computed(name: str, how: str, table: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Return the origin of a number that the share of exchanges is part of."""
-    if table["exchange_share"] == 1.0:
-        return origins[name]
-    return f"computed: {name} ({origins[name]}) {how} exchange_share ({origins['exchange_share']})"
-
-
-def link_table(
-    name: str, numbers: Mapping[str, float | None], origins: Mapping[str, str]
-) -> dict[str, Any]:
+def link_table(name: str, link: Link) -> dict[str, Any]:
     """Return the table of a link, its numbers beside their origins, for `dump_sourced`."""
-    told = {
-        number: {"value": 1.0 if value is None else value, "origin": origins.get(number)}
-        for number, value in numbers.items()
-    }
-    return {"name": name, **told, "exchange_share": {"value": 1.0, "origin": COUNTED}}
-
-
-def node_table(link: GroupLink) -> dict[str, Any]:
-    """Return the table of a node's link."""
-    numbers = {name: getattr(link, name) for name in (*NUMBERS, "gather_share")}
-    return link_table(NODE, numbers, link.origins)
+    numbers = {number: getattr(link, number) for number in NUMBERS}
+    if link.gather_share is None:
+        numbers["gather_share"] = link.exchange_share
+    told = {n: {"value": value, "origin": link.origins.get(n)} for n, value in numbers.items()}
+    return {"name": name, **told}

@@ -5,36 +5,87 @@ Contract
     Which one holds is asked of NVML once, or said by the user; no GPU means the `cpu` profile.
     A profile with a number whose origin is not stated does not load.
     Other distributions add profiles under names of their own (docs/extend.md).
+
+What the host takes to keep a device busy: reads, integers, launches, kernels.
+Of the thread that runs compiled code, microseconds. All zero where the host is the device, or
+is taken to run ahead of it for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from moe_compile.entry_points import PROFILES as OUTSIDE
 from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
-from moe_compile.hardware.host import NO_HOST, HostCosts, host_in, host_table
-from moe_compile.hardware.host import TABLE as HOST
-from moe_compile.hardware.links import (
-    NETWORK,
-    NODE,
-    GroupLink,
-    gather_share,
-    link_table,
-    network_origins,
-    node_link,
-    node_table,
-    tables_in,
-    with_contention,
+from moe_compile.hardware.links import NETWORK, NODE, Link, link_table, links_in, with_contention
+from moe_compile.hardware.products import TABLE, Compute, compute_in, compute_table
+from moe_compile.hardware.sourced_file import (
+    SourcedFile,
+    check_origin,
+    dump_sourced,
+    read_sourced,
+    sourced_lines,
 )
-from moe_compile.hardware.origin import check_origin
-from moe_compile.hardware.sourced_file import SourcedFile, dump_sourced, read_sourced, sourced_lines
+
+HOST: Final = "host"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCosts:
+    """Microseconds of the host."""
+
+    read_us: float = 0.0
+    """Of a read of the device, once all that was queued before it is done."""
+    integer_us: float = 0.0
+    """Of one integer that compiled code takes out of what was read."""
+    launch_us: float = 0.0
+    """Of a collective, and of an all-to-all besides."""
+    launch_us_per_rank: float = 0.0
+    """Of an all-to-all, for each rank of its group: two sizes, a send and a receive."""
+    kernel_us: float = 0.0
+    """Of one kernel that compiled code launches."""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Number -> where it comes from; complete when it was loaded."""
+
+    def scaled(self, factor: float) -> Self:
+        """Return the same of a host that takes `factor` times as long."""
+        return replace(self, **{name: getattr(self, name) * factor for name in NUMBERS})
+
+
+NUMBERS: Final = tuple(f.name for f in fields(HostCosts) if f.name != "origins")
+
+NO_HOST: Final = HostCosts()
+
+
+def host_in(file: SourcedFile) -> HostCosts:
+    """Return the costs that a profile's file states; none where it has no such table.
+
+    Raises InvalidConfig where the table lacks a number, or has another.
+    """
+    table = file.values.get(HOST)
+    if table is None:
+        return NO_HOST
+    if wrong := sorted(set(NUMBERS) ^ set(table)):
+        raise InvalidConfig(
+            f"megamoe.hardware: {file.path}: table {HOST} must have exactly {sorted(NUMBERS)}; "
+            f"see {wrong}"
+        )
+    origins = {name: file.origins[f"{HOST}.{name}"] for name in NUMBERS}
+    return HostCosts(**{name: float(table[name]) for name in NUMBERS}, origins=origins)
+
+
+def host_table(host: HostCosts) -> dict[str, Any]:
+    """Return the table of these costs, its numbers beside their origins, for `dump_sourced`."""
+    return {
+        name: {"value": getattr(host, name), "origin": host.origins.get(name)} for name in NUMBERS
+    }
+
 
 PROFILES: Final = Path(__file__).parent / "profiles"
 RATES: Final = (
@@ -44,8 +95,6 @@ RATES: Final = (
     "link_gb_per_s",
     "link_latency_us",
 )
-INTER_NODE: Final = ("contention", "overlap_slowdown", "gather_share")
-"""What a profile has of the link between nodes beside its rates, as `inter_node_*`."""
 CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
 """What `moe_compile.hardware.cluster` reads from the same file."""
 
@@ -66,16 +115,18 @@ class HardwareProfile:
     """Bandwidth of an all-to-all per rank and direction, 1e9 bytes per second."""
     link_latency_us: float
     """Time of an empty all-to-all, microseconds."""
-    node: GroupLink | None = None
+    node: Link | None = None
     """The link of groups within one node, where it is another; None where the profile is silent."""
-    inter_node_contention: float = 0.0
-    """Contention of the link between nodes."""
-    inter_node_overlap_slowdown: float = 0.0
-    """`overlap_slowdown` of the link between nodes."""
-    inter_node_gather_share: float | None = None
-    """`gather_share` of the link between nodes."""
+    network: Link | None = None
+    """The link between nodes, where a profile has it: what it loses beside compute, and its share
+    for gathers. Its rate and its latency are those above."""
     host: HostCosts = NO_HOST
     """What the host takes; nothing where the profile is silent."""
+    compute: Compute | None = None
+    """What products reach by their shape; None where the profile is silent, and all have the rate
+    `matmul_tflops`."""
+    large_product_rate: float = 1.0
+    """Of a product whose shape loses nothing, over `matmul_tflops`; where `compute` says."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Rate -> where it comes from; complete when the profile was loaded."""
 
@@ -91,19 +142,21 @@ class HardwareProfile:
             if getattr(self, name) == 0:
                 raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
 
-    def link_of(self, num_ranks: int) -> GroupLink:
+    def link_of(self, num_ranks: int) -> Link:
         """Return the link of a group: a node's where so many ranks fit in one, else the rates'.
 
         Which ranks a group has is not looked at: it differs from rank to rank.
         """
         if self.node is not None and 0 < num_ranks <= self.node.num_ranks:
             return self.node
-        return GroupLink(
-            gb_per_s=self.link_gb_per_s,
-            latency_us=self.link_latency_us,
-            contention=self.inter_node_contention,
-            overlap_slowdown=self.inter_node_overlap_slowdown,
-            gather_share=self.inter_node_gather_share,
+        link = Link(gb_per_s=self.link_gb_per_s, latency_us=self.link_latency_us)
+        if (far := self.network) is None:
+            return link
+        return replace(
+            link,
+            contention=far.contention,
+            overlap_slowdown=far.overlap_slowdown,
+            gather_share=far.gather_over_exchange,
         )
 
     def as_toml(self) -> str:
@@ -113,12 +166,11 @@ class HardwareProfile:
         """
         rates = {name: getattr(self, name) for name in RATES}
         written = "\n".join([f'name = "{self.name}"', *sourced_lines(rates, self.origins)]) + "\n"
-        links = [node_table(self.node)] if self.node is not None else []
-        of_network = {name: getattr(self, f"inter_node_{name}") for name in INTER_NODE}
-        if any(of_network.values()):
-            origins = {name: self.origins.get(f"inter_node_{name}", "") for name in INTER_NODE}
-            links.append(link_table(NETWORK, of_network, origins))
+        named = ((NODE, self.node), (NETWORK, self.network))
+        links = [link_table(name, link) for name, link in named if link is not None]
         tables: dict[str, Any] = {"link": links} if links else {}
+        if self.compute is not None:
+            tables |= {TABLE: compute_table(self.compute)}
         if self.host != NO_HOST:
             tables |= {HOST: host_table(self.host)}
         return written + dump_sourced(tables) if tables else written
@@ -137,21 +189,17 @@ def load_profile(name: str) -> HardwareProfile:
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
-    links = tables_in(file)
-    inter, of_inter = links.get(NETWORK, ({}, {}))
+    links, compute = links_in(file), compute_in(file)
+    large = compute.large_tflops / file.values["matmul_tflops"] if compute is not None else 1.0
     return HardwareProfile(
-        node=node_link(*links[NODE], file.path) if NODE in links else None,
-        inter_node_contention=inter.get("contention", 0.0),
-        inter_node_overlap_slowdown=inter.get("overlap_slowdown", 0.0),
-        inter_node_gather_share=gather_share(inter) if inter else None,
+        node=links.get(NODE),
+        network=links.get(NETWORK),
+        compute=compute,
+        large_product_rate=large,
         host=host_in(file),
-        origins=_own(file.origins) | (network_origins(inter, of_inter) if inter else {}),
+        origins={name: file.origins[name] for name in RATES if name in file.origins},
         **{key: file.values[key] for key in wanted},
     )
-
-
-def _own(origins: Mapping[str, str]) -> dict[str, str]:
-    return {name: origins[name] for name in RATES if name in origins}
 
 
 def read_profile(name: str) -> SourcedFile:

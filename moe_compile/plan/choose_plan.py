@@ -31,9 +31,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.tasks import COMPUTE, LINK, STREAMS, TaskList
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.hop_times import HopTasks, goes_in_hops
-from moe_compile.plan.region_tasks import price_us
-from moe_compile.plan.row_folds import folds_of
+from moe_compile.plan.region_tasks import add_hops, folds_of, goes_in_hops, price_us
 
 Price = Callable[[RegionWork, Candidate, Rates], float]
 """Returns the time of forward and backward."""
@@ -259,7 +257,7 @@ def _busy(
     in_hops = candidate.nodes != "off"
     if in_hops and goes_in_hops(one, candidate.nodes, is_forward=is_forward):
         in_one_part, made = replace(candidate, num_chunks=1, hop_slices=1), TaskList()
-        HopTasks(made, work, one, in_one_part, rates, is_forward).add([[]])
+        add_hops(made, work, one, in_one_part, rates, [[]], is_forward)
         return {s: sum(t.us for t in made.tasks if t.stream == s) for s in STREAMS}
     if one.exchange:
         share = candidate.wire_share(work, one.exchange, is_forward=is_forward)
@@ -267,4 +265,7 @@ def _busy(
         link_us = rates.link_us(sent, is_gather=one.is_gather)
         return {COMPUTE: rates.op_overhead_us, LINK: link_us}
     moved = one.nbytes * rows + one.weight_bytes
-    return {COMPUTE: rates.compute_us(one.operations * rows, moved, one.num_kernels)}
+    operations, product = one.operations * rows, one.product
+    if product is not None and one.is_chunked:  # a part may fill a device better
+        operations, product = operations / max(rates.large_product_rate, 1.0), None
+    return {COMPUTE: rates.compute_us(operations, moved, one.num_kernels, product)}

@@ -29,11 +29,11 @@ from moe_compile.plan.candidates import (
     list_candidates,
 )
 from moe_compile.plan.choose_plan import Decision, Price, choose_plan
-from moe_compile.plan.choose_uneven import choose_uneven
 from moe_compile.plan.dispatch_rules import Rounding, quantises_rows
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.region_tasks import price_us
+from moe_compile.plan.uneven_price import choose_uneven
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

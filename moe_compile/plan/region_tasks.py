@@ -5,6 +5,14 @@ Contract
     scheduler's own estimate keeps time with, in the order it looks for: what the next exchange
     needs comes first, what none needs fills gaps. Forward and backward are priced one after
     the other, each from its own traced graph.
+    Of what two hops spare the gather of the flat rows is taken off, tokens read and rows written,
+    where rows are copied; for their sum at home nothing, but in eight bits.
+    In eight bits a row is packed in front of the first hop, handed on as it came, and unpacked
+    behind the second; sums of a node are packed anew on their way home.
+    Experts are chosen evenly.
+    A gather that makes rows for an exchange in eight bits alone is done by the kernel that packs
+    them, and one that is all that reads what came by the kernel that unpacks
+    (`passes/fold_row_moves.py`): rows are neither written nor read between the two.
 
 Pseudo-code
     work of the region: one task per chunk, of its share; else one task
@@ -15,31 +23,38 @@ Pseudo-code
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after; gathers of rows are done on the way,
     and chunks that the whole is read of are unpacked once they are joined
-    an exchange in two hops: what `hop_times` says, in its parts, each hop on its link
+    an exchange in two hops: what `cost/hop_tasks.py` says, in its parts, each hop on its link
     chunks are equal unless their loads are stated: rows, sent rows and weights of each
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from moe_compile.cost.hop_shape import MOVED, HopShape
+from moe_compile.cost.hop_tasks import HopTasks
+from moe_compile.cost.kernel_counts import ORDER_KERNELS
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
-from moe_compile.cost.rewrite_costs import ORDER_KERNELS
-from moe_compile.cost.tasks import LINK, Priority, Task, TaskList, TaskTimeline, run_tasks
+from moe_compile.cost.tasks import (
+    LINK,
+    NODE_LINK,
+    Priority,
+    Task,
+    TaskList,
+    TaskTimeline,
+    run_tasks,
+)
+from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.hop_times import HopTasks, goes_in_hops
-from moe_compile.plan.row_folds import NO_FOLDS, RowFolds, folds_of
 
 WHOLE: Final = -1
 """Key of a task that no chunk divides."""
 GRADIENT_SUM: Final = 3.0
 """Passes over a weight's gradient to add one chunk's to the others': two reads and a write."""
-
-ROW_PASSES: Final = 2.0
-"""Over bytes that are moved: read, written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +91,58 @@ def fastest(tasks: Sequence[Task], rates: Rates) -> TaskTimeline:
     of_node = rates.intra_node_overlap_slowdown
     runs = (run_tasks(tasks, *slower, priority, node_slowdown=of_node) for priority in Priority)
     return min(runs, key=lambda run: run.total_us)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFolds:
+    """The folds of one phase; works by their index."""
+
+    gathered: frozenset[int]
+    """Exchanges whose rows are gathered as they are packed."""
+    permuted: frozenset[int]
+    """Exchanges whose rows are put in order as they are unpacked."""
+    spared: Mapping[int, float]
+    """Work that gathers -> bytes that it neither reads nor writes then."""
+
+
+NO_FOLDS: Final = RowFolds(gathered=frozenset(), permuted=frozenset(), spared={})
+
+
+def row_folds(phase: Sequence[Work], is_packed: Callable[[Work], bool]) -> RowFolds:
+    """Return the folds of a phase of which some exchanges travel packed."""
+    readers: list[list[int]] = [[] for _ in phase]
+    for index, work in enumerate(phase):
+        for other in work.needs:
+            readers[other].append(index)
+    gathered, permuted, spared = set(), set(), {}
+    for index, work in enumerate(phase):
+        if not work.exchange or not is_packed(work):
+            continue
+        rows = max(work.needs, key=lambda i: phase[i].written, default=None)
+        if rows is not None and phase[rows].moves_rows and readers[rows] == [index]:
+            gathered.add(index)
+            spared[rows] = phase[rows].written
+        if len(readers[index]) == 1 and phase[reader := readers[index][0]].moves_rows:
+            permuted.add(index)
+            spared[reader] = min(work.written, phase[reader].written)
+    return RowFolds(gathered=frozenset(gathered), permuted=frozenset(permuted), spared=spared)
+
+
+def folds_of(region: RegionWork, phase: Sequence[Work], candidate: Candidate) -> RowFolds:
+    """Return the folds of a phase of `region` as a candidate runs it.
+
+    What goes in two hops is left out: these price what they spare.
+    """
+    if candidate.dispatch_wire == candidate.combine_wire == "same":
+        return NO_FOLDS
+    is_forward = phase is region.forward
+
+    def is_packed(work: Work) -> bool:
+        if candidate.nodes != "off" and goes_in_hops(work, candidate.nodes, is_forward=is_forward):
+            return False
+        return candidate.wire_share(region, work.exchange, is_forward=is_forward) < 1.0
+
+    return row_folds(phase, is_packed)
 
 
 @dataclass(slots=True)
@@ -145,7 +212,7 @@ class _Phase:
         return one.num_chunks > 1 and not self.region.in_slices and one.dispatch == "all_to_all"
 
     def _moving_us(self, nbytes: float, num_times: int) -> float:
-        return self.rates.compute_us(0.0, ROW_PASSES * nbytes * num_times, num_times)
+        return self.rates.compute_us(0.0, MOVED * nbytes * num_times, num_times)
 
     def _join(self, other: int) -> int:
         """Return the task that makes one of what the chunks of a work made."""
@@ -154,7 +221,7 @@ class _Phase:
             is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
             is_one |= self._is_read_in_pieces(other)
             is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine", "beside")
-            passes, num_kernels = self._to_sort_back(other) if is_sorted else (ROW_PASSES, 1)
+            passes, num_kernels = self._to_sort_back(other) if is_sorted else (MOVED, 1)
             nbytes = 0.0 if is_one else passes * work.written
             us = self.rates.compute_us(0.0, nbytes, 0 if is_one else num_kernels)
             if self._unpacks_joined(other):
@@ -178,7 +245,7 @@ class _Phase:
     def _join_messages_us(self, work: Work) -> float:
         """Return the time of it: messages read and written, read, and rows written."""
         share = self._share_of(work)
-        return self.rates.compute_us(0.0, (1.0 + share * (1.0 + ROW_PASSES)) * work.written, 2)
+        return self.rates.compute_us(0.0, (1.0 + share * (1.0 + MOVED)) * work.written, 2)
 
     def _share_of(self, work: Work) -> float:
         """Return the bytes of what travels of a work over those of the model's number format."""
@@ -192,9 +259,9 @@ class _Phase:
         it computes with them they are written for the backward.
         """
         of_all = [w for w in self.work if other in w.needs and not w.is_chunked]
-        passes = ROW_PASSES * self.region.writes_joined
+        passes = MOVED * self.region.writes_joined
         if not all(reader.fuses_what_it_reads for reader in of_all):
-            return passes + ROW_PASSES, int(self.region.writes_joined) + 1
+            return passes + MOVED, int(self.region.writes_joined) + 1
         computes = any(reader.is_fusible and not reader.moves_rows for reader in of_all)
         return passes + (self._is_forward and computes), int(self.region.writes_joined)
 
@@ -237,8 +304,19 @@ class _Phase:
             elif work.makes_gradient:
                 weights *= 1.0 + GRADIENT_SUM
         nbytes = (work.nbytes - self.folds.spared.get(index, 0.0)) * rows
-        us = self.rates.compute_us(work.operations * rows, nbytes + weights, work.num_kernels)
+        amounts = work.operations * rows, nbytes + weights, work.num_kernels
+        us = self.rates.compute_us(*amounts, self._product(work, chunk, load))
         return self.made.add(work.name, us, needs)
+
+    def _product(self, work: Work, chunk: int, load: Load) -> Product | None:
+        """Return the product of a task: of some of its groups, of some of the rows of each."""
+        if work.product is None:
+            return None
+        by_tokens = self.candidate.chunk_by == "tokens"
+        is_of_groups = chunk != WHOLE and not by_tokens and work.product.groups > 1.0
+        groups = load.weights if is_of_groups else 1.0
+        tokens = load.rows / groups if groups else 0.0
+        return work.product.part(groups, tokens, is_gradient=work.makes_gradient)
 
     def _load(self, work: Work, chunk: int) -> Load:
         """Return the share of `work` that a task of it has."""
@@ -262,11 +340,11 @@ class _Phase:
 
         What sums rows has one, and what copies them sends all tokens at once.
         """
-        hops = HopTasks(self.made, self.region, work, self.candidate, self.rates, self._is_forward)
-        chunks = self._chunks_of(work)
-        if hops.sums:
-            return {WHOLE: hops.add([self._needs(work, chunk) for chunk in chunks])[0]}
-        return dict(zip(chunks, hops.add([self._needs(work, WHOLE)]), strict=True))
+        chunks, is_forward = self._chunks_of(work), self._is_forward
+        is_copy = work.exchange == _copies(is_forward)
+        needs = [self._needs(work, chunk) for chunk in ([WHOLE] if is_copy else chunks)]
+        last = add_hops(self.made, self.region, work, self.candidate, self.rates, needs, is_forward)
+        return dict(zip(chunks if is_copy else [WHOLE], last, strict=True))
 
     def _add_exchange(self, index: int, needs: list[int], share: float) -> int:
         work = self.work[index]
@@ -289,3 +367,92 @@ class _Phase:
         if index in self.folds.gathered:
             return 0.0  # those of the gather
         return self.work[index].link_bytes if index == self.sorts else rows
+
+
+def goes_in_hops(work: Work, nodes: str, *, is_forward: bool) -> bool:
+    """Whether an exchange goes in two hops where the option says `nodes`.
+
+    Rows of tokens forward, and gradients of their sums backward, are copies: these do by either.
+    """
+    return work.exchange == _copies(is_forward) or (
+        nodes == "rounded" and work.exchange == _copies(not is_forward)
+    )
+
+
+def _copies(is_forward: bool) -> str:
+    return "dispatch" if is_forward else "combine"
+
+
+def add_hops(
+    made: TaskList,
+    region: RegionWork,
+    work: Work,
+    candidate: Candidate,
+    rates: Rates,
+    needs: Sequence[Sequence[int]],
+    is_forward: bool,
+) -> list[int]:
+    """Add an exchange in two hops; return the last task of each chunk, or of all where rows are
+    summed. `needs` are of each chunk where rows are summed, else of all.
+    """
+    assert region.hops is not None
+    is_copy = work.exchange == _copies(is_forward)
+    share = candidate.wire_share(region, work.exchange, is_forward=is_forward)
+    of_rank = region.imbalance if work.is_chunked else 1.0
+    rows = work.link_bytes * of_rank / leaving_share(region.num_ranks)
+    is_weighted = is_forward and "combine" in region.weighted
+    moved = (
+        _copied_bytes(region.hops, rows, share, candidate.hop_slices)
+        if is_copy
+        else _summed_bytes(region.hops, rows, share, is_weighted=is_weighted)
+    )
+    hops = HopTasks(
+        made=made,
+        times=rates,
+        hops=region.hops,
+        rows=rows,
+        num_rows=rows / region.hops.row_bytes,
+        moved=moved,
+        wire_share=share,
+        num_chunks=candidate.num_chunks,
+        num_slices=candidate.hop_slices,
+        launch_us=rates.op_overhead_us,
+        node_link=NODE_LINK if rates.intra_node_gb_per_s else LINK,
+    )
+    if is_copy:
+        (of_all,) = needs
+        places = candidate.nodes == "rounded"
+        return hops.copies(hops.told(of_all, finds_places=places) if is_forward else of_all)
+    last = hops.sums(needs)
+    return [last] if is_forward else [hops.scores([last])]
+
+
+def _copied_bytes(
+    hops: HopShape, rows: float, share: float, num_slices: int
+) -> tuple[float, float, float]:
+    """Return what is read and written before, between and behind the hops of copies.
+
+    The gather of the flat rows is taken off: it reads the tokens as well, and writes as many rows.
+    If these were packed they are taken off where rows are written, behind hop 2.
+    """
+    far, is_packed = hops.far_bytes(rows), share < 1.0
+    between = share * far + (share * rows if is_packed else 0.0)
+    passes = share if is_packed else MOVED
+    passes += MOVED * share * (num_slices > 1)  # slices are joined
+    return share * far, between, passes * rows
+
+
+def _summed_bytes(
+    hops: HopShape, rows: float, share: float, *, is_weighted: bool
+) -> tuple[float, float, float]:
+    """Return what is read and written before the hops of sums, on the node, and at home.
+
+    The sum that the model would make at home, of all rows, is taken off on the node, and what
+    it writes is not counted again: of rows that are packed the sums' own are left, and that
+    they are unpacked in front of a sum and packed behind it.
+    """
+    if share == 1.0:
+        return hops.summed_bytes(rows)
+    far, packed = hops.far_bytes(rows), 1.0 + share
+    before = (packed + MOVED * is_weighted) * rows
+    return before, packed * (rows + far) + far, packed * far + far

@@ -27,24 +27,29 @@ All ranks have the same tasks and run them in one order, as compiled code does: 
 the better timeline of even ranks, which is what a scheduler knows. A collective starts once it
 is at the front on every rank. Compute is slowed while one runs; it is slowed while any rank
 computes.
+
+Choose the number of chunks of experts, and their edges, under a stated skew of the routing.
+As of `choose_plan`, by the price of all ranks at once.
+Where both edges may be chosen, those by load are candidates only where they gain more than 1 %
+over even ones in as many chunks.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Final
 
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork
-from moe_compile.cost.tasks import COMPUTE, Task
+from moe_compile.cost.tasks import COMPUTE, LINK, Task, TaskList, compute_stream, run_tasks
 from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.choose_plan import WORTH, Decision, Priced, Why, choose_plan
 from moe_compile.plan.region_tasks import Load, fastest, tasks_of
 
 DRAWS: Final = 4
@@ -206,10 +211,6 @@ def _ranges(edges: Sequence[int]) -> Groups:
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges))
 
 
-ENOUGH: Final = 1e-9
-"""Work left, in microseconds, of a task that is over."""
-
-
 def order_of(tasks: Sequence[Task], rates: Rates) -> list[int]:
     """Return the order in which a rank starts `tasks`."""
     named = [replace(task, name=str(index)) for index, task in enumerate(tasks)]
@@ -217,82 +218,86 @@ def order_of(tasks: Sequence[Task], rates: Rates) -> list[int]:
 
 
 def together_us(ranks: Sequence[Sequence[Task]], order: Sequence[int], rates: Rates) -> float:
-    """Return when the last task of the last rank is over."""
-    return _Together(ranks, order, rates).run()
+    """Return when the last task of the last rank is over.
+
+    Each rank has a compute stream of its own; all share the link, and each collective.
+    """
+    made, placed = TaskList(), [dict[int, int]() for _ in ranks]
+    last: dict[str, int] = {}
+    for index in order:
+        is_shared = ranks[0][index].stream != COMPUTE
+        needs = [[placed[r][i] for i in tasks[index].needs] for r, tasks in enumerate(ranks)]
+        if is_shared:
+            us = max(tasks[index].us for tasks in ranks)
+            before = [last[LINK]] if LINK in last else []
+            last[LINK] = made.add("", us, [*before, *itertools.chain(*needs)], LINK)
+        for rank, tasks in enumerate(ranks):
+            if not is_shared:
+                stream = compute_stream(rank)
+                before = [last[stream]] if stream in last else []
+                us = tasks[index].us
+                last[stream] = made.add("", us, [*before, *needs[rank]], stream)
+            placed[rank][index] = last[LINK if is_shared else stream]
+    return run_tasks(made.tasks, rates.contention, rates.overlap_slowdown).total_us
 
 
-@dataclass(slots=True)
-class _Together:
-    ranks: Sequence[Sequence[Task]]
-    order: Sequence[int]
-    rates: Rates
-    computed: list[int] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    """Tasks of either stream, in the order in which they start."""
-    done: list[set[int]] = field(default_factory=list)
-    """Of each rank."""
-    place: list[int] = field(default_factory=list)
-    """Of each rank in `computed`."""
-    idle: set[int] = field(default_factory=set)
-    """Ranks that compute nothing."""
-    served: float = 0.0
-    """Work that a compute stream would have done that was never idle: all are slowed alike."""
-    ends: list[tuple[float, int]] = field(default_factory=list)
-    """What `served` is when a rank's running task is over, and the rank; a heap."""
-    on_link: float | None = None
-    """Work left of the running collective."""
-    place_on_link: int = 0
+EDGES: Final = ("even", "load")
 
-    def run(self) -> float:
-        first = self.ranks[0]
-        self.computed = [i for i in self.order if first[i].stream == COMPUTE]
-        self.sent = [i for i in self.order if first[i].stream != COMPUTE]
-        self.done = [set() for _ in self.ranks]
-        self.place = [0] * len(self.ranks)
-        self.idle = set(range(len(self.ranks)))
-        now = 0.0
-        while self._start():
-            now += self._step()
-        return now
 
-    def _start(self) -> bool:
-        """Start what is at the front and has what it needs; return whether anything runs."""
-        if self.on_link is None and self.place_on_link < len(self.sent):
-            index = self.sent[self.place_on_link]
-            if all(map(self._is_ready, range(len(self.ranks)), itertools.repeat(index))):
-                self.on_link = max(tasks[index].us for tasks in self.ranks)
-        for rank in sorted(self.idle):
-            place = self.place[rank]
-            if place < len(self.computed) and self._is_ready(rank, self.computed[place]):
-                us = self.ranks[rank][self.computed[place]].us
-                heapq.heappush(self.ends, (self.served + us, rank))
-                self.idle.remove(rank)
-        return self.on_link is not None or bool(self.ends)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uneven:
+    """What of a flat exchange is to be decided under a routing."""
 
-    def _is_ready(self, rank: int, index: int) -> bool:
-        return self.done[rank].issuperset(self.ranks[rank][index].needs)
+    routing: Routing
+    exchanged: Candidate
+    """How its rows travel; its chunks are what is asked."""
+    numbers: tuple[int, ...]
+    """Of chunks, the region as it is first."""
+    edges: tuple[str, ...]
+    """That chunks may have; even ones where these leave no choice."""
 
-    def _step(self) -> float:
-        """Run to the next end; return how long that takes."""
-        slower = 1.0 + (self.rates.contention if self.on_link is not None else 0.0)
-        link_slower = 1.0 + (self.rates.overlap_slowdown if self.ends else 0.0)
-        of_link = math.inf if self.on_link is None else self.on_link * link_slower
-        of_compute = (self.ends[0][0] - self.served) * slower if self.ends else math.inf
-        took = min(of_link, of_compute)
-        self.served += took / slower
-        if self.on_link is not None:
-            self.on_link -= took / link_slower
-        self._finish()
-        return took
 
-    def _finish(self) -> None:
-        while self.ends and self.ends[0][0] - self.served <= ENOUGH:
-            _, rank = heapq.heappop(self.ends)
-            self.done[rank].add(self.computed[self.place[rank]])
-            self.place[rank] += 1
-            self.idle.add(rank)
-        if self.on_link is not None and self.on_link <= ENOUGH:
-            self.on_link = None
-            for ended in self.done:
-                ended.add(self.sent[self.place_on_link])
-            self.place_on_link += 1
+@functools.lru_cache(maxsize=64)
+def choose_uneven(
+    work: RegionWork, rates: Rates, uneven: Uneven, allowed_bytes: float = float("inf")
+) -> Decision:
+    """Return how to run `work`; equal layers of a model have equal work."""
+    known: dict[tuple[Candidate, Rates], float] = {}
+
+    def price(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
+        us = known.get((candidate, rates))
+        if us is None:
+            us = known[candidate, rates] = uneven_us(work, candidate, rates, uneven.routing)
+        return us
+
+    def is_worth(candidate: Candidate) -> bool:
+        even = replace(candidate, chunk_edges="even")
+        is_open = candidate != even and "even" in uneven.edges
+        limit = (1.0 - WORTH) * price(work, even, rates) if is_open else float("inf")
+        return price(work, candidate, rates) < limit
+
+    candidates = tuple(_candidates(work, uneven))
+    worth = tuple(filter(is_worth, candidates))
+    decision = choose_plan(
+        work, rates, worth, lambda _: True, allowed_bytes=allowed_bytes, price=price
+    )
+    chosen = decision.chosen.candidate
+    others = [replace(chosen, chunk_edges=e) for e in EDGES if e != chosen.chunk_edges]
+    priced = [
+        Priced(candidate=one, us=known[one, rates]) for one in others if (one, rates) in known
+    ]
+    is_gain_short = decision.why is Why.NO_OTHER and len(worth) < len(candidates)
+    return replace(
+        decision,
+        why=Why.NO_GAIN if is_gain_short else decision.why,
+        other_edges=priced[0] if priced else None,
+        routing_skew=uneven.routing.skew,
+    )
+
+
+def _candidates(work: RegionWork, uneven: Uneven) -> Iterator[Candidate]:
+    """Return each number of chunks, in each of the edges that it may have."""
+    for num in uneven.numbers:
+        has_choice = 1 < num < work.num_parts
+        for edges in uneven.edges if has_choice else EDGES[:1]:
+            yield replace(uneven.exchanged, num_chunks=num, chunk_edges=edges)

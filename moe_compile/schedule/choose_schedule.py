@@ -45,8 +45,7 @@ from moe_compile.schedule.list_schedule import (
     longest_path,
     nearest_launch,
 )
-from moe_compile.schedule.liveness import Liveness
-from moe_compile.schedule.memory_headroom import MemoryHeadroom
+from moe_compile.schedule.liveness import Liveness, MemoryHeadroom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import Clock, simulate
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_compile.schedule.memory_headroom import MemoryHeadroom
+from moe_compile.schedule.liveness import MemoryHeadroom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import Clock
 

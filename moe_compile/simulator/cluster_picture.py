@@ -22,7 +22,7 @@ from moe_compile.simulator.cluster_timeline import (
     placed_spans,
     streams_of,
 )
-from moe_compile.simulator.layer_time import LayerTime
+from moe_compile.simulator.layer_tasks import LayerTime
 
 COLOURS: Final = {
     FORWARD: "#4472b0",

@@ -13,7 +13,7 @@ from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.simulator import setups
-from moe_compile.simulator.layer_time import bound_us, time_layer
+from moe_compile.simulator.layer_tasks import bound_us, time_layer
 from moe_compile.simulator.method import Attention, Experts, Method, Overlap
 from moe_compile.simulator.models import TABLE_2, ModelShape, find_model
 from moe_compile.simulator.step import Setting, predict_step

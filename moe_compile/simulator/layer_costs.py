@@ -8,18 +8,142 @@ Contract
 Bytes of rows that a rank sends to experts and back, by the link they take.
 At the fit's imbalance: of the busiest rank. Rows alone; masks and scores beside them are less
 than a hundredth of that.
+
+Rows, widths and experts one rank has of one MoE layer, for one micro-batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Self
 
-from moe_compile.cost.rewrite_costs import ORDER_KERNELS, PLACE_BYTES, PLACE_KERNELS
+from moe_compile.cost.hop_shape import HopShape
+from moe_compile.cost.kernel_counts import CAUSAL_SHARE, ORDER_KERNELS, attention_operations
+from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.hardware.collectives import leaving_share, spread_of
+from moe_compile.hardware.links import Link
 from moe_compile.simulator.kernels import Kernels
-from moe_compile.simulator.layer_sizes import BF16, LayerSizes
-from moe_compile.simulator.method import Attention, Crossing
+from moe_compile.simulator.method import HOPS, Attention, Crossing, Experts, Method, Overlap
+from moe_compile.simulator.models import ModelShape
+
+BF16: Final = 2
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """See the module docstring; sizes in elements, routing balanced."""
+
+    model: ModelShape
+    method: Method
+    profile: ClusterProfile
+    fit: Fit
+    seq_len: int
+    tokens: float
+    """Of the micro-batch in the ranks of a layer together."""
+
+    def of_part(self, part: float) -> Self:
+        """Return the same for a share of the micro-batch, whole sequences."""
+        return replace(self, tokens=self.tokens * part)
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether a rank has some heads of all tokens."""
+        return self.method.attention is Attention.HEADS
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether a rank has a slice of every expert."""
+        return self.method.experts is Experts.SLICES
+
+    @property
+    def local_tokens(self) -> float:
+        """Return the tokens a rank has outside tensor-parallel regions."""
+        return self.tokens / self.method.ranks
+
+    @property
+    def attention_rows(self) -> float:
+        """Return the rows of a rank's attention projections."""
+        return self.tokens if self.has_heads else self.local_tokens
+
+    @property
+    def attention_slices(self) -> int:
+        """Return the ranks that share each attention projection."""
+        return self.method.ranks if self.has_heads else 1
+
+    @property
+    def local_experts(self) -> float:
+        """Return the experts a rank has."""
+        model = self.model
+        return model.num_experts / (1 if self.has_slices else self.method.expert_ranks)
+
+    @property
+    def expert_rows(self) -> float:
+        """Return the rows of one expert on its rank, routing balanced."""
+        sharing = self.method.ranks if self.has_slices else self.method.expert_ranks
+        rows = self.local_tokens * sharing * self.model.top_k / self.model.num_experts
+        return rows * self.method.expert_slices
+
+    @property
+    def routed_rows(self) -> float:
+        """Return the rows of all a rank's experts, routing balanced."""
+        return self.expert_rows * self.local_experts
+
+    @property
+    def expert_slice(self) -> float:
+        """Return the width of one expert on a rank."""
+        sharing = self.method.ranks if self.has_slices else self.method.expert_slices
+        return self.model.expert_width / sharing
+
+    @property
+    def imbalance(self) -> float:
+        """Return the rows of the busiest rank over the mean; slices are always balanced."""
+        return 1.0 if self.has_slices else self.fit.imbalance
+
+    @property
+    def latent_share(self) -> float:
+        """Return the weights of attention over those its heads suggest."""
+        return self.model.layer_attention_weights / self.model.plain_attention_weights
+
+    @property
+    def qkv_columns(self) -> float:
+        """Return the columns of a rank's query, key and value projections."""
+        return (self.model.head_width + 2 * self.model.kv_width) / self.attention_slices
+
+    @property
+    def head_columns(self) -> float:
+        """Return the rows of a rank's output projection."""
+        return self.model.head_width / self.attention_slices
+
+    @property
+    def link(self) -> Link:
+        """Return the link by whose numbers compute and collectives slow each other."""
+        is_far = self.method.remote_nodes(self.model, self.profile) > 0.0
+        return self.profile.network if is_far else self.profile.nvlink
+
+    @property
+    def hops(self) -> HopShape | None:
+        """Return the shape of the two hops in which rows travel; None where they go in one.
+
+        Free collectives need none: the bound of every way is one bound.
+        """
+        method = self.method
+        if method.crossing not in HOPS or method.overlap is Overlap.IDEAL:
+            return None
+        return method.hop_shape(self.model, self.profile)
+
+    @property
+    def rows_bytes(self) -> float:
+        """Return the bytes of a rank's activations `[local tokens, width]`."""
+        return self.local_tokens * self.model.width * BF16
+
+    @property
+    def shared_size(self) -> tuple[float, float]:
+        """Return rows and width of the shared experts on a rank."""
+        width = self.model.expert_width * self.model.num_shared
+        if self.has_slices:
+            return self.tokens, width / self.method.ranks
+        return self.local_tokens, width
 
 
 class Sent(NamedTuple):
@@ -78,8 +202,12 @@ class RowTraffic(LayerSizes):
 
 ROUTER_KERNELS: Final = 12
 """Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
-ATTENTION_BACKWARD: Final = 2.5
-"""Operations of attention's backward over its forward: five matrix products for two."""
+PLACE_KERNELS: Final = 2.25
+"""Kernels that exchange the routing of gathered tokens and find which rows are this rank's, and of
+which tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py).
+"""
+PLACE_BYTES: Final = 8 * 12
+"""Read and written per row to tell which rows are this rank's: a dozen int64, fused in kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +275,14 @@ class LayerCosts(RowTraffic):
         )
 
     def attention_us(self, *, is_backward: bool = False) -> float:
-        """Causal attention: 4 * tokens * sequence / 2 operations per head element, forward."""
-        operations = 2.0 * self.local_tokens * self.seq_len * self.model.head_width
-        if is_backward:
-            operations *= ATTENTION_BACKWARD
+        """Causal attention."""
+        operations = attention_operations(
+            self.local_tokens,
+            self.seq_len,
+            2.0 * self.model.head_width,
+            CAUSAL_SHARE,
+            is_backward=is_backward,
+        )
         return self.kernels.attention_us(operations, is_backward=is_backward)
 
     def norm_us(self) -> float:

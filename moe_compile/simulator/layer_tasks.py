@@ -9,32 +9,27 @@ Contract
 Pseudo-code
     forward   norm, (gather) qkv (exchange), attention, (exchange) output (scatter), norm, router,
               per chunk: dispatch, experts, combine; shared experts beside; sum
-              in two hops `HopTasks` has what stands for dispatch or combine
+              in two hops `cost/hop_tasks.py` has what stands for dispatch or combine
     backward  the mirror image; rebuilt rows and activations depend on no gradient
     blocks of one graph follow one another, part by part
 
-The tasks of an exchange of rows, in one collective or in two hops.
-Hops as the compiler makes them: hop 1 between nodes and hop 2 inside the node are collectives
-of their own, each on the stream of its link; row operators stand before, between and behind.
-Bytes are those of `cost/hop_shape.py`, which the planner's prices have too.
-In chunks of experts hop 1 is whole, hop 2 in chunks; in slices of tokens both are cut, and what
-is behind them waits for all slices.
-
-Pseudo-code
-    copies   begin: hop 1 (slices: and hop 2 of each, then rows in their order)
-             chunk: hop 2, rows in their order
-    sums     chunk: rows in the order of ranks, hop 2 back
-             end:   sums on the node, hop 1, sums at home (slices: all of it, slice by slice)
+How long one layer takes, forward and backward, and when each of its tasks runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from moe_compile.cost.hop_shape import INDEX_KERNELS, PLACE_KERNELS, HopShape
-from moe_compile.cost.tasks import LINK, NODE_LINK, TaskList
+from moe_compile.cost.hop_tasks import HopTasks
+from moe_compile.cost.tasks import (
+    LINK,
+    NODE_LINK,
+    TaskList,
+    TaskTimeline,
+    run_in_order,
+    run_tasks,
+)
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.method import Overlap
 
@@ -70,12 +65,14 @@ class LayerTasks:
         start = router
         if self._is_cut and not costs.hops:
             start = self._add("order", costs.order_us(), [router])
+        starts = [start] * self._num_chunks
         if dispatch := self._hops("dispatch", costs.method.dispatch_bytes):
-            start = dispatch.begin_copies(dispatch.find_rows([router]))
+            starts = dispatch.copies(dispatch.told([router], finds_places=costs.sums_in_hops))
         combine = self._hops("combine", costs.method.combine_bytes, is_of_sums=True)
-        ends = [self._chunk(number, start, dispatch, combine) for number in range(self._num_chunks)]
+        goes = dispatch is None, combine is None
+        ends = [self._chunk(number, start, *goes) for number, start in enumerate(starts)]
         if combine:
-            ends = [combine.end_sums(ends)]
+            ends = [combine.sums([[end] for end in ends])]
         if costs.model.num_shared:
             ends.append(self._add("shared experts", costs.shared_us(), [router]))
         return self._add("sum", costs.residual_us(), ends)
@@ -96,14 +93,15 @@ class LayerTasks:
         activations, ends = [], []
         combine = self._hops("combine'", costs.method.combine_bytes)
         dispatch = self._hops("dispatch'", costs.method.dispatch_bytes, is_of_sums=True)
-        begun = combine.begin_copies([start]) if combine else start
-        for number in range(self._num_chunks):
+        starts = combine.copies([start]) if combine else [start] * self._num_chunks
+        goes = combine is None, dispatch is None
+        for number, begun in enumerate(starts):
             needs = [begun] if rebuilt == start else [begun, rebuilt]
-            activation, end = self._backward_chunk(number, needs, leaves, combine, dispatch)
+            activation, end = self._backward_chunk(number, needs, leaves, *goes)
             activations.append(activation)
             ends.append(end)
         if dispatch:
-            ends = [dispatch.end_sums(ends), dispatch.add_scores(activations)]
+            ends = [dispatch.sums([[end] for end in ends]), dispatch.scores(activations)]
         if self._merges_gradients:
             self._add_gradients(1.0, "", activations, leaves)
         elif self._is_cut:
@@ -112,52 +110,42 @@ class LayerTasks:
         us = BACKWARD_NORM * costs.norm_us()
         return self._add("norm'", us, [qkv, *leaves] if is_last else [qkv])
 
-    def _chunk(
-        self, number: int, start: int, dispatch: HopTasks | None, combine: HopTasks | None
-    ) -> int:
+    def _chunk(self, number: int, start: int, dispatches: bool, combines: bool) -> int:
+        """Add one chunk's forward; exchanges that it does not make itself go in two hops."""
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
         first = sort + costs.first_experts_us(part) + costs.place_us()
-        if dispatch:
-            arrived = self._add(f"experts 1{mark}", first, [dispatch.copy_chunk(number, start)])
-        else:
-            link = costs.dispatch_us(part)
-            arrived = self._pair(f"experts 1{mark}", first, link, True, [start])
+        link = costs.dispatch_us(part) if dispatches else 0.0
+        arrived = self._pair(f"experts 1{mark}", first, link, True, [start])
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
         second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
-        if combine:
-            return combine.sum_chunk(number, [self._add(f"experts 2{mark}", second, [activation])])
-        return self._pair(f"experts 2{mark}", second, costs.combine_us(part), False, [activation])
+        link = costs.combine_us(part) if combines else 0.0
+        return self._pair(f"experts 2{mark}", second, link, False, [activation])
 
     def _backward_chunk(
         self,
         number: int,
         needs: list[int],
         leaves: list[int],
-        combine: HopTasks | None,
-        dispatch: HopTasks | None,
+        combines: bool,
+        dispatches: bool,
     ) -> tuple[int, int]:
         """Add one chunk's backward; return its activation's task and its last.
 
-        `needs` are what its rows' gradients need, and what was rebuilt.
+        `needs` are what its rows' gradients need, and what was rebuilt. Exchanges that it does not
+        make itself go in two hops.
         """
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
         second = sort + costs.second_experts_us(part)
-        if combine:
-            arrived = self._add(f"experts 2'{mark}", second, [combine.copy_chunk(number, needs[0])])
-        else:
-            link = costs.combine_us(part)
-            arrived = self._pair(f"experts 2'{mark}", second, link, True, needs[:1])
+        link = costs.combine_us(part) if combines else 0.0
+        arrived = self._pair(f"experts 2'{mark}", second, link, True, needs[:1])
         us = costs.activation_us(part, passes=5)
         activation = self._add(f"activation'{mark}", us, [arrived, *needs[1:]])
         if not self._merges_gradients:
             self._add_gradients(part, mark, [activation], leaves)
         first = costs.first_experts_us(part) + sort + costs.wide_sums_us(part)
-        if dispatch:
-            done = self._add(f"experts 1'{mark}", first, [activation])
-            return activation, dispatch.sum_chunk(number, [done])
-        link = costs.dispatch_us(part)
+        link = costs.dispatch_us(part) if dispatches else 0.0
         return activation, self._pair(f"experts 1'{mark}", first, link, False, [activation])
 
     def _add_gradients(self, part: float, mark: str, needs: list[int], leaves: list[int]) -> None:
@@ -172,9 +160,7 @@ class LayerTasks:
         costs = self.costs
         us = costs.permute_us() + costs.activation_us() + costs.norm_us()
         if dispatch := self._hops("dispatch again", costs.method.dispatch_bytes):
-            dispatch = replace(dispatch, num_chunks=1)
-            arrived = dispatch.copy_chunk(0, dispatch.begin_copies([start]))
-            return self._add("rebuild'", us, [arrived])
+            return self._add("rebuild'", us, replace(dispatch, num_chunks=1).copies([start]))
         return self._pair("rebuild'", us, costs.dispatch_us(), True, [start])
 
     def _backward_attention(self, needed: list[int], leaves: list[int]) -> int:
@@ -241,14 +227,19 @@ class LayerTasks:
         costs, method = self.costs, self.costs.method
         if costs.hops is None or (is_of_sums and not costs.sums_in_hops):
             return None
+        rows = costs.routed_bytes(element_bytes)
+        shape = costs.hops
         return HopTasks(
-            costs=costs,
-            hops=costs.hops,
-            add=self._add,
-            name=name,
-            element_bytes=element_bytes,
+            made=self.tasks,
+            times=costs.kernels,
+            hops=shape,
+            label=f"{self.label}{name}: ",
+            rows=rows,
+            num_rows=costs.local_tokens * costs.model.top_k,
+            moved=shape.summed_bytes(rows) if is_of_sums else shape.copied_bytes(rows),
             num_chunks=self._num_chunks,
             num_slices=method.num_chunks if method.chunks_tokens else 1,
+            cuts_moves=True,
         )
 
     @property
@@ -279,107 +270,84 @@ class LayerTasks:
         return self.costs.method.overlap in (Overlap.TILES, Overlap.IDEAL)
 
 
-AddTask = Callable[[str, float, list[int], str], int]
-"""Adds a task: its name, its time, what it needs, its stream, "" for compute."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HopTasks:
-    """One exchange of rows in two hops."""
+class LayerTime:
+    """Timelines of the layers of one graph for one micro-batch; times are those of one layer."""
 
-    costs: LayerCosts
-    hops: HopShape
-    add: AddTask
-    name: str
-    element_bytes: float
-    num_chunks: int = 1
-    """Of hop 2, by experts."""
-    num_slices: int = 1
-    """Of both hops, by tokens."""
-
-    def find_rows(self, needs: list[int]) -> list[int]:
-        """Add finding the rows of both hops, and what travels beside them."""
-        number = INDEX_KERNELS + (PLACE_KERNELS if self.costs.sums_in_hops else 0.0)
-        indices = self._add("indices", self.costs.kernels.memory_us(0.0, number), needs)
-        masks = self.costs.kernels.hop_us(self.hops.mask_bytes(self._num_rows), within=False)
-        sent = self._add("masks", masks, [indices], LINK)
-        return [sent, self.add_scores([sent])]
-
-    def begin_copies(self, needs: list[int]) -> int:
-        """Add what comes before chunks of hop 2; return the last task."""
-        before, between, after = self.hops.copied_bytes(self._rows)
-        arrived = []
-        for number in range(self.num_slices):
-            mark, part = self._mark(number, self.num_slices), 1.0 / self.num_slices
-            rows = self._move(f"rows 1{mark}", before * part, needs)
-            there = self._hop_1(mark, part, [rows])
-            if self.num_slices > 1:
-                rows = self._move(f"rows 2{mark}", between * part, [there])
-                there = self._hop_2(mark, part, [rows])
-            arrived.append(there)
-        if self.num_slices > 1:
-            return self._move("rows 3", after, arrived)
-        return arrived[0]
-
-    def copy_chunk(self, number: int, begun: int) -> int:
-        """Add hop 2 of a chunk, the rows in the order of its experts behind it."""
-        if self.num_slices > 1:
-            return begun
-        _, between, after = self.hops.copied_bytes(self._rows)
-        mark, part = self._mark(number, self.num_chunks), 1.0 / self.num_chunks
-        rows = self._move(f"rows 2{mark}", between * part, [begun])
-        return self._move(f"rows 3{mark}", after * part, [self._hop_2(mark, part, [rows])])
-
-    def sum_chunk(self, number: int, needs: list[int]) -> int:
-        """Add hop 2 back of a chunk."""
-        if self.num_slices > 1:
-            return needs[0]
-        before, _, _ = self.hops.summed_bytes(self._rows)
-        mark, part = self._mark(number, self.num_chunks), 1.0 / self.num_chunks
-        rows = self._move(f"rows 3{mark}", before * part, needs)
-        return self._hop_2(mark, part, [rows])
-
-    def end_sums(self, needs: Sequence[int]) -> int:
-        """Add what comes behind chunks of hop 2 back; return the last task."""
-        before, between, after = self.hops.summed_bytes(self._rows)
-        home = []
-        for number in range(self.num_slices):
-            mark, part, there = self._mark(number, self.num_slices), 1.0 / self.num_slices, [*needs]
-            if self.num_slices > 1:
-                rows = self._move(f"rows 3{mark}", before * part, there)
-                there = [self._hop_2(mark, part, [rows])]
-            sums = self._move(f"sums on nodes{mark}", between * part, there)
-            home.append(self._hop_1(mark, part, [sums]))
-        return self._move("sums at home", after, home)
-
-    def add_scores(self, needs: list[int]) -> int:
-        """Add what scores, or their gradients, take: one number a row, flat."""
-        nbytes = self.hops.score_bytes(self._num_rows)
-        return self._add("scores", self.costs.kernels.hop_us(nbytes, within=False), needs, LINK)
+    phases: tuple[TaskTimeline, ...]
+    """Forward, backward; or both at once, of two micro-batches."""
+    num_layers: int = 1
 
     @property
-    def _num_rows(self) -> float:
-        return self.costs.local_tokens * self.costs.model.top_k
+    def total_us(self) -> float:
+        """Return forward plus backward."""
+        return sum(phase.total_us for phase in self.phases) / self.num_layers
 
     @property
-    def _rows(self) -> float:
-        """Return the bytes of a rank's rows, one for each expert of a token."""
-        return self.costs.routed_bytes(self.element_bytes)
+    def exposed_us(self) -> float:
+        """Return the time in which nothing was computed."""
+        return sum(phase.exposed_us for phase in self.phases) / self.num_layers
 
-    def _hop_1(self, mark: str, part: float, needs: list[int]) -> int:
-        sent = self.hops.across_bytes(self._rows) * part
-        return self._add(f"hop 1{mark}", self.costs.kernels.hop_us(sent, within=False), needs, LINK)
+    @property
+    def link_us(self) -> float:
+        """Return how long collectives that are tasks of their own ran, slower beside compute."""
+        busy = (phase.busy_us(link) for phase in self.phases for link in (LINK, NODE_LINK))
+        return sum(busy) / self.num_layers
 
-    def _hop_2(self, mark: str, part: float, needs: list[int]) -> int:
-        sent = self.hops.inside_bytes(self._rows) * part
-        us = self.costs.kernels.hop_us(sent, within=True)
-        return self._add(f"hop 2{mark}", us, needs, NODE_LINK)
 
-    def _move(self, name: str, nbytes: float, needs: list[int]) -> int:
-        return self._add(name, self.costs.kernels.memory_us(nbytes), needs)
+def time_layer(costs: LayerCosts) -> LayerTime:
+    """Return the timelines of the layer under the method of `costs`.
 
-    def _add(self, name: str, us: float, needs: list[int], stream: str = "") -> int:
-        return self.add(f"{self.name}: {name}", us, needs, stream)
+    Raises InvalidConfig when the method cannot divide the model.
+    """
+    return LayerTime(
+        phases=tuple(_run(tasks, costs) for tasks in tasks_of(costs)),
+        num_layers=costs.method.blocks_per_graph,
+    )
 
-    def _mark(self, number: int, count: int) -> str:
-        return f" {number}" if count > 1 else ""
+
+def tasks_of(costs: LayerCosts) -> list[TaskList]:
+    """Return the tasks of forward and backward, of all layers of a graph; or both in one list.
+
+    Raises InvalidConfig when the method cannot divide the model.
+    """
+    costs.method.check(costs.model)
+    forward, backward = TaskList(), TaskList()
+    if costs.method.overlap is Overlap.TWO_BATCHES:
+        backward = forward
+    parts, blocks = _parts(costs), costs.method.blocks_per_graph
+    ends: dict[str, list[int]] = {}
+    for _ in range(blocks):
+        for part, label in parts:
+            layer = LayerTasks(costs=part, tasks=forward, label=label)
+            ends[label] = [layer.add_forward(ends.get(label))]
+    ends = {}
+    for left in reversed(range(blocks)):
+        for part, label in parts:
+            layer = LayerTasks(costs=part, tasks=backward, label=label)
+            ends[label] = [layer.add_backward(ends.get(label), is_last=not left)]
+    return [forward] if forward is backward else [forward, backward]
+
+
+def bound_us(costs: LayerCosts) -> float:
+    """Return the time of the layer were collectives free."""
+    ideal = replace(costs.method, overlap=Overlap.IDEAL, batch_parts=1, blocks_per_graph=1)
+    return time_layer(replace(costs, method=ideal)).total_us
+
+
+def _parts(costs: LayerCosts) -> list[tuple[LayerCosts, str]]:
+    num = costs.method.batch_parts
+    if num == 1:
+        return [(costs, "")]
+    return [(costs.of_part(1.0 / num), f"{part}. ") for part in range(num)]
+
+
+def _run(tasks: TaskList, costs: LayerCosts) -> TaskTimeline:
+    if costs.method.overlap is Overlap.SEQUENTIAL:
+        return run_in_order(tasks.tasks)
+    return run_tasks(
+        tasks.tasks,
+        costs.link.contention,
+        costs.link.overlap_slowdown,
+        node_slowdown=costs.profile.nvlink.overlap_slowdown,
+    )

@@ -17,7 +17,7 @@ from typing import Final
 
 from moe_compile.cost.tasks import COMPUTE, LINK, TaskList
 from moe_compile.simulator.layer_costs import LayerCosts
-from moe_compile.simulator.layer_time import bound_us, tasks_of, time_layer
+from moe_compile.simulator.layer_tasks import bound_us, tasks_of, time_layer
 from moe_compile.simulator.method import HOPS, Attention, Crossing, Overlap
 from moe_compile.simulator.scenario import make_setting
 

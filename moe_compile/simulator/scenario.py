@@ -15,7 +15,8 @@ from typing import Any, Final
 from moe_compile.errors import InvalidConfig, nearest
 from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.simulator import setups
-from moe_compile.simulator.layer_time import bound_us
+from moe_compile.simulator.layer_costs import BF16
+from moe_compile.simulator.layer_tasks import bound_us
 from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step
@@ -192,7 +193,6 @@ def _baseline(setting: Setting) -> Setting:
     return replace(setting, method=method, job=job)
 
 
-BF16: Final = 2
 FP32: Final = 4
 OPTIMIZER_STATE: Final = 12
 """Bytes per parameter: fp32 weight and two moments, sharded over data-parallel ranks (ZeRO-1)."""

@@ -12,9 +12,10 @@ from typing import Final
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import ClusterProfile, Fit
-from moe_compile.simulator.kernels import US_PER_GB_PER_S, Kernels
+from moe_compile.hardware.links import sent_us
+from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
-from moe_compile.simulator.layer_time import LayerTime, time_layer
+from moe_compile.simulator.layer_tasks import LayerTime, time_layer
 from moe_compile.simulator.method import Attention, Experts, Method
 from moe_compile.simulator.models import ModelShape
 
@@ -204,8 +205,7 @@ def _gradient_us(setting: Setting) -> float:
     link, copies = setting.profile.network, setting.expert_replicas
     params = setting.expert_params * (copies - 1) / copies + setting.dense_params
     nbytes = params * (setting.job.gradient_bytes + 2)
-    us = nbytes / (link.gb_per_s * link.gather_share) * US_PER_GB_PER_S
-    return us / setting.job.virtual_stages
+    return sent_us(nbytes, link.gather_gb_per_s) / setting.job.virtual_stages
 
 
 def _optimizer_us(setting: Setting) -> float:
@@ -213,4 +213,4 @@ def _optimizer_us(setting: Setting) -> float:
     memory = setting.profile.memory
     dense = setting.dense_params / max(setting.replicas, 1.0)
     params = setting.expert_params / setting.expert_replicas + dense
-    return params * OPTIMIZER_BYTES / (memory.gb_per_s * memory.share) * US_PER_GB_PER_S
+    return sent_us(params * OPTIMIZER_BYTES, memory.gb_per_s * memory.share)

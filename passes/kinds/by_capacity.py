@@ -13,9 +13,8 @@ from typing import ClassVar, Final
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.layers import Layers
 from moe_compile.cost.read_regions import work_of_capacity
-from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place
 from moe_compile.hardware import HardwareProfile

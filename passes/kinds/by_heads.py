@@ -20,9 +20,8 @@ import torch.fx as fx
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.attention.detect_attention import find_attention
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.layers import Layers
 from moe_compile.cost.read_regions import work_of_attention
-from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place, value_of

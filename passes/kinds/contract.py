@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.layers import Layers
+from moe_compile.cost.traced_nodes import Layers
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.entries import Verdict
 from moe_compile.plan.planned import Findings, Found, Planned

@@ -217,8 +217,8 @@ def measured(tmp_path, *sizes, start="h100"):
 def test_the_profile_has_the_links_that_were_measured_and_its_start_all_else(tmp_path):
     profile, start = measured(tmp_path, 8), load_profile("h100")
     node = profile.node
-    assert (node.gb_per_s, node.latency_us) == (225.0, 9.0)
-    assert (node.contention, node.overlap_slowdown, node.gather_share) == (0.1, 0.0, 1.6)
+    assert (node.exchange_gb_per_s, node.latency_us) == (225.0, 9.0)
+    assert (node.contention, node.overlap_slowdown, node.gather_over_exchange) == (0.1, 0.0, 1.6)
     assert node.origins["latency_us"].startswith("measured: ")
     assert profile.link_gb_per_s == start.link_gb_per_s
     assert profile.matmul_tflops == start.matmul_tflops
@@ -231,9 +231,10 @@ def test_a_start_without_links_gets_the_compilers_rates(tmp_path):
 
 def test_among_two_machines_the_network_has_the_bytes_that_cross_it(tmp_path):
     profile = measured(tmp_path, 8, 16)
-    assert profile.node.gb_per_s == 225.0 and profile.node.contention == 132 / 116 - 1  # as assumed
+    assert profile.node.exchange_gb_per_s == 225.0
+    assert profile.node.contention == 132 / 116 - 1  # as assumed
     assert profile.link_gb_per_s == pytest.approx(225.0 * 8 / 15)
-    assert profile.inter_node_contention == 0.1
+    assert profile.network.contention == 0.1
 
 
 def test_no_profile_is_written_of_half_of_it(tmp_path):

@@ -6,7 +6,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 from moe_compile.cost import amounts
-from moe_compile.cost.amounts import BACKWARD_OVER_FORWARD, amounts_of
+from moe_compile.cost.amounts import amounts_of
+from moe_compile.cost.kernel_counts import ATTENTION_BACKWARD
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.inner_graphs import is_flex_attention
 
@@ -56,7 +57,7 @@ def shares(mask, length):
 
 def kept(blocks):
     """Return what `shares` is where `blocks` is the share of blocks that are computed."""
-    return pytest.approx([blocks, BACKWARD_OVER_FORWARD * blocks])
+    return pytest.approx([blocks, ATTENTION_BACKWARD * blocks])
 
 
 @pytest.mark.parametrize(

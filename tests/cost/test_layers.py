@@ -7,7 +7,7 @@ from torch import nn
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost import traced_nodes
-from moe_compile.cost.layers import Layers
+from moe_compile.cost.traced_nodes import Layers
 from moe_compile.plan.decide import forget
 from passes.detect_regions import DetectRegions
 from passes.fuse_token_sums import FuseTokenSums

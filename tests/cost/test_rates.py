@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from moe_compile.cost.rates import CONSTANTS, Bound, Rates
-from moe_compile.hardware import GroupLink, HardwareProfile, load_profile
+from moe_compile.hardware import HardwareProfile, Link, load_profile
 
-NODE = GroupLink(num_ranks=4, gb_per_s=8e-3, latency_us=1.0, gather_share=2.0)
+NODE = Link(num_ranks=4, gb_per_s=8e-3, latency_us=1.0, gather_share=2.0)
 PROFILE = HardwareProfile(
     name="two domains",
     matmul_tflops=1e-6,  # one operation per microsecond

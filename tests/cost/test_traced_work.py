@@ -25,7 +25,7 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import HardwareProfile, load_profile
-from moe_compile.hardware.host import HostCosts
+from moe_compile.hardware.profile import HostCosts
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import price_us
 from passes.detect_regions import DetectRegions

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_compile.errors import InvalidConfig
-from moe_compile.hardware import PROFILES, GroupLink, HardwareProfile, load_profile
-from moe_compile.hardware.cluster import Curve, load_cluster
+from moe_compile.hardware import PROFILES, HardwareProfile, Link, load_profile
+from moe_compile.hardware.cluster import load_cluster
 from moe_compile.hardware.detect import CHIPS
-from moe_compile.hardware.host import NO_HOST
-from moe_compile.hardware.profile import INTER_NODE, RATES
+from moe_compile.hardware.links import NUMBERS
+from moe_compile.hardware.products import Curve
+from moe_compile.hardware.profile import NO_HOST, RATES
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
 ROOT = Path(__file__).parents[2]
@@ -24,8 +25,10 @@ SLOWDOWNS = ("contention", "overlap_slowdown")
 def test_every_shipped_profile_loads(path):
     assert load_profile(path.stem).name == path.stem
     assert load_profile(str(path)) == load_profile(path.stem)
-    between_nodes = {f"inter_node_{name}" for name in INTER_NODE} if path.stem != "cpu" else set()
-    assert set(load_profile(path.stem).origins) == {*RATES, *between_nodes}
+    profile = load_profile(path.stem)
+    assert set(profile.origins) == set(RATES)
+    links = [] if path.stem == "cpu" else [profile.node, profile.network]
+    assert all(set(link.origins) == set(NUMBERS) for link in links)
 
 
 def test_all_profiles_ordered_are_shipped():
@@ -157,13 +160,14 @@ def test_the_links_of_a_profile_are_written_as_they_are(tmp_path, name):
         rounded = {rate: float(f"{getattr(profile, rate):.2g}") for rate in RATES}
         assert again == dataclasses.replace(profile, **rounded)
         assert again.origins == profile.origins
-        assert again.node is None or again.node.origins == profile.node.origins
+        for link in ("node", "network") if name != "cpu" else ():
+            assert getattr(again, link).origins == getattr(profile, link).origins
         profile = again
 
 
 def test_a_link_without_an_origin_is_not_written():
     origins = dict.fromkeys(RATES, "assumed: x")
-    node = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
+    node = Link(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
     profile = HardwareProfile(name="box", node=node, origins=origins, **dict.fromkeys(RATES, 1.0))
     with pytest.raises(InvalidConfig, match="num_ranks: origin is None"):
         profile.as_toml()

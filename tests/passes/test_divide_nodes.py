@@ -24,7 +24,7 @@ from moe_compile.graph.query import (
     overload_name,
     tensor_of,
 )
-from moe_compile.hardware import GroupLink, load_profile
+from moe_compile.hardware import Link, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.hop_sums import TOKENS_RECEIVED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, REFERENCES
@@ -390,7 +390,7 @@ def test_auto_goes_by_price_as_numerics_allow(fake_nodes, numerics, expected):
     """Where a node's link is fast it is rows between nodes that count."""
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
     compile_state = state(nodes="auto", equal_tokens=True, chunks=1, numerics=numerics)
-    fast = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
+    fast = Link(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
     slow = {"link_gb_per_s": 1e-5, "link_latency_us": 1.0}
     compile_state.hardware = dataclasses.replace(load_profile("cpu"), **slow, node=fast)
     results = run_level(DYNAMO, gm.graph, compile_state)
@@ -405,7 +405,7 @@ def test_parts_go_by_price_where_tokens_are_equal(fake_nodes, nodes, chunks):
     sums, which wait for all chunks, gain nothing by them."""
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
     compile_state = state(nodes=nodes, equal_tokens=True, chunks="auto", numerics="bounded")
-    link = GroupLink(num_ranks=2, gb_per_s=2e-5, latency_us=0.0)
+    link = Link(num_ranks=2, gb_per_s=2e-5, latency_us=0.0)
     slow = {"link_gb_per_s": 1e-5, "link_latency_us": 0.0, "op_overhead_us": 0.0}
     compile_state.hardware = dataclasses.replace(load_profile("cpu"), **slow, node=link)
     run_level(DYNAMO, gm.graph, compile_state)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.choose_uneven import EDGES, Uneven, choose_uneven
-from moe_compile.plan.uneven_price import Routing, uneven_us
+from moe_compile.plan.uneven_price import EDGES, Routing, Uneven, choose_uneven, uneven_us
 from moe_compile.report.decisions import decision_figures, decision_remarks
 from tests.plan.test_choose_plan import UNIT, region
 

@@ -12,7 +12,6 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.amounts import FEW, KERNELS_OF_FEW, amounts_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
-from moe_compile.cost.rewrite_costs import PLACE_KERNELS
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter, tensor_of
 from moe_compile.plan.candidates import Candidate, list_candidates
@@ -21,6 +20,7 @@ from moe_compile.plan.decide import experts_rule, wires_tried
 from moe_compile.plan.dispatch_rules import rounding_of
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.regions.token_rows import find_token_rows
+from moe_compile.simulator.layer_costs import PLACE_KERNELS
 from passes.detect_regions import DetectRegions
 from passes.kinds.by_counts.gathering import gathered_form, gathered_work
 from tests.capture import dynamo_graphs, state

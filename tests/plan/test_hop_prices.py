@@ -6,20 +6,19 @@ import itertools
 import pytest
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.hop_shape import HopShape
+from moe_compile.cost.hop_shape import INDEX_KERNELS, PLACE_KERNELS, HopShape
 from moe_compile.cost.rates import Rates
-from moe_compile.hardware import GroupLink, HardwareProfile
+from moe_compile.hardware import HardwareProfile, Link
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import choose_plan, extra_bytes
 from moe_compile.plan.decide import Hopping, experts_rule, wires_tried
-from moe_compile.plan.hop_times import INDEX_KERNELS, PLACE_KERNELS
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.region_tasks import price_us
 from tests.plan.test_choose_plan import region
 
 ROW = 1000.0
 SHAPE = HopShape(num_nodes=2, num_local=4, num_experts=64, rows_per_token=8, row_bytes=ROW)
-FAST_NODE = GroupLink(num_ranks=8, gb_per_s=4.0, latency_us=0.0)
+FAST_NODE = Link(num_ranks=8, gb_per_s=4.0, latency_us=0.0)
 
 
 def profile(network=1.0, node=FAST_NODE, memory=1e6, overhead=0.0):

@@ -17,13 +17,12 @@ from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
-from moe_compile.hardware import GroupLink, load_profile
+from moe_compile.hardware import Link, load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.hop_times import goes_in_hops
-from moe_compile.plan.region_tasks import tasks_of
+from moe_compile.plan.region_tasks import goes_in_hops, tasks_of
 from moe_compile.regions.token_rows import find_token_rows
 from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from passes.detect_regions import DetectRegions
@@ -79,7 +78,7 @@ def tokens():
 
 def bytes_priced(work, candidate):
     """Return the bytes of rows between nodes, inside a node and flat: forward, then backward."""
-    link = GroupLink(num_ranks=2, gb_per_s=1.0, latency_us=0.0)
+    link = Link(num_ranks=2, gb_per_s=1.0, latency_us=0.0)
     free = {"link_gb_per_s": 1.0, "link_latency_us": 0.0, "op_overhead_us": 0.0, "node": link}
     rates = Rates.of(dataclasses.replace(load_profile("h100"), **free), work.num_ranks, 2)
     found = []
@@ -91,8 +90,9 @@ def bytes_priced(work, candidate):
             if one.exchange in ("dispatch", "combine")
             and not goes_in_hops(one, candidate.nodes, is_forward=is_forward)
         ]
-        hops = ("hop between nodes", "hop inside the node")
-        found.append((*(sum(t.us for t in tasks if t.name == n) * 1e3 for n in hops), sum(flat)))
+        hops = ("hop 1", "hop 2")
+        sent = (sum(t.us for t in tasks if t.name.startswith(hop)) * 1e3 for hop in hops)
+        found.append((*sent, sum(flat)))
     return found
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from moe_compile.cost.kernel_counts import ORDER_KERNELS
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
-from moe_compile.cost.rewrite_costs import ORDER_KERNELS
 from moe_compile.cost.tasks import LINK, Priority, Task, run_tasks
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import Load, price_us, tasks_of

@@ -6,7 +6,7 @@ import pytest
 
 from moe_compile.cost.region_work import Work
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.row_folds import row_folds
+from moe_compile.plan.region_tasks import row_folds
 from tests.plan.test_region_price import compute, exchange, price
 
 ROWS = 100e3

@@ -10,12 +10,11 @@ from unittest import mock
 
 import torch.fx as fx
 
-from moe_compile.cost.cost_model import estimate_costs
-from moe_compile.cost.host import waits_for_device
+from moe_compile.cost.cost_model import estimate_costs, waits_for_device
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_launch
 from moe_compile.hardware import HardwareProfile, load_profile
-from moe_compile.hardware.host import NO_HOST, HostCosts
+from moe_compile.hardware.profile import NO_HOST, HostCosts
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from passes import schedule_exchanges

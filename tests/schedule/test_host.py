@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import overload_name
-from moe_compile.hardware.host import HostCosts
+from moe_compile.hardware.profile import HostCosts
 from moe_compile.schedule.choose_schedule import choose_schedule, launch_early
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem

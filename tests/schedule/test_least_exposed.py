@@ -8,9 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_compile.schedule.choose_schedule import POLICIES
-from moe_compile.schedule.least_exposed import least_exposed_us
 from moe_compile.schedule.list_schedule import incoming_order, list_schedule
-from moe_compile.schedule.simulate import simulate
+from moe_compile.schedule.simulate import least_exposed_us, simulate
 from tests.schedule.test_list_schedule import exchange, problem_of, traced
 from tests.schedule.test_overlap_slowdown import SHARES, TIMES, problem_in_order, time_of
 from tests.scheduled_layers import ChunkedMoE, one_rank_group, post_grad_graphs

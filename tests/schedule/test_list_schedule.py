@@ -19,8 +19,7 @@ from moe_compile.schedule.list_schedule import (
     list_schedule,
     nearest_launch,
 )
-from moe_compile.schedule.liveness import Liveness
-from moe_compile.schedule.memory_headroom import MemoryHeadroom
+from moe_compile.schedule.liveness import Liveness, MemoryHeadroom
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
 from tests.scheduled_layers import ChunkedMoE, c10d, one_rank_group, post_grad_graphs

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.schedule.liveness import Liveness
-from moe_compile.schedule.memory_headroom import MemoryHeadroom
+from moe_compile.schedule.liveness import Liveness, MemoryHeadroom
 
 
 @st.composite

@@ -13,7 +13,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import Fit, load_cluster
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
-from moe_compile.simulator.layer_time import bound_us, time_layer
+from moe_compile.simulator.layer_tasks import bound_us, time_layer
 from moe_compile.simulator.method import Attention, Crossing, Experts, Method, Overlap
 from moe_compile.simulator.models import MODELS, TABLE_2, find_model
 from moe_compile.simulator.scenario import count_memory, make_setting, predict, schedules

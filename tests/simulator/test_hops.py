@@ -11,7 +11,7 @@ from moe_compile.cost.tasks import COMPUTE, LINK, NODE_LINK
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import Fit, load_cluster
 from moe_compile.simulator.layer_costs import LayerCosts
-from moe_compile.simulator.layer_time import bound_us, time_layer
+from moe_compile.simulator.layer_tasks import bound_us, time_layer
 from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.scenario import make_setting, predict, schedules

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_compile.simulator.layer_time import bound_us, time_layer
+from moe_compile.simulator.layer_tasks import bound_us, time_layer
 from moe_compile.simulator.method import Attention, Method, Overlap
 from moe_compile.simulator.parts_table import find_part_shares, limit_us
 from moe_compile.simulator.scenario import make_setting

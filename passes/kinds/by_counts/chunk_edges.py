@@ -25,12 +25,11 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.candidates import CHUNKS, Candidate
 from moe_compile.plan.choose_plan import Decision
-from moe_compile.plan.choose_uneven import EDGES, Uneven, choose_uneven
 from moe_compile.plan.chunk_numbers import ONE_CHUNK, plan_num_chunks
 from moe_compile.plan.decide import named_wire, room_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.state import CompileState
-from moe_compile.plan.uneven_price import Routing
+from moe_compile.plan.uneven_price import EDGES, Routing, Uneven, choose_uneven
 from moe_compile.regions.regions import RowProof
 from passes.kinds.by_counts.draft import Draft
 

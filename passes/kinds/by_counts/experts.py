@@ -29,8 +29,7 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.layers import Layers
-from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.query import called_name, known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict

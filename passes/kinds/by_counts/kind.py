@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.layers import Layers
+from moe_compile.cost.traced_nodes import Layers
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.open_sorts import make_stable
 from moe_compile.graph.query import source_place, tensor_of
