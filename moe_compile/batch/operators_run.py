@@ -15,22 +15,19 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
-from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.batch.batch_terms import loss_arguments
 from moe_compile.dims.arguments import from_left
 from moe_compile.dims.expert_rules import is_known_by_name
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, regroup, size_of, unify
+from moe_compile.dims.record import SAME_VALUES, UNTRACEABLE, Operator, Recorder
 from moe_compile.dims.rules import meeting
 from moe_compile.dims.tracker import ExpertTracker, is_movement
 from moe_compile.graph.dependence import storages, written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, fake_mode_of, running_on
 from moe_compile.graph.query import is_launch, is_wait, operator_at, tensor_of, value_of
-from moe_compile.proof.operator_call import SAME_VALUES
-from moe_compile.proof.row_trace import UNTRACEABLE
 
 OUTSIDE: Final = ("placeholder", "get_attr")
 FORMS: Final = frozenset(
@@ -95,11 +92,13 @@ def run_rule(tracker: ExpertTracker, node: fx.Node) -> Dims:
     if fake is None:
         raise Lost(f"{operator_at(node)} is no operator that factors are followed through")
     run, loss = _Run(tracker, node), loss_arguments(node)
+    recorder = Recorder(run.follow, _is_followed)
     apart = None if loss is None else {**loss, "reduction": "none"}
     args, kwargs = (node.args, node.kwargs) if apart is None else ((), apart)
     try:
-        with running_on(fake), run:
-            made = call(node, *fx.node.map_arg((args, kwargs), run.given))
+        with running_on(fake), recorder:
+            given = fx.node.map_arg((args, kwargs), run.given)
+            made = recorder.run(node, lambda: call(node, *given))
     except UNTRACEABLE as error:
         raise Lost(f"{operator_at(node)} does not run: {error}") from error
     if made is None:  # `x[...] = y`
@@ -112,11 +111,10 @@ def run_rule(tracker: ExpertTracker, node: fx.Node) -> Dims:
     return []
 
 
-class _Run(TorchDispatchMode):
+class _Run:
     """The factors of the tensors that one node makes on its way."""
 
     def __init__(self, tracker: ExpertTracker, node: fx.Node) -> None:
-        super().__init__()
         self.tracker, self.node = tracker, node
         self._given: dict[fx.Node, Any] = {}
         self._dims: dict[int, tuple[torch.Tensor, Dims]] = {}
@@ -159,49 +157,28 @@ class _Run(TorchDispatchMode):
             raise Lost(f"{operator_at(self.node)} makes tensors of different dimensions")
         return each[0]
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        rule = _rule_of(func)
-        if rule is None and _name(func):
-            with self:
-                taken_apart = decomposition_table.get(func, func.decompose)(*args, **kwargs)
-            if taken_apart is not NotImplemented:
-                return taken_apart
-        out = func(*args, **kwargs)
-        one = _Call(self, func, args, kwargs, out)
-        if one.outputs and one.inputs:
-            if rule is None:
-                raise Lost(
-                    f"{operator_at(self.node)} runs {func}, which factors are not followed through"
-                )
-            rule(one)
-        return out
+    def follow(self, one: Operator) -> None:
+        """Follow factors through an operator that makes tensors of tensors."""
+        if not one.outputs or not one.inputs:
+            return
+        rule = _rule_of(one.func)
+        if rule is None:
+            raise Lost(
+                f"{operator_at(self.node)} runs {one.func}, which factors are not followed through"
+            )
+        rule(_Call(self, one))
+
+
+def _is_followed(func: torch._ops.OpOverload) -> bool:
+    return not _name(func) or _rule_of(func) is not None
 
 
 class _Call:
     """One operator that a node runs."""
 
-    def __init__(
-        self,
-        run: _Run,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-    ) -> None:
-        self.run, self.name, self.writes = run, _name(func), func._schema.is_mutable
-        declared = func._schema.arguments
-        self.arguments = {one.name: one.default_value for one in declared}
-        self.arguments |= dict(zip(self.arguments, args, strict=False)) | kwargs
-        self.inputs = _tensors((args, kwargs))
-        self.outputs = _tensors(out)
+    def __init__(self, run: _Run, one: Operator) -> None:
+        self.run, self.name, self.writes = run, _name(one.func), one.func._schema.is_mutable
+        self.inputs, self.outputs, self.argument = one.inputs, one.outputs, one.argument
 
     def first(self) -> Dims:
         """Return the factors of the first tensor."""
@@ -209,7 +186,7 @@ class _Call:
 
     def named(self, num_dims: int) -> list[int]:
         """Return the dimensions that the call names, from the left; all where it names none."""
-        names = (self.arguments.get(name) for name in ("dim", "dims", "dimension"))
+        names = (self.argument(name) for name in ("dim", "dims", "dimension"))
         given = next((one for one in names if one is not None and one != []), None)
         if given is None:
             return list(range(num_dims))
@@ -220,10 +197,6 @@ class _Call:
         """Say what the factors of all results are."""
         for tensor in self.outputs:
             self.run.put(tensor, dims)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _name(func: torch._ops.OpOverload) -> str:
@@ -302,7 +275,7 @@ def _along(one: _Call) -> None:
 def _padded(one: _Call) -> list[int]:
     """Return the dimensions that are padded: two numbers for each, the last one first."""
     last = one.inputs[0].dim() - 1
-    pad = one.arguments["pad" if "pad" in one.arguments else "padding"]
+    pad = one.argument("pad") or one.argument("padding")
     return [last - i // 2 for i in range(0, len(pad), 2) if pad[i] != 0 or pad[i + 1] != 0]
 
 
@@ -317,7 +290,7 @@ def _turned(one: _Call) -> None:
     if one.name == "permute":
         order = one.named(len(dims))
     elif len(dims) > 1:
-        pair = (0, 1) if one.name == "t" else (one.arguments["dim0"], one.arguments["dim1"])
+        pair = (0, 1) if one.name == "t" else (one.argument("dim0"), one.argument("dim1"))
         i, j = (from_left(d, len(dims)) for d in pair)
         order[i], order[j] = order[j], order[i]
     one.put([dims[i] for i in order])
@@ -352,14 +325,14 @@ def _placed(one: _Call) -> None:
                 unify(mine, its)
         one.run.close(dims[at : at + 1])
     one.run.close([given[at]])
-    source = one.arguments["index"] if one.name == "gather" else one.inputs[0]
+    source = one.argument("index") if one.name == "gather" else one.inputs[0]
     one.put(one.run.dims(source))
 
 
 def _masked(one: _Call) -> None:
     """Follow `x[mask] = number`: an element is written by the mask at its own place."""
-    mask, *others = one.arguments["indices"]
-    values = one.arguments["values"]
+    mask, *others = one.argument("indices")
+    values = one.argument("values")
     if others or mask is None or mask.dtype is not torch.bool or values.dim():
         raise Lost(f"{operator_at(one.run.node)} indexes by a tensor")
     for mine, its in zip(one.first(), one.run.dims(mask), strict=False):
