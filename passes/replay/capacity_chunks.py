@@ -18,11 +18,9 @@ import torch
 import torch.fx as fx
 
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.dims.arguments import joined, moved
-from moe_compile.dims.expert_rules import one_index
+from moe_compile.dims.arguments import joined, moved, one_index, operator_name
 from moe_compile.dims.products import linear_of
-from moe_compile.dims.rules import operator_name
-from moe_compile.dims.tracker import CUTS, cut_dim, move_name
+from moe_compile.dims.tracker import CUTS, cut_dim
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import tensor_of, value_of
 from passes.replay.factor_pieces import Emits, Pieces
@@ -72,7 +70,7 @@ class CapacityChunk:
         elif any(i in expert_of for i in node.all_input_nodes):
             self._join(node)
             return
-        elif move_name(node) in CUTS and self._is_by_expert(node):
+        elif operator_name(node) in CUTS and self._is_by_expert(node):
             source, along = self._now(moved(node)), cut_dim(node)
             size = int(value_of(node)[0].shape[along])
             sizes = [size] * len(self._experts)
@@ -112,7 +110,7 @@ class CapacityChunk:
         """Emit what takes one expert's part of all: it has another index among the chunk's."""
         index, source = self._region.expert_of[node] - self._experts.start, node.args[0]
         assert isinstance(source, fx.Node)
-        if move_name(source) in CUTS or operator_name(source) == "unbind":
+        if operator_name(source) in CUTS or operator_name(source) == "unbind":
             self.env[node] = self._emit.call(operator.getitem, self._now(source), index)
             return
         found = one_index(node)
