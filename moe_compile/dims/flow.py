@@ -59,7 +59,7 @@ class Followed:
     dims: Dims | None
     picked: Picked = field(default_factory=list)
     origin: fx.Node | None = None
-    """The operand from outside that it is another form of."""
+    """What tracking began at that it is, or is another form of."""
 
 
 class Flow:
@@ -69,8 +69,19 @@ class Flow:
         """Note in `notes` what the operators of `node` do to factors."""
         self.node, self.notes, self._numbers = node, notes, numbers
         self._known: dict[int, Followed] = {}
+        self._origins: dict[fx.Node, Followed] = {}
         self.whole_of: dict[int, Followed] = {}
         """Identity of a piece -> what was cut into it and others."""
+
+    def give(self, known: Followed) -> None:
+        """Say what is known of a tensor that the node reads."""
+        self.put(known)
+        if known.origin is not None:
+            self._origins[known.origin] = known
+
+    def factors_of(self, origin: fx.Node) -> list[Factor]:
+        """Return the factors of what tracking began at."""
+        return [factor for dim in self._origins[origin].dims or () for factor in flat(dim)]
 
     def put(self, known: Followed) -> None:
         """Say what is known of a tensor; raises Lost unless its sizes agree."""

@@ -51,7 +51,7 @@ def run_node(
             if isinstance(found, torch.Tensor):
                 followed = known(read)
                 found = followed.tensor
-                flow.put(followed)
+                flow.give(followed)
             given[read] = found
         return given[read]
 

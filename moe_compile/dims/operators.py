@@ -258,8 +258,8 @@ def _product(call: Call) -> Dims:
     for operand in (left, right):
         if (origin := call.flow.of(operand).origin) is not None:
             call.flow.notes.weights.append((call.node, origin))
-            shared = [factor for dim in outer for factor in flat(dim)]
-            call.flow.notes.products += [(origin, [factor]) for factor in shared]
+            own, shared = call.flow.factors_of(origin), [f for dim in outer for f in flat(dim)]
+            call.flow.notes.products += [(origin, [f]) for f in shared if f in own]
     dims = [flat(dim) for dim in (*outer, rows, columns)]
     for one in added:
         given = call.dims(one)

@@ -19,10 +19,9 @@ import torch.fx as fx
 
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.dims.arguments import joined, moved, one_index, operator_name
-from moe_compile.dims.products import linear_of
 from moe_compile.dims.tracker import CUTS, cut_dim
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import tensor_of, value_of
+from moe_compile.graph.query import argument_of, tensor_of, value_of
 from passes.replay.factor_pieces import Emits, Pieces
 
 
@@ -86,19 +85,17 @@ class CapacityChunk:
 
         The only expert of a chunk has rows without gaps, for which it would add it inside.
         """
-        linear = linear_of(node)
-        if linear is None or linear.bias is None or len(self._experts) > 1:
+        bias = argument_of(node, 2, "bias") if operator_name(node) == "linear" else None
+        if bias is None or len(self._experts) > 1:
             return False
-        rows = tensor_of(linear.x)
+        rows = tensor_of(argument_of(node, 0, "input"))
         return rows is not None and not rows.is_contiguous()
 
     def _add_bias_apart(self, node: fx.Node) -> None:
-        linear = linear_of(node)
-        assert linear is not None
-        product = self._emit.instead(
-            node, node.target, self._now(linear.x), self._now(linear.weight)
-        )
-        self.env[node] = self._emit.instead(node, torch.add, product, self._now(linear.bias))
+        names = ("input", "weight", "bias")
+        x, weight, bias = (self._now(argument_of(node, i, name)) for i, name in enumerate(names))
+        product = self._emit.instead(node, node.target, x, weight)
+        self.env[node] = self._emit.instead(node, torch.add, product, bias)
 
     def _is_by_expert(self, cut: fx.Node) -> bool:
         return all(user in self._region.expert_of for user in cut.users)

@@ -33,6 +33,7 @@ from moe_compile.proof.kernel_bits import bits
 from moe_compile.proof.operator_call import Call, Knowledge, functional
 from moe_compile.regions.count_facts import CountFacts
 from passes.replay.capacity_chunks import CapacityChunk, pieces_of
+from passes.replay.factor_pieces import Pieces
 
 NOT_TRIED: Final = "its operators could not be tried without values"
 
@@ -112,9 +113,16 @@ def _parts(region: CapacityRegion, bounds: Sequence[range]) -> list[dict[fx.Node
         chunk.env.update({source: pieces.cut(source)[number] for source in region.cut})
         for node in region.body:
             chunk.replay(node)
+            _check_sizes(node, chunk.env.get(node), pieces, experts)
         run.go_back(chunk.env[region.result])
         found.append(run.operators)
     return found
+
+
+def _check_sizes(node: fx.Node, made: Any, pieces: Pieces, experts: range) -> None:
+    """Raise ValueError where a chunk makes another size than its experts have of the whole."""
+    if isinstance(made, torch.Tensor) and list(made.shape) != pieces.sizes_of(node, len(experts)):
+        raise ValueError(f"{operator_at(node)} has other sizes for a part of the experts")
 
 
 class FakeRun:
