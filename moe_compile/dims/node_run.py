@@ -55,14 +55,14 @@ def run_node(
             given[read] = found
         return given[read]
 
-    recorder = Recorder(lambda one: _follow(flow, one), is_known)
+    recorder = recorder_of(flow)
     args, kwargs = (node.args, node.kwargs) if instead is None else ((), dict(instead))
     try:
         with running_on(fake):
             args, kwargs = fx.node.map_arg((args, kwargs), value)
             if (func := AS_ONE.get(operator_name(node))) is not None:
                 made = value_of(node).detach()
-                _follow(flow, Operator(node, func, args, kwargs, made))
+                follow_one(flow, Operator(node, func, args, kwargs, made))
                 return made
             with recorder:
                 made = recorder.run(node, lambda: call(node, args, kwargs))
@@ -78,12 +78,18 @@ def _may_run(node: fx.Node) -> bool:
     return node.op == "call_method" or module in ("torch", operator.add.__module__, "builtins")
 
 
-def _follow(flow: Flow, one: Operator) -> None:
-    if not one.outputs or not one.inputs:
-        return
+def recorder_of(flow: Flow) -> Recorder:
+    """Return what follows factors through the operators that run under it."""
+    return Recorder(lambda one: follow_one(flow, one), is_known)
+
+
+def follow_one(flow: Flow, one: Operator) -> None:
+    """Follow factors through an operator that makes tensors of tensors."""
     is_one = one.func in AS_ONE.values()  # whether it draws is asked elsewhere
     if not is_one and draws_by_schema(one.func, one.args, one.kwargs):
         raise flow.lost("draws random numbers")
+    if not one.outputs or not one.inputs:
+        return
     inherited = [pair for tensor in one.inputs for pair in flow.of(tensor).picked]
     picked = [list(inherited) for _ in one.outputs]
     follow_operator(Call(one.node, one.func, one.args, one.kwargs, one.out, flow, picked))
