@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds, size_of, unify
 from moe_compile.dims.record import Operator
 from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import operator_at
 
 Picks = dict[Factor, int]
@@ -110,6 +111,15 @@ class Flow:
     def close(self, dims: Iterable[list[Factor]]) -> None:
         """Note dimensions whose indices are not treated apart."""
         self.notes.closed += [(self.node, dim) for dim in dims]
+
+    def write(self, written: Followed) -> None:
+        """Close what is written through a view, and is not told apart in what has the memory."""
+        memory = storages_of(written.tensor)
+        for other in [*self._known.values()]:
+            if other is not written and storages_of(other.tensor) & memory:
+                given = [*(written.dims or ()), *([factor] for factor, _ in written.picked)]
+                own = [factor for dim in given for factor in flat(dim)]
+                self.close([f] for f in own if not any(holds(d, f) for d in other.dims or ()))
 
     def lost(self, why: str) -> Lost:
         """Return that factors are not followed through the node."""

@@ -406,3 +406,5 @@ def follow_operator(call: Call) -> None:
     for tensor, dims, picked in zip(call.outputs, each, call.picked, strict=True):
         call.flow.notes.settled(call.node, picked)
         call.flow.put(Followed(tensor, dims, picked, origin))
+    for tensor in call.written:
+        call.flow.write(call.flow.of(tensor))

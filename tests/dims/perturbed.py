@@ -15,7 +15,7 @@ from moe_compile.dims.sizes import SizeNumbers
 
 
 class Claims:
-    """What is said of the results of `function` on `inputs`: a clone of each, which it may write."""
+    """What is said of the results of `function` on `inputs`, of which it may write copies."""
 
     def __init__(self, function, inputs):
         self.function, self.inputs = function, inputs

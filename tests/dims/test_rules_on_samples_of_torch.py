@@ -17,13 +17,14 @@ NOT_RUN = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError,
 
 
 def operators_of_torch(monkeypatch):
-    """Return what torch knows of its operators; its tests compare texts, which is of no use here."""
+    """Return what torch knows of its operators, without what its tests compare texts by."""
     stub = types.ModuleType("expecttest")
     stub.TestCase = unittest.TestCase
     monkeypatch.setitem(sys.modules, "expecttest", sys.modules.get("expecttest", stub))
     from torch.testing._internal.common_methods_invocations import op_db  # noqa: PLC0415
 
-    return [info for info in op_db if torch.float64 in info.supported_dtypes("cpu")]
+    found = [info for info in op_db if torch.float64 in info.supported_dtypes("cpu")]
+    return [info for info in found if "empty" not in info.name]  # whatever memory had
 
 
 def of_tensors(info, sample):
