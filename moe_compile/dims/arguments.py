@@ -40,16 +40,8 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "repeat_interleave": ("input", "repeats", "dim"),
     "cat": ("tensors", "dim"),
     "stack": ("tensors", "dim"),
-    "unbind": ("input", "dim"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "mean": ("input", "dim", "keepdim", "dtype"),
-    "sum": ("input", "dim", "keepdim", "dtype"),
-    "amax": ("input", "dim", "keepdim"),
-    "view_as_complex": ("input",),
-    "view_as_real": ("input",),
 }
-"""Operator -> its arguments in order, the value that it moves or reads first."""
+"""What moves data -> its arguments in order, the value that it moves first."""
 
 CASTS: Final = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16"})
 """Only their first argument gives values."""
@@ -57,7 +49,6 @@ HOMES: Final = (torch, torch.functional, F, torch._C._nn, operator)
 """Modules whose functions are known by name."""
 ALSO_CALLED: Final = {
     "axis": "dim",
-    "keepdims": "keepdim",
     "a": "input",
     "x": "input",
     "x1": "input",

@@ -70,7 +70,7 @@ def test_without_a_rule_the_region_is_left_and_says_which_operator_it_runs(fake_
 def test_with_the_rule_of_the_page_the_region_runs_in_chunks(fake_ranks, added):
     applied, left, graph = rewritten(fake_ranks)
     assert applied == ("region 0",) and left == ()
-    before, *of_chunks = (n for n in graph.nodes if "center_rows" in str(n.target))
+    _, *of_chunks = (n for n in graph.nodes if "center_rows" in str(n.target))
     assert len(of_chunks) == 2
 
 
